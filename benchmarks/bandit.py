@@ -31,7 +31,7 @@ from prime_rl.config.orchestrator import AlgorithmConfig
 from prime_rl.config.trainer import LossConfig
 from prime_rl.envs.protocol import SampleTokens
 from prime_rl.orchestrator.algorithms import Attempt, advantages
-from prime_rl.orchestrator.algorithms.streams import streams_of
+from prime_rl.orchestrator.samples import streams_of
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
 from prime_rl.trainer.packing import MicroBatch, StepData, collate, to_device
 from prime_rl.trainer.parallel import World, close_world, init_world

@@ -14,8 +14,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from prime_rl.config.orchestrator import AlgorithmConfig, ByReward
-from prime_rl.orchestrator.algorithms import Attempt, advantages
-from prime_rl.orchestrator.algorithms.estimators import penalized
+from prime_rl.orchestrator.algorithms import Attempt, advantages, penalized
 from support.oracles import Oracle
 
 Floats = npt.NDArray[np.float64]
@@ -71,7 +70,6 @@ class Case:
 GROUPS_OF_SEVERAL = RAGGED.replace("e", "d")
 COUNTS = of_groups(GROUPS_OF_SEVERAL, len)
 BATCH_STD = sample_over_population(len(GROUPS))
-TOKENS_STD = sample_over_population(sum(LENGTHS))
 PENALIZED = {"type": "overlong", "max_tokens": 32, "cache": 16, "scale": 100}
 WEIGHTS = {"first": 1000.0, "second": 2000.0}  # so large for the same reason
 BOTH = [values.tolist() for values in FUNCTIONS.values()]
@@ -103,10 +101,7 @@ CASES: dict[str, Case] = {
         {"type": "max_rl"}, "verl", {"estimator": "grpo", "by_std": False}, GROUPS_OF_SEVERAL,
         rewards=REWARDS / of_groups(GROUPS_OF_SEVERAL, np.mean),
     ),
-    # By tokens as in verl, or by episodes; the standard deviation is the population's here.
-    "reinforce_pp by tokens": Case(
-        {"type": "reinforce_pp", "per_token": True}, "verl", {"estimator": "reinforce_plus_plus"}, factor=TOKENS_STD
-    ),
+    # By episodes where verl normalizes by tokens; the standard deviation is the population's here.
     "reinforce_pp": Case(
         {"type": "reinforce_pp"}, "verl", {"estimator": "reinforce_plus_plus"}, factor=BATCH_STD, lengths=ONE_TOKEN
     ),

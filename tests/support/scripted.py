@@ -170,7 +170,7 @@ def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0,
         "trained": [f"{step}.0.0", f"{step}.1.0"], "filtered": [], "truncated": [],
         "groups": [[step, "env", 0, "task"]], "account": account,
     }  # fmt: skip
-    state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened, ledger=account)
+    state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened)
     told = {"groups_opened": groups_opened, "ledger": ledger, "state": state.to_json(), **extra}
     with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):
         pass

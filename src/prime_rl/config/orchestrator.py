@@ -130,9 +130,10 @@ class MaxRL(ByReward):
 class ReinforcePP(ByReward):
     """REINFORCE++. Advantage: the reward, normalized over the environment's episodes in the batch."""
 
+    removed: ClassVar[dict[str, str]] = {"per_token": "each episode counts once"}
+
     type: Literal["reinforce_pp"] = option("reinforce_pp", "Kind of algorithm.")
     group_baseline: bool = option(False, "Take the mean of the group off first (REINFORCE++-baseline).")
-    per_token: bool = option(False, "Normalize over the batch's sampled tokens, so that long episodes weigh more.")
 
     @property
     def group_relative(self) -> bool:
@@ -277,14 +278,6 @@ class GibberishFilter(EpisodeFilter):
     max_tokens: NonNegativeInt = option(0, "Such tokens that are let pass.")
 
 
-class OffPolicyFilter(EpisodeFilter):
-    """Leaves out episodes that are too old by the step that would train on them."""
-
-    max_steps: NonNegativeInt = Field(
-        description="Most steps between the oldest token and the step; max_off_policy_steps bounds all."
-    )
-
-
 class DifficultyFilter(Section):
     """Turns groups away that are too hard or too easy; others take their place."""
 
@@ -308,13 +301,14 @@ class CustomFilter(EpisodeFilter):
 class FilterConfig(Section):
     """What is left out of training, whatever its reward."""
 
+    removed: ClassVar[dict[str, str]] = {"off_policy": "max_off_policy_steps bounds the age of every sample"}
+
     dynamic_sampling: bool = option(False, "Turn groups away whose advantages are all zero; others take their place.")
     difficulty: DifficultyFilter | None = option(None, "By the mean reward of a group.")
     truncated: TruncatedFilter | None = option(None, "Episodes that were cut off.")
     overlong: OverlongFilter | None = option(None, "Episodes with many sampled tokens.")
     repetition: RepetitionFilter | None = option(None, "Episodes that repeat themselves.")
     gibberish: GibberishFilter | None = option(None, "Episodes with improbable rare tokens.")
-    off_policy: OffPolicyFilter | None = option(None, "Episodes that are too old.")
     custom: CustomFilter | None = option(None, "A filter of your own.")
 
 
@@ -504,14 +498,7 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
                 f"dynamic_sampling has no effect: {kinds} compares no attempts, so that no group is without signal"
             )
             return Problem(message, f"{key}.dynamic_sampling")
-        if filters.off_policy is None:
-            return None
-        steps, name = filters.off_policy.max_steps, f"{key}.off_policy.max_steps"
-        if steps < self.async_level:
-            message = f"off_policy.max_steps {steps} is below async_level {self.async_level}: nothing would be left"
-            return Problem(message, name, "async_level")
-        message = f"off_policy has no effect: max_off_policy_steps {self.max_off_policy_steps} drops the same"
-        return conflict(steps >= self.max_off_policy_steps, message, name, "max_off_policy_steps")
+        return None
 
     def _can_be_scored(self, env: TrainingEnv) -> Problem | None:
         component, (sampling, key) = self.algorithm_of(env.name).component, self._sampling_of(env)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from prime_rl.envs.protocol import EpisodeResult
-from prime_rl.orchestrator.samples import output_tokens
+from prime_rl.orchestrator.admission import output_tokens
 
 _ROUNDING = 1e-9  # of a reward that is a sum of weighted ones
 _Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution

@@ -1,32 +1,38 @@
-"""What may be trained: filters as episodes end, the gate as groups are complete, and an end where nothing is let through any more."""
+"""What may be trained: filters of episodes, the gate that complete groups pass, and the end of a run in which nothing passes.
+
+Filters look at an episode once, when it ends. An episode that is left out keeps its place in its group, and the others are still compared with it;
+it is not trained, and counted by the filter's name. A group in which nothing is left to train is turned away, and another one takes its place.
+"""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from loguru import logger
 
-from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.algorithms import check_algorithm, unfit
-from prime_rl.orchestrator.filters import DIFFICULTY, DYNAMIC_SAMPLING, check_filters, why_episode
-from prime_rl.orchestrator.metrics import group_rewards
-from prime_rl.orchestrator.samples import attempts, in_order, turned_away
-from prime_rl.orchestrator.scheduler import NO_SIGNAL, Batch, Group
-from prime_rl.orchestrator.tasks import Curriculum
+from prime_rl.importing import load_function
+from prime_rl.orchestrator.algorithms import attempts, carries_signal, check_algorithm, unfit
+from prime_rl.orchestrator.scheduler import Finished, Group
+from prime_rl.transport.rollouts import as_array
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
+    from prime_rl.config.orchestrator import CustomFilter, FilterConfig, GibberishFilter, RepetitionFilter
 
+DYNAMIC_SAMPLING, DIFFICULTY = "dynamic_sampling", "difficulty"
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, and without a pattern (2^64 divided by the golden ratio)
 _MAX_EMPTY_BATCHES = 10
-_LEAST_TURNED_AWAY = (
-    100  # in a row: of small batches ten are not enough to tell bad luck from a task that teaches nothing
-)
+# In a row: ten small batches are not enough to tell bad luck from a task that teaches nothing.
+_LEAST_TURNED_AWAY = 100
 _HOPELESS = "the task is too easy, too hard, or its reward is broken"
 
 
 class Admission:
-    """Asked of every episode and every group.
+    """Decides about every finished episode and every complete group.
 
     Raises:
         UserError: a function of the user's own is not there, or does not take its arguments.
@@ -38,13 +44,11 @@ class Admission:
         for filters, key in config.all_filters():
             check_filters(filters, key)
         self._config, self._groups = config, config.batch_size // config.rollouts_per_example
-        self._empty_batches = self._in_a_row = 0
-        self._made: dict[int, list[float]] = {}  # rewards of the groups that left since the last batch, by number
-        self._discards: Counter[str] = Counter()  # groups since the last batch, by what was wrong with them
-        self.curriculum = Curriculum({}, {}, 0)
+        self._empty_batches = 0  # in a row
+        self._turned_away: Counter[str] = Counter()  # groups in a row, by reason
 
     def look(self, env: str, result: EpisodeResult) -> None:
-        """Mark an episode that a filter leaves out. One that the algorithm can do nothing with is no result any more."""
+        """Mark an episode that a filter leaves out, and fail one that the algorithm cannot use."""
         if not result.ok:
             return
         algorithm = self._config.algorithm_of(env)
@@ -53,65 +57,135 @@ class Admission:
             return
         result.filtered = why_episode(self._config.filters_of(env), result, self._config.seq_len)
 
-    def gate(self, group: Group[EpisodeResult], step: int) -> str | None:
-        """Why a complete group is turned away from the batch of `step`, or None.
+    def gate(self, group: Group[EpisodeResult]) -> str | None:
+        """Return why a complete group is turned away, or None.
 
         Raises:
             UserError: so many in a row were that no batch will come together.
         """
-        why = turned_away(group, step, self._config)
+        why = turned_away(group, self._config)
         if why is None:
-            self._in_a_row = 0
+            self._turned_away.clear()
             return None
-        self._discards[why] += 1
-        self._in_a_row += 1
-        self._leave(group)
-        if self._in_a_row > max(_MAX_EMPTY_BATCHES * self._groups, _LEAST_TURNED_AWAY):
-            reasons = ", ".join(f"{name}: {number}" for name, number in sorted(self._discards.items()))
-            by_reward = self._discards.keys() <= {DYNAMIC_SAMPLING, DIFFICULTY, NO_SIGNAL}
+        self._turned_away[why] += 1
+        count = self._turned_away.total()
+        if count > max(_MAX_EMPTY_BATCHES * self._groups, _LEAST_TURNED_AWAY):
+            reasons = ", ".join(f"{name}: {number}" for name, number in sorted(self._turned_away.items()))
+            by_reward = self._turned_away.keys() <= {DYNAMIC_SAMPLING, DIFFICULTY}
             raise UserError(
-                f"{self._in_a_row} groups in a row were turned away (since the last batch: {reasons}): "
+                f"{count} groups in a row were turned away ({reasons}): "
                 + (_HOPELESS if by_reward else "nearly nothing passes the filters")
             )
         return why
 
-    def restore(self, discards: Counter[str], left: Mapping[int, list[float]]) -> None:
-        """Go on with what an earlier incarnation did without since the last batch: why groups left, and their rewards by number."""
-        self._discards, self._made = Counter(discards), dict(left)
-        self._empty_batches = discards[NO_SIGNAL] // self._groups
+    def note_batch(self) -> None:
+        """A batch with samples was cut."""
+        self._empty_batches = 0
 
-    def empty_batch(self, batch: Batch[EpisodeResult], why: Collection[str]) -> None:
-        """Nothing of `batch` can be trained. `why`: the filters that left episodes of it out.
+    def note_empty_batch(self, step: int, why: Collection[str]) -> None:
+        """A batch without samples was discarded. `why`: the filters that left episodes of it out.
 
         Raises:
             UserError: too many in a row were like that.
         """
-        for group in batch.groups:
-            self._leave(group)
-        self._discards[NO_SIGNAL] += self._groups
         equal = "all rewards of each group were equal"
         reasons = f"{', '.join(sorted(why))} left episodes out, of the others {equal}" if why else equal
-        logger.warning(
-            "step {}: the batch carries no learning signal ({}); collecting another one", batch.step, reasons
-        )
+        logger.warning("step {}: the batch carries no learning signal ({}); collecting another one", step, reasons)
         self._empty_batches += 1
         if self._empty_batches >= _MAX_EMPTY_BATCHES:
             raise UserError(
                 f"{_MAX_EMPTY_BATCHES} batches in a row carried no learning signal ({reasons}): {_HOPELESS}"
             )
 
-    def take(self, batch: Batch[EpisodeResult]) -> dict[str, float]:
-        """`batch` is cut: the pools change by it and by what left since the one before; metrics of all these, and of what was turned away."""
-        for group in batch.groups:
-            self._leave(group)
-        self.curriculum.cut()
-        metrics = {"filtered/discarded_batches": float(self._discards.pop(NO_SIGNAL, 0) // self._groups)}
-        metrics |= {f"turned_away/{why}": float(count) for why, count in sorted(self._discards.items())}
-        made = [rewards for _, rewards in sorted(self._made.items())]
-        self._empty_batches, self._discards, self._made = 0, Counter(), {}
-        return metrics | group_rewards(made, "made/") | self.curriculum.metrics()
 
-    def _leave(self, group: Group[EpisodeResult]) -> None:
-        rewards = [episode.result.reward for episode in in_order(group)]
-        self._made[group.number] = rewards
-        self.curriculum.leave(group.number, group.task, rewards)
+def in_order(group: Group[EpisodeResult]) -> list[Finished[EpisodeResult]]:
+    """Return the finished episodes of a group by their place in it."""
+    return sorted(group.finished, key=lambda episode: episode.start.number)
+
+
+def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:
+    """Return why a complete group is turned away, or None: its episodes' filters if nothing is left, or a filter of groups."""
+    env, results = group.task.env, [episode.result for episode in in_order(group)]
+    filters = config.filters_of(env)
+    if all(result.filtered for result in results):
+        return "+".join(sorted({result.filtered for result in results}))
+    counted = [one for result in results for one in attempts(result).values()]
+    if filters.dynamic_sampling and not carries_signal(config.algorithm_of(env), counted):
+        return DYNAMIC_SAMPLING
+    if filters.difficulty is not None:
+        mean = sum(result.reward for result in results) / len(results)
+        if not filters.difficulty.low < mean < filters.difficulty.high:
+            return DIFFICULTY
+    return None
+
+
+def why_episode(config: "FilterConfig", result: EpisodeResult, seq_len: int) -> str:
+    """Return the name of the first filter that leaves the episode out, "" where none does.
+
+    Args:
+        seq_len: Tokens that a longer sequence is cut to.
+
+    Raises:
+        UserError: a filter of the user's own raises, or gives something else than yes or no.
+    """
+    longest = max((len(sequence.input_ids) for sequence in result.samples), default=0)
+    if config.truncated is not None and (result.is_truncated or longest > seq_len):
+        return "truncated"
+    if config.overlong is not None and output_tokens(result) > config.overlong.max_tokens:
+        return "overlong"
+    if config.repetition is not None and any(_repeats(one, config.repetition) for one in result.samples):
+        return "repetition"
+    if config.gibberish is not None and _improbable(result, config.gibberish) > config.gibberish.max_tokens:
+        return "gibberish"
+    if config.custom is not None and _custom(config.custom, result):
+        return "custom"
+    return ""
+
+
+def output_tokens(result: EpisodeResult) -> int:
+    """Count the sampled tokens of an episode's samples."""
+    return sum(sequence.loss_mask.count(1) for sequence in result.samples)
+
+
+def check_filters(config: "FilterConfig", key: str) -> None:
+    """Raise UserError where a function of the user's own is not there, or does not take its arguments. `key`: the setting, for messages."""
+    if config.custom is not None:
+        load_function(config.custom.path, config.custom.args, given=1, key=f"{key}.custom.path")
+
+
+def _repeats(sequence: SampleTokens, rule: "RepetitionFilter") -> bool:
+    """Whether more than `max_share` of the n-grams of the sampled tokens occurred before in them."""
+    tokens = as_array(sequence.input_ids, np.int32)[as_array(sequence.loss_mask, np.bool_)]
+    if len(tokens) < max(rule.min_tokens, rule.ngram):
+        return False
+    # 64-bit hashes: two different n-grams are taken for the same once in 10^9 replies of 100,000 tokens. Numbers are sorted faster than rows of them.
+    names = np.zeros(len(tokens) - rule.ngram + 1, dtype=np.uint64)
+    for place in range(rule.ngram):
+        names = names * _FACTOR + tokens[place : place + len(names)].astype(np.uint64)
+    return 1 - len(np.unique(names)) / len(names) > rule.max_share
+
+
+def _improbable(result: EpisodeResult, rule: "GibberishFilter") -> int:
+    """Sampled tokens with a rare id and a low log-probability."""
+    count = 0
+    for sequence in result.samples:
+        ids, mask = as_array(sequence.input_ids, np.int32), as_array(sequence.loss_mask, np.bool_)
+        low = as_array(sequence.logprobs, np.float32) < rule.max_logprob
+        count += int((mask & low & (ids >= rule.min_token_id)).sum())
+    return count
+
+
+def _custom(rule: "CustomFilter", result: EpisodeResult) -> bool:
+    function = _loaded(rule.path, tuple(sorted(rule.args)))
+    try:
+        count = function(result, **rule.args)
+    except Exception as error:  # whatever the user's function raises
+        raise UserError(f"filter {rule.path} raised {error!r} of episode {result.episode_id}") from error
+    if not isinstance(count, bool | np.bool_):
+        raise UserError(f"filter {rule.path} gave {count!r}: True (leave the episode out) or False is needed")
+    return bool(count)
+
+
+@cache
+def _loaded(path: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    return load_function(path, dict.fromkeys(names), given=1, key="filters.custom.path")

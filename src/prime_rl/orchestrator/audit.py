@@ -9,7 +9,6 @@ from prime_rl.orchestrator.ledger import read_counts
 from prime_rl.orchestrator.ledger_file import open_copy
 
 LEDGER = "ledger.sqlite"
-_RANGES = 10
 _OUTCOMES = {
     "trained": "trained",
     "batched": "in a batch",
@@ -31,34 +30,21 @@ class OutcomeRow:
 
 
 @dataclass(frozen=True)
-class StepRange:
-    """Trained episodes of the steps `first` … `last`, and means over those whose values are known."""
-
-    first: int
-    last: int
-    trained: int
-    output_tokens: float | None
-    reward: float | None
-
-
-@dataclass(frozen=True)
 class AuditReport:
     """The audit of a run. `faults` says where the ledger contradicts itself."""
 
     run: Path
     outcomes: list[OutcomeRow]
-    ranges: list[StepRange]
     faults: list[str]
 
 
 def audit_text(run_dir: Path) -> str:
-    """The audit of a run as tables.
+    """The audit of a run as a table.
 
     Raises:
         UserError: the run has no ledger, or a damaged one.
     """
-    report = audit(run_dir)
-    return "\n\n".join("\n".join(lines) for lines in (_outcome_lines(report), _range_lines(report)))
+    return "\n".join(_outcome_lines(audit(run_dir)))
 
 
 def audit(run_dir: Path) -> AuditReport:
@@ -68,7 +54,7 @@ def audit(run_dir: Path) -> AuditReport:
         UserError: the run has no ledger, or a damaged one.
     """
     with open_copy(run_dir / LEDGER) as db:
-        return AuditReport(run_dir, _outcomes(db), _ranges(db), _faults(db))
+        return AuditReport(run_dir, _outcomes(db), _faults(db))
 
 
 def _outcomes(db: sqlite3.Connection) -> list[OutcomeRow]:
@@ -121,21 +107,6 @@ def _faults(db: sqlite3.Connection) -> list[str]:
     return faults
 
 
-def _ranges(db: sqlite3.Connection) -> list[StepRange]:
-    (last,) = db.execute("SELECT MAX(step) FROM episodes WHERE state = 'trained'").fetchone()
-    if last is None:
-        return []
-    width = -(-(last + 1) // _RANGES)
-    query = """
-        SELECT step / ?, COUNT(*), AVG(output_tokens), AVG(reward) FROM episodes WHERE state = 'trained'
-        GROUP BY 1 ORDER BY 1
-    """
-    return [
-        StepRange(part * width, min(part * width + width - 1, last), count, tokens, reward)
-        for part, count, tokens, reward in db.execute(query, (width,))
-    ]
-
-
 def _outcome_lines(report: AuditReport) -> list[str]:
     lines = [f"Episodes of {report.run} (attempts; length: sampled tokens)"]
     if report.outcomes:
@@ -148,16 +119,6 @@ def _outcome_lines(report: AuditReport) -> list[str]:
     if report.faults:
         return [*lines, "NOT CONSERVED, the ledger contradicts itself:", *(f"  {fault}" for fault in report.faults)]
     return [*lines, "Conserved: issued = trained + dropped + in flight, finished or in a batch, in every environment."]
-
-
-def _range_lines(report: AuditReport) -> list[str]:
-    if not report.ranges:
-        return ["Nothing is trained yet."]
-    table = [["steps", "trained", "mean length", "mean reward"]]
-    for part in report.ranges:
-        steps = f"{part.first}-{part.last}" if part.last > part.first else str(part.first)
-        table.append([steps, f"{part.trained:,}", *_means(part.output_tokens, part.reward)])
-    return ["Trained", *_table(table)]
 
 
 def _means(output_tokens: float | None, reward: float | None) -> list[str]:

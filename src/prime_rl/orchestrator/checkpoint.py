@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PART: checkpoints.Part = "orchestrator"
 STATE_FILE = "state.json"
-_OBSOLETE = ("environments", "discards")  # earlier releases wrote them; the ledger has both
+_OBSOLETE = ("environments", "discards", "ledger")  # written by earlier releases; the ledger has them
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class OrchestratorState:
         algorithm: What each environment's algorithm remembers, if anything.
         curriculum: The difficulty pools of each environment that has any. It is whole, so that no earlier batch is needed to go on.
         open_tasks: The task's index of each open group of these environments, by number: the stream does not give it again.
-        ledger: The ledger's counts by environment, with the batch before `step` counted as batched.
     """
 
     step: int = 0
@@ -58,7 +57,6 @@ class OrchestratorState:
     algorithm: dict[str, Any] = field(default_factory=dict)
     curriculum: dict[str, dict[str, Any]] = field(default_factory=dict)
     open_tasks: dict[str, int] = field(default_factory=dict)
-    ledger: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a manifest."""

@@ -19,7 +19,7 @@ from prime_rl import faults
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
 from prime_rl.orchestrator import ledger_file
-from prime_rl.orchestrator.samples import output_tokens
+from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.scheduler import (
     Batched,
     Discarded,
@@ -59,12 +59,9 @@ _CANCELLED = "state = 'dropped', reason = 'cancelled', detail = ?, step = NULL, 
 _EPISODES_OF = """
     SELECT number, attempt, state, retried, version, life, first, last, data
     FROM episodes LEFT JOIN results ON results.id = episodes.id WHERE group_number = ? ORDER BY number, attempt"""
-_DISCARDS = """
-    SELECT detail, COUNT(DISTINCT group_number) FROM episodes e JOIN groups g ON g.number = group_number
-    WHERE g.state = 'discarded' AND g.step >= ? AND reason = 'filtered' GROUP BY detail"""
-_LEFT = """
-    SELECT g.number, env, task_index, task_id, reward FROM groups g JOIN episodes e ON e.group_number = g.number
-    WHERE g.state = 'discarded' AND g.step >= ? AND e.state = 'dropped' AND reason IN ('filtered', 'truncated') AND reward NOT NULL
+_DISCARDED = """
+    SELECT g.number, env, task_index, task_id, detail, reward FROM groups g JOIN episodes e ON e.group_number = g.number
+    WHERE g.state = 'discarded' AND g.step >= ? AND e.state = 'dropped' AND reason IN ('filtered', 'truncated')
     ORDER BY g.number, e.number"""
 # What ends needs neither its tokens nor its incarnation any more.
 _LEAVE = f"UPDATE episodes SET state = ?, step = ?, reason = ?, detail = ?, retried = ?, life = NULL WHERE {_KEY} "
@@ -107,6 +104,16 @@ class BatchRecord:
     groups_opened: int
     counts: dict[str, Counts]  # by environment, with this batch counted as batched
     details: dict[str, str] = field(default_factory=dict)  # which filter left an episode out
+
+
+@dataclass(frozen=True)
+class DiscardedGroup:
+    """A complete group that left without a batch: why, and the rewards of its finished episodes in their order."""
+
+    number: int
+    task: Task
+    reason: str
+    rewards: list[float]
 
 
 def read_counts(db: sqlite3.Connection) -> dict[str, Counts]:
@@ -413,31 +420,25 @@ class Ledger:
         group.slots = dict(sorted(latest.items()))
         return group
 
-    def discards(self, step: int) -> Counter[str]:
-        """Groups that left without a batch since `step` is collected, by what was said of their filtered episodes."""
+    def discarded_groups(self, step: int) -> list[DiscardedGroup]:
+        """Complete groups that were discarded while `step` was collected, in the order of opening, as far as they were flushed."""
+        groups: dict[int, DiscardedGroup] = {}
         with ledger_file.file_errors(self.path), self._lock:
-            return Counter(dict(self._db.execute(_DISCARDS, (step,)).fetchall()))
-
-    def left_since(self, step: int) -> dict[int, tuple[Task, list[float]]]:
-        """Task and rewards of groups with finished episodes that were discarded while `step` was collected, by number.
-
-        Call it at start, after `reconcile`. `step` is collected from now on: what left at later ones, whose batches are gone, has left at this one.
-        """
-        left: dict[int, tuple[Task, list[float]]] = {}
-        with ledger_file.file_errors(self.path), self._lock:
-            for number, env, index, task_id, reward in self._db.execute(_LEFT, (step,)).fetchall():
-                left.setdefault(number, (Task(env, index, task_id), []))[1].append(reward)
-            self._db.execute("UPDATE groups SET step = ? WHERE state = 'discarded' AND step > ?", (step, step))
-        return left
+            rows = self._db.execute(_DISCARDED, (step,)).fetchall()
+        for number, env, index, task_id, detail, reward in rows:
+            group = groups.setdefault(number, DiscardedGroup(number, Task(env, index, task_id), detail, []))
+            group.rewards.append(reward)
+        return list(groups.values())
 
     # -- reconciling -----------------------------------------------------------------------------------------------------------
 
-    def reconcile(self, batches: Sequence[BatchRecord], version: int) -> list[str]:
+    def reconcile(self, batches: Sequence[BatchRecord], version: int, step: int | None = None) -> list[str]:
         """Bring the ledger to what the committed batches say. Call it at start, before `open_groups`.
 
         Args:
             batches: Records of all batches that stand in the run directory (`read_batches`).
             version: The newest committed version of the present history: steps below it are trained, later ones will be trained again.
+            step: The step that is collected next; groups discarded while later ones were collected, whose batches are gone, count for it.
 
         Returns:
             What had to be mended, for the log; empty when ledger and manifests agree.
@@ -456,6 +457,8 @@ class Ledger:
                 self._carry(rebuilt, said)
             for step in sorted(step for step in known - {batch.step for batch in batches} if step >= version):
                 self._forget_batch(step, [], f"the batch of step {step} is gone", said)
+            if step is not None:
+                self._db.execute("UPDATE groups SET step = ?1 WHERE state = 'discarded' AND step > ?1", (step,))
             self._set_version(version)
             opened = "SELECT value FROM meta WHERE key = 'groups_opened'"
             self.groups_opened = self._db.execute(opened).fetchone()[0]

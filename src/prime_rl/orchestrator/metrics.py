@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prime_rl.envs.protocol import EpisodeResult
-from prime_rl.orchestrator.ledger import Counts
-from prime_rl.orchestrator.samples import ScoredBatch, output_tokens
-from prime_rl.orchestrator.scheduler import Batch, Drop, Group
+from prime_rl.orchestrator.admission import in_order, output_tokens
+from prime_rl.orchestrator.ledger import Counts, DiscardedGroup
+from prime_rl.orchestrator.samples import ScoredBatch
+from prime_rl.orchestrator.scheduler import NO_SIGNAL, Batch, Drop, Group, Task
 
 
 @dataclass
@@ -38,7 +39,7 @@ def step_metrics(
         now: Of all environments, without this batch.
         seconds: Since the step before.
         updating: Seconds of these that the engines took to load weights, most of it while they went on generating.
-        update_parts: Seconds of these in parts, as the servers told them (`time/update_pause`: nothing was generated), and `time/update_prove`, until the
+        update_parts: Seconds of these in parts, as the servers told them (`time/update_pause`: nothing was generated), and `time/update_verify`, until the
             canary was scored.
         several: Whether the run trains on several environments: then each one that has finished episodes has distributions of its own.
 
@@ -76,6 +77,23 @@ def step_metrics(
     metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.details.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in failures.items()}
     return metrics | _distributions(batch.groups, scored) | _per_environment(batch.groups, scored, several)
+
+
+def groups_since(batch: Batch[EpisodeResult], discarded: Sequence[DiscardedGroup]) -> list[tuple[Task, list[float]]]:
+    """Return task and rewards of every complete group that left since the batch before, in the order of opening."""
+    left = {group.number: (group.task, group.rewards) for group in discarded}
+    left |= {group.number: (group.task, [one.result.reward for one in in_order(group)]) for group in batch.groups}
+    return [left[number] for number in sorted(left)]
+
+
+def discard_metrics(
+    batch: Batch[EpisodeResult], discarded: Sequence[DiscardedGroup], groups: Sequence[tuple[Task, list[float]]]
+) -> dict[str, float]:
+    """Metrics of the groups that were discarded while the batch was collected, and rewards over all `groups` (`groups_since`)."""
+    reasons = Counter(group.reason for group in discarded)
+    metrics = {"filtered/discarded_batches": float(reasons.pop(NO_SIGNAL, 0) // len(batch.groups))}
+    metrics |= {f"turned_away/{reason}": float(count) for reason, count in sorted(reasons.items())}
+    return metrics | group_rewards([rewards for _, rewards in groups], "made/")
 
 
 def bench_table(rows: list[dict[str, float]]) -> str:

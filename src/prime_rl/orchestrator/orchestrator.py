@@ -23,7 +23,7 @@ from prime_rl.fleet.replicas import Replica, ReplicaPool, ServerClient
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.monitor.limits import LimitWatch
-from prime_rl.orchestrator.admission import Admission
+from prime_rl.orchestrator.admission import Admission, output_tokens
 from prime_rl.orchestrator.checkpoint import (
     JointCheckpoints,
     OrchestratorState,
@@ -34,10 +34,10 @@ from prime_rl.orchestrator.checkpoint import (
 from prime_rl.orchestrator.concurrency import LoadWatch
 from prime_rl.orchestrator.evaluation import Evaluations
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, total
-from prime_rl.orchestrator.metrics import Tally, step_metrics
+from prime_rl.orchestrator.metrics import Tally, discard_metrics, groups_since, step_metrics
 from prime_rl.orchestrator.plans import limits, most_in_flight
 from prime_rl.orchestrator.resume import open_ledger, restore
-from prime_rl.orchestrator.samples import ScoredBatch, output_tokens, score_batch
+from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, count, request_seed, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers, listed
@@ -95,6 +95,7 @@ class Orchestrator:
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.limits = LimitWatch(config.output_dir)
         self.ledger: Ledger
+        self.curriculum: Curriculum
         self.started = self.stopping = False
         self.tally = Tally()
         self.scheduler: Scheduler[EpisodeResult]
@@ -194,7 +195,7 @@ class Orchestrator:
             version = await self.weight_sync.start(self.progress, self.evaluations.owed)
         self.started = True
         self._make_scheduler(version)
-        await self._write_ledger()
+        await self._check_ledger()
         self.status.ready()
         logger.info(
             "ready: {}, {} rollouts a step in groups of {}, async level {}, from step {} on version {}",
@@ -206,9 +207,9 @@ class Orchestrator:
         config, history = self.config, self.weight_sync.history
         tasks = {env.name: tasks_of_env(env.name, self.pool.tasks(env.name)) for env in config.environments}
         by_difficulty = {env: pools for env in tasks if (pools := config.curriculum_of(env)) is not None}
-        self.admission.curriculum = Curriculum(tasks, by_difficulty, config.seed)
+        self.curriculum = Curriculum(tasks, by_difficulty, config.seed)
         ratios = {env.name: env.ratio for env in config.environments}
-        stream = task_stream(tasks, ratios, config.seed, self.admission.curriculum.pools)
+        stream = task_stream(tasks, ratios, config.seed, self.curriculum.pools)
         self.scheduler = Scheduler(
             limits(config),
             stream,
@@ -223,7 +224,7 @@ class Orchestrator:
         if not config.bench:
             newest = version if history.newest is None else history.newest
             before = restore(
-                self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.admission
+                self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.curriculum
             )
             self.tally = Tally(before)
             self.scheduler.begin_incarnation(history.incarnation.number, history.incarnations)
@@ -440,12 +441,16 @@ class Orchestrator:
 
     async def _commit(self, batch: Batch[EpisodeResult], scored: ScoredBatch) -> dict[str, float]:
         """Write a batch with its metrics and the state after it; the ledger has all its episodes before."""
-        taken = self.admission.take(batch)
-        pools = await asyncio.to_thread(self.admission.curriculum.state)  # milliseconds, of a million tasks
         numbers, opened = [group.number for group in batch.groups], self.scheduler.groups_opened
         still_open = {number: task for number, task in self.scheduler.open_groups.items() if number not in numbers}
-        counts = await self._write_ledger()
-        metrics = self._take_metrics(batch, scored, total(counts)) | taken
+        counts = await self._check_ledger()
+        discarded = await asyncio.to_thread(self.ledger.discarded_groups, batch.step)
+        since = groups_since(batch, discarded)
+        self.curriculum.observe(since)
+        self.admission.note_batch()
+        pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
+        metrics = self._take_metrics(batch, scored, total(counts)) | discard_metrics(batch, discarded, since)
+        metrics |= self.curriculum.metrics()
         event = Batched(batch.step, numbers, scored.trained, scored.filtered, scored.truncated, scored.details)
         extra = batch_extra(event, batch.groups, opened, counts)  # which counts the batch
         self.tally = Tally(total(counts))
@@ -458,23 +463,25 @@ class Orchestrator:
                 algorithm=scored.state,
                 curriculum=pools,
                 open_tasks={str(number): task.index for number, task in still_open.items() if task.env in pools},
-                ledger=extra["ledger"]["account"],
             )
             extra |= {"state": state.to_json(), "metrics": metrics}
             names = [env.name for env in self.config.environments]
             await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
         return metrics
 
-    async def _write_ledger(self) -> dict[str, Counts]:
-        """Write what was recorded so far, and check that no episode is lost. Returns the counts of each environment.
+    async def _check_ledger(self) -> dict[str, Counts]:
+        """Write the events recorded so far and check that no episode is lost. Returns the counts of each environment.
 
         Raises:
             UserError: one is, or the disk is full.
         """
         held, recorded = self.scheduler.held, self.ledger.recorded
+        await self._flush_ledger(recorded)
+        return await asyncio.to_thread(self.ledger.check, held)
+
+    async def _flush_ledger(self, recorded: int) -> None:
         self._flushed = time.monotonic()
         await asyncio.to_thread(self.ledger.flush, recorded)
-        return await asyncio.to_thread(self.ledger.check, held)
 
     async def _verify(self, batch: Batch[EpisodeResult]) -> bool:
         """Have the servers prove what sampled the batch. What they cannot prove is made again; then it is no batch any more."""
@@ -486,7 +493,7 @@ class Orchestrator:
 
     def _discard(self, batch: Batch[EpisodeResult], scored: ScoredBatch) -> None:
         self.scheduler.discard(batch, scored.truncated)
-        self.admission.empty_batch(batch, set(scored.details.values()))
+        self.admission.note_empty_batch(batch.step, set(scored.details.values()))
 
     def _count_idle(self, now: float) -> None:
         """Nothing has been in flight since the last episode of this step ended."""
@@ -540,7 +547,7 @@ class Orchestrator:
                 async with self.weight_sync.shipping:
                     if self.scheduler.unverified() and not self.weight_sync.recovering:
                         await self.weight_sync.verify()
-                    await self._write_ledger()
+                    await (self._check_ledger() if last else self._flush_ledger(self.ledger.recorded))
             await asyncio.to_thread(self.checkpoints.join, dict(history.incarnations))
 
     # -- the end -------------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from loguru import logger
 
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.admission import Admission
 from prime_rl.orchestrator.checkpoint import ResumePoint, refuse_other_seed
 from prime_rl.orchestrator.ledger import Counts, Ledger, read_batches, total
 from prime_rl.orchestrator.scheduler import Group, GroupSlot, Opened, Scheduler, State, Task
+from prime_rl.orchestrator.tasks import Curriculum
 from prime_rl.transport.settings import ways_out
 
 
@@ -41,31 +41,28 @@ def restore(
     progress: ResumePoint,
     stream: Iterator[Task],
     version: int,
-    admission: Admission,
+    curriculum: Curriculum,
 ) -> Counts:
     """Restore a run into `scheduler`, and draw `stream` to where it was.
 
     Args:
         stream: The task stream from its beginning.
         version: The newest committed version of the present history.
-        admission: Its difficulty pools are as at the beginning of a run. They go on from the saved state, and with what left since.
+        curriculum: Difficulty pools as at the beginning of a run; they go on from the saved state.
 
     Returns:
-        Counts at the last committed batch, over all environments.
+        Counts over all environments at the last committed batch, or now if that batch was removed.
 
     Raises:
         UserError: the ledger's tasks are not the ones that the stream gives.
     """
-    state, curriculum = progress.state, admission.curriculum
-    for line in ledger.reconcile(read_batches(rollouts), version):
+    state, batches = progress.state, read_batches(rollouts)
+    for line in ledger.reconcile(batches, version, progress.step):
         logger.warning("ledger: {}", line)
     known = ledger.groups_opened
     # From difficulty pools only what was drawn since `state` is drawn again alike, for they have not changed since; before, environments alone count.
     tasks = list(itertools.islice(stream, state.groups_opened))
     curriculum.load(state.curriculum)
-    left = ledger.left_since(state.step)
-    for number, (task, rewards) in left.items():
-        curriculum.leave(number, task, rewards)
     tasks += itertools.islice(stream, max(0, known - len(tasks)))
     scheduler.groups_opened = len(tasks)
     groups = ledger.open_groups(scheduler.limits.group_size)
@@ -92,5 +89,6 @@ def restore(
         logger.info(
             "{} open groups go on, with {} finished episodes; {} are started again", len(groups), finished, retried
         )
-    admission.restore(ledger.discards(state.step), {number: rewards for number, (_, rewards) in left.items()})
-    return total({env: Counts(**one) for env, one in state.ledger.items()} if known else {})
+    newest = next((batch for batch in batches if batch.step == progress.step - 1), None)
+    before = newest.counts if newest is not None else ledger.counts() if progress.step else {}
+    return total(before)

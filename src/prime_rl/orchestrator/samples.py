@@ -1,4 +1,14 @@
-"""From a batch of groups to samples: advantages, the zero-advantage filter, and the token streams the trainer executes."""
+"""From a batch of groups to samples: advantages, the zero-advantage filter, and the per-token streams that the trainer executes.
+
+Which component of the loss each token feeds:
+
+| algorithm | sampled tokens | other tokens |
+|---|---|---|
+| by reward | policy gradient, with the advantage | – |
+| echo | as above | cross-entropy on what the environment says after the first reply, by role |
+| opd, opsd | towards the teacher's log-probabilities | – |
+| sft | cross-entropy: they are the teacher's, not the policy's, and so on no mask | – |
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,15 +17,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_rl.envs.protocol import EpisodeResult, SampleTokens
-from prime_rl.orchestrator.algorithms import Attempt, advantages
-from prime_rl.orchestrator.algorithms.streams import streams_of
-from prime_rl.orchestrator.filters import OFF_POLICY, why_group
-from prime_rl.orchestrator.scheduler import Batch, Finished, Group
+from prime_rl.config.orchestrator import Echo
+from prime_rl.envs.protocol import ROLES, EpisodeResult, SampleTokens
+from prime_rl.orchestrator.admission import in_order
+from prime_rl.orchestrator.algorithms import advantages, attempts
+from prime_rl.orchestrator.scheduler import Batch, Finished
 from prime_rl.transport.rollouts import Sample, as_array
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
+    from prime_rl.config.orchestrator import AlgorithmConfig
+
+Mask = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -54,9 +68,9 @@ def score_batch(
     for group in batch.groups:
         for episode in in_order(group):
             name = episode.start.episode
-            if why := why_left_out(episode, batch.step, config):
+            if episode.result.filtered:
                 scored.filtered.append(name)
-                scored.details[name] = why
+                scored.details[name] = episode.result.filtered
                 continue
             rows = episode_samples(episode, values[name], temperatures[group.task.env], config)
             if rows is None:
@@ -67,50 +81,6 @@ def score_batch(
                 scored.trained.append(name)
                 scored.samples.extend(rows)
     return scored
-
-
-def why_left_out(episode: Finished[EpisodeResult], step: int, config: "OrchestratorConfig") -> str:
-    """The filter that leaves the episode out of the batch of `step`, "" where none does."""
-    bound = config.filters_of(episode.start.task.env).off_policy
-    if not episode.result.filtered and bound is not None and step - episode.first > bound.max_steps:
-        return OFF_POLICY
-    return episode.result.filtered
-
-
-def in_order(group: Group[EpisodeResult]) -> list[Finished[EpisodeResult]]:
-    """Its finished episodes by their place in it, whoever finished first."""
-    return sorted(group.finished, key=lambda episode: episode.start.number)
-
-
-def turned_away(group: Group[EpisodeResult], step: int, config: "OrchestratorConfig") -> str | None:
-    """Why a complete group is not worth a place in the batch of `step`, or None: the core's gate."""
-    env, episodes = group.task.env, in_order(group)
-    filters = config.filters_of(env)
-    left_out = [why_left_out(episode, step, config) for episode in episodes]
-    counted = [one for episode in episodes for one in attempts(episode.result).values()]
-    rewards = [episode.result.reward for episode in episodes]
-    return why_group(filters, config.algorithm_of(env), rewards, left_out, counted)
-
-
-def attempts(result: EpisodeResult) -> dict[int, Attempt]:
-    """What an algorithm sees of an episode: one attempt for each of its parts that has something to train, by the part's number."""
-    sequences: dict[int, list[SampleTokens]] = {}
-    for sequence in result.samples:
-        sequences.setdefault(sequence.part, []).append(sequence)
-    by_part = {}
-    for number, its in sorted(sequences.items()):
-        scores = result.parts[number] if result.parts else result
-        by_part[number] = Attempt(
-            reward=scores.reward,
-            output_tokens=sum(sequence.loss_mask.count(1) for sequence in its),
-            total_tokens=sum(len(sequence.input_ids) for sequence in its),
-            turns=scores.num_turns,
-            rewards=scores.rewards,
-            metrics=scores.metrics,
-            is_truncated=scores.is_truncated,
-            agent=its[0].agent,
-        )
-    return by_part
 
 
 def _advantages(
@@ -192,11 +162,6 @@ def episode_samples(
     return rows if fits else None
 
 
-def output_tokens(result: EpisodeResult) -> int:
-    """Sampled tokens of an episode."""
-    return sum(sequence.loss_mask.count(1) for sequence in result.samples)
-
-
 def exact_streams(
     sequence: SampleTokens,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
@@ -216,3 +181,62 @@ def exact_streams(
         kind = "sampled" if mask[first] else "given"
         raise AssertionError(f"a {kind} token has log-probability {sequence.logprobs[first]}")
     return ids, mask, logprobs
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Of one sequence of T tokens, each of shape (T,). `trained`: some component has a token of it."""
+
+    loss_mask: Mask
+    logprobs: Floats
+    advantages: Floats
+    trained: bool
+    more: dict[str, Any] = field(
+        default_factory=dict
+    )  # optional streams, by their names in `transport.rollouts.Sample`
+
+
+def streams_of(
+    config: "AlgorithmConfig", sequence: SampleTokens, mask: Mask, logprobs: Floats, advantage: float, keep_zero: bool
+) -> Streams:
+    """The streams of the first T tokens of a sequence.
+
+    Args:
+        mask: (T,) the sampled tokens.
+        logprobs: (T,) of the sampler.
+        keep_zero: Tokens of advantage zero are members of the RL component, too: they widen its denominator, and feed the loss's penalties and bonus.
+    """
+    tokens, nothing = len(mask), np.zeros(len(mask), dtype=np.float32)
+    sampled = mask.astype(np.float32)
+    if config.component == "ce":
+        return Streams(
+            np.zeros(tokens, dtype=bool), nothing, nothing, True, {"rl_weight": nothing, "ce_weight": sampled}
+        )
+    reference, scored = _reference(sequence, sampled)
+    if config.component == "ref_kl":
+        weights = {"rl_weight": nothing, "ref_kl_weight": scored}
+        return Streams(mask, logprobs, nothing, bool(scored.any()), weights | reference)
+    foreseen = _foreseen(sequence, mask, config.weights) if isinstance(config, Echo) else nothing
+    by_reward = (advantage != 0.0 or keep_zero) and bool(scored.any())
+    more = reference | ({"ce_weight": foreseen} if foreseen.any() else {})
+    if not by_reward or not np.array_equal(scored, sampled):
+        more["rl_weight"] = scored if by_reward else nothing
+    return Streams(mask, logprobs, sampled * np.float32(advantage), by_reward or bool(foreseen.any()), more)
+
+
+def _reference(sequence: SampleTokens, sampled: Floats) -> tuple[dict[str, Any], Floats]:
+    """The stream of the scores, 0 where there are none, and `sampled` without the tokens that were to be scored and are not; each of shape (T,)."""
+    if sequence.ref_logprobs is None:
+        return {}, sampled
+    scores = np.asarray(sequence.ref_logprobs, dtype=np.float32)[: len(sampled)]
+    within = np.arange(len(sampled)) < len(scores)
+    return {"ref_logprobs": np.pad(scores, (0, len(sampled) - len(scores)))}, sampled * within
+
+
+def _foreseen(sequence: SampleTokens, mask: Mask, weights: dict[str, float]) -> Floats:
+    """(T,) weights of the tokens that the environment gave after the policy's first reply, by the role of their message."""
+    assert sequence.roles is not None, "a worker gives the roles of all tokens"
+    by_role = np.array([weights.get(role, 0.0) for role in ROLES], dtype=np.float32)
+    weight = by_role[np.frombuffer(sequence.roles, dtype=np.uint8)[: len(mask)]]
+    after = np.arange(len(mask)) >= sequence.prompt_len
+    return np.where(after & ~mask, weight, np.float32(0))

@@ -236,8 +236,8 @@ class Scheduler(Generic[Result]):
         incarnation: The trainer's present incarnation.
         groups_opened: Groups opened before, in a resumed run.
         emit: Called with every event, in order.
-        gate: Says of a complete group why it should not be trained at a step, or None where it may be. What it turns away leaves room for another
-            group, so that batches stay full.
+        gate: Says of a complete group why it should not be trained, or None where it may be. What it turns away leaves room for another group, so
+            that batches stay full.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Scheduler(Generic[Result]):
         incarnation: int = 0,
         groups_opened: int = 0,
         emit: Callable[[Event], None] = lambda event: None,
-        gate: Callable[[Group[Result], int], str | None] = lambda group, step: None,
+        gate: Callable[[Group[Result]], str | None] = lambda group: None,
     ) -> None:
         self.limits = limits
         self.step = step
@@ -485,9 +485,6 @@ class Scheduler(Generic[Result]):
             self._leave(group)
         self.step += 1
         self._looked_for_stale = False
-        for number in list(self._admitted):  # what may be trained at one step may be too old for the next
-            self._groups[number].admitted = False
-            self._reindex(self._groups[number])
         numbers = [group.number for group in batch.groups]
         self._emit(Batched(batch.step, numbers, list(trained), list(filtered), list(truncated), dict(details or {})))
 
@@ -497,7 +494,7 @@ class Scheduler(Generic[Result]):
             self._leave(group)
             for finished in group.finished:
                 if finished.start.episode in truncated:
-                    self._emit(Dropped(finished.start, Drop.TRUNCATED))
+                    self._emit(Dropped(finished.start, Drop.TRUNCATED, NO_SIGNAL))
             self._emit(Discarded(group.number, self.step, Drop.FILTERED, NO_SIGNAL))
 
     # -- the end -------------------------------------------------------------------------------------------------------------
@@ -608,7 +605,7 @@ class Scheduler(Generic[Result]):
 
     def _pass_gate(self) -> None:
         for group in [self._groups[number] for number in self._complete]:
-            reason = self._gate(group, self.step)
+            reason = self._gate(group)
             group.admitted = reason is None
             if reason is None:
                 self._reindex(group)

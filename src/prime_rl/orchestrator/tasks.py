@@ -12,7 +12,7 @@ import itertools
 import random
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -131,24 +131,19 @@ class Curriculum:
                     f"environment {env!r} is endless: its tasks come in its own order, none twice, so leave `curriculum` out"
                 )
             self.pools[env] = Pools(own, config, f"{seed}/{env}")
-        self._left: dict[int, tuple[str, int, float]] = {}  # since the last cut, by number: environment, index, reward
 
-    def leave(self, number: int, task: Task, rewards: Sequence[float]) -> None:
-        """Group `number` leaves, in a batch or without one. Its finished attempts, in their order, were worth `rewards`.
+    def observe(self, groups: Iterable[tuple[Task, Sequence[float]]]) -> None:
+        """Update the pools when a batch is cut.
 
-        It counts from the next `cut` on.
+        Args:
+            groups: Task and rewards of every group that left since the batch before, in the order of opening.
         """
-        if rewards and task.env in self.pools:
-            self._left[number] = task.env, task.index, sum(rewards) / len(rewards)
-
-    def cut(self) -> None:
-        """A batch is cut: what left since the last one counts from now on, the later group of a task last."""
-        for _, (env, index, reward) in sorted(self._left.items()):
-            self.pools[env].observe(index, reward)
-        self._left.clear()
+        for task, rewards in groups:
+            if rewards and task.env in self.pools:
+                self.pools[task.env].observe(task.index, sum(rewards) / len(rewards))
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """After a cut: what `load` needs, by environment."""
+        """What `load` needs, by environment."""
         return {env: pools.state() for env, pools in self.pools.items()}
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:

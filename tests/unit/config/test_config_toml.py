@@ -27,7 +27,6 @@ from prime_rl.config.base import Section
 from prime_rl.config.orchestrator import (
     SFT,
     Distillation,
-    OffPolicyFilter,
     OverlongPenalty,
     TeacherConfig,
     TeacherServer,
@@ -120,8 +119,6 @@ def tables(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
         required = {"base_url": st.just("http://teacher")}
     if issubclass(section, Distillation):
         required = {"teacher": tables(TeacherServer if section is SFT else TeacherConfig)}
-    if section is OffPolicyFilter:
-        required = {"max_steps": st.integers(1, 7)}  # between async_level and max_off_policy_steps
     if section is OverlongPenalty:
         required = {"max_tokens": st.integers(8, 16), "cache": st.integers(1, 8)}
     free = {

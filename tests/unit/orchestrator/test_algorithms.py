@@ -9,10 +9,10 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from conftest import REPOSITORY
 from prime_rl.config import OrchestratorConfig
@@ -28,11 +28,19 @@ from prime_rl.config.orchestrator import (
     MaxRL,
     OverlongPenalty,
     ReinforcePP,
+    RewardAlgorithm,
 )
 from prime_rl.errors import UserError
-from prime_rl.orchestrator import algorithms
-from prime_rl.orchestrator.algorithms import Attempt, advantages, carries_signal, check_algorithm, unfit
-from prime_rl.orchestrator.algorithms.estimators import grpo, penalized
+from prime_rl.orchestrator.algorithms import (
+    ESTIMATORS,
+    Attempt,
+    advantages,
+    carries_signal,
+    check_algorithm,
+    penalized,
+    scaled,
+    unfit,
+)
 from prime_rl.transport.rollouts import open_batch
 from support.scripted import World, has_batch, until
 
@@ -97,16 +105,6 @@ def test_reinforce_pp() -> None:
         pytest.approx([-1, -1], rel=1e-5),
     ]
     assert advantages(ReinforcePP(group_baseline=True), groups, {})[0] == [[0.0, 0.0], [0.0, 0.0]]
-
-
-def test_reinforce_pp_per_token() -> None:
-    """Reward 1 of 30 tokens and 0 of 10: of 40 tokens the mean is 3/4 and the variance 3/16. A second group of equal rewards stays at zero."""
-    groups = [[Attempt(1.0, output_tokens=30), Attempt(0.0, output_tokens=10)]]
-    deviation = math.sqrt(3 / 16)
-    wanted = [0.25 / deviation, -0.75 / deviation]
-    assert advantages(ReinforcePP(per_token=True), groups, {})[0][0] == pytest.approx(wanted, rel=1e-5)
-    groups.append([Attempt(0.3, output_tokens=5)] * 2)
-    assert advantages(ReinforcePP(per_token=True, group_baseline=True), groups, {})[0][1] == [0.0, 0.0]
 
 
 def test_rae() -> None:
@@ -226,13 +224,6 @@ def straightforward(config: AlgorithmConfig, groups: Groups) -> list[list[float]
                     values[g][i] += weight * gap / (statistics.pstdev(each) + 1e-6)
     if config.type == "reinforce_pp" or config.type == "gdpo":
         flat = [value for group in values for value in group]
-        if config.type == "reinforce_pp" and config.per_token:  # one entry for every token
-            flat = [
-                v
-                for row, group in zip(values, groups, strict=True)
-                for v, one in zip(row, group, strict=True)
-                for _ in range(one.output_tokens)
-            ]
         mean, std = statistics.fmean(flat), statistics.pstdev(flat) + 1e-6
         if config.type == "reinforce_pp" and config.group_baseline:
             mean, std = 0.0, math.sqrt(statistics.fmean(value * value for value in flat)) + 1e-6
@@ -248,8 +239,6 @@ CONFIGS: list[AlgorithmConfig] = [
     MaxRL(),
     ReinforcePP(),
     ReinforcePP(group_baseline=True),
-    ReinforcePP(per_token=True),
-    ReinforcePP(group_baseline=True, per_token=True),
     RAE(decay=0.7),
     GDPO(),
     GDPO(weights={"a": 2.0, "b": -0.5}),
@@ -316,14 +305,22 @@ def test_signal(config: AlgorithmConfig) -> None:
         assert not any(of_one(config, alike))
 
 
-def test_signal_of_a_new_estimator_over_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamic sampling asks any estimator that is registered, whether it looks at groups or at batches."""
-    config = GRPO()
-    monkeypatch.delitem(algorithms._OF_A_GROUP, "grpo")
-    monkeypatch.setitem(algorithms._OF_A_BATCH, "grpo", lambda groups, config: [grpo(one, config) for one in groups])
-    assert config.group_relative
-    assert carries_signal(config, rewarded(1.0, 0.0))
-    assert not carries_signal(config, rewarded(1.0, 1.0))
+def test_signal_of_a_new_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: one entry in the table is all that a new estimator needs, also one over whole batches that compares attempts and keeps a state."""
+
+    def over_batch(groups: Sequence[Sequence[Attempt]], config: Any, state: dict[str, Any]) -> list[list[float]]:
+        state["seen"] = state.get("seen", 0) + len(groups)
+        return scaled([[one.reward - min(other.reward for other in group) for one in group] for group in groups])
+
+    monkeypatch.setitem(ESTIMATORS, "grpo", over_batch)
+    assert carries_signal(GRPO(), rewarded(1.0, 0.0))
+    assert not carries_signal(GRPO(), rewarded(1.0, 1.0))
+    assert advantages(GRPO(), [rewarded(0.0, 1.0)], {"seen": 2})[1] == {"seen": 3}
+
+
+def test_every_algorithm_by_reward_has_an_estimator() -> None:
+    """Contract: no configured algorithm fails at the first batch for want of one."""
+    assert ESTIMATORS.keys() == {one.model_fields["type"].default or "custom" for one in get_args(RewardAlgorithm)}
 
 
 # -- one's own, and what is refused --------------------------------------------------------------------------------------------
@@ -431,10 +428,6 @@ def test_a_baseline_of_one() -> None:
 def test_a_cache_beyond_the_room() -> None:
     with pytest.raises(ValidationError, match="cache 20 is more than max_tokens 10"):
         OverlongPenalty(max_tokens=10, cache=20)
-
-
-def test_the_type_chooses() -> None:
-    assert isinstance(TypeAdapter(AlgorithmConfig).validate_python({"type": "max_rl"}), MaxRL)
 
 
 # docs/guides/algorithms.md adds an algorithm: that very text runs

@@ -35,12 +35,11 @@ def test_a_fresh_run(tmp_path, ledger):
     """Nothing issued yet is an account, too."""
     text = audit_text(tmp_path)
     assert "Conserved" in text
-    assert "Nothing is trained yet." in text
     assert "None was issued yet." in text
 
 
 def test_the_account_by_environment_and_reason(tmp_path, ledger):
-    """Every number of the table is that of the ledger; step ranges hold what was trained in them."""
+    """Every number of the table is that of the ledger."""
     for step in range(20):
         names = finish_group(ledger, 2 * step, env="math")
         other = open_group(ledger, 2 * step + 1, env="code")
@@ -52,10 +51,6 @@ def test_the_account_by_environment_and_reason(tmp_path, ledger):
     ledger.flush()
     report = audit(tmp_path)
     assert report.faults == []
-    assert [(part.first, part.last, part.trained) for part in report.ranges][:2] == [(0, 1, 6), (2, 3, 6)]
-    assert sum(part.trained for part in report.ranges) == 57
-    assert report.ranges[0].reward == pytest.approx((0.0 + 0.5 + 1.0) / 3)
-    assert report.ranges[0].output_tokens == 3.0
     lines = audit_text(tmp_path).splitlines()
     assert lines[1].split() == ["environment", "outcome", "episodes", "mean", "length", "mean", "reward"]
     assert [re.split("  +", line.strip()) for line in lines[2:9]] == [

@@ -11,8 +11,8 @@ from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import CurriculumConfig, DifficultyFilter, FilterConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.filters import check_filters, why_episode
-from prime_rl.orchestrator.samples import score_batch, turned_away
+from prime_rl.orchestrator.admission import check_filters, turned_away, why_episode
+from prime_rl.orchestrator.samples import score_batch
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 
 TASK = Task("env", 0, "task")
@@ -26,8 +26,8 @@ def result(tokens: list[int], reward: float = 0.0, logprob: float = -0.5, **fiel
     return EpisodeResult("e", "env", "task", Outcome.OK, reward=reward, samples=[sample], **fields)
 
 
-def group(number: int, *results: EpisodeResult, first: int = 0) -> Group[EpisodeResult]:
-    finished = [Finished(Start(number, i, 0, TASK, first), first, first, one) for i, one in enumerate(results)]
+def group(number: int, *results: EpisodeResult) -> Group[EpisodeResult]:
+    finished = [Finished(Start(number, i, 0, TASK, 0), 0, 0, one) for i, one in enumerate(results)]
     return Group(number, TASK, finished=finished)
 
 
@@ -87,17 +87,6 @@ def test_what_is_left_out_still_counts_in_the_baseline() -> None:
     ]
 
 
-def test_the_age_counts_at_the_step_that_would_train() -> None:
-    """Contract: off_policy is about the batch's step, whatever the step was when the episode ended."""
-    old, new = (
-        group(0, result([5], 1.0), result([6], 0.0), first=1),
-        group(1, result([5], 1.0), result([6], 0.0), first=2),
-    )
-    scored = score_batch(Batch(4, [old, new]), config(filters={"off_policy": {"max_steps": 2}}), {"env": 1.0}, {})
-    assert scored.details == {"0.0.0": "off_policy", "0.1.0": "off_policy"}
-    assert scored.trained == ["1.0.0", "1.1.0"]
-
-
 @pytest.mark.parametrize(
     ("settings", "rewards", "why"),
     [
@@ -116,7 +105,7 @@ def test_the_age_counts_at_the_step_that_would_train() -> None:
     ],
 )
 def test_groups_that_are_turned_away(settings: dict, rewards: tuple[float, ...], why: str | None) -> None:
-    assert turned_away(group(0, *(result([5], reward) for reward in rewards)), 0, config(**settings)) == why
+    assert turned_away(group(0, *(result([5], reward) for reward in rewards)), config(**settings)) == why
 
 
 def test_a_group_of_which_nothing_is_left() -> None:
@@ -124,16 +113,9 @@ def test_a_group_of_which_nothing_is_left() -> None:
     both = group(0, result([5], 1.0), result([6], 0.0))
     rules = config(filters={"overlong": {"max_tokens": 1}})
     both.finished[0].result.filtered = "overlong"
-    assert turned_away(both, 0, rules) is None
+    assert turned_away(both, rules) is None
     both.finished[1].result.filtered = "repetition"
-    assert turned_away(both, 0, rules) == "overlong+repetition"
-
-
-def test_a_group_that_is_too_old_for_the_step() -> None:
-    """Contract: off_policy leaves no batch empty: what is too old for a step makes room for others."""
-    rules, old = config(filters={"off_policy": {"max_steps": 2}}), group(0, result([5], 1.0), result([6], 0.0), first=1)
-    assert turned_away(old, 3, rules) is None
-    assert turned_away(old, 4, rules) == "off_policy"
+    assert turned_away(both, rules) == "overlong+repetition"
 
 
 def test_what_we_cut_ourselves_is_truncated() -> None:
@@ -159,8 +141,8 @@ def test_every_environment_has_its_own_filters() -> None:
     easy = {"id": "env", "filters": {"dynamic_sampling": True}}
     settings = OrchestratorConfig(environments=[easy, {"id": "other"}], batch_size=4, rollouts_per_example=2)
     alike = group(0, result([5], 1.0), result([5], 1.0))
-    assert turned_away(alike, 0, settings) == "dynamic_sampling"
-    assert turned_away(replace(alike, task=Task("other", 0, "task")), 0, settings) is None
+    assert turned_away(alike, settings) == "dynamic_sampling"
+    assert turned_away(replace(alike, task=Task("other", 0, "task")), settings) is None
 
 
 def shorter_than(episode: EpisodeResult, tokens: int) -> bool:
@@ -188,8 +170,6 @@ def test_a_filter_of_ones_own_says_yes_or_no() -> None:
     ("settings", "message"),
     [
         ({"algorithm": {"type": "rae"}, "filters": {"dynamic_sampling": True}}, "dynamic_sampling has no effect: rae"),
-        ({"async_level": 2, "filters": {"off_policy": {"max_steps": 1}}}, "max_steps 1 is below async_level 2"),
-        ({"filters": {"off_policy": {"max_steps": 8}}}, "off_policy has no effect: max_off_policy_steps 8"),
         ({"algorithm": {"type": "gdpo", "length_penalty": {"type": "linear"}}}, "length_penalty has no effect"),
         ({"algorithm": {"type": "gdpo", "weights": {"a": 0.0}}}, "weights are all zero, and so would be every"),
     ],

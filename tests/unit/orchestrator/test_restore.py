@@ -1,4 +1,4 @@
-"""Core and ledger together, through crashes at any event: what an orchestrator that died left is gone on with, and nothing is lost or doubled."""
+"""Scheduler and ledger together, through crashes at any moment: what an orchestrator that died left is gone on with, nothing is lost or doubled."""
 
 import json
 import random
@@ -9,10 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
-from prime_rl.orchestrator.admission import Admission
 from prime_rl.orchestrator.checkpoint import OrchestratorState, ResumePoint, resume_point
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, total
 from prime_rl.orchestrator.resume import open_ledger, restore
@@ -25,9 +23,6 @@ TASKS = {
     "env": [Task("env", i, f"task-{i}") for i in range(5)],
     "other": [Task("other", i, f"o-{i}") for i in range(3)],
 }
-
-
-ADMISSION = Admission(OrchestratorConfig(environment={"id": "env"}))
 
 
 def extra_of(ledger: Ledger, scheduler, batch, trained, filtered, curriculum=None) -> dict[str, Any]:
@@ -43,7 +38,6 @@ def extra_of(ledger: Ledger, scheduler, batch, trained, filtered, curriculum=Non
         open_groups=list(still_open),
         curriculum=pools,
         open_tasks={str(number): task.index for number, task in still_open.items() if task.env in pools},
-        ledger=extra["ledger"]["account"],
     )
     return extra | {"state": state.to_json()}
 
@@ -68,7 +62,9 @@ class World:
         self.scheduler: Scheduler[EpisodeResult] = Scheduler(
             self.limits, stream, step=progress.step, version=newest, incarnation=max(self.incarnations), emit=self.ledger.record
         )  # fmt: skip
-        restore(self.scheduler, self.ledger, self.directory / "rollouts", progress, stream, newest, ADMISSION)
+        restore(
+            self.scheduler, self.ledger, self.directory / "rollouts", progress, stream, newest, Curriculum({}, {}, 0)
+        )
         self.scheduler.begin_incarnation(max(self.incarnations), self.incarnations)
         self.check()
         self.flying: dict[str, Start] = {}
@@ -193,8 +189,8 @@ worlds = st.builds(
 @settings(max_examples=25, deadline=None)
 @given(worlds, st.integers(0, 2**32))
 def test_crashes_at_any_event_lose_and_double_nothing(limits, seed):
-    """All steps in order; every episode in at most one batch; at every event the scheduler's account is the ledger's, and both are conserved;
-    at the end the ledger, opened once more, says of every episode how it ended."""
+    """All steps in order; every episode in at most one batch; after every restart, and at random moments between, the scheduler holds what the ledger
+    says, and the ledger is conserved; at the end the ledger, opened once more, says of every episode how it ended."""
     with tempfile.TemporaryDirectory() as directory:
         world = World(Path(directory), limits, seed)
         world.run()
@@ -219,12 +215,11 @@ def test_open_groups_by_difficulty_have_the_same_tasks_where_there_is_no_ledger(
 
     def begin(directory: Path, progress: ResumePoint) -> tuple[Scheduler[EpisodeResult], Ledger, Curriculum]:
         directory.mkdir()
-        admission = Admission(OrchestratorConfig(environment={"id": "env"}))
-        pools = admission.curriculum = Curriculum(TASKS, {"env": CurriculumConfig(easy_weight=3)}, 0)
+        pools = Curriculum(TASKS, {"env": CurriculumConfig(easy_weight=3)}, 0)
         ledger = open_ledger(directory, 0, progress)
         stream = task_stream(TASKS, {"env": 2.0, "other": 1.0}, 0, pools.pools)
         scheduler = Scheduler(Limits(2, 1, 9, 9, 40), stream, step=progress.step, emit=ledger.record)
-        restore(scheduler, ledger, directory / "rollouts", progress, stream, 0, admission)
+        restore(scheduler, ledger, directory / "rollouts", progress, stream, 0, pools)
         return scheduler, ledger, pools
 
     scheduler, ledger, pools = begin(tmp_path / "here", ResumePoint())
@@ -237,9 +232,7 @@ def test_open_groups_by_difficulty_have_the_same_tasks_where_there_is_no_ledger(
         batch = scheduler.ready_batch()
         assert batch is not None
         scheduler.verify(batch.episodes)
-        for group in batch.groups:
-            pools.leave(group.number, group.task, [one.result.reward for one in group.finished])
-        pools.cut()
+        pools.observe((group.task, [one.result.reward for one in group.finished]) for group in batch.groups)
         names = sorted(batch.episodes)
         ledger.flush()
         extra = extra_of(ledger, scheduler, batch, names, [], pools.state())

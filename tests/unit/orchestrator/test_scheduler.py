@@ -76,7 +76,7 @@ class World:
         self.random = random.Random(seed)
         self.limits = limits
         gate = random.Random(seed + 1)
-        self.core = make_core(limits, gate=lambda group, step: "dull" if gate.random() < turned_away else None)
+        self.core = make_core(limits, gate=lambda group: "dull" if gate.random() < turned_away else None)
         self.failure_rate = failure_rate
         self.clock = 0.0
         self.flying: list[Start] = []
@@ -268,7 +268,7 @@ def test_a_group_that_is_turned_away_makes_room_for_another():
     """Dynamic sampling: its episodes are dropped as filtered, with the gate's word, and the next batch is as full as any; the gate looks once."""
     looked = []
 
-    def gate(group, step):
+    def gate(group):
         looked.append(group.number)
         return None if any(finished.result for finished in group.finished) else "zero_advantage"
 
@@ -293,7 +293,7 @@ def test_a_group_that_is_turned_away_makes_room_for_another():
 def test_what_is_made_again_is_looked_at_again():
     """A group was let through, then a server could not prove what it served: what takes its place is another group as far as the gate is concerned."""
     looked = []
-    core = make_core(Limits(4, 2, 0, 0, 10, 1), gate=lambda group, step: looked.append(group.number))
+    core = make_core(Limits(4, 2, 0, 0, 10, 1), gate=lambda group: looked.append(group.number))
     for _ in range(2):
         core.finish(core.next_start().episode, 1.0)
     assert core.ready_batch() is None
@@ -304,32 +304,11 @@ def test_what_is_made_again_is_looked_at_again():
     assert looked == [0, 0]
 
 
-def test_what_waits_is_looked_at_for_every_step():
-    """A group that was worth a place at one step may be too old for the next: the gate says so before it takes one."""
-    looked = []
-
-    def gate(group, step):
-        looked.append((group.number, step))
-        return "old" if group.number < step else None
-
-    core = make_core(Limits(2, 2, 2, 8, 20, 3), gate=gate)
-    for _ in range(6):
-        start = core.next_start()
-        core.finish(start.episode, 1.0)
-    first = core.ready_batch()
-    assert [group.number for group in first.groups] == [0]
-    advance(core, first)
-    assert [group.number for group in core.ready_batch().groups] == [1]
-    advance(core, core.ready_batch())
-    assert [group.number for group in core.ready_batch().groups] == [2]
-    assert looked == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (2, 2)]
-
-
 def test_what_is_left_of_a_group_that_grew_stale_is_looked_at_again():
     """A group that was let through loses an episode to age: whether the rest can teach anything is the gate's to say."""
     sizes = []
 
-    def gate(group, step):
+    def gate(group):
         sizes.append(len(group.finished))
         return None if len(group.finished) > 1 else "alone"
 

@@ -153,11 +153,13 @@ def test_a_run_goes_on_from_its_state() -> None:
     """Contract: with the state after a batch, through JSON, it draws as one that was never interrupted. Of earlier draws only their number counts."""
     whole = curriculum()
     draws = stream(whole)
+    left: list[tuple[Task, list[float]]] = []
     for number, task in enumerate(itertools.islice(draws, 60)):
         if task.index % 4:  # of the others nothing is known
-            whole.leave(number, task, [number % 3 / 2, number % 3 / 2])
+            left.append((task, [number % 3 / 2, number % 3 / 2]))
         if number % 6 == 5:
-            whole.cut()
+            whole.observe(left)
+            left = []
     assert all(share > 0 for share in whole.pools["env"].shares().values())
     kept = json.loads(json.dumps(whole.state()))
     again = curriculum()
@@ -167,20 +169,6 @@ def test_a_run_goes_on_from_its_state() -> None:
     assert again.metrics() == whole.metrics()
     assert list(itertools.islice(resumed, 100)) == list(itertools.islice(draws, 100))
     assert again.state() == whole.state()
-
-
-def test_pools_change_at_a_cut_and_by_no_order() -> None:
-    """Contract: until a batch is cut nothing that left counts, and then it counts by the groups' numbers, whoever was complete first."""
-    left = [(number, TASKS[number % 7], [number % 5 / 4, 0.5]) for number in range(30)]
-    found = [curriculum(), curriculum()]
-    before = found[0].metrics()
-    for one, order in zip(found, (left, left[::-1]), strict=True):
-        for group in order:
-            one.leave(*group)
-        assert one.metrics() == before
-        one.cut()
-        assert one.metrics() != before
-    assert found[0].state() == found[1].state()
 
 
 def test_a_manifest_holds_little_of_many_tasks() -> None:
