@@ -71,13 +71,11 @@ ROWS = (
         Row(f"recompute {level}", {"activation_checkpointing": level})
         for level in ("pointwise", "wide", "attention", "full")
     ),
-    Row("recompute full, two layers", {"activation_checkpointing": "full", "checkpointed_layers": 2}),
     Row("activations in host memory", {"activation_offload": True}),
     Row("head in chunks of 16", {"head_chunk": 16}),
     Row("head in chunks of 1024", {"head_chunk": 1024}),
     Row("parameters freed after forward", {"reshard_after_forward": True}),
     Row("optimizer states in host memory", optim={"offload": True}),
-    Row("8-bit optimizer states (not neutral)", optim={"state": "int8"}),
     Row("2 ranks", ranks=2),
     Row("2 ranks, parameters freed", {"reshard_after_forward": True}, ranks=2),
     Row("2 ranks, replicated", {"dp_replicate": 2}, ranks=2),

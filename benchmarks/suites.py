@@ -111,7 +111,6 @@ OPTIM = tuple(
     for text in (
         "0.6B 1x16384 optim.type=muon steps=6",
         "0.6B 1x16384 optim.offload=true steps=6",
-        "0.6B 1x16384 optim.state=int8 steps=6",
         "4B 1x16384 optim.type=muon steps=3 export=false",
         "4B 1x16384 optim.offload=true steps=3 export=false",
     )

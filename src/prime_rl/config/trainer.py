@@ -31,12 +31,11 @@ class _Optimizer(Section):
 class AdamW(_Optimizer):
     """AdamW."""
 
+    removed: ClassVar[dict[str, str]] = {"state": "running means are float32; offload keeps them in host memory"}
+
     type: Literal["adamw"] = option("adamw", "Kind of optimizer.")
     betas1: float = option(0.9, "Decay of the running mean of the gradient.", ge=0, lt=1)
     betas2: float = option(0.999, "Decay of the running mean of its square.", ge=0, lt=1)
-    state: Literal["float32", "int8"] = option(
-        "float32", "Type of the running means (int8: a quarter of the memory; needs torchao)."
-    )
 
 
 class SGD(_Optimizer):
@@ -320,13 +319,14 @@ DType = Literal["auto", "float32", "bfloat16"]
 class TrainerModel(ModelConfig):
     """The model and how it is computed."""
 
+    removed: ClassVar[dict[str, str]] = {
+        "checkpointed_layers": "a level holds for every layer; auto mixes two as memory asks"
+    }
+
     attention: Attention = option("auto", "Attention kernel (auto: the fastest that is there).")
     compile: bool | None = option(None, "Compile each block (None: on CUDA only).")
     activation_checkpointing: Literal["auto"] | Recompute = option(
         "auto", "What backward computes again rather than keeps (auto: the least that fits into memory)."
-    )
-    checkpointed_layers: PositiveInt | None = option(
-        None, "Layers, the first ones, that do so; the others keep all (None: every layer)."
     )
     activation_offload: bool | None = option(
         None,
@@ -344,16 +344,6 @@ class TrainerModel(ModelConfig):
         1, "Groups of ranks (HSDP): each shards a whole copy of the state among its members."
     )
     layers: PositiveInt | None = option(None, "Layers of a model with random weights (None: its own number).")
-
-    @model_validator(mode="after")
-    def _has_layers_to_checkpoint(self) -> Self:
-        if self.checkpointed_layers is not None and self.activation_checkpointing == "none":
-            raise Problem(
-                f"checkpointed_layers {self.checkpointed_layers} has no effect: activation_checkpointing 'none' checkpoints no layer",
-                "checkpointed_layers",
-                "activation_checkpointing",
-            )
-        return self
 
 
 class ExportConfig(Section):

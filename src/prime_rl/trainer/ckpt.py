@@ -113,7 +113,7 @@ class Checkpoints:
         self._pending: tuple[Path, Future[None]] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._reservation: Future[None] | None = None
-        self._closing = self._said_waiting = False
+        self._closing = False
         self._scheduled: int | None = None  # the next recovery checkpoint by the clock
         self._saved_at = self._held_up = self._writing = (
             0.0  # of the last save: when; seconds of the loop, of the thread
@@ -199,7 +199,6 @@ class Checkpoints:
             UserError: the disk is full, or an earlier save failed; nothing half-written stands under a final name.
         """
         began = time.monotonic()
-        self._say_waiting(progress.step)
         self.settle()
         final = self._final(progress.step, kind)
         if not self._beside(kind):
@@ -429,17 +428,6 @@ class Checkpoints:
         if kind == "checkpoint":
             return checkpoints.part_dir(self.root, step, PART)
         return checkpoints.step_dir(self.recovery, step)
-
-    def _say_waiting(self, step: int) -> None:
-        if self._pending is None or self._pending[1].done() or self._said_waiting or not self.world.is_main:
-            return
-        self._said_waiting = True
-        logger.warning(
-            "the state after {} updates waits until {} is written: that takes longer than the steps between two saves, and holds up the loop "
-            "(time/save_ckpt); a longer interval would not",
-            step,
-            subject_of(self._pending[0]),
-        )
 
     def _write_copy(self, copy: dcp.State, progress: Progress, final: Path, recorded: Callable[[], bool]) -> None:
         """In the thread."""

@@ -171,7 +171,7 @@ def state_bytes(optim: "OptimConfig", shape: Shape) -> float:
         return 4.0 if optim.momentum else 0.0
     if optim.type == "muon":  # one running mean for the matrices of the layers, two for the rest
         return 4.0 + 4.0 * shape.root_parameters / shape.parameters
-    return 8.0 if optim.state == "float32" else 2.0 + 2 * 4 / 256
+    return 8.0
 
 
 def kept_bytes(shape: Shape, level: "Recompute", itemsize: int = 2, compiled: bool = True) -> int:
@@ -513,19 +513,11 @@ def _options(config: "TrainerModel", shape: Shape) -> Iterator[Settings]:
 def _levels(config: "TrainerModel", layers: int) -> "Iterator[tuple[Recompute, ...]]":
     """Mixes of two neighbouring levels, of which the first layers have the leaner one, where `config` does not say otherwise."""
     if config.activation_checkpointing != "auto":
-        yield explicit_levels(config.activation_checkpointing, config.checkpointed_layers, layers)
-    elif config.checkpointed_layers is not None:
-        for level in LEVELS:
-            yield explicit_levels(level, config.checkpointed_layers, layers)
+        yield (config.activation_checkpointing,) * layers
     else:
         for faster, leaner in pairwise(LEVELS):
             for count in range(layers + (leaner == LEVELS[-1])):
                 yield _mix(leaner, count, faster, layers)
-
-
-def explicit_levels(level: "Recompute", count: int | None, layers: int) -> "tuple[Recompute, ...]":
-    """`level` in the first `count` layers (None: in all), nothing computed again in the others."""
-    return _mix(level, layers if count is None else min(count, layers), "none", layers)
 
 
 def _mix(leaner: "Recompute", count: int, faster: "Recompute", layers: int) -> "tuple[Recompute, ...]":
@@ -536,7 +528,7 @@ def _mix(leaner: "Recompute", count: int, faster: "Recompute", layers: int) -> "
 def _unplanned(config: "TrainerModel", shape: Shape, world: World) -> Settings:
     level: Recompute = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
     return Settings(
-        levels=explicit_levels(level, config.checkpointed_layers, shape.layers),
+        levels=(level,) * shape.layers,
         head_chunk=config.head_chunk or UNPLANNED_CHUNK,
         reshard=world.size > 1 if config.reshard_after_forward is None else config.reshard_after_forward,
         parked=math.inf if config.activation_offload else 0.0,

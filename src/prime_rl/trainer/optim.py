@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from prime_rl.trainer import sharded_optimizer
 from prime_rl.trainer.parallel import SHARD
 from prime_rl.trainer.sharded_optimizer import (
     Chunk,
@@ -23,7 +22,6 @@ from prime_rl.trainer.sharded_optimizer import (
     Piece,
     Settings,
     ShardedOptimizer,
-    StateSpec,
     Steps,
     adamw,
     has_grad,
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig, SchedulerConfig
 
 
-STATES = (StateSpec("momentum_buffer"),)
+STATES = ("momentum_buffer",)
 _TOGETHER = 1 << 24  # elements that one rank orthogonalizes at a time
 _ITERATIONS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: singular values in (0, 1] end up between about 0.7 and 1.2
@@ -290,7 +288,7 @@ def _rows(rows: int, ranks: int) -> list[tuple[int, int]]:
 
 
 _EPS = 1e-8
-_MEANS = StateSpec("exp_avg"), StateSpec("exp_avg_sq")
+_MEANS = "exp_avg", "exp_avg_sq"
 
 
 def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer:
@@ -299,11 +297,11 @@ def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer
     They must be float32: at reinforcement-learning rates (1e-6) more than 95 % of bfloat16 weights would not move at all.
 
     Raises:
-        UserError: a package that the config needs is missing, or the host has not enough memory.
+        UserError: the host has not enough memory.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if config.type == "adamw":
-        parts = _adamw_parts([parameter for _, parameter in named], config)
+        parts = [Part([parameter for _, parameter in named], _adamw_settings(config), _MEANS, adamw)]
     elif config.type == "sgd":
         parts = [_sgd_part([parameter for _, parameter in named], config)]
     else:
@@ -311,42 +309,14 @@ def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer
     return ShardedOptimizer(parts, offload=config.offload)
 
 
-def state_bytes_per_parameter(config: "OptimConfig", hidden: float = 0.0) -> float:
-    """Bytes of optimizer states on the device for each parameter, between steps.
-
-    Args:
-        hidden: Share of the parameters that lie in hidden matrices (`muon.is_hidden_matrix`); with 0 the figure is an upper bound for Muon.
-    """
-    if config.offload:
-        return 0.0
-    if config.type == "sgd":
-        return 4.0 if config.momentum else 0.0
-    if config.type == "muon":
-        return 4.0 * hidden + 8.0 * (1 - hidden)
-    return 2 * (1 + 4 / sharded_optimizer.BLOCK) if config.state == "int8" else 8.0
-
-
 def _adamw_settings(config: "AdamW | Muon") -> dict[str, Any]:
     betas = config.betas1, config.betas2
     return {"lr": config.lr, "betas": betas, "eps": _EPS, "weight_decay": config.weight_decay}
 
 
-def _adamw_parts(parameters: list[nn.Parameter], config: "AdamW") -> list[Part]:
-    settings = _adamw_settings(config)
-    if config.state == "float32":
-        return [Part(parameters, settings, _MEANS, adamw)]
-    sharded_optimizer.check_installed()
-    quantized = [parameter for parameter in parameters if sharded_optimizer.quantizable(parameter)]
-    exact = [parameter for parameter in parameters if not sharded_optimizer.quantizable(parameter)]
-    return [
-        Part(quantized, settings, sharded_optimizer.STATES, sharded_optimizer.adamw_int8),
-        Part(exact, settings, _MEANS, adamw),
-    ]
-
-
 def _sgd_part(parameters: list[nn.Parameter], config: "SGD") -> Part:
     settings = config.model_dump(include={"lr", "weight_decay", "momentum", "nesterov"})
-    return Part(parameters, settings, (StateSpec("momentum_buffer"),) if config.momentum else (), sgd)
+    return Part(parameters, settings, STATES if config.momentum else (), sgd)
 
 
 def _muon_parts(named: list[tuple[str, nn.Parameter]], config: "Muon") -> list[Part]:

@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch import Tensor, nn
+from torch import Tensor
 
 from prime_rl.config import write_toml
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
-from prime_rl.trainer import sharded_optimizer
 from prime_rl.trainer.parallel import World
 from prime_rl.transport.commit import disk_errors, list_steps
 from prime_rl.transport.weights import version_dir, weights_manifest
@@ -45,34 +44,6 @@ class StopSignal:
         self.requested = True
         # Not by the logger, which this signal may have interrupted.
         os.write(2, b"asked to stop: finishing the current step (again: stop now)\n")
-
-
-def say_without_effect(config: "TrainingConfig", policy: nn.Module, world: World) -> None:
-    """Warn of every such option, one line each, on rank 0."""
-    if world.is_main:
-        for line in without_effect(config, policy, world.device.type):
-            logger.warning(line)
-
-
-def without_effect(config: "TrainingConfig", policy: nn.Module, device: str) -> Iterator[str]:
-    """A line about each option without effect on `device` (`cpu` or `cuda`), or for this model."""
-    model, optim = config.model, config.optim
-    if device == "cpu" and model.memory_limit is not None:
-        yield f"model.memory_limit {model.memory_limit:g} has no effect: memory is planned on GPUs only, and this is a CPU"
-    if device == "cpu" and model.checkpointed_layers is not None and model.activation_checkpointing == "auto":
-        yield (
-            f"model.checkpointed_layers {model.checkpointed_layers} has no effect: on a CPU model.activation_checkpointing 'auto' "
-            "checkpoints no layer, give a level"
-        )
-    if (
-        optim.type == "adamw"
-        and optim.state == "int8"
-        and not any(map(sharded_optimizer.quantizable, policy.parameters()))
-    ):
-        yield (
-            f"optim.state int8 has no effect: no matrix of this model has rows of a multiple of {sharded_optimizer.BLOCK} numbers, all states "
-            "stay float32"
-        )
 
 
 # Key, label and format of the console line, in this order.

@@ -1,16 +1,13 @@
 """One optimizer for the parts of a model, each with a rule of its own; every rank updates its own rows.
 
 States lie one behind the other in flat buffers, on the device or in page-locked host memory. Those in host memory visit the device in chunks while
-the update runs: three chunks are under way at a time, one coming in, one in use, one going out, on streams of their own. The running means of AdamW
-may be kept in 8 bits: blocks of 256 numbers share a scale (Dettmers et al. 2022), quantized as torchao does it.
+the update runs: three chunks are under way at a time, one coming in, one in use, one going out, on streams of their own.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +19,7 @@ from prime_rl.errors import UserError
 
 CHUNK = 1 << 24  # elements of the parameters whose states visit the device together: 64 MiB of each float32 state
 _UNDER_WAY = 3
-_ALIGNED = 1024  # elements: where a parameter's states begin, so that kernels read them in wide words and blocks never straddle
-
-
-class StateSpec(NamedTuple):
-    """A state that has one entry for every `block` elements along the last dimension of a parameter."""
-
-    name: str
-    dtype: torch.dtype = torch.float32
-    block: int = 1
+_ALIGNED = 1024  # elements: where a parameter's states begin, so that kernels read them in wide words
 
 
 class Piece(NamedTuple):
@@ -74,7 +63,7 @@ def plain_chunks(parameters: Sequence[nn.Parameter], *, host: bool) -> list[list
 
 
 def in_chunks(parameters: Sequence[nn.Parameter], elements: int) -> list[list[Piece]]:
-    """All parameters in chunks of about `elements` (a multiple of every block), which may begin and end within a parameter."""
+    """All parameters in chunks of about `elements`, which may begin and end within a parameter."""
     chunks: list[list[Piece]] = [[]]
     room = elements
     for parameter in parameters:
@@ -91,7 +80,7 @@ def in_chunks(parameters: Sequence[nn.Parameter], elements: int) -> list[list[Pi
 
 
 class States:
-    """The states `specs`, zero at first, of `parameters`, which are float32 and on one device.
+    """The states `names` of `parameters`, zero at first; all are float32, and parameters are on one device.
 
     Args:
         chunks: What is updated together; their pieces follow the order of `parameters`.
@@ -101,19 +90,19 @@ class States:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        specs: Sequence[StateSpec],
+        names: Sequence[str],
         chunks: list[list[Piece]],
         *,
         host: bool,
     ) -> None:
-        self.chunks, self._parameters, self._specs, self._host = chunks, list(parameters), specs, host
+        self.chunks, self._parameters, self._names, self._host = chunks, list(parameters), names, host
         self._offsets, total = dict[nn.Parameter, int](), 0
         for parameter in self._parameters:
             self._offsets[parameter] = total
             total += _aligned(local_part(parameter).numel())
         self._device = local_part(self._parameters[0]).device
         place = torch.device("cpu") if host else self._device
-        self._buffers = [torch.zeros(total // spec.block, dtype=spec.dtype, device=place) for spec in specs]
+        self._buffers = [torch.zeros(total, device=place) for _ in names]
         self._resident = [] if host else [self._items(pieces, self._buffers, 0) for pieces in chunks]
         self._inbound: torch.cuda.Stream | None = None
         self._outbound: torch.cuda.Stream | None = None
@@ -124,11 +113,9 @@ class States:
 
     def of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """A parameter's states by name, sharded as it is: views of the buffers. Call `settle` before reading them on the host."""
-        local, offset, states = local_part(parameter), self._offsets[parameter], {}
-        for spec, buffer in zip(self._specs, self._buffers, strict=True):
-            flat = buffer[offset // spec.block : (offset + local.numel()) // spec.block]
-            states[spec.name] = _sharded_as(parameter, flat.view(_per_block(local.shape, spec.block)), spec.block)
-        return states
+        local, offset = local_part(parameter), self._offsets[parameter]
+        views = (buffer[offset : offset + local.numel()].view(local.shape) for buffer in self._buffers)
+        return {name: _sharded_as(parameter, view) for name, view in zip(self._names, views, strict=True)}
 
     def walk(self) -> Iterator[Chunk]:
         """The chunks in order, each to be updated by the current stream before the next one is asked for."""
@@ -159,8 +146,7 @@ class States:
         items = []
         for piece in pieces:
             start, end = (self._offsets[piece.parameter] + edge - begin for edge in (piece.start, piece.end))
-            views = zip(self._specs, buffers, strict=True)
-            items.append(Item(piece, [buffer[start // spec.block : end // spec.block] for spec, buffer in views]))
+            items.append(Item(piece, [buffer[start:end] for buffer in buffers]))
         return items
 
     def _range(self, pieces: list[Piece]) -> tuple[int, int]:
@@ -170,7 +156,7 @@ class States:
     def _slot(self) -> list[Tensor]:
         """Room on the device for the longest chunk."""
         longest = max(end - begin for begin, end in map(self._range, self.chunks))
-        slot = [torch.empty(longest // spec.block, dtype=spec.dtype, device=self._device) for spec in self._specs]
+        slot = [torch.empty(longest, device=self._device) for _ in self._names]
         for stream in (self._inbound, self._outbound):
             for tensor in slot:
                 if stream is not None:
@@ -191,8 +177,8 @@ class States:
 
     def _pairs(self, pieces: list[Piece], slot: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         begin, end = self._range(pieces)
-        for spec, inside, buffer in zip(self._specs, slot, self._buffers, strict=True):
-            outside = buffer[begin // spec.block : end // spec.block]
+        for inside, buffer in zip(slot, self._buffers, strict=True):
+            outside = buffer[begin:end]
             yield inside[: outside.numel()], outside
 
     def _computing(self) -> torch.cuda.Stream | None:
@@ -212,21 +198,16 @@ def _aligned(elements: int) -> int:
     return -(-elements // _ALIGNED) * _ALIGNED
 
 
-def _per_block(shape: Sequence[int], block: int) -> list[int]:
-    return [*shape[:-1], shape[-1] // block] if block > 1 else list(shape)
-
-
-def _sharded_as(parameter: nn.Parameter, local: Tensor, block: int) -> Tensor:
+def _sharded_as(parameter: nn.Parameter, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
-    shape = torch.Size(_per_block(parameter.shape, block))
     return DTensor.from_local(
         local,
         _mesh_on(parameter.device_mesh, local.device.type),
         parameter.placements,
         run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
@@ -267,7 +248,7 @@ class Part:
 
     parameters: list[nn.Parameter]
     settings: dict[str, Any]
-    states: tuple[StateSpec, ...]
+    states: tuple[str, ...]
     rule: Rule
     chunks: list[list[Piece]] | None = None
 
@@ -363,86 +344,3 @@ def sgd(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
                 maximize=False,
                 is_first_step=False,  # momentum begins with zeros
             )
-
-
-BLOCK = 256
-_FEWEST = 4096  # elements of a parameter that is worth it
-STATES = tuple(
-    spec
-    for name in ("exp_avg", "exp_avg_sq")
-    for spec in (StateSpec(f"{name}_codes", torch.uint8), StateSpec(f"{name}_scale", block=BLOCK))
-)
-
-
-def quantizable(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's states are kept in 8 bits. Blocks lie within rows, so that any number of ranks cuts between them."""
-    return parameter.ndim > 1 and parameter.shape[-1] % BLOCK == 0 and parameter.numel() >= _FEWEST
-
-
-def check_installed() -> None:
-    """Raise UserError where torchao is missing."""
-    _torchao()
-
-
-def adamw_int8(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
-    """AdamW on the states of `STATES`. The update itself uses the means before they are rounded."""
-    device = next(iter(steps.values())).device
-    lr = torch.full((), settings["lr"], device=device)  # a number would be compiled in
-    update = _update_on(device, *settings["betas"], settings["weight_decay"], settings["eps"])
-    for chunk in chunks:
-        for piece, states in chunk:
-            if not has_grad(piece.parameter):
-                continue
-            value, grad = piece.value(), piece.grad()
-            shaped = [_blocks(tensor, value.numel() // BLOCK) for tensor in (value, grad, *states)]
-            update(*shaped, steps[piece.parameter], lr)
-
-
-def _blocks(tensor: Tensor, count: int) -> Tensor:
-    """[count, …], to the compiler a tensor of its own (no view of a larger one) that may have any number of rows."""
-    blocks = tensor.view(count, -1).detach()
-    torch._dynamo.maybe_mark_dynamic(blocks, 0)
-    return blocks
-
-
-@cache
-def _update_on(
-    device: torch.device, beta1: float, beta2: float, weight_decay: float, eps: float
-) -> Callable[..., None]:
-    """One kernel for any number of blocks on CUDA, step by step on a CPU."""
-    ao = _torchao()
-    levels = [torch.tensor(ao.create_dynamic_map(signed), device=device) for signed in (True, False)]
-
-    def update(
-        value_BK: Tensor,
-        grad_BK: Tensor,
-        mean_codes_BK: Tensor,
-        mean_scale_B1: Tensor,
-        square_codes_BK: Tensor,
-        square_scale_B1: Tensor,
-        step: Tensor,
-        lr: Tensor,
-    ) -> None:
-        mean_BK = ao.dequant_with_qmap(mean_codes_BK, levels[0], mean_scale_B1).lerp(grad_BK, 1 - beta1)
-        square_BK = ao.dequant_with_qmap(square_codes_BK, levels[1], square_scale_B1).lerp(grad_BK.square(), 1 - beta2)
-        quantize(mean_BK, mean_codes_BK, mean_scale_B1, levels[0])
-        quantize(square_BK, square_codes_BK, square_scale_B1, levels[1])
-        root_BK = square_BK.sqrt() / (1 - beta2**step).sqrt() + eps
-        value_BK.copy_(value_BK - lr * weight_decay * value_BK - lr * (mean_BK / (1 - beta1**step)) / root_BK)
-
-    def quantize(exact_BK: Tensor, codes_BK: Tensor, scale_B1: Tensor, numbers: Tensor) -> None:
-        scaled_BK, scale_B = ao.scale_tensor(exact_BK, BLOCK)
-        codes_BK.copy_(ao.quantize_8bit_with_qmap(scaled_BK, numbers))
-        scale_B1.copy_(scale_B[:, None])
-
-    return torch.compile(update, fullgraph=True) if device.type == "cuda" else update
-
-
-def _torchao() -> ModuleType:
-    try:
-        from torchao.optim import quant_utils
-    except ImportError as error:
-        raise UserError(
-            f'optim.state = "int8" needs torchao ({error}): install it with `uv pip install torchao` (the extra `torchao`)'
-        ) from error
-    return quant_utils

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.sft import FakeSFTData
@@ -37,7 +37,7 @@ from prime_rl.trainer.packing import (
 )
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.perf import HostSyncs, bench_table
-from prime_rl.trainer.report import Report, Row, Rows, StepOutcome, StopSignal, now, say_without_effect
+from prime_rl.trainer.report import Report, Row, Rows, StepOutcome, StopSignal, now
 from prime_rl.trainer.source import Source, locate_model
 from prime_rl.trainer.weight_publisher import (
     WeightPublisher,
@@ -132,7 +132,6 @@ def run(
     )
     check_head(policy, source, world)
     optimizer = build_optimizer(policy, config.optim)
-    say_without_effect(config, policy, world)
     progress = checkpoints.load(policy, optimizer)
     start = progress.step
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
@@ -314,7 +313,7 @@ def warm_up(
     vocabulary: int,
     multiple_of: int,
 ) -> None:
-    """Compile blocks, loss, update and the scoring of versions. Every rank calls it, where anything is compiled.
+    """Compile blocks, loss and the scoring of versions. Every rank calls it, where anything is compiled.
 
     Weights, states of the optimizer and random numbers stay as they are. Blocks are compiled for the longest micro-batch, then, since another number
     of tokens follows, once for any: those that the run packs later compile nothing. Both are as long as `seq_len` allows, so that what does not fit
@@ -330,12 +329,6 @@ def warm_up(
         clip_gradients(policy, config.optim.max_norm)
         policy.zero_grad(set_to_none=True)
         moe.load_sums(policy)  # discarded: these tokens are of no step
-        # An update of a small matrix: its rule is compiled for any number of rows.
-        model = nn.Linear(256, 32, bias=False, device="meta").to_empty(device=world.device)
-        nn.init.zeros_(model.weight)
-        optimizer = build_optimizer(model, config.optim)
-        model.weight.grad = torch.zeros_like(model.weight)
-        optimizer.step()
         if config.weights.canary:
             CanaryScorer(policy, world, vocabulary, torch.float32, torch.float32).score(
                 as_exported=False, compiled=True

@@ -401,12 +401,6 @@ def test_a_list_needs_values() -> None:
             " (offload: --optim.offload, momentum: --optim.momentum)",
         ),
         (
-            TrainerConfig,
-            ["--model.activation-checkpointing", "none", "--model.checkpointed-layers", "4"],
-            "model: checkpointed_layers 4 has no effect: activation_checkpointing 'none' checkpoints no layer"
-            " (checkpointed_layers: --model.checkpointed-layers, activation_checkpointing: --model.activation-checkpointing)",
-        ),
-        (
             SFTConfig,
             ["--ckpt.keep-interval", "100"],
             "ckpt: keep_interval 100 has no effect without keep: all checkpoints are kept"

@@ -55,7 +55,6 @@ CONSTRAINED |= {"rollouts_per_example", "max_off_policy_steps", "async_level", "
 CONSTRAINED |= {"headless", "data_parallel_start_rank"}
 CONSTRAINED |= {
     "keep_interval",
-    "checkpointed_layers",
     "tmpfs",
     "transport",
     "attention",

@@ -19,8 +19,8 @@ from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
 from prime_rl.trainer import dcp
+from prime_rl.trainer import training_loop as loop
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.rl import train as loop
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights

@@ -1,6 +1,5 @@
 """Each optimizer's update against its formula, in double precision; what checkpoints restore; what is refused."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,8 @@ from torch import Tensor, nn
 
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
 from prime_rl.errors import UserError
-from prime_rl.trainer import dcp, sharded_optimizer
-from prime_rl.trainer.optim import build_optimizer, is_hidden_matrix, set_learning_rate, state_bytes_per_parameter
+from prime_rl.trainer import dcp
+from prime_rl.trainer.optim import build_optimizer, is_hidden_matrix, set_learning_rate
 from prime_rl.trainer.parallel import World
 from support import optim as support
 from support import trainer
@@ -125,61 +124,3 @@ def test_the_checkpoint_of_another_optimizer_is_refused(world: World, tmp_path: 
     dcp.save(support.state_of(model, build_optimizer(model, AdamW())), tmp_path / "state")
     with pytest.raises(UserError, match="exp_avg is .* in the checkpoint and not there in the model"):
         dcp.load(support.state_of(model, build_optimizer(model, SGD())), tmp_path / "state", world)
-
-
-@pytest.mark.parametrize("config", [*CONFIGS, SGD(momentum=0.0)], ids=lambda config: config.type)
-def test_the_bytes_that_are_planned_are_those_of_the_states(config: OptimConfig) -> None:
-    model = support.make_toy(64)
-    state = build_optimizer(model, config).state
-    named = dict(model.named_parameters())
-    total = sum(parameter.numel() for parameter in named.values())
-    hidden = sum(parameter.numel() for name, parameter in named.items() if is_hidden_matrix(name, parameter)) / total
-    real = sum(tensor.nbytes for states in state.values() for name, tensor in states.items() if name != "step")
-    assert state_bytes_per_parameter(config, hidden) * total == pytest.approx(real)
-    assert state_bytes_per_parameter(config) >= state_bytes_per_parameter(config, hidden)
-    assert state_bytes_per_parameter(config.model_copy(update={"offload": True})) == 0
-
-
-def test_int8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(UserError, match="needs torchao .*uv pip install torchao"):
-        build_optimizer(support.make_toy(), AdamW(state="int8"))
-
-
-class TestInt8:
-    """Needs torchao, which is optional."""
-
-    @pytest.fixture(autouse=True)
-    def _torchao(self) -> None:
-        pytest.importorskip("torchao.optim")
-
-    @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
-    def test_it_is_torchaos_adamw(self, offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Not compiled, and where both quantize the same parameters, it is torchao's own optimizer."""
-        from torchao.optim import AdamW8bit
-
-        monkeypatch.setattr(sharded_optimizer, "CHUNK", 1 << 13)
-        config = AdamW(lr=1e-2, state="int8", offload=offload)
-        ours, theirs = (nn.ModuleList([nn.Linear(512, 96), nn.Linear(256, 64, bias=False)]) for _ in range(2))
-        theirs.load_state_dict(ours.state_dict())
-        with torch.compiler.set_stance("force_eager"):
-            got = support.train(ours, build_optimizer(ours, config), range(4))
-            want = support.train(theirs, AdamW8bit(theirs.parameters(), lr=1e-2), range(4))
-        for name, value in got.items():
-            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-6)
-
-    def test_a_checkpoint_restores_every_bit(self, world: World, tmp_path: Path) -> None:
-        config = AdamW(lr=1e-2, state="int8")
-        model = support.make_toy(256)
-        optimizer = build_optimizer(model, config)
-        support.train(model, optimizer, range(2))
-        dcp.save(support.state_of(model, optimizer), tmp_path / "state")
-        whole = support.train(model, optimizer, range(2, 4))
-        other = support.make_toy(256, seed=1)
-        resumed = build_optimizer(other, config)
-        state = support.state_of(other, resumed)
-        dcp.load(state, tmp_path / "state", world)
-        support.restore(other, resumed, state)
-        for name, value in support.train(other, resumed, range(2, 4)).items():
-            assert torch.equal(value, whole[name]), name

@@ -2,7 +2,6 @@
 
 import errno
 import shutil
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -330,22 +329,6 @@ def test_nobody_waits_for_a_recovery_checkpoint(
     assert saved[1] >= 9, "it waited"
     assert [row["step"] for row in metrics(tmp_path)] == list(range(steps))
     assert {int(row["step"]) for row in metrics(tmp_path) if "time/save_ckpt" in row} == set(saved) - {steps}
-
-
-def test_waiting_for_a_checkpoint_is_said_once(
-    run_training: Run,
-    tied_model: Path,
-    tmp_path: Path,
-    heard: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Contract: where checkpoints follow each other faster than they are written the loop waits, and says so, once."""
-    support.write_rollouts(tmp_path, STEPS)
-    slow = "manifest:checkpoints/step_"
-    monkeypatch.setattr(faults, "point", lambda name, file=None: time.sleep(0.3) if name.startswith(slow) else None)
-    run_training(config(tmp_path, tied_model, ckpt={"interval": 1}, recovery_interval=None))
-    assert complete_steps(tmp_path / "checkpoints") == [1, 2, 3, 4]
-    assert heard.text.count("waits until checkpoints/step_") == 1
 
 
 REFUSALS: list[tuple[str, dict[str, Any]]] = [
