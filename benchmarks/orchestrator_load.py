@@ -149,7 +149,7 @@ class Run:
         lines = [
             f"output_dir = {json.dumps(str(directory))}",
             f"batch_size = {settings['batch']}\nrollouts_per_example = {GROUP}\nasync_level = {settings['steps'] - 1}",
-            f"max_off_policy_steps = {settings['steps']}\nmax_steps = {settings['steps']}\nseq_len = 256\nrollout_timeout = 600.0\ncanary = false",
+            f"max_off_policy_steps = {settings['steps']}\nmax_steps = {settings['steps']}\nseq_len = 256\nrollout_timeout = 600.0\nlogprob_check = false",
             f"max_concurrent = {settings['in_flight']}",
             f"model.name = {json.dumps(str(MODEL))}\nsampling.max_tokens = 32\nclient.base_url = {json.dumps(url)}",
             f'[environment]\nid = "plain-reply"\nadapter = "python"\nworkers = {options.workers}',

@@ -190,7 +190,6 @@ def write_config(options: argparse.Namespace, directory: Path, port: int) -> Pat
         "output_dir": str(directory / "run"),
         "seq_len": 256,
         "max_restarts": 100,
-        "restart_backoff": 0.5,
         "recovery_interval": 1,
         "heartbeat_timeout": 30.0,
         "model": {"name": str(MODEL)},

@@ -259,7 +259,6 @@ def write_config(cell: Cell, directory: Path, ports: Sequence[int]) -> Path:
         "model": {"name": str(MODEL)},
         "ckpt": {"interval": INTERVAL},
         "max_restarts": 20,
-        "restart_backoff": 0.1,
         "recovery_interval": 1,
         "heartbeat_timeout": 60.0,
         "ready_timeout": 300.0,

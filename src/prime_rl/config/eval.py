@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Older, Problem, Section, check, conflict, option
+from prime_rl.config.base import BaseConfig, Older, Problem, check, conflict, option
 from prime_rl.config.shared import (
     ClientConfig,
     EnvConfig,
@@ -39,13 +39,6 @@ class EvalEnv(EnvConfig):
     )
 
 
-class PricesConfig(Section):
-    """What an API costs."""
-
-    input: NonNegativeFloat = option(0.0, "Price of a million tokens of prompts.")
-    output: NonNegativeFloat = option(0.0, "Price of a million tokens of replies.")
-
-
 class Measure(Environments[EvalEnv]):
     """What an evaluation runs, how, and on which server."""
 
@@ -65,6 +58,11 @@ class EvalConfig(BaseConfig, Measure):
     older: ClassVar[dict[str, Older]] = {
         **BaseConfig.older,
         "benchmarks": Older("environment_ids", lambda names: str(names).replace(",", " ").split()),
+        "canary": Older("logprob_check", lambda on: on),
+    }
+    removed: ClassVar[dict[str, str]] = {
+        "no_canary": "write --no-logprob-check",
+        "prices": "report.json counts the tokens, by which prices can be multiplied",
     }
 
     model: ModelConfig = option(ModelConfig, "The model.")
@@ -83,12 +81,11 @@ class EvalConfig(BaseConfig, Measure):
     unsafe: bool = option(
         False, "Let livecodebench run what the model writes where it cannot be isolated: it could do all that you can."
     )
-    canary: bool = option(True, "Check after every load that the server computes what the trainer computed.")
+    logprob_check: bool = option(True, "Check after every load that the server computes what the trainer computed.")
     solved_at: float = option(1.0, "Reward from which a task counts as solved, for pass@k.")
     max_error_rate: Fraction = option(
         0.1, "Share of failed attempts of an environment beyond which the exit status is 1."
     )
-    prices: PricesConfig | None = option(None, "Prices of tokens, to say what it cost.")
     clean: bool = option(
         False,
         "Remove earlier results of what is evaluated, in place of going on with them.",

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Problem, Section, check, conflict, option
+from prime_rl.config.base import BaseConfig, Older, Problem, Section, check, conflict, option
 from prime_rl.config.shared import (
     CkptConfig,
     ClientConfig,
@@ -353,6 +353,9 @@ class EvalSection(Environments[EnvConfig]):
 class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     """The orchestrator: makes rollouts, scores them, cuts batches."""
 
+    older: ClassVar[dict[str, Older]] = {**BaseConfig.older, "canary": Older("logprob_check", lambda on: on)}
+    removed: ClassVar[dict[str, str]] = {"no_canary": "write --no-logprob-check"}
+
     model: ModelConfig = option(ModelConfig, "The model.")
     client: ClientConfig = option(ClientConfig, "The inference server to talk to.")
     sampling: SamplingConfig = option(SamplingConfig, "How tokens are sampled.")
@@ -384,9 +387,7 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     trainer: bool = option(
         True, "A trainer takes part (false: all batches come from the servers' base model; `rl` starts one anyway)."
     )
-    canary: bool = option(
-        True, "Check after every load that a server computes what the trainer computed (see also weights.canary)."
-    )
+    logprob_check: bool = option(True, "Check after every load that a server computes what the trainer computed.")
     recover: bool = option(
         False,
         "Go on from what is committed in output_dir: batches, finished episodes, the trainer's present incarnation.",

@@ -355,13 +355,16 @@ class ExportConfig(Section):
 class WeightsConfig(ExportConfig):
     """The exported weights, one version per step."""
 
+    removed: ClassVar[dict[str, str]] = {
+        "canary": "every version's fixed prompt is scored; logprob_check = false of the orchestrator asks no server"
+    }
+
     keep: NonNegativeInt | None = option(
         0, "Versions kept beyond those that running processes and checkpoints need (None: all)."
     )
     save_interval: PositiveInt | None = option(
         None, "Steps between two versions that are written to disk and kept for good (None: none)."
     )
-    canary: bool = option(True, "Score a fixed prompt for every version, by which servers are checked (one forward).")
     transport: Literal["auto", "filesystem", "memory"] = option(
         "auto", "How servers get a version: files, or the trainer's memory (auto: memory from a GPU, else files)."
     )

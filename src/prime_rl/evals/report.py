@@ -21,11 +21,9 @@ from prime_rl.transport.commit import write_atomically
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
-    from prime_rl.config.eval import PricesConfig
 
 LINE_SECONDS = 30.0  # between two lines of progress where there is no terminal
 _LOG_WIDTH = 140
-_MILLION = 1e6
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,7 @@ class Entry:
     spent: tuple[int, int]
     complete: bool
 
-    def cost(self, prices: "PricesConfig | None") -> float | None:
-        """None where no prices are given."""
-        if prices is None:
-            return None
-        return (self.spent[0] * prices.input + self.spent[1] * prices.output) / _MILLION
-
-    def cells(self, prices: "PricesConfig | None") -> dict[str, str]:
+    def cells(self) -> dict[str, str]:
         """A row of the table."""
         metrics, prefix, k = self.report.metrics(), f"eval/{self.report.env}", self.report.attempts_per_task
         tasks = len(self.report.results)
@@ -61,10 +53,9 @@ class Entry:
             "errors": str(self.report.errors.total()),
             "cut": number(metrics.get(f"{prefix}/is_truncated/mean")),
             "tokens": number(metrics.get(f"{prefix}/num_output_tokens/mean")),
-            **({} if prices is None else {"cost": f"{self.cost(prices):.4f}"}),
         }
 
-    def as_json(self, prices: "PricesConfig | None") -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """All of it."""
         prefix = f"eval/{self.report.env}/"
         return {
@@ -78,7 +69,6 @@ class Entry:
             "errors": dict(self.report.errors),
             "input_tokens": self.spent[0],
             "output_tokens": self.spent[1],
-            "cost": self.cost(prices),
             "metrics": {key.removeprefix(prefix): value for key, value in self.report.metrics().items()},
         }
 
@@ -89,7 +79,7 @@ def write_report(entries: Sequence[Entry], skipped: Mapping[int, str], config: "
     found = {
         "model": config.model.name,
         "solved_at": config.solved_at,
-        "results": [entry.as_json(config.prices) for entry in entries],
+        "results": [entry.as_json() for entry in entries],
         "skipped": {str(version): why for version, why in sorted(skipped.items())},
     }
     write_atomically(directory / "report.json", (json.dumps(found, indent=1) + "\n").encode())
@@ -99,7 +89,7 @@ def write_report(entries: Sequence[Entry], skipped: Mapping[int, str], config: "
 def markdown(entries: Sequence[Entry], skipped: Mapping[int, str], config: "EvalConfig") -> str:
     """The report for people."""
     lines = [f"# {config.model.name}", ""]
-    rows = [entry.cells(config.prices) for entry in entries]
+    rows = [entry.cells() for entry in entries]
     columns = _columns(rows)
     lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(row.get(column, '') for column in columns)} |" for row in rows]
@@ -123,7 +113,7 @@ def markdown(entries: Sequence[Entry], skipped: Mapping[int, str], config: "Eval
 
 def print_table(entries: Sequence[Entry], config: "EvalConfig") -> None:
     """The report on the console."""
-    rows = [entry.cells(config.prices) for entry in entries]
+    rows = [entry.cells() for entry in entries]
     table = Table(title=config.model.name, title_justify="left", box=None, pad_edge=False)
     for column in _columns(rows):
         named = column in ("environment", "policy")

@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +183,7 @@ class Evaluation:
             name = f"step_{version}"
             hashes = {setting(directory / name, "weights") for directory in directories.values()}
             target = Target(name, version, str(min(hashes, key=str)))
-            with Stores() as stores:
+            with ExitStack() as stores:
                 jobs = [self._job(env, target, stores) for env in self._config.environments] if len(hashes) == 1 else []
                 if not jobs or not all(job.complete for job in jobs):
                     self._versions.skip(version, "it was removed before its evaluation was complete")
@@ -206,7 +206,7 @@ class Evaluation:
 
     async def _one(self, target: Target, servers: Servers | None) -> None:
         begin = time.monotonic()
-        with Stores() as stores:
+        with ExitStack() as stores:
             jobs = [self._job(env, target, stores) for env in self._config.environments]
             total = sum(len(job.tasks) * job.plan.rollouts_per_example for job in jobs)
             with Bars(
@@ -238,11 +238,12 @@ class Evaluation:
                 self._log(self._reported[job.plan.env, target.name])
         self.report(quiet=True)
 
-    def _job(self, env: "EvalEnv", target: Target, stores: "Stores") -> Job:
+    def _job(self, env: "EvalEnv", target: Target, stores: ExitStack) -> Job:
         config, plan = self._config, plan_of(self._config, env, self._chat)
         place = place_of(config, env, target)
         clean = config.clean or self._replaced(place, target)
-        return Job(plan, tasks_of(self._pool, plan), stores.open(place, made_with(config, env, plan, target), clean))
+        store = Store(place, made_with(config, env, plan, target), clean=clean)
+        return Job(plan, tasks_of(self._pool, plan), stores.enter_context(closing(store)))
 
     def _replaced(self, place: Path, target: Target) -> bool:
         """Whether, while versions are followed, another one bore this number, which another incarnation of the trainer has replaced since."""
@@ -252,8 +253,6 @@ class Evaluation:
     def _conclude(self, job: Job, target: Target, seconds: float) -> None:
         report = EvalReport(job.plan.env, target.version, seconds, job.kept(), self._config.solved_at)
         self._reported[job.plan.env, target.name] = Entry(target, report, job.store.spent, job.complete)
-        assert isinstance(job.store, Store)
-        job.store.write_table(target.version)
 
     def _log(self, entry: Entry) -> None:
         metrics, prefix = entry.report.metrics(), f"eval/{entry.report.env}"
@@ -285,24 +284,6 @@ class Evaluation:
             write_report(self.entries, self._versions.skipped, self._config, self._config.output_dir / "evals")
             if not quiet:
                 print_table(self.entries, self._config)
-
-
-class Stores:
-    """Stores that are closed together."""
-
-    def __init__(self) -> None:
-        self._open: list[Store] = []
-
-    def __enter__(self) -> "Stores":
-        return self
-
-    def open(self, place: Path, settings: dict[str, Any], clean: bool) -> Store:
-        self._open.append(Store(place, settings, clean=clean))
-        return self._open[-1]
-
-    def __exit__(self, *exc: object) -> None:
-        for store in self._open:
-            store.close()
 
 
 async def _only(target: Target) -> AsyncIterator[Target]:

@@ -223,7 +223,7 @@ async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -
     Raises:
         UserError: none came up in time, or they do not serve the same, or another model.
     """
-    logprob_check = LogprobCheck(any_base=True) if config.canary and config.weights_dir is not None else None
+    logprob_check = LogprobCheck(any_base=True) if config.logprob_check and config.weights_dir is not None else None
     fleet = ReplicaPool(connect_all(config.client, partial(_connect, stack, config.client, logprob_check)))
     ready = await fleet.wait_ready(status.waiting, config.client.ready_timeout)
     await admit(fleet, ready, config.model.name, same=config.weights_dir is None)

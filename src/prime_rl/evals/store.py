@@ -2,7 +2,6 @@
 
 settings.json     what the results depend on; another evaluation does not go on with them
 results.jsonl     a line an attempt, appended as they finish; a failed one that is made again has a later line
-results.arrow     the same by task and attempt, written at the end
 """
 
 import fcntl
@@ -21,7 +20,7 @@ from prime_rl.evals.metrics import reply_tokens
 from prime_rl.evals.runner import Results
 from prime_rl.transport.commit import disk_errors, sync, write_atomically
 
-RESULTS, TABLE, SETTINGS = "results.jsonl", "results.arrow", "settings.json"
+RESULTS, SETTINGS = "results.jsonl", "settings.json"
 LOCK = ".lock"
 
 
@@ -77,20 +76,6 @@ class Store(Results):
             while line:
                 line = line[os.write(self._file, line) :]
         super().add(attempt, result, version)
-
-    def write_table(self, version: int) -> None:
-        """Write `results.arrow` from what there is."""
-        import pyarrow as pa
-
-        rows = [_row(attempt, result, version) for (_, attempt), result in sorted(self.results.items())]
-        sink = pa.BufferOutputStream()
-        table = pa.Table.from_pylist(
-            [{**row, "rewards": list(row["rewards"].items()), "metrics": list(row["metrics"].items())} for row in rows],
-            schema=_schema(),
-        )
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
-        write_atomically(self.directory / TABLE, sink.getvalue().to_pybytes())
 
     def close(self) -> None:
         """Make it durable."""
@@ -205,16 +190,3 @@ def _result(row: Mapping[str, Any]) -> EpisodeResult:
 def _finite(values: Mapping[str, float]) -> dict[str, float]:
     """JSON has no other numbers."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def _schema() -> Any:
-    import pyarrow as pa
-
-    numbers = pa.map_(pa.string(), pa.float64())
-    return pa.schema(
-        [
-            ("task_id", pa.string()), ("attempt", pa.int32()), ("version", pa.int64()), ("outcome", pa.string()), ("message", pa.string()),
-            ("reward", pa.float64()), ("rewards", numbers), ("metrics", numbers), ("is_truncated", pa.bool_()), ("num_turns", pa.int32()),
-            ("input_tokens", pa.int64()), ("output_tokens", pa.int64()), ("seconds", pa.float64()), ("prompt", pa.string()), ("completion", pa.string()),
-        ]
-    )  # fmt: skip

@@ -179,7 +179,7 @@ class LogprobCheck:
         if band is None:
             raise LogprobCheckFailed(
                 f"the server at {engine.root} does not compute the trainer's model: on the base weights the log-probabilities of the canary "
-                f"prompt differ by {found}; {WORST_MEAN:g} on average is the most that can be noise (canary = false switches this off)"
+                f"prompt differ by {found}; {WORST_MEAN:g} on average is the most that can be noise (logprob_check = false switches this off)"
             )
         logger.info("{}: the canary differs by {} on the base weights; the band is {}", engine.root, found, band)
         self._bands[engine.root], self._scores[engine.root] = (served.boot, band), scores
@@ -209,7 +209,7 @@ class LogprobCheck:
         if not band.holds(found):
             raise LogprobCheckFailed(
                 f"{claim} does not compute it: its log-probabilities of the canary prompt differ from the trainer's by {found}; "
-                f"the band is {band} (canary = false switches this off)"
+                f"the band is {band} (logprob_check = false switches this off)"
             )
         if not band.holds(found, share=0.5):
             self._say_once(
@@ -219,7 +219,7 @@ class LogprobCheck:
         before = self._scores[engine.root]
         if any(stayed(one, other) for one, other in zip(before, scores, strict=True)):
             raise LogprobCheckFailed(
-                f"{claim} does not compute it: its log-probabilities of the canary prompt are the very same as before (canary = false switches "
+                f"{claim} does not compute it: its log-probabilities of the canary prompt are the very same as before (logprob_check = false switches "
                 f"this off)"
             )
         self._scores[engine.root] = scores

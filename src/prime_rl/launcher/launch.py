@@ -186,7 +186,7 @@ def _seen(steps: Callable[[], list[int]]) -> list[int]:
 def policy(config: RLConfig) -> RestartPolicy:
     """When a process counts as stalled, and how often it is started again. A benchmark that had to be started again measures nothing."""
     restarts = 0 if config.bench else config.max_restarts
-    return RestartPolicy(restarts, config.restart_backoff, config.heartbeat_timeout, config.stall_timeout)
+    return RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
 
 
 def restarts_summary(restarts: Sequence[Restart]) -> list[str]:

@@ -73,7 +73,7 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
         await teachers.start(status.waiting)
         pool = make_pool(config, teachers)
         async with AsyncExitStack() as stack:
-            connect = partial(_connect, stack, config.client, LogprobCheck() if config.canary else None)
+            connect = partial(_connect, stack, config.client, LogprobCheck() if config.logprob_check else None)
             engines = connect_all(config.client, connect)
             orchestrator = Orchestrator(config, pool, engines, status, monitor, teachers)
             _hear(partial(_on_signal, orchestrator, current))

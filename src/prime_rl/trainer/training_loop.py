@@ -139,7 +139,7 @@ def run(
 
     vocabulary = source.config.get_text_config().vocab_size
     exported, scorer = export_dtype(config.weights.dtype, source), None
-    if served is not None and served.weights.canary:  # else nobody reads the scores
+    if served is not None:  # else nobody reads the scores
         scorer = CanaryScorer(policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), exported)
     versions = WeightPublisher(
         config.output_dir,
@@ -329,10 +329,7 @@ def warm_up(
         clip_gradients(policy, config.optim.max_norm)
         policy.zero_grad(set_to_none=True)
         moe.load_sums(policy)  # discarded: these tokens are of no step
-        if config.weights.canary:
-            CanaryScorer(policy, world, vocabulary, torch.float32, torch.float32).score(
-                as_exported=False, compiled=True
-            )
+        CanaryScorer(policy, world, vocabulary, torch.float32, torch.float32).score(as_exported=False, compiled=True)
 
 
 def _random_batch(tokens: int, vocabulary: int) -> HostBatch:

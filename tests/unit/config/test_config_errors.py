@@ -123,6 +123,20 @@ def test_a_setting_of_another_process() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("cls", "argv", "advice"),
+    [
+        (RLConfig, [*ORCH, "--restart-backoff", "2"], "the first restart comes after a second, each further one after"),
+        (TrainerConfig, ["--weights.canary"], "every version's fixed prompt is scored; logprob_check = false of"),
+        (OrchestratorConfig, [*ENV, "--no-canary"], "write --no-logprob-check"),
+        (EvalConfig, [*EVAL, "--prices.input", "3"], "report.json counts the tokens"),
+    ],
+)
+def test_a_removed_setting_says_what_to_do(cls: type[BaseConfig], argv: list[str], advice: str) -> None:
+    (line,) = problems(cls, argv)
+    assert f" names no setting any more: {advice}" in line
+
+
 def test_a_key_of_another_member_of_a_union() -> None:
     assert problems(TrainerConfig, ["--loss.clip-low", "1"]) == [
         "--loss.clip-low names no setting of type 'default'; it belongs to type 'grpo', 'ppo_clip', 'gspo' or 'cispo'"

@@ -3,7 +3,6 @@
 import json
 import math
 
-import pyarrow as pa
 import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
@@ -87,21 +86,6 @@ def test_a_damaged_line_is_named(tmp_path):
     path.write_text("nonsense\n" + path.read_text())
     with pytest.raises(UserError, match=r"line 1 of .* is damaged"):
         Store(tmp_path / "s", {})
-
-
-def test_the_table_has_a_row_an_attempt_by_task_and_attempt(tmp_path):
-    store = Store(tmp_path / "s", {})
-    for attempt, task in ((1, "b"), (0, "b"), (0, "a")):
-        store.add(attempt, result(task, rewards={"x": 0.5}), 7)
-    store.add(1, result("a", outcome=Outcome.ERRORED, message="m"), 7)
-    store.write_table(7)
-    store.close()
-    with pa.memory_map(str(tmp_path / "s" / "results.arrow")) as source:
-        rows = pa.ipc.open_file(source).read_all().to_pylist()
-    assert [(row["task_id"], row["attempt"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert rows[1]["reward"] is None
-    assert rows[0]["rewards"] == [("x", 0.5)]
-    assert {row["version"] for row in rows} == {7}
 
 
 def test_flat_names_what_differs():
