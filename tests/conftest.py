@@ -24,11 +24,14 @@ from xdist.scheduler import LoadFileScheduling
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import log
 
-hypothesis.settings.register_profile("prime-rl", deadline=None)  # no test asserts a duration
+# No test asserts a duration.
+hypothesis.settings.register_profile("prime-rl", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("prime-rl")
 
 # The processes of a test import torch, vLLM and verifiers, which takes twice the time where no bytecode may be kept.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tiny tensors gain nothing from threads, and each worker of the suite and each process of a test would start one a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.dont_write_bytecode = False
 
 READY_SECONDS = 300.0

@@ -37,7 +37,7 @@ ALONE: dict[str, list[object]] = {
     "uv run sft @ examples/reverse_text/sft.toml": [*MODEL, "--device", "cpu", "--max-steps", 2, *DATA],
     "uv run sft --bench --data.fake.type fixed --data.micro-batch-size 8 --data.batch-size 8 --data.seq-len 128": MODEL,
     "uv run trainer @ configs/reverse_text/train.toml --bench --data.fake.micro_batch_size 8 "
-    "--data.fake.batch_size 128 --data.fake.seq_len 128": MODEL,
+    "--data.fake.batch_size 128 --data.fake.seq_len 128": [*MODEL, "--data.fake.batch-size", 16],
 }
 WHOLE = (
     "uv run rl --trainer @ examples/reverse_text/rl/train.toml --orchestrator @ examples/reverse_text/rl/orch.toml "
@@ -132,6 +132,7 @@ def test_validating_an_installation(checkout: Path) -> None:
         assert status == 0, output
 
 
+@pytest.mark.slow
 def test_a_server_of_ones_own(checkout: Path) -> None:
     """One server for a run, the same resumed, its evaluation, a benchmark, and the three processes by hand."""
     weights = checkout / "outputs" / "weights"

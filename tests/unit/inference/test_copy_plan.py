@@ -122,6 +122,7 @@ def test_another_layout_and_another_parameter_do_not_match() -> None:
     assert not plan.matches(model, staged(2))
 
 
+@pytest.mark.slow
 def test_vllms_loaders_only_copy(tmp_path: Path) -> None:
     """Contract: stacked projections and experts of a real vLLM model are loaded by recorded copies, bit for bit."""
     pytest.importorskip("vllm")

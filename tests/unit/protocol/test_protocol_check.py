@@ -30,7 +30,12 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
+LARGE = ("two kills and a drain", "three engines")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in WORLDS]
+)
 def test_every_interleaving_within_the_bounds_keeps_every_property_and_can_end(name):
     """No read of a pruned version, staleness within its bounds, exactly once, only the present history, no deadlock, a clean end."""
     outcome = Search(Rules(), WORLDS[name]).run()

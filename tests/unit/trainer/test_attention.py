@@ -368,7 +368,10 @@ def hidden_and_gradient(model: Qwen3ForCausalLM, lengths: tuple[int, ...]) -> tu
     return hidden.detach(), gradient.clone()
 
 
-@pytest.mark.parametrize("name", [*KERNELS, "sdpa"])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("varlen", "sdpa") else pytest.param(name, marks=pytest.mark.slow) for name in (*KERNELS, "sdpa")],
+)
 def test_a_compiled_block_serves_every_pack(name: str) -> None:
     """One graph without a break for all packs of so many tokens, however many documents they have and however long they are, and one more
     for all numbers of tokens; every layer shares them. The numbers are those of the uncompiled model."""

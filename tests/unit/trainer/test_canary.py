@@ -110,7 +110,7 @@ def _local(gradient: torch.Tensor | None) -> torch.Tensor:
     return gradient.to_local()
 
 
-@pytest.mark.parametrize("grows", [0, 3], ids=["one size", "many sizes"])
+@pytest.mark.parametrize("grows", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["one size", "many sizes"])
 def test_scoring_compiles_no_step_again(
     grows: int, world: World, make_policy: Callable[..., Policy], tied_model: Path
 ) -> None:

@@ -164,7 +164,7 @@ def test_experts_are_chosen_once(level: str, moe_model: Path, make_policy: Calla
     [
         {"activation_checkpointing": "full"},
         {"reshard_after_forward": False},
-        {"compile": True},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -209,6 +209,7 @@ def test_router_keeps_float32(
         assert torch.equal(values, master)
 
 
+@pytest.mark.slow
 def test_one_graph_for_every_length(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
     """Blocks compile without a break; once two lengths were seen, no other one compiles anything again."""
     torch._dynamo.reset()

@@ -58,6 +58,7 @@ def recompiles(policy: Policy, token_loss: TokenLoss, streams: int, world: World
     return graphs
 
 
+@pytest.mark.slow
 def test_no_recompiles(world: World, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
     """Neither the number of tokens, documents and loss tokens nor the kind of loss makes a block compile again, once two steps were made."""
     policy = make_policy(make_tiny_model(tmp_path), compile=True)
