@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import xxhash
@@ -187,3 +187,20 @@ async def until(condition: Callable[[], bool], timeout: float = 60.0, run: "asyn
 
 def has_batch(world: World, step: int) -> Callable[[], bool]:
     return lambda: step in list_steps(world.directory / "rollouts")
+
+
+def fresh(directory: Path, **settings: object) -> World:
+    """A world whose trainer has committed version 0."""
+    world = World(directory, **settings)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    return world
+
+
+async def follow(world: World, versions: Iterable[int], orchestrator: Orchestrator | None = None) -> None:
+    """Run an orchestrator to its end. The trainer commits each of `versions` as soon as the batch before it is committed."""
+    run = asyncio.create_task((orchestrator or world.orchestrator()).run())
+    for version in versions:
+        await until(has_batch(world, version - 1), run=run)
+        world.trainer.commit(version)
+    await run

@@ -64,7 +64,7 @@ class TeacherServer(Section):
 
 
 class TeacherConfig(TeacherServer):
-    """Another model's server, any that tells the log-probabilities of a prompt: vLLM, or OpenAI's completions with `echo`."""
+    """Another model's server that gives the log-probabilities of a prompt, as vLLM does (`prompt_logprobs`)."""
 
     max_concurrent: PositiveInt = option(32, "Most requests at a time.")
     timeout: PositiveFloat = option(120.0, "Seconds that one request may take.")

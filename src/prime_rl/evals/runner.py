@@ -78,12 +78,12 @@ class Job:
     tasks: Sequence[TaskInfo]
     store: Results
 
-    def missing(self) -> "Iterator[Attempt]":
+    def missing(self) -> "Iterator[EvalAttempt]":
         """What is still to be made: of each task all attempts together, as they share their prompt."""
         for task in self.tasks:
             for number in range(self.plan.rollouts_per_example):
                 if not self.store.scored(task.task_id, number):
-                    yield Attempt(self, task, number)
+                    yield EvalAttempt(self, task, number)
 
     @property
     def complete(self) -> bool:
@@ -101,7 +101,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class EvalAttempt:
     """One attempt at one task."""
 
     job: Job
@@ -138,7 +138,7 @@ class Round:
         self._max_concurrent, self._timeout, self._tries = max_concurrent, timeout, tries
         self._verify_servers, self._on_kept = verify, on_kept
         self._todo = deque(_by_turns([job.missing() for job in jobs]))
-        self._unverified: list[tuple[Attempt, EpisodeResult, int]] = []
+        self._unverified: list[tuple[EvalAttempt, EpisodeResult, int]] = []
         self._period = 0  # raised when what is in flight is void
         self._voids: Counter[tuple[str, str, int]] = Counter()
         self._verifying = asyncio.Lock()  # bounded: held for questions that have deadlines
@@ -183,7 +183,7 @@ class Round:
             if result.outcome is Outcome.ENGINE_DENIED:
                 raise Denied(result.message)
 
-    async def _attempt(self, attempted: Attempt) -> EpisodeResult:
+    async def _attempt(self, attempted: EvalAttempt) -> EpisodeResult:
         """Run one attempt, again where a worker dies. Its seed follows from what it is, not from what ran before."""
         plan, index, number = attempted.job.plan, attempted.task.index, attempted.number
         seed = request_seed(self._seed, f"eval/{plan.env}/{self._version}/{index}", number)
@@ -229,7 +229,7 @@ class Round:
                 else:
                     self._run_again(attempted)
 
-    def _run_again(self, attempted: Attempt) -> None:
+    def _run_again(self, attempted: EvalAttempt) -> None:
         key = attempted.job.plan.env, attempted.task.task_id, attempted.number
         self._voids[key] += 1
         if self._voids[key] > _VOIDS:
@@ -312,7 +312,7 @@ def chat_sampling(sampling: "SamplingConfig", seed: int) -> dict[str, float | in
     return wire
 
 
-def _by_turns(queues: Sequence[Iterator[Attempt]]) -> Iterator[Attempt]:
+def _by_turns(queues: Sequence[Iterator[EvalAttempt]]) -> Iterator[EvalAttempt]:
     """One of each in turn, so that no environment waits for the end of another."""
     for several in itertools.zip_longest(*queues):
         yield from (one for one in several if one is not None)

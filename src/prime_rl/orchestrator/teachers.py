@@ -1,7 +1,7 @@
 """Teachers: servers of other models that score what the policy samples, or sample in its place.
 
-A score is the log-probability that a model gives to each token of a sequence, at temperature 1. Every vLLM tells it (`prompt_logprobs`), and so do
-servers that can `echo` a prompt with its log-probabilities. What the policy's own server is asked for (self-distillation) goes the same way.
+A score is the log-probability that a model gives to each token of a sequence, at temperature 1 (vLLM's `prompt_logprobs`). The policy's own servers
+score the same way (self-distillation).
 """
 
 import asyncio
@@ -135,20 +135,24 @@ class Teacher(ModelServer):
 
     def __init__(self, config: TeacherConfig, key: str) -> None:
         super().__init__(config, key)
-        self._echo = False  # whether scores come by `echo`
         self._learned = False
         self.context: int | None = None  # tokens of a prompt and its reply that the model takes; None: it does not tell
 
     async def start(self, ready_timeout: float, on_wait: OnWait) -> None:
-        """Wait until the server answers, and find out its model's name and how it tells scores.
+        """Wait until the server answers, find out its model's name, and check that it scores.
 
         Raises:
-            UserError: it did not come up in time, refuses the key, lists no model of that name, or cannot tell scores.
+            UserError: it did not come up in time, refuses the key, lists no model of that name, or cannot score.
         """
         await super().start(ready_timeout, on_wait)
-        await self._choose()
-        if self._echo:
-            logger.info("the teacher at {} tells scores by echo", self.root)
+        try:
+            await self.score([1, 2, 3])
+        except Refused as error:
+            raise UserError(
+                f"{self._key}: the server at {self.root} does not give prompt_logprobs, as vLLM does ({error}): it cannot be a teacher"
+            ) from error
+        except TeacherTrouble as error:
+            raise UserError(f"{self._key}: {error}") from error
 
     async def score(self, tokens: Sequence[int], hint: Sequence[int] = ()) -> "array[float]":
         """The log-probability of each of T tokens given those before it, (T,); 0 for the first, which nothing predicts unless there is a hint.
@@ -200,35 +204,15 @@ class Teacher(ModelServer):
         self.context = length if isinstance(length, int) and length > 0 else None
         self._learned = True
 
-    async def _choose(self) -> None:
-        """Which of the two ways the server knows."""
-        refusals = []
-        for self._echo in (False, True):
-            try:
-                await self.score([1, 2, 3])
-                return
-            except Refused as error:
-                refusals.append(str(error))
-            except TeacherTrouble as error:
-                raise UserError(f"{self._key}: {error}") from error
-        raise UserError(
-            f"{self._key}: the server at {self.root} does not tell the log-probabilities of a prompt, neither by prompt_logprobs, as vLLM does "
-            f"({refusals[0]}), nor by echo with logprobs ({refusals[1]}): it cannot be a teacher"
-        )
-
     async def _ask(self, tokens: list[int]) -> list[float]:
-        way: dict[str, Any] = {"echo": True, "logprobs": 1} if self._echo else {"extra_body": {"prompt_logprobs": 0}}
         complete = self._api.completions.with_raw_response.create
+        scored = {"prompt_logprobs": 0}
         answer = await self._request(
-            partial(complete, model=self.model, prompt=tokens, max_tokens=1, temperature=1.0, **way)
+            partial(complete, model=self.model, prompt=tokens, max_tokens=1, temperature=1.0, extra_body=scored)
         )
         try:
-            choice = answer["choices"][0]
-            if self._echo:
-                entries = choice["logprobs"]["token_logprobs"][1 : len(tokens)]
-            else:
-                rest = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
-                entries = [entry[str(token)]["logprob"] for token, entry in rest]
+            rest = zip(tokens[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
+            entries = [entry[str(token)]["logprob"] for token, entry in rest]
             return [0.0, *(math.nan if entry is None else float(entry) for entry in entries)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise Refused(f"its answer has none: {error!r}") from error
@@ -270,7 +254,6 @@ class Teachers:
         self._by_env: dict[str, Teacher] = {}  # who scores its episodes
         self._samplers: dict[str, ModelServer] = {}  # who samples them
         self._self: dict[str, Teacher] = {}  # the policy's own servers, by address
-        self._said_short: set[Teacher] = set()
         for env in config.environments:
             algorithm, key = config.algorithm_of(env.name), f"{config.algorithm_key(env.name)}.teacher"
             if isinstance(algorithm, SFT):
@@ -288,6 +271,11 @@ class Teachers:
         """Wait for all of them. See `Teacher.start`."""
         for server in self._servers():
             await server.start(self._config.client.ready_timeout, on_wait)
+            if isinstance(server, Teacher) and server.context is not None and server.context <= self._config.seq_len:
+                logger.warning(
+                    "the teacher at {} takes {} tokens: of longer sequences only as many are scored and learned; {}",
+                    server.root, server.context, _LARGER,
+                )  # fmt: skip
 
     async def close(self) -> None:
         """Close all connections."""
@@ -350,30 +338,10 @@ class Teachers:
                 tokens = sample.input_ids[: self._config.seq_len]  # no others are trained
                 sample.ref_logprobs = await teacher.score(tokens, sample.hint or ())
                 on_scored()
-            self._check_room(teacher, result)
         except TeacherTrouble as error:
             result.outcome, result.message = Outcome.TEACHER_UNAVAILABLE, str(error)
         except Refused as error:
             result.outcome, result.message = Outcome.INVALID, f"its teacher: {error}"
-
-    def _check_room(self, teacher: Teacher, result: EpisodeResult) -> None:
-        """Say it once where not all that is trained fits a teacher.
-
-        Raises:
-            Refused: no sampled token did.
-        """
-        trained = [sample.loss_mask[: self._config.seq_len] for sample in result.samples]
-        scored = [mask[: len(one.ref_logprobs or ())] for mask, one in zip(trained, result.samples, strict=True)]
-        if trained == scored:
-            return
-        takes = f"the server at {teacher.root} takes {teacher.context} tokens"
-        if teacher not in self._said_short:
-            self._said_short.add(teacher)
-            logger.warning(
-                "{}, and longer sequences are trained on: what lies behind is not learned; {}", takes, _LARGER
-            )
-        if any(1 in mask for mask in trained) and not any(1 in mask for mask in scored):
-            raise Refused(f"{takes}, and the policy's come later; {_LARGER}")
 
     def _own(self, server: str) -> Teacher:
         if server not in self._self:

@@ -188,30 +188,6 @@ def test_tokens_survive_exactly():
     assert again == original
 
 
-def test_an_interrupted_run_has_the_ledger_of_an_uninterrupted_one(tmp_path):
-    """Synchronous and seeded: what a crash interrupts is issued again by name, in another incarnation, and leaves no trace."""
-    ledgers = []
-    for crash in (False, True):
-        path = tmp_path / f"{crash}.sqlite"
-        ledger = ScriptedLedger(path)
-        names = open_group(ledger, 0)
-        ledger.flush()
-        incarnation = 0
-        if crash:
-            ledger, incarnation = reopened(ledger), 1
-            for name in names:
-                ledger.issued(name, 0, incarnation)
-        for name in names:
-            ledger.finished(name, 0, 0, incarnation, result())
-        ledger.flush()
-        ledger.batched(0, names, [], [], [0])
-        ledger.trained_through(1)
-        ledger.flush()
-        ledger.close()
-        ledgers.append(dump(path))
-    assert ledgers[0] == ledgers[1]
-
-
 _INCARNATION = """
 import sys
 from pathlib import Path
@@ -390,25 +366,6 @@ def test_a_crash_between_rename_and_flush(path, rollouts):
     assert [group.number for group in ledger.open_groups(2)] == [2]
     assert ledger.reconcile(read_batches(rollouts), version=1) == []
     assert ledger.total().trained == 3
-
-
-def test_reconciling_gives_what_an_undisturbed_run_has(tmp_path):
-    """Whether the flush after the rename happened or was made up for from the manifest, the ledger is the same."""
-    ledgers = []
-    for crash in (False, True):
-        path, rollouts = tmp_path / str(crash) / "ledger.sqlite", tmp_path / str(crash) / "rollouts"
-        ledger = ScriptedLedger(path)
-        names = finish_group(ledger, 0, size=3)
-        ledger.flush()
-        commit(ledger, rollouts, 0, names[:2], names[2:], [0])
-        if crash:
-            ledger = reopened(ledger)
-        else:
-            ledger.batched(0, names[:2], names[2:], [], [0])
-        ledger.reconcile(read_batches(rollouts), version=0)
-        ledger.close()
-        ledgers.append(dump(path))
-    assert ledgers[0] == ledgers[1]
 
 
 def test_a_lost_ledger_is_rebuilt_from_the_manifests(path, rollouts):

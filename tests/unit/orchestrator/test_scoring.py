@@ -192,12 +192,3 @@ def test_every_environment_has_its_own_algorithm_and_its_state():
     assert worth == {"7.0.0.0": 1.0, "7.1.0.0": -0.5, "7.2.0.0": -0.5, "9.1.0.0": -1.0}
     assert scored.filtered == ["9.0.0"]
     assert (scored.state, given) == ({"poker": {"": 0.5}}, {"poker": {"": 1.0}})
-
-
-def test_agents_are_compared_with_their_own_kind():
-    """Contract: in a game of two, each one's reward is compared with the rewards of the same role in other episodes."""
-    game = [played(i, ("white", white), ("black", black)) for i, (white, black) in enumerate([(1.0, 0.0), (0.0, 0.0)])]
-    scored = score_batch(batch(game), Settings(), {"reverse-text": 1.0}, {})
-    worth = {sample.sample_id: float(sample.advantages.sum() / 3) for sample in scored.samples}
-    assert worth == {"7.0.0.0": 0.5, "7.1.0.0": -0.5}, "black has no signal"
-    assert scored.trained == ["7.0.0", "7.1.0"]

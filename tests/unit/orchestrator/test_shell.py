@@ -12,84 +12,28 @@ from prime_rl.monitor import Status, read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import list_steps, prune
 from prime_rl.transport.rollouts import open_batch
-from support.ledgers import conserved
-from support.scripted import World, has_batch, until
+from support.scripted import World, follow, fresh, has_batch, until
 
 
-async def test_a_server_that_was_started_again_is_not_trained_on_before_it_serves_the_version_again(tmp_path):
-    """It comes back with base weights and answers health: what it samples then must not pass as the newer version's."""
-    world = World(tmp_path)
+@pytest.mark.parametrize("outcome", [Outcome.ENGINE_UNAVAILABLE, None])
+async def test_a_server_that_was_started_again_is_not_trained_on_before_it_serves_the_version_again(tmp_path, outcome):
+    """It comes back with base weights and answers health, with or without a failed episode: what it samples then never passes as the newer version's."""
+    world = fresh(tmp_path)
     crashed = []
 
     def crash(episode: str, version: int) -> Outcome | None:
         if version == 1 and not crashed:
             crashed.append(episode)
             world.engine.base()
-            return Outcome.ENGINE_UNAVAILABLE
+            return outcome
         return None
 
     world.pool.before = crash
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
-    run = asyncio.create_task(world.orchestrator().run())
-    for version in (1, 2, 3):
-        await until(has_batch(world, version - 1), run=run)
-        world.trainer.commit(version)
-    await run
+    await follow(world, (1, 2, 3))
     assert crashed
     for step in range(3):
         assert world.versions(step) == [step]
         assert world.really_sampled(step) == {step}
-
-
-async def test_a_silent_restart_is_noticed_before_the_batch_is_committed(tmp_path):
-    """No episode failed, but the server serves something else now: the batch is not committed, and is made again."""
-    world = World(tmp_path)
-    restarted = []
-
-    def restart(episode: str, version: int) -> Outcome | None:
-        if version == 1 and not restarted:
-            restarted.append(episode)
-            world.engine.base()
-        return None
-
-    world.pool.before = restart
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
-    run = asyncio.create_task(world.orchestrator().run())
-    for version in (1, 2, 3):
-        await until(has_batch(world, version - 1), run=run)
-        world.trainer.commit(version)
-    await run
-    assert restarted
-    assert [world.really_sampled(step) for step in range(3)] == [{0}, {1}, {2}]
-
-
-async def test_a_server_that_was_started_again_just_before_an_update_is_found_out(tmp_path):
-    """It serves the newer version as asked, but what finished before was its base model's: the incarnation that it names tells."""
-    world = World(tmp_path, async_level=1, max_concurrent=1)
-    restarted = []
-
-    def restart(episode: str, version: int) -> Outcome | None:
-        if version == 1 and episode.startswith("2.0") and not restarted:
-            restarted.append(episode)
-            world.engine.base()
-            world.trainer.commit(2)
-            world.pool.seconds = 0.4  # the group's other episode ends after the update
-        return None
-
-    world.pool.before = restart
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
-    run = asyncio.create_task(world.orchestrator().run())
-    await until(has_batch(world, 0), run=run)
-    world.trainer.commit(1)
-    await until(has_batch(world, 2), run=run)
-    world.trainer.commit(3)
-    await run
-    assert restarted
-    for step in range(3):
-        assert world.really_sampled(step) <= set(world.versions(step))
 
 
 async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_are_forgotten(tmp_path):
@@ -118,26 +62,6 @@ async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_
     assert all(max(world.versions(step)) <= step for step in list_steps(tmp_path / "rollouts") if step >= 6)
 
 
-async def test_a_trainer_that_is_restarted_alone_is_followed(tmp_path):
-    """While the orchestrator lives the trainer begins again from step 1: the engines go back to version 1, in-flight work is dropped."""
-    world = World(tmp_path, max_steps=6, async_level=1)
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
-    orchestrator = world.orchestrator()
-    run = asyncio.create_task(orchestrator.run())
-    for version in (1, 2, 3):
-        await until(lambda version=version: world.engine.updates[-1:] == [(version - 1, 0)], run=run)
-        world.trainer.commit(version)
-    await until(lambda: world.engine.updates[-1] == (3, 0), run=run)
-    world.trainer.live(1, 1)
-    await until(lambda: world.engine.updates[-1] == (1, 0), run=run)
-    for version in range(2, 7):
-        world.trainer.commit(version, incarnation=1)
-        await until(lambda version=version: world.engine.updates[-1] == (version, 1), run=run)
-    await run
-    conserved(orchestrator.config.output_dir)
-
-
 async def test_a_resumed_run_that_ends_before_the_batches_it_has_does_end(tmp_path):
     """Batches up to step 5 stand there, max_steps is 4: the run ends with version 4 served."""
     world = World(tmp_path, max_steps=4, ckpt={"resume_step": 2})
@@ -159,9 +83,7 @@ async def test_a_resumed_run_that_ends_before_the_batches_it_has_does_end(tmp_pa
 
 async def test_a_directory_that_another_run_used_is_refused_before_anything_is_issued(tmp_path):
     """A run that died before its first batch left a ledger: a fresh one would count its episodes as its own."""
-    world = World(tmp_path, max_steps=1)
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
+    world = fresh(tmp_path, max_steps=1)
     run = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 0), run=run)
     run.cancel()
@@ -173,9 +95,7 @@ async def test_a_directory_that_another_run_used_is_refused_before_anything_is_i
 
 async def test_another_seed_is_refused_when_a_run_goes_on(tmp_path):
     """It would repeat some tasks and leave out others."""
-    world = World(tmp_path, max_steps=1)
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
+    world = fresh(tmp_path, max_steps=1)
     world.trainer.batch(0, groups_opened=1)
     world.config = world.config.model_copy(update={"recover": True, "seed": 1})
     with pytest.raises(UserError, match="began with seed 0 and would go on with 1"):
@@ -184,11 +104,9 @@ async def test_another_seed_is_refused_when_a_run_goes_on(tmp_path):
 
 async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped(tmp_path):
     """interval 2, and versions 1-3 appear at once: the version that is served then is evaluated, and the last one once."""
-    world = World(
+    world = fresh(
         tmp_path, max_steps=4, async_level=4, eval={"interval": 2, "environments": [{"id": "env", "name": "held-out"}]}
     )
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
     run = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 3), run=run)
     for version in (1, 2, 3):
@@ -207,9 +125,7 @@ async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped
 async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_evaluated_again(tmp_path):
     """Contract: a number is not a policy: what is logged last for it is of the one that the run goes on with, also after a restart of this process."""
     settings = {"interval": 1, "at_start": False, "environments": [{"id": "env", "name": "held-out"}]}
-    world = World(tmp_path, max_steps=2, eval=settings)
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
+    world = fresh(tmp_path, max_steps=2, eval=settings)
     run = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 0), run=run)
     world.trainer.commit(1)
@@ -235,33 +151,10 @@ async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_
     assert evaluations._last == 1
 
 
-async def test_an_evaluation_during_which_the_server_was_lost_is_made_again(tmp_path):
-    """What the base model sampled after a silent restart is not logged as the served version's."""
-    world = World(tmp_path, max_steps=1, eval={"at_start": False, "environments": [{"id": "env", "name": "held-out"}]})
-    lost = []
-
-    def lose(episode: str, version: int) -> Outcome | None:
-        if episode.startswith("eval") and not lost:
-            lost.append(episode)
-            world.engine.base()
-        return None
-
-    world.pool.before = lose
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
-    run = asyncio.create_task(world.orchestrator().run())
-    await until(has_batch(world, 0), run=run)
-    world.trainer.commit(1)
-    await run
-    assert world.pool.evaluated == [0, 1]  # the first one was the base model's, and not logged
-    (row,) = [row for row in read_metrics(tmp_path / "metrics" / "orchestrator.jsonl") if "eval/held-out/time" in row]
-    assert (row["step"], row["eval/held-out/policy_version"]) == (1, 1)
-
-
 @pytest.mark.parametrize("answered", [False, True])
 async def test_a_server_that_fails_an_update_is_asked_again(tmp_path, answered):
     """A failure on its side ends no run while it still proves what it served before; a refusal does."""
-    world = World(tmp_path, max_steps=2)
+    world = fresh(tmp_path, max_steps=2)
     update, failed = world.engine.update, []
 
     async def failing(weights) -> Served:
@@ -271,8 +164,6 @@ async def test_a_server_that_fails_an_update_is_asked_again(tmp_path, answered):
         return await update(weights)
 
     world.engine.update = failing
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
     run = asyncio.create_task(world.orchestrator().run())
     for version in (1, 2):
         if not (answered and version == 2):
@@ -289,7 +180,7 @@ async def test_a_server_that_fails_an_update_is_asked_again(tmp_path, answered):
 
 async def test_a_server_that_dies_while_the_run_starts_is_waited_for(tmp_path):
     """The first version is given to it again, as soon as it is back."""
-    world = World(tmp_path, max_steps=1)
+    world = fresh(tmp_path, max_steps=1)
     update, failed = world.engine.update, []
 
     async def failing(weights) -> Served:
@@ -299,20 +190,13 @@ async def test_a_server_that_dies_while_the_run_starts_is_waited_for(tmp_path):
         return await update(weights)
 
     world.engine.update = failing
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
-    run = asyncio.create_task(world.orchestrator().run())
-    await until(has_batch(world, 0), run=run)
-    world.trainer.commit(1)
-    await run
+    await follow(world, [1])
 
 
 async def test_a_stop_ends_an_evaluation_too(tmp_path):
     """Ctrl-C during a long evaluation does not sit it out."""
-    world = World(tmp_path, eval={"environments": [{"id": "env", "name": "held-out"}]})
+    world = fresh(tmp_path, eval={"environments": [{"id": "env", "name": "held-out"}]})
     world.pool.seconds = 3600
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
     orchestrator = world.orchestrator()
     run = asyncio.create_task(orchestrator.run())
     await until(lambda: orchestrator.evaluations.running, run=run)
@@ -324,9 +208,7 @@ async def test_a_stop_ends_an_evaluation_too(tmp_path):
 
 async def test_a_trainer_that_owes_a_version_is_named_when_the_deadline_passes(tmp_path):
     """weights_timeout: the wait ends, and says what was waited for and who owed it."""
-    world = World(tmp_path, weights_timeout=1.5)
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
+    world = fresh(tmp_path, weights_timeout=1.5)
     with pytest.raises(UserError, match="no weights/step_1 from trainer after 2 s"):
         async with asyncio.timeout(60):
             await world.orchestrator().run()
@@ -334,10 +216,8 @@ async def test_a_trainer_that_owes_a_version_is_named_when_the_deadline_passes(t
 
 async def test_ten_batches_without_signal_end_the_run(tmp_path):
     """All rewards equal: nothing can be learned, and the run says so instead of spinning."""
-    world = World(tmp_path)
+    world = fresh(tmp_path)
     world.pool.run = equal_rewards(world.pool.run)
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
     with pytest.raises(UserError, match="10 batches in a row carried no learning signal"):
         async with asyncio.timeout(60):
             await world.orchestrator().run()
@@ -354,10 +234,8 @@ async def test_ten_batches_without_signal_end_the_run(tmp_path):
 )
 async def test_filters_that_leave_nothing_end_the_run(tmp_path, filters, message):
     """Contract: groups that are turned away are not replaced for ever; the end names the filters."""
-    world = World(tmp_path, filters=filters)
+    world = fresh(tmp_path, filters=filters)
     world.pool.run = equal_rewards(world.pool.run)
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
     with pytest.raises(UserError, match=r"groups in a row were turned away \(" + message):
         async with asyncio.timeout(60):
             await world.orchestrator().run()
@@ -379,14 +257,8 @@ def equal_rewards(run):
 
 async def test_batches_of_one_environment_tell_of_all(tmp_path):
     """Contract: which environments there are is the run's to say, in the configuration's order, not a batch's; a step's metrics are told apart likewise."""
-    world = World(tmp_path, environment=None, environments=[{"id": "zeta"}, {"id": "alpha"}])
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
-    run = asyncio.create_task(world.orchestrator().run())
-    for version in (1, 2, 3):
-        await until(has_batch(world, version - 1), run=run)
-        world.trainer.commit(version)
-    await run
+    world = fresh(tmp_path, environment=None, environments=[{"id": "zeta"}, {"id": "alpha"}])
+    await follow(world, (1, 2, 3))
     rows = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
     for step in range(3):
         batch = open_batch(tmp_path / "rollouts" / f"step_{step}")
@@ -397,11 +269,9 @@ async def test_batches_of_one_environment_tell_of_all(tmp_path):
 
 async def test_episodes_that_fail_as_fast_as_they_start_end_the_run(tmp_path):
     """Each makes room for another one: starting them must not keep the loop from counting them."""
-    world = World(tmp_path, batch_size=512, max_concurrent=256)
+    world = fresh(tmp_path, batch_size=512, max_concurrent=256)
     world.pool.seconds = 0.0
     world.pool.before = lambda episode, version: Outcome.ERRORED
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
     async with asyncio.timeout(60):
         with pytest.raises(UserError, match="of the last .* episodes failed"):
             await world.orchestrator().run()
@@ -440,14 +310,12 @@ async def test_without_a_trainer_a_server_that_was_started_again_is_gone_on_with
 
 async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
     """Contract: the time in which nothing was in flight is counted, and named for what it is once the trainer has reported steps, too."""
-    world = World(tmp_path)
+    world = fresh(tmp_path)
     world.pool.busiest = 0.97
     path = metrics_path(tmp_path, "trainer")
     path.parent.mkdir()
     rows = ({"step": step, "time": 0.0, "time/step": 1.0, "time/wait_for_batch": 0.0} for step in range(3))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
     run = asyncio.create_task(world.orchestrator().run())
     for version in (1, 2, 3):
         await until(has_batch(world, version - 1), run=run)
@@ -464,15 +332,9 @@ async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
 
 async def test_the_scheduler_sees_the_clock(tmp_path):
     """Batches are staggered only if the loop says what time it is when it asks what may start."""
-    world = World(tmp_path)
-    world.trainer.live(0, 0)
-    world.trainer.commit(0)
+    world = fresh(tmp_path)
     orchestrator = world.orchestrator()
-    run = asyncio.create_task(orchestrator.run())
-    for version in (1, 2, 3):
-        await until(has_batch(world, version - 1), run=run)
-        world.trainer.commit(version)
-    await run
+    await follow(world, (1, 2, 3), orchestrator)
     opened = list(orchestrator.scheduler._opened)
     assert opened == sorted(opened)
     assert opened[0] < opened[-1]

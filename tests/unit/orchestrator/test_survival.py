@@ -118,8 +118,29 @@ def reference(tmp_path_factory) -> World:
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_synchronous_run_that_is_killed_at_random_moments_ends_like_one_that_is_not(tmp_path, reference, seed):
     """Ledger, batches, weights, checkpoints, evaluations and metrics are equal but for times, whenever it is cut off."""
-    world, chance = make_world(tmp_path / "run"), random.Random(seed)
-    trainer, threads = asyncio.create_task(train(world)), new_threads()
+    world = make_world(tmp_path / "run")
+    await kill_at_random_moments(world, seed)
+    check(world, reference)
+
+
+class Killed(BaseException):
+    """Nothing after it runs, but for what Python itself unwinds."""
+
+
+async def die_and_go_on(world: World) -> None:
+    """A run whose orchestrator raises `Killed`, and the rest of it by the next one."""
+    trainer = asyncio.create_task(train(world))
+    run = asyncio.create_task(world.orchestrator().run())
+    await asyncio.wait([run], timeout=30)
+    assert isinstance(run.exception(), Killed)
+    world.config = world.config.model_copy(update={"recover": True})
+    await world.orchestrator().run()
+    await trainer
+
+
+async def kill_at_random_moments(world: World, seed: int) -> None:
+    """A run whose orchestrator is cut off eight times."""
+    chance, trainer, threads = random.Random(seed), asyncio.create_task(train(world)), new_threads()
     for _ in range(8):
         run = asyncio.create_task(world.orchestrator().run())
         await asyncio.wait([run], timeout=chance.uniform(0.02, 0.25))
@@ -127,11 +148,6 @@ async def test_a_synchronous_run_that_is_killed_at_random_moments_ends_like_one_
         world.config = world.config.model_copy(update={"recover": True})
     await world.orchestrator().run()
     await trainer
-    check(world, reference)
-
-
-class Killed(BaseException):
-    """Nothing after it runs, but for what Python itself unwinds."""
 
 
 ONCE = [
@@ -165,14 +181,8 @@ async def test_a_synchronous_run_that_is_killed_at_a_durable_boundary_ends_like_
             if len(passed) == nth:
                 raise Killed
 
-    trainer = asyncio.create_task(train(world))
     monkeypatch.setattr(faults, "point", kill)
-    run = asyncio.create_task(world.orchestrator().run())
-    await asyncio.wait([run], timeout=30)
-    assert isinstance(run.exception(), Killed)
-    world.config = world.config.model_copy(update={"recover": True})
-    await world.orchestrator().run()
-    await trainer
+    await die_and_go_on(world)
     check(world, reference)
 
 
@@ -348,15 +358,8 @@ def remembering(tmp_path_factory) -> World:
 @pytest.mark.parametrize("seed", range(3))
 async def test_what_algorithms_and_filters_remember_survives(tmp_path, remembering, seed):
     """Moving averages go on from the last committed batch, groups are turned away again, filtered episodes stay so: the same batches as undisturbed."""
-    world, chance = make_remembering_world(tmp_path / "run"), random.Random(seed)
-    trainer, threads = asyncio.create_task(train(world)), new_threads()
-    for _ in range(6):
-        run = asyncio.create_task(world.orchestrator().run())
-        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.25))
-        threads = await cut_off(run, threads)
-        world.config = world.config.model_copy(update={"recover": True})
-    await world.orchestrator().run()
-    await trainer
+    world = make_remembering_world(tmp_path / "run")
+    await kill_at_random_moments(world, seed)
     check(world, remembering)
     states = [read_state(one.directory / "rollouts", STEPS - 1) for one in (remembering, world)]
     assert states[0].algorithm == states[1].algorithm
@@ -478,26 +481,13 @@ async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
 
     monkeypatch.setattr(orchestrator, "FLUSH_SECONDS", 0.02)
     monkeypatch.setattr(faults, "point", kill)
-    trainer = asyncio.create_task(train(world))
-    run = asyncio.create_task(world.orchestrator().run())
-    await asyncio.wait([run], timeout=30)
-    assert isinstance(run.exception(), Killed)
-    world.config = world.config.model_copy(update={"recover": True})
-    await world.orchestrator().run()
-    await trainer
+    await die_and_go_on(world)
     check_pools(world, by_difficulty)
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_difficulty_pools_survive_kills_at_random_moments(tmp_path, by_difficulty, seed):
     """Tasks drawn by how hard they are: the same draws, pools and batches as undisturbed."""
-    world, chance = make_pools_world(tmp_path / "run"), random.Random(seed)
-    trainer, threads = asyncio.create_task(train(world)), new_threads()
-    for _ in range(6):
-        run = asyncio.create_task(world.orchestrator().run())
-        await asyncio.wait([run], timeout=chance.uniform(0.03, 0.3))
-        threads = await cut_off(run, threads)
-        world.config = world.config.model_copy(update={"recover": True})
-    await world.orchestrator().run()
-    await trainer
+    world = make_pools_world(tmp_path / "run")
+    await kill_at_random_moments(world, seed)
     check_pools(world, by_difficulty)
