@@ -1,5 +1,6 @@
 """Contract: every mistake is one line naming the key, where it came from and the nearest valid key; status 2; all together."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,14 @@ from prime_rl.config import (
 Write = Callable[[str], str]
 ENV = ["--environment.id", "x"]
 EVAL = ["--environment-ids", "x"]
-NODE = [
-    "--data-parallel-size",
-    "4",
-    "--headless",
-    "--data-parallel-size-local",
-    "2",
-    "--data-parallel-address",
-    "10.0.0.1",
-]
+COMMANDS: dict[str, type[BaseConfig]] = {
+    "rl": RLConfig,
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
+    "sft": SFTConfig,
+    "eval": EvalConfig,
+}
 LONG = "must be a path of at most 3000 bytes, 200 between two slashes"
 ORCH = ["--orchestrator.environment.id", "x"]
 
@@ -50,6 +50,244 @@ def problems(cls: type[BaseConfig], argv: list[str], env: dict[str, str] | None 
     with pytest.raises(ConfigError) as caught:
         parse(cls, argv, env or {})
     return caught.value.problems
+
+
+MISTAKES = """
+# unknown
+$ rl --max-step --orchestrator.environment.id x
+  --max-step names no setting; did you mean --max-steps?
+$ rl --modle.name --orchestrator.environment.id x
+  --modle.name names no setting; did you mean --model.name?
+$ rl --batch-size --orchestrator.environment.id x
+  --batch-size names no setting; did you mean --orchestrator.batch-size?
+$ rl --optim.lr --orchestrator.environment.id x
+  --optim.lr names no setting; did you mean --trainer.optim.lr?
+$ rl --trainer.monitor.wandb-run.name --orchestrator.environment.id x
+  --trainer.monitor.wandb-run.name names no setting; did you mean --trainer.monitor.wandb.name?
+$ rl --inference.tensor-parallel --orchestrator.environment.id x
+  --inference.tensor-parallel names no setting; did you mean --inference.tensor-parallel-size?
+$ rl --no-cleen --orchestrator.environment.id x
+  --no-cleen names no setting; did you mean --clean?
+$ rl --model-name --orchestrator.environment.id x
+  --model-name names no setting; did you mean --model.name?
+$ rl --inference.tp --orchestrator.environment.id x
+  --inference.tp names no setting; did you mean --inference.tensor-parallel-size?
+$ trainer --pp.rank 4
+  --pp.rank names no setting
+$ trainer --data.num_workers 4
+  --data.num_workers names no setting
+$ trainer --train.micro_bs 4
+  --train.micro_bs names no setting
+$ trainer --monitor.wandb.log-extras.interval 4
+  --monitor.wandb.log-extras.interval names no setting
+$ trainer --wandb.log-extras 4
+  --wandb.log-extras names no setting
+$ trainer --monitor.wandb.id a --orchestrator.monitor.wandb.id b
+  --orchestrator.monitor.wandb.id names no setting: only `rl` has a section `orchestrator`; give
+  --monitor.wandb.id to the command `orchestrator`
+$ trainer --loss.clip-low 1
+  --loss.clip-low names no setting of type 'default'; it belongs to type 'grpo', 'ppo_clip', 'gspo' or 'cispo'
+$ trainer --loss.dual-clip 3
+  --loss.dual-clip names no setting of type 'default'; it belongs to type 'ppo_clip'
+# removed
+$ rl --orchestrator.environment.id x --restart-backoff 2
+  --restart-backoff names no setting any more: the first restart comes after a second, each further one after
+  twice as long
+$ trainer --weights.canary
+  --weights.canary names no setting any more: every version's fixed prompt is scored; logprob_check = false of
+  the orchestrator asks no server
+$ orchestrator --environment.id x --no-canary
+  --no-canary names no setting any more: write --no-logprob-check
+$ eval --environment-ids x --prices.input 3
+  --prices.input names no setting any more: report.json counts the tokens, by which prices can be multiplied
+$ rl --orchestrator.environment.id x --orchestrator.client.discover x
+  --orchestrator.client.discover names no setting any more: servers are listed: give their addresses in base_url
+$ rl --orchestrator.environment.id x --inference.server.register-dir x
+  --inference.server.register-dir names no setting any more: clients list their servers, in client.base_url
+$ rl --orchestrator.environment.id x --inference.server.advertise x
+  --inference.server.advertise names no setting any more: clients list their servers, in client.base_url
+# wrong values
+$ trainer --max-steps many
+  max_steps: must be a valid integer, got 'many' (--max-steps)
+$ trainer --optim.lr nan
+  optim.lr: must be a finite number, got nan (--optim.lr)
+$ trainer --dist-timeout inf
+  dist_timeout: must be a finite number, got inf (--dist-timeout)
+$ trainer --device coda
+  device: must be 'auto', 'cpu' or 'cuda', got 'coda'; did you mean 'cuda'? (--device)
+$ trainer --loss.type grpp
+  loss.type: must be 'default', 'ipo', 'grpo', 'ppo_clip', 'gspo', 'cispo', 'reinforce', 'custom', got 'grpp';
+  did you mean 'grpo'? (--loss.type)
+$ trainer --bench=maybe
+  bench: must be a valid boolean, unable to interpret input, got 'maybe' (--bench)
+$ trainer --seq-len 1
+  seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing, got 1
+  (--seq-len)
+$ trainer --seq-len 0
+  seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing, got 0
+  (--seq-len)
+$ trainer --data.fake.seq-len 1
+  data.fake.seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing,
+  got 1 (--data.fake.seq-len)
+$ sft --data.seq-len 1
+  data.seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing, got
+  1 (--data.seq-len)
+$ rl --orchestrator.environment.id x --seq-len 1
+  trainer.seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing,
+  got 1 (--seq-len)
+$ eval --environment-ids a --num-examples 0
+  num_examples: must be at least 1, or -1 for all, got 0 (--num-examples)
+$ eval --environment-ids a --num-examples -2
+  num_examples: must be at least 1, or -1 for all, got -2 (--num-examples)
+$ orchestrator --environment.id x --sampling.temperature -0.1
+  sampling.temperature: must be greater than or equal to 0, got -0.1 (--sampling.temperature)
+$ orchestrator --environment.id x --sampling.temperature 2.1
+  sampling.temperature: must be less than or equal to 2, got 2.1 (--sampling.temperature)
+$ orchestrator --environment.id x --sampling.top-p 0
+  sampling.top_p: must be greater than 0, got 0 (--sampling.top-p)
+$ orchestrator --environment.id x --sampling.top-k -2
+  sampling.top_k: must be greater than or equal to -1, got -2 (--sampling.top-k)
+$ orchestrator --environment.id x --max-error-rate 1.5
+  max_error_rate: must be less than or equal to 1, got 1.5 (--max-error-rate)
+$ orchestrator --environment.id x --async-level -1
+  async_level: must be greater than or equal to 0, got -1 (--async-level)
+$ orchestrator --environment.id x --ckpt.resume-step -2
+  ckpt.resume_step: must be greater than or equal to -1, got -2 (--ckpt.resume-step)
+$ orchestrator --environment.id x --client.base-url localhost:8000
+  client.base_url: 'localhost:8000' does not start with http:// or https://, got ['localhost:8000']
+  (--client.base-url)
+$ orchestrator --environment.id x --seed -1
+  seed: must be greater than or equal to 0, got -1 (--seed)
+$ rl --max-steps 0 --orchestrator.environment.id x
+  max_steps: must be greater than 0, got 0 (--max-steps)
+$ rl --wandb.offline=x --orchestrator.environment.id x
+  wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (--wandb.offline)
+$ rl --trainer.max-steps 0 --orchestrator.environment.id x
+  trainer.max_steps: must be greater than 0, got 0 (--trainer.max-steps)
+$ PRIME_CKPT__INTERVAL=0 trainer
+  ckpt.interval: must be greater than 0, got 0 (PRIME_CKPT__INTERVAL)
+# misuse of options
+$ trainer what
+  unexpected argument 'what'
+$ trainer -x
+  unexpected argument '-x': options start with --
+$ trainer --seed
+  --seed needs a value
+$ trainer --seed --bench
+  --seed needs a value
+$ trainer --optim
+  --optim is a section: write --optim @ file.toml, or one of its settings (--optim.…)
+$ trainer --optim 3
+  --optim is a section: expected a table such as "{'key': 1}" or @ file.toml, got '3'
+$ trainer --no-bench=true
+  --no-bench takes no value
+$ trainer --optim @ --seed 1
+  --optim @ must be followed by a file
+# contradictions
+$ trainer --max-steps 5 --ckpt.resume-step 10
+  max_steps 5 is below ckpt.resume_step 10 (max_steps: --max-steps, ckpt.resume_step: --ckpt.resume-step)
+$ rl --max-steps 5 --ckpt.resume-step 10 --orchestrator.environment.id x
+  max_steps 5 is below ckpt.resume_step 10 (max_steps: --max-steps, ckpt.resume_step: --ckpt.resume-step)
+$ orchestrator --environment.id x --batch-size 100
+  rollouts_per_example 16 does not divide batch_size 100 (batch_size: --batch-size)
+$ orchestrator --environment.id x --max-off-policy-steps 1 --async-level 2
+  max_off_policy_steps 1 is below async_level 2 (max_off_policy_steps: --max-off-policy-steps, async_level:
+  --async-level)
+$ rl --orchestrator.environment.id x --async-level 9
+  max_off_policy_steps 8 is below async_level 9 (async_level: --async-level)
+$ orchestrator --environment.id x --sampling.max-tokens 2048
+  sampling.max_tokens 2048 leaves no room for a prompt within seq_len 2048 (sampling.max_tokens:
+  --sampling.max-tokens)
+$ trainer --max-steps 12 --scheduler.type linear
+  scheduler.warmup_steps 10 + scheduler.decay_steps 10 exceeds max_steps 12 (max_steps: --max-steps)
+$ trainer --max-steps 12 --scheduler.type wsd --scheduler.decay-steps 3
+  scheduler.warmup_steps 10 + scheduler.decay_steps 3 exceeds max_steps 12 (scheduler.decay_steps:
+  --scheduler.decay-steps, max_steps: --max-steps)
+$ trainer --max-steps 9 --scheduler.type wsd --scheduler.warmup-steps 0 --scheduler.decay-steps 0
+$   --scheduler.min-lr 1e-7
+  scheduler.min_lr 1e-07 has no effect: scheduler.decay_steps leaves no steps to fall over (scheduler.min_lr:
+  --scheduler.min-lr, scheduler.decay_steps: --scheduler.decay-steps)
+$ sft --max-steps 9 --scheduler.type cosine --scheduler.warmup-steps 9 --scheduler.min-lr 1e-7
+  scheduler.min_lr 1e-07 has no effect: scheduler.warmup_steps leaves no steps to fall over (scheduler.min_lr:
+  --scheduler.min-lr, scheduler.warmup_steps: --scheduler.warmup-steps)
+$ trainer --optim.type sgd --optim.momentum 0 --optim.offload
+  optim: offload has no effect: without momentum there are no states to keep elsewhere (offload:
+  --optim.offload, momentum: --optim.momentum)
+$ sft --ckpt.keep-interval 100
+  ckpt: keep_interval 100 has no effect without keep: all checkpoints are kept (keep_interval:
+  --ckpt.keep-interval)
+$ rl --orchestrator.environment.id x --ckpt.keep-interval 100
+  ckpt: keep_interval 100 has no effect without keep: all checkpoints are kept (keep_interval:
+  --ckpt.keep-interval)
+$ sft --scheduler.type cosine
+  scheduler.type 'cosine' needs max_steps, to end at (scheduler.type: --scheduler.type)
+$ sft --data.micro-batch-size 3
+  data: micro_batch_size 3 does not divide batch_size 128 (micro_batch_size: --data.micro-batch-size)
+$ trainer --data.fake.seq-len 9999
+  data.fake.seq_len 9999 exceeds seq_len 2048 (data.fake.seq_len: --data.fake.seq-len)
+$ inference --data-parallel-size-local 2
+  data_parallel_size_local 2 exceeds data_parallel_size 1 (data_parallel_size_local: --data-parallel-size-local)
+$ inference --data-parallel-size 4 --headless --data-parallel-size-local 2
+  headless needs data_parallel_start_rank, data_parallel_address, too (headless: --headless)
+$ inference --data-parallel-size 4 --headless --data-parallel-size-local 2 --data-parallel-address 10.0.0.1
+$   --data-parallel-start-rank 3
+  data_parallel_start_rank 3 with data_parallel_size_local 2: replicas 1 to 3 are for headless nodes
+  (data_parallel_start_rank: --data-parallel-start-rank)
+$ inference --data-parallel-size 4 --data-parallel-start-rank 2
+  data_parallel_start_rank is for headless nodes: the node that serves has the first replicas
+  (data_parallel_start_rank: --data-parallel-start-rank)
+$ inference --data-parallel-size 4 --data-parallel-size-local 2
+  data_parallel_size_local 2 of 4: the other nodes need data_parallel_address, where they reach this one
+$ eval --environment-ids x --client.base-url http://r:1 http://q:1 --client.admin-base-url http://a:1
+  client: admin_base_url names the servers behind one router: base_url has to name that one (admin_base_url:
+  --client.admin-base-url, base_url: --client.base-url)
+$ eval --environment-ids x --client.base-url http://localhost:1 --client.admin-base-url http://127.0.0.1:1
+$   http://b:1
+  client: base_url is one of the servers in admin_base_url, not a router: list the servers in base_url alone
+  (admin_base_url: --client.admin-base-url, base_url: --client.base-url)
+$ eval --environment-ids x --client.base-url http://r:1 --client.admin-base-url http://u:p@a:1
+  client: admin_base_url holds a password, which would be written and shown: put the key into $VLLM_API_KEY
+  (admin_base_url: --client.admin-base-url)
+$ orchestrator --environment.id x --algorithm.type opd --algorithm.teacher.base-url http://t:1
+$   --sampling.temperature 0.7
+  a teacher tells log-probabilities of temperature 1, and x is sampled at 0.7 (sampling.temperature:
+  --sampling.temperature)
+$ orchestrator --environment.id x --reference.base-url http://t:1 --environment.sampling.temperature 0.5
+  the reference tells log-probabilities of temperature 1, and x is sampled at 0.5
+$ orchestrator --environment.id x --environments.0.id y
+  give either [environment] or [[environments]], not both
+$ orchestrator --environments.0.id x --environments.1.id y --environments.1.name all
+  environments.1: an environment cannot be named 'all', which in metrics means all of them together: give it
+  another `name` (name: --environments.1.name, id: --environments.1.id)
+$ orchestrator --environment.id all
+  environment: an environment cannot be named 'all', which in metrics means all of them together: give it
+  another `name` (id: --environment.id)
+$ eval --environment-ids a a
+  two environments are named 'a': give each its own `name`
+$ rl --orchestrator.environment.id x --orchestrator.reference.base-url http://t:1
+  a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef
+$ rl --orchestrator.environment.id x --clean --ckpt.resume-step 3
+  clean would remove the checkpoint that ckpt.resume_step names (clean: --clean, ckpt.resume_step:
+  --ckpt.resume-step)
+"""  # what is printed follows its command; both go on in further lines
+
+
+def transcript(text: str) -> list[tuple[str, str]]:
+    """Commands, each with the line that it prints."""
+    found: list[list[str]] = []
+    for line in text.splitlines():
+        if line.startswith("$   ") or line.startswith("  "):
+            found[-1][line[0] == " "] += " " + line.strip("$ ")
+        elif line.startswith("$ "):
+            found.append([line[2:], ""])
+    return [(command, printed.strip()) for command, printed in found]
+
+
+@pytest.mark.parametrize(("command", "line"), transcript(MISTAKES))
+def test_a_mistake_is_one_line(command: str, line: str) -> None:
+    words = shlex.split(command)
+    variables = dict(words.pop(0).split("=") for word in words[:] if word.startswith("PRIME_"))
+    assert problems(COMMANDS[words[0]], words[1:], variables) == [line]
 
 
 def test_unknown_key_in_a_file(write: Write) -> None:
@@ -77,119 +315,10 @@ def test_unknown_key_in_a_section_file(write: Write) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("option", "meant"),
-    [
-        ("--max-step", "--max-steps"),
-        ("--modle.name", "--model.name"),
-        ("--batch-size", "--orchestrator.batch-size"),
-        ("--optim.lr", "--trainer.optim.lr"),
-        ("--trainer.monitor.wandb-run.name", "--trainer.monitor.wandb.name"),
-        ("--inference.tensor-parallel", "--inference.tensor-parallel-size"),
-        ("--no-cleen", "--clean"),
-        ("--model-name", "--model.name"),
-        ("--inference.tp", "--inference.tensor-parallel-size"),
-    ],
-)
-def test_unknown_option_suggests_the_nearest(option: str, meant: str) -> None:
-    assert problems(RLConfig, [option, *ORCH]) == [f"{option} names no setting; did you mean {meant}?"]
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--pp.rank",
-        "--data.num_workers",
-        "--train.micro_bs",
-        "--monitor.wandb.log-extras.interval",
-        "--wandb.log-extras",
-    ],
-)
-def test_nothing_is_suggested_where_nothing_is_alike(option: str) -> None:
-    assert problems(TrainerConfig, [option, "4"]) == [f"{option} names no setting"]
-
-
 def test_an_unknown_option_is_not_said_to_come_from_a_file(write: Write) -> None:
     extras = "--trainer.monitor.wandb.log-extras"
     argv = ["--trainer", "@", write("max_steps = 5"), f"{extras}.distributions", f"{extras}.interval", "10"]
     assert problems(RLConfig, [*ORCH, *argv]) == [f"{extras}.distributions names no setting"]
-
-
-def test_a_setting_of_another_process() -> None:
-    argv = ["--monitor.wandb.id", "a", "--orchestrator.monitor.wandb.id", "b"]
-    assert problems(TrainerConfig, argv) == [
-        "--orchestrator.monitor.wandb.id names no setting: only `rl` has a section `orchestrator`; "
-        "give --monitor.wandb.id to the command `orchestrator`"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("cls", "argv", "advice"),
-    [
-        (RLConfig, [*ORCH, "--restart-backoff", "2"], "the first restart comes after a second, each further one after"),
-        (TrainerConfig, ["--weights.canary"], "every version's fixed prompt is scored; logprob_check = false of"),
-        (OrchestratorConfig, [*ENV, "--no-canary"], "write --no-logprob-check"),
-        (EvalConfig, [*EVAL, "--prices.input", "3"], "report.json counts the tokens"),
-    ],
-)
-def test_a_removed_setting_says_what_to_do(cls: type[BaseConfig], argv: list[str], advice: str) -> None:
-    (line,) = problems(cls, argv)
-    assert f" names no setting any more: {advice}" in line
-
-
-def test_a_key_of_another_member_of_a_union() -> None:
-    assert problems(TrainerConfig, ["--loss.clip-low", "1"]) == [
-        "--loss.clip-low names no setting of type 'default'; it belongs to type 'grpo', 'ppo_clip', 'gspo' or 'cispo'"
-    ]
-    assert problems(TrainerConfig, ["--loss.dual-clip", "3"]) == [
-        "--loss.dual-clip names no setting of type 'default'; it belongs to type 'ppo_clip'"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["--max-steps", "many"], "max_steps: must be a valid integer, got 'many' (--max-steps)"),
-        (["--optim.lr", "-1"], "optim.lr: must be greater than or equal to 0, got -1 (--optim.lr)"),
-        (["--optim.lr", "nan"], "optim.lr: must be a finite number, got nan (--optim.lr)"),
-        (["--dist-timeout", "inf"], "dist_timeout: must be a finite number, got inf (--dist-timeout)"),
-        (["--device", "gpu"], "device: must be 'auto', 'cpu' or 'cuda', got 'gpu' (--device)"),
-        (["--device", "coda"], "device: must be 'auto', 'cpu' or 'cuda', got 'coda'; did you mean 'cuda'? (--device)"),
-        (
-            ["--loss.type", "grpp"],
-            "loss.type: must be 'default', 'ipo', 'grpo', 'ppo_clip', 'gspo', 'cispo', 'reinforce', 'custom', got 'grpp'; did you mean "
-            "'grpo'? (--loss.type)",
-        ),
-        (["--bench=maybe"], "bench: must be a valid boolean, unable to interpret input, got 'maybe' (--bench)"),
-    ],
-)
-def test_wrong_values_on_the_command_line(argv: list[str], line: str) -> None:
-    assert problems(TrainerConfig, argv) == [line]
-
-
-@pytest.mark.parametrize(
-    ("cls", "argv", "key"),
-    [
-        (TrainerConfig, ["--seq-len", "1"], "seq_len"),
-        (TrainerConfig, ["--seq-len", "0"], "seq_len"),
-        (TrainerConfig, ["--data.fake.seq-len", "1"], "data.fake.seq_len"),
-        (SFTConfig, ["--data.seq-len", "1"], "data.seq_len"),
-        (RLConfig, [*ORCH, "--seq-len", "1"], "trainer.seq_len"),
-    ],
-)
-def test_too_short_to_train(cls: type[BaseConfig], argv: list[str], key: str) -> None:
-    """One token is predicted from nothing: said at once, rather than as a sample that does not fit."""
-    expected = "must be at least 2: a token is predicted from those before it, a single one trains nothing"
-    assert problems(cls, argv) == [f"{key}: {expected}, got {argv[-1]} ({argv[-2]})"]
-
-
-@pytest.mark.parametrize("given", ["0", "-2"])
-def test_an_evaluation_of_nothing(given: str) -> None:
-    """Contract: no tasks are no evaluation, rather than one in which "no episode succeeded"."""
-    argv = ["--environment-ids", "a", "--num-examples", given]
-    assert problems(EvalConfig, argv) == [
-        f"num_examples: must be at least 1, or -1 for all, got {given} (--num-examples)"
-    ]
 
 
 def test_wrong_types_in_a_file(write: Write) -> None:
@@ -202,31 +331,12 @@ def test_wrong_types_in_a_file(write: Write) -> None:
     ]
 
 
-def test_wrong_value_in_a_variable() -> None:
-    assert problems(TrainerConfig, [], {"PRIME_CKPT__INTERVAL": "0"}) == [
-        "ckpt.interval: must be greater than 0, got 0 (PRIME_CKPT__INTERVAL)"
-    ]
-
-
 def test_several_mistakes_are_listed_together(write: Write) -> None:
     file = write("sed = 1\nmax_steps = 0")
     found = problems(TrainerConfig, ["@", file, "stray", "--ckpt.keep", "x", "--max-stpes", "1"], {"PRIME_A__B": "1"})
     assert len(found) == 6
     for part in ("sed", "max_steps: ", "'stray'", "ckpt.keep", "--max-stpes", "PRIME_A__B"):
         assert sum(part in line for line in found) == 1, part
-
-
-def test_a_fault_handed_on_to_sections_is_told_once() -> None:
-    assert problems(RLConfig, ["--max-steps", "0", *ORCH]) == ["max_steps: must be greater than 0, got 0 (--max-steps)"]
-    assert problems(RLConfig, ["--wandb.offline=x", *ORCH]) == [
-        "wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (--wandb.offline)"
-    ]
-
-
-def test_a_fault_given_in_one_section_is_told_there() -> None:
-    assert problems(RLConfig, ["--trainer.max-steps", "0", *ORCH]) == [
-        "trainer.max_steps: must be greater than 0, got 0 (--trainer.max-steps)"
-    ]
 
 
 def test_malformed_toml_names_file_and_line(write: Write) -> None:
@@ -277,11 +387,6 @@ def test_no_unrelated_file_is_suggested(tmp_path: Path, monkeypatch: pytest.Monk
         assert problems(TrainerConfig, ["@", name]) == [f"no such file: {name}"]
 
 
-def test_at_without_a_file() -> None:
-    assert problems(TrainerConfig, ["@"]) == ["@ must be followed by a file"]
-    assert problems(TrainerConfig, ["--optim", "@", "--seed", "1"]) == ["--optim @ must be followed by a file"]
-
-
 @pytest.mark.parametrize(
     ("argv", "shown"),
     [
@@ -310,272 +415,8 @@ def test_a_file_without_suffix_is_recognised_by_being_there(write: Write, tmp_pa
     assert problems(TrainerConfig, ["train"]) == ["to read the file train, write: @ train"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["what"], "unexpected argument 'what'"),
-        (["-x"], "unexpected argument '-x': options start with --"),
-        (["--seed"], "--seed needs a value"),
-        (["--seed", "--bench"], "--seed needs a value"),
-        (["--optim"], "--optim is a section: write --optim @ file.toml, or one of its settings (--optim.…)"),
-        (["--optim", "3"], "--optim is a section: expected a table such as \"{'key': 1}\" or @ file.toml, got '3'"),
-        (["--no-bench=true"], "--no-bench takes no value"),
-    ],
-)
-def test_misuse_of_options(argv: list[str], line: str) -> None:
-    assert problems(TrainerConfig, argv) == [line]
-
-
 def test_a_list_needs_values() -> None:
     assert "--environment-ids needs one or more values" in problems(EvalConfig, ["--environment-ids"])
-
-
-@pytest.mark.parametrize(
-    ("cls", "argv", "line"),
-    [
-        (
-            TrainerConfig,
-            ["--max-steps", "5", "--ckpt.resume-step", "10"],
-            "max_steps 5 is below ckpt.resume_step 10 (max_steps: --max-steps, ckpt.resume_step: --ckpt.resume-step)",
-        ),
-        (
-            RLConfig,
-            ["--max-steps", "5", "--ckpt.resume-step", "10", *ORCH],
-            "max_steps 5 is below ckpt.resume_step 10 (max_steps: --max-steps, ckpt.resume_step: --ckpt.resume-step)",
-        ),
-        (
-            OrchestratorConfig,
-            [*ENV, "--batch-size", "100"],
-            "rollouts_per_example 16 does not divide batch_size 100 (batch_size: --batch-size)",
-        ),
-        (
-            OrchestratorConfig,
-            [*ENV, "--max-off-policy-steps", "1", "--async-level", "2"],
-            "max_off_policy_steps 1 is below async_level 2"
-            " (max_off_policy_steps: --max-off-policy-steps, async_level: --async-level)",
-        ),
-        (
-            RLConfig,
-            [*ORCH, "--async-level", "9"],
-            "max_off_policy_steps 8 is below async_level 9 (async_level: --async-level)",
-        ),
-        (
-            OrchestratorConfig,
-            [*ENV, "--sampling.max-tokens", "2048"],
-            "sampling.max_tokens 2048 leaves no room for a prompt within seq_len 2048"
-            " (sampling.max_tokens: --sampling.max-tokens)",
-        ),
-        (
-            TrainerConfig,
-            ["--max-steps", "12", "--scheduler.type", "linear"],
-            "scheduler.warmup_steps 10 + scheduler.decay_steps 10 exceeds max_steps 12 (max_steps: --max-steps)",
-        ),
-        (
-            TrainerConfig,
-            ["--max-steps", "12", "--scheduler.type", "wsd", "--scheduler.decay-steps", "3"],
-            "scheduler.warmup_steps 10 + scheduler.decay_steps 3 exceeds max_steps 12"
-            " (scheduler.decay_steps: --scheduler.decay-steps, max_steps: --max-steps)",
-        ),
-        (
-            TrainerConfig,
-            [
-                "--max-steps",
-                "9",
-                "--scheduler.type",
-                "wsd",
-                "--scheduler.warmup-steps",
-                "0",
-                "--scheduler.decay-steps",
-                "0",
-                "--scheduler.min-lr",
-                "1e-7",
-            ],
-            "scheduler.min_lr 1e-07 has no effect: scheduler.decay_steps leaves no steps to fall over"
-            " (scheduler.min_lr: --scheduler.min-lr, scheduler.decay_steps: --scheduler.decay-steps)",
-        ),
-        (
-            SFTConfig,
-            [
-                "--max-steps",
-                "9",
-                "--scheduler.type",
-                "cosine",
-                "--scheduler.warmup-steps",
-                "9",
-                "--scheduler.min-lr",
-                "1e-7",
-            ],
-            "scheduler.min_lr 1e-07 has no effect: scheduler.warmup_steps leaves no steps to fall over"
-            " (scheduler.min_lr: --scheduler.min-lr, scheduler.warmup_steps: --scheduler.warmup-steps)",
-        ),
-        (
-            TrainerConfig,
-            ["--optim.type", "sgd", "--optim.momentum", "0", "--optim.offload"],
-            "optim: offload has no effect: without momentum there are no states to keep elsewhere"
-            " (offload: --optim.offload, momentum: --optim.momentum)",
-        ),
-        (
-            SFTConfig,
-            ["--ckpt.keep-interval", "100"],
-            "ckpt: keep_interval 100 has no effect without keep: all checkpoints are kept"
-            " (keep_interval: --ckpt.keep-interval)",
-        ),
-        (
-            RLConfig,
-            [*ORCH, "--ckpt.keep-interval", "100"],
-            "ckpt: keep_interval 100 has no effect without keep: all checkpoints are kept"
-            " (keep_interval: --ckpt.keep-interval)",
-        ),
-        (
-            SFTConfig,
-            ["--scheduler.type", "cosine"],
-            "scheduler.type 'cosine' needs max_steps, to end at (scheduler.type: --scheduler.type)",
-        ),
-        (
-            SFTConfig,
-            ["--data.micro-batch-size", "3"],
-            "data: micro_batch_size 3 does not divide batch_size 128 (micro_batch_size: --data.micro-batch-size)",
-        ),
-        (
-            TrainerConfig,
-            ["--data.fake.seq-len", "9999"],
-            "data.fake.seq_len 9999 exceeds seq_len 2048 (data.fake.seq_len: --data.fake.seq-len)",
-        ),
-        (
-            InferenceConfig,
-            ["--data-parallel-size-local", "2"],
-            "data_parallel_size_local 2 exceeds data_parallel_size 1"
-            " (data_parallel_size_local: --data-parallel-size-local)",
-        ),
-        (
-            InferenceConfig,
-            ["--headless"],
-            "headless runs engines for another node: give data_parallel_size (headless: --headless)",
-        ),
-        (
-            InferenceConfig,
-            [*("--data-parallel-size", "4", "--headless", "--data-parallel-size-local", "2")],
-            "headless needs data_parallel_start_rank, data_parallel_address, too (headless: --headless)",
-        ),
-        (
-            InferenceConfig,
-            [*NODE, "--data-parallel-start-rank", "3"],
-            "data_parallel_start_rank 3 with data_parallel_size_local 2: replicas 1 to 3 are for headless nodes"
-            " (data_parallel_start_rank: --data-parallel-start-rank)",
-        ),
-        (
-            InferenceConfig,
-            ["--data-parallel-size", "4", "--data-parallel-start-rank", "2"],
-            "data_parallel_start_rank is for headless nodes: the node that serves has the first replicas"
-            " (data_parallel_start_rank: --data-parallel-start-rank)",
-        ),
-        (
-            InferenceConfig,
-            ["--data-parallel-size", "4", "--data-parallel-size-local", "2"],
-            "data_parallel_size_local 2 of 4: the other nodes need data_parallel_address, where they reach this one",
-        ),
-        (
-            EvalConfig,
-            [*EVAL, "--client.base-url", "http://r:1", "http://q:1", "--client.admin-base-url", "http://a:1"],
-            "client: admin_base_url names the servers behind one router: base_url has to name that one"
-            " (admin_base_url: --client.admin-base-url, base_url: --client.base-url)",
-        ),
-        (
-            EvalConfig,
-            [
-                *EVAL,
-                "--client.base-url",
-                "http://localhost:1",
-                "--client.admin-base-url",
-                "http://127.0.0.1:1",
-                "http://b:1",
-            ],
-            "client: base_url is one of the servers in admin_base_url, not a router: list the servers in base_url alone"
-            " (admin_base_url: --client.admin-base-url, base_url: --client.base-url)",
-        ),
-        (
-            EvalConfig,
-            [*EVAL, "--client.base-url", "http://r:1", "--client.admin-base-url", "http://u:p@a:1"],
-            "client: admin_base_url holds a password",
-        ),
-        (
-            OrchestratorConfig,
-            [
-                *ENV,
-                "--algorithm.type",
-                "opd",
-                "--algorithm.teacher.base-url",
-                "http://t:1",
-                "--sampling.temperature",
-                "0.7",
-            ],
-            "a teacher tells log-probabilities of temperature 1, and x is sampled at 0.7"
-            " (sampling.temperature: --sampling.temperature)",
-        ),
-        (
-            OrchestratorConfig,
-            [*ENV, "--reference.base-url", "http://t:1", "--environment.sampling.temperature", "0.5"],
-            "the reference tells log-probabilities of temperature 1, and x is sampled at 0.5",
-        ),
-        (OrchestratorConfig, [], "no environment: give [environment] with an `id`"),
-        (
-            OrchestratorConfig,
-            [*ENV, "--environments.0.id", "y"],
-            "give either [environment] or [[environments]], not both",
-        ),
-        (
-            OrchestratorConfig,
-            ["--environments.0.id", "x", "--environments.1.id", "y", "--environments.1.name", "all"],
-            "environments.1: an environment cannot be named 'all', which in metrics means all of them together: give it another `name`",
-        ),
-        (
-            OrchestratorConfig,
-            ["--environment.id", "all"],
-            "environment: an environment cannot be named 'all', which in metrics means all of them together: give it another `name`",
-        ),
-        (EvalConfig, ["--environment-ids", "a", "a"], "two environments are named 'a': give each its own `name`"),
-        (
-            RLConfig,
-            [*ORCH, "--orchestrator.seq-len", "4096", "--trainer.seq-len", "2048"],
-            "orchestrator.seq_len 4096 exceeds trainer.seq_len 2048: samples would not fit a micro-batch"
-            " (orchestrator.seq_len: --orchestrator.seq-len, trainer.seq_len: --trainer.seq-len)",
-        ),
-        (
-            RLConfig,
-            [*ORCH, "--orchestrator.reference.base-url", "http://t:1"],
-            "a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef",
-        ),
-        (
-            RLConfig,
-            [*ORCH, "--clean", "--ckpt.resume-step", "3"],
-            "clean would remove the checkpoint that ckpt.resume_step names"
-            " (clean: --clean, ckpt.resume_step: --ckpt.resume-step)",
-        ),
-    ],
-)
-def test_contradictions(cls: type[BaseConfig], argv: list[str], line: str) -> None:
-    found = problems(cls, argv)
-    assert len(found) == 1
-    assert found[0].startswith(line)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--sampling.temperature", "-0.1"],
-        ["--sampling.temperature", "2.1"],
-        ["--sampling.top-p", "0"],
-        ["--sampling.top-k", "-2"],
-        ["--max-error-rate", "1.5"],
-        ["--async-level", "-1"],
-        ["--ckpt.resume-step", "-2"],
-        ["--client.base-url", "localhost:8000"],
-        ["--seed", "-1"],
-    ],
-)
-def test_ranges(argv: list[str]) -> None:
-    (line,) = problems(OrchestratorConfig, [*ENV, *argv])
-    assert f"({argv[0]})" in line
 
 
 def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:

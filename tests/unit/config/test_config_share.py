@@ -58,55 +58,32 @@ SHARED = [
     ("ckpt.output_dir", "there", "else", Path("there"), PAIR),
     ("seq_len", "512", "1024", 512, PAIR),
 ]
-# Two sections may have different lengths: see test_micro_batches_may_be_longer_than_samples.
-SHARED_BUT_SEQ_LEN = [case for case in SHARED if case[0] != "seq_len"]
 
 
 @pytest.mark.parametrize(("key", "text", "_other", "expected", "sections"), SHARED)
-def test_a_shared_setting_reaches_every_section(
-    key: str, text: str, _other: str, expected: object, sections: tuple[str, ...]
+@pytest.mark.parametrize("places", [("top",), ("section",), ("top", "section")])
+def test_a_shared_setting_reaches_every_section_and_the_top(
+    places: tuple[str, ...], key: str, text: str, _other: str, expected: object, sections: tuple[str, ...]
 ) -> None:
-    config = rl("--inference", f"--{key}", text)
-    for section in sections:
-        assert value(config, f"{section}.{key}") == expected
-
-
-@pytest.mark.parametrize(("key", "text", "_other", "expected", "sections"), SHARED)
-def test_the_same_value_may_be_repeated_in_a_section(
-    key: str, text: str, _other: str, expected: object, sections: tuple[str, ...]
-) -> None:
-    config = rl("--inference", f"--{key}", text, f"--{sections[0]}.{key}", text)
-    assert value(config, f"{sections[-1]}.{key}") == expected
+    """Given at the top, in one section, or the same in both."""
+    given = {"top": [f"--{key}", text], "section": [f"--{sections[0]}.{key}", text]}
+    config = rl("--inference", *(word for place in places for word in given[place]))
+    for place in (*(f"{section}.{key}" for section in sections), *([] if key == "seq_len" else [key])):
+        assert value(config, place) == expected
 
 
 @pytest.mark.parametrize(("key", "text", "other", "_expected", "sections"), SHARED)
-def test_a_different_value_in_a_section_is_an_error_that_names_both(
-    key: str, text: str, other: str, _expected: object, sections: tuple[str, ...]
+@pytest.mark.parametrize("at_top", [True, False])
+def test_different_values_are_an_error_that_names_both(
+    at_top: bool, key: str, text: str, other: str, _expected: object, sections: tuple[str, ...]
 ) -> None:
-    option = f"--{sections[-1]}.{key}"
-    line = problem("--inference", f"--{key}", text, option, other)
-    assert f"{sections[-1]}.{key} is {other} but {key} is {text}" in line
-    assert f"{key}: --{key}" in line
-    assert f"{sections[-1]}.{key}: {option}" in line
-
-
-@pytest.mark.parametrize(("key", "text", "_other", "expected", "sections"), SHARED)
-def test_a_value_given_in_one_section_reaches_the_others_and_the_top(
-    key: str, text: str, _other: str, expected: object, sections: tuple[str, ...]
-) -> None:
-    config = rl("--inference", f"--{sections[0]}.{key}", text)
-    for section in sections:
-        assert value(config, f"{section}.{key}") == expected
-    if key != "seq_len":
-        assert value(config, key) == expected
-
-
-@pytest.mark.parametrize(("key", "text", "other", "_expected", "sections"), SHARED_BUT_SEQ_LEN)
-def test_sections_that_disagree_are_an_error_that_names_both(
-    key: str, text: str, other: str, _expected: object, sections: tuple[str, ...]
-) -> None:
-    line = problem("--inference", f"--{sections[0]}.{key}", text, f"--{sections[-1]}.{key}", other)
-    assert f"{sections[-1]}.{key} is {other} but {sections[0]}.{key} is {text}" in line
+    if key == "seq_len" and not at_top:
+        return  # see test_micro_batches_may_be_longer_than_samples
+    one, two = key if at_top else f"{sections[0]}.{key}", f"{sections[-1]}.{key}"
+    line = problem("--inference", f"--{one}", text, f"--{two}", other)
+    assert f"{two} is {other} but {one} is {text}" in line
+    assert f"{one}: --{one}" in line
+    assert f"{two}: --{two}" in line
 
 
 def test_micro_batches_may_be_longer_than_samples() -> None:
@@ -478,16 +455,6 @@ def test_servers_of_one_host_are_told_apart_by_port_and_path() -> None:
     assert ClientConfig(base_url=urls).api_roots == urls
 
 
-@pytest.mark.parametrize(
-    ("argv", "key"),
-    [(["--orchestrator.client.discover", "x"], "discover"), (["--inference.server.register-dir", "x"], "register-dir"),
-     (["--inference.server.advertise", "http://h:1"], "advertise")],
-)  # fmt: skip
-def test_registration_of_servers_is_gone_and_the_error_says_what_to_do(argv: list[str], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}.*any more: .*base_url"):
-        rl(*argv)
-
-
 def test_servers_are_named_or_started_not_both() -> None:
     """Contract: it never ignores a server that was named."""
     urls = ("--orchestrator.client.base-url", "http://a:1", "http://b:1")
@@ -497,52 +464,28 @@ def test_servers_are_named_or_started_not_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "argv", "key", "expected", "hint"),
+    ("cls", "given", "today", "expected"),
     [
-        (
-            TrainerConfig,
-            ["--exp-id", "try"],
-            "output_dir",
-            Path("outputs/try"),
-            "--exp-id try is an older spelling of --output-dir outputs/try",
-        ),
-        (
-            TrainerConfig,
-            ["--ckpt.path", "there"],
-            "ckpt.output_dir",
-            Path("there"),
-            "--ckpt.path there is an older spelling of --ckpt.output-dir there",
-        ),
+        (TrainerConfig, "--exp-id try", "--output-dir outputs/try", Path("outputs/try")),
+        (TrainerConfig, "--ckpt.path there", "--ckpt.output-dir there", Path("there")),
+        (RLConfig, "--ckpt.path there", "--ckpt.output-dir there", Path("there")),
         (
             RLConfig,
-            [*ORCH, "--ckpt.path", "there"],
-            "trainer.ckpt.output_dir",
-            Path("there"),
-            "--ckpt.path there is an older spelling of --ckpt.output-dir there",
-        ),
-        (
-            RLConfig,
-            [*ORCH, "--orchestrator.client.port", "8001"],
-            "orchestrator.client.base_url",
+            "--orchestrator.client.port 8001",
+            "--orchestrator.client.base-url http://localhost:8001/v1",
             "http://localhost:8001/v1",
-            "--orchestrator.client.port 8001 is an older spelling of"
-            " --orchestrator.client.base-url http://localhost:8001/v1",
         ),
-        (
-            RLConfig,
-            [*ORCH, "--inference.server.port", "http://localhost:8001"],
-            "inference.server.port",
-            8001,
-            "--inference.server.port http://localhost:8001 is an older spelling of --inference.server.port 8001",
-        ),
+        (RLConfig, "--inference.server.port http://localhost:8001", "--inference.server.port 8001", 8001),
+        (RLConfig, "--orchestrator.canary false", "--orchestrator.logprob-check false", False),
     ],
 )
 def test_older_spellings_work_with_a_hint(
-    cls: type[BaseConfig], argv: list[str], key: str, expected: object, hint: str, capsys: pytest.CaptureFixture[str]
+    cls: type[BaseConfig], given: str, today: str, expected: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = load(cls, argv, prog="x")
-    assert value(config, key) == expected
-    assert capsys.readouterr().err == f"hint: {hint}\n"
+    config = load(cls, [*(ORCH if cls is RLConfig else []), *given.split()], prog="x")
+    key = today.split()[0].strip("-").replace("-", "_")
+    assert value(config, f"trainer.{key}" if cls is RLConfig and key.startswith("ckpt") else key) == expected
+    assert capsys.readouterr().err == f"hint: {given} is an older spelling of {today}\n"
 
 
 def test_benchmarks_is_an_older_spelling(capsys: pytest.CaptureFixture[str]) -> None:
