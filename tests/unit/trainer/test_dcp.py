@@ -151,15 +151,6 @@ def test_another_model(
         dcp.load(state, directory, world)
 
 
-def test_truncated_shards(make: Make, world: World, tmp_path: Path) -> None:
-    """A file of tensors that was cut is one clear line (its hash, which is checked before, tells it first)."""
-    directory = saved(make(), tmp_path)
-    (shards,) = directory.glob("*.distcp")
-    shards.write_bytes(shards.read_bytes()[:200])
-    with pytest.raises(UserError, match="cannot be loaded"):
-        dcp.load(zeros(make()), directory, world)
-
-
 def test_copies_do_not_change(make: Make, world: World) -> None:
     """A copy is one also of what lies in host memory already; it goes into the buffers that were reserved, and so does the next."""
     apart = background_world(world, 60)

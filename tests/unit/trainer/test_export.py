@@ -1,9 +1,6 @@
 """Committed versions: exactly the trained weights, loadable, complete or absent."""
 
-import errno
 import json
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,30 +109,6 @@ def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) 
     assert export_dtype("bfloat16", find_model(str(tied_model))) == torch.bfloat16
 
 
-@pytest.mark.parametrize("call", ["pwrite", "truncate"])
-def test_disk_full(
-    call: str,
-    world: World,
-    make_policy: Callable[..., Policy],
-    tied_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A full disk is one clear line and leaves neither a final name nor a stage behind."""
-    policy = make_policy(tied_model)
-
-    def full(*args: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    if call == "pwrite":
-        monkeypatch.setattr(os, "pwrite", full)
-    else:
-        monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(UserError, match="disk full while writing"):
-        export(policy, find_model(str(tied_model)), world, tmp_path / "step_1", torch.float32)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def tmpfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What stands for one."""
@@ -182,12 +155,6 @@ def test_incarnation_and_resume(versions: Callable[[], WeightPublisher], tmp_pat
     manifests = [verify_weights(tmp_path / "weights" / f"step_{v}") for v in (1, 2)]
     assert [m.incarnation for m in manifests] == [0, 1]
     assert manifests[0].hash == base.hash  # nothing was trained here
-
-
-def test_resume_brings_back_a_pruned_version(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
-    """The version that a resumed trainer starts from is committed again when it is gone."""
-    versions().open(4)
-    assert list_steps(tmp_path / "weights") == [0, 4]
 
 
 def test_another_base_is_refused(

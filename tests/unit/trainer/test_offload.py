@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.trainer import activations
-from prime_rl.trainer.activations import LAG, Host, affordable, offload_layers, parking_layers
+from prime_rl.trainer.activations import Host, offload_layers, parking_layers
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, LAYERS = 64, 16, 5
@@ -114,12 +114,6 @@ def test_what_blocks_share_stays(layers: list[nn.Module]) -> None:
     assert not host(layers).blocks
 
 
-def test_small_tensors_stay(layers: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST", 4 * TOKENS * WIDTH + 1)
-    forward(layers, torch.randn(TOKENS, WIDTH)).sum().backward()
-    assert host(layers).chunks == 0
-
-
 def test_a_second_backward_is_refused(layers: list[nn.Module]) -> None:
     """What was parked is given up when it has been asked for: a second pass must not read another's memory."""
     out = forward(layers, torch.randn(TOKENS, WIDTH)).sum()
@@ -129,28 +123,6 @@ def test_a_second_backward_is_refused(layers: list[nn.Module]) -> None:
 
 
 # ---- as much as a budget allows
-
-
-@pytest.mark.parametrize(
-    ("sizes", "credit", "going", "left"),
-    [
-        ([5, 9, 3], 0, [], 0),
-        ([5, 9, 3], 8.5, [0, 2], 0.5),  # what is too large waits, what is smaller goes in its place
-        ([5, 9, 3], 7, [0], 2),
-        ([5, 9, 3], 16, [1, 0], 2),
-        ([5, 9, 3], 17, [1, 0, 2], 0),
-        ([], 4, [], 4),
-    ],
-)
-def test_what_a_credit_buys(sizes: list[int], credit: float, going: list[int], left: float) -> None:
-    """The largest first, as long as they fit; what is left is the next block's."""
-    assert affordable(sizes, credit) == (going, left)
-
-
-def test_no_block_parks_that_could_not_let_go() -> None:
-    """The last one, and those whose copies would not be given up before backward."""
-    assert [parking_layers(layers, math.inf) for layers in (1, 2, 3, 36)] == [0, 0, 1, 34]
-    assert [parking_layers(layers, 1e9) for layers in (1, LAG + 1, LAG + 2, 36)] == [0, 0, 1, 35 - LAG]
 
 
 DEEP = 10
@@ -212,15 +184,6 @@ def test_a_budget_is_spent_over_the_blocks(budget: float, parked: list[list[int]
     assert len(host(parking)._free) == host(parking).chunks > 0
     # 4,096 and 12,288 bytes in chunks of 1,000
     assert host(parking).chunks == sum({1: 5, 3: 13}[size] for sizes in parked for size in sizes)
-
-
-def test_blocks_that_keep_little_leave_no_credit(layers: list[nn.Module]) -> None:
-    """A link that was idle carries no more afterwards."""
-    narrow = [layer._checkpoint_wrapped_module for layer in layers[:3]]
-    parking = offload_layers([*narrow, *(Widening() for _ in range(DEEP - 3))], CPU, 2 * NARROW)
-    forward(parking, torch.randn(TOKENS, WIDTH, requires_grad=True))
-    parked = [[storage.size // NARROW for storage in host(parking).blocks[i].parked] for i in range(6)]
-    assert parked == [[1], [1], [1], [1], [3], [1]]
 
 
 def test_what_stays_belongs_to_the_graph(layers: list[nn.Module]) -> None:

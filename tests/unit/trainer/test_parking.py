@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from prime_rl.config.trainer import TrainerModel
-from prime_rl.trainer import memory
 from prime_rl.trainer.activations import affordable, parking_layers
 from prime_rl.trainer.memory import (
     GIB,
     HOST_LINK,
-    POINTWISE,
     Job,
     Settings,
     Shape,
@@ -69,34 +66,6 @@ def test_host_memory_is_used_as_far_as_it_goes(shapes: dict[str, Shape]) -> None
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_parking_that_saves_little_is_left_out(shapes: dict[str, Shape]) -> None:
-    """4B and 16k tokens in 109 GiB: some milliseconds could be saved of six tenths of a second. Simple things stay simple."""
-    shape, job = shapes["4B"], Job(16384)
-    plain = chosen(shape, 109)
-    options = list(memory._options(TrainerModel(), shape))
-    parking = memory._fastest_parking(options, shape, job, 109 * GIB, 100 * GIB)
-    assert parking is not None
-    assert parking.parked
-    assert 0 < added_seconds(shape, job, plain) - added_seconds(shape, job, parking) < 0.01 * batch_seconds(shape, job)
-    assert not plain.parked
-    assert plain == chosen(shape, 109, activation_offload=False)
-
-
-def test_everything_is_parked_where_a_part_is_too_little(shapes: dict[str, Shape]) -> None:
-    """4B and 64k tokens in 75 GiB: all that attention leaves goes out, which the link carries, rather than that attention is computed again."""
-    shape, job = shapes["4B"], Job(65536)
-    settings = chosen(shape, 75, 65536)
-    assert settings.parked == math.inf
-    assert "full" not in settings.levels
-    check_fit(shape, job, settings, 75)
-    fitting = [
-        replace(everywhere(shape, "full"), reshard=True, parked=eighths / 8 * HOST_LINK * forward_seconds(shape, job))
-        for eighths in range(1, 9)
-    ]
-    assert any(fits(shape, job, partly, 75) for partly in fitting)
-    assert all(added_seconds(shape, job, settings) < 0.5 * added_seconds(shape, job, partly) for partly in fitting)
-
-
 def test_parking_needs_host_memory(shapes: dict[str, Shape]) -> None:
     """What would be parked has to fit there; asked for by name it is done all the same."""
     shape, job = shapes["4B"], Job(65536)
@@ -127,16 +96,6 @@ def test_more_parked_takes_less_of_the_gpu_and_more_time(shapes: dict[str, Shape
         assert moments[-1] == 3 * job.tokens * kept_bytes(shape, levels[-1])  # type: ignore[arg-type]
 
 
-def test_backward_has_two_blocks_back(shapes: dict[str, Shape]) -> None:
-    """The one that is used and the one that comes; and one of the largest may be late."""
-    shape, job = shapes["4B"], Job(16384)
-    settings = Settings(("wide",) * 30 + ("pointwise",) * 6, 4096, reshard=False, parked=math.inf)
-    moments = estimate(shape, job, settings).moments
-    wide, pointwise = (job.tokens * kept_bytes(shape, level) for level in ("wide", "pointwise"))  # type: ignore[arg-type]
-    assert moments["backward of a block (wide)"]["activations"] == 2 * wide + pointwise
-    assert moments["backward of a block (pointwise)"]["activations"] == 3 * pointwise
-
-
 @pytest.mark.parametrize("level", ["none", "pointwise", "wide", "attention", "full"])
 def test_what_a_budget_takes_off_the_gpu(level: str, shapes: dict[str, Shape]) -> None:
     """No more is on the GPU, and no more in host memory, than estimated, when whole tensors go out by their credit."""
@@ -156,44 +115,3 @@ def test_what_a_budget_takes_off_the_gpu(level: str, shapes: dict[str, Shape]) -
             away += sum(sizes[i] for i in going)
         assert 36 * kept - away <= estimate(shape, job, settings).moments["the head"]["activations"]
         assert away <= parked_bytes(shape, job, settings)
-
-
-def test_eager_blocks_park_only_what_can_be_reached(shapes: dict[str, Shape]) -> None:
-    """Not compiled, a block that computes again parks its input alone."""
-    shape = shapes["4B"]
-    for compiled, level, kept in ((True, "wide", None), (False, "none", None), (False, "wide", 2 * 2560)):
-        job = Job(16384, compiled=compiled)
-        settings = replace(everywhere(shape, level), parked=math.inf)
-        per_token = kept or kept_bytes(shape, level, compiled=compiled)  # type: ignore[arg-type]
-        assert parked_bytes(shape, job, settings) == 34 * 16384 * per_token
-
-
-def test_exported_weights_take_their_share_of_the_link(shapes: dict[str, Shape]) -> None:
-    """What leaves in a forward pass beside 8 GB of weights costs nothing up to what the link carries, and its time beyond in every second pass, which
-    the weights leave in. Eight shards leave so little of them that every block may park all that the link carries beside it."""
-    shape, settings = shapes["4B"], everywhere(shapes["4B"], "none")
-    beside = HOST_LINK * forward_seconds(shape, Job(16384))
-    left = 36 * beside - 2 * shape.parameters
-
-    def added(parked: float, shards: int = 1) -> float:
-        job, parking = Job(16384, shards=shards), replace(settings, parked=parked / parking_layers(36, 1.0))
-        assert parking.parked <= beside
-        contended = 2 * parked_bytes(shape, job, parking) / POINTWISE
-        return added_seconds(shape, job, parking) - added_seconds(shape, job, settings) - contended
-
-    assert added(0.99 * left) == pytest.approx(0, abs=1e-9)
-    assert added(1.5 * left) == pytest.approx(0.5 * left / 2 / HOST_LINK)
-    assert added(beside * parking_layers(36, 1.0), shards=8) == pytest.approx(0, abs=1e-9)
-
-
-def test_idle_time_of_the_link_is_not_saved_up(shapes: dict[str, Shape]) -> None:
-    """Blocks that park more than the link carries beside them cost the rest of its time, however little others park; backward has twice the time."""
-    shape, job = shapes["4B"], Job(65536, shards=8)
-    settings = Settings(("attention",) * 18 + ("wide",) * 18, 4096, reshard=False, parked=0.0)
-    everything = replace(settings, parked=math.inf)
-    beside, wide = forward_seconds(shape, job), job.tokens * kept_bytes(shape, "wide") / HOST_LINK
-    assert beside < wide < 2 * beside
-    assert parked_bytes(shape, job, everything) + 2 * shape.parameters / 8 < HOST_LINK * 36 * beside
-    added = added_seconds(shape, job, everything) - added_seconds(shape, job, settings)
-    contended = 2 * parked_bytes(shape, job, everything) / POINTWISE
-    assert added - contended == pytest.approx(16 * (wide - beside))

@@ -163,11 +163,15 @@ def test_recovers_from_an_older_state(
     assert (tmp_path / "checkpoints" / "given_up_1_step_4" / "trainer" / "state").is_dir()
 
 
-def test_recovers_from_nothing(run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Without any state a trainer recovers from the base model, and gives up the versions that it made before."""
+def test_recovers_from_nothing(
+    run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without any state a trainer recovers from the base model, says how much is made again, and keeps the newest version under another name."""
     support.write_rollouts(tmp_path, STEPS)
     run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval=None, max_steps=3))
     run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval=None, recover=True))
+    assert "starts over from the base model, 3 updates are made again" in caplog.text
+    assert [path.name for path in (tmp_path / "weights").glob("given_up_*")] == ["given_up_1_step_3"]
     assert read_incarnations(tmp_path) == {0: 0, 1: 0}
     assert hashes(tmp_path) == hashes(undisturbed)
     manifests = [weights_manifest(tmp_path / "weights" / f"step_{version}") for version in (1, 2, 3, 4)]
@@ -402,20 +406,6 @@ def test_only_damaged_states_are_no_reason_to_start_over(
     state.rename(tmp_path / "moved")
     run_training(config(tmp_path, tied_model, ckpt=None, recover=True))
     assert hashes(tmp_path) == hashes(undisturbed)
-
-
-def test_starting_over_keeps_the_newest_version(
-    run_training: Run, tied_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A run that never saved starts over, says how much is made again, and keeps the newest version aside."""
-    support.write_rollouts(tmp_path, STEPS)
-    settings: dict[str, Any] = {"ckpt": None, "recovery_interval": None, "max_steps": 3}
-    run_training(config(tmp_path, tied_model, **settings))
-    newest = weights_manifest(tmp_path / "weights" / "step_3").hash
-    run_training(config(tmp_path, tied_model, recover=True, **{**settings, "max_steps": STEPS}))
-    assert "starts over from the base model, 3 updates are made again" in caplog.text
-    assert weights_manifest(tmp_path / "weights" / "given_up_1_step_3").hash == newest
-    assert len(list((tmp_path / "weights").glob("given_up_*"))) == 1
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["at once", "after a crash"])

@@ -1,9 +1,7 @@
 """The whole loop in one process: values, determinism, resumption, waits, and refusals."""
 
-import errno
 import json
 import math
-import os
 import shutil
 import statistics
 from collections.abc import Callable
@@ -117,14 +115,6 @@ def test_bit_exact(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     assert len(set(hashes(tmp_path / "a").values())) == 4  # each step moved the weights
 
 
-def test_versions_kept(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """[n - async_level, n], the base, and [N - async_level, N] of every checkpoint N stay; the rest goes."""
-    support.write_rollouts(tmp_path, 8)
-    run_training(support.make_config(tmp_path, tied_model, max_steps=8, async_level=1, ckpt={"interval": 3}))
-    assert list_steps(tmp_path / "weights") == [0, 2, 3, 5, 6, 7, 8]
-    assert complete_steps(tmp_path / "checkpoints") == [3, 6, 8]
-
-
 @pytest.mark.parametrize("resume_step", [2, -1])
 def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     """Two steps, then two resumed ones, give the bytes of four at once: optimizer, schedule and progress are restored."""
@@ -141,16 +131,6 @@ def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Pa
     assert json.loads((parts / "incarnations" / "1.json").read_text())["step"] == 2
 
 
-def test_checkpoints_beyond_keep_go(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """`ckpt.keep` newest checkpoints stay, and the weights of the others with them no longer."""
-    support.write_rollouts(tmp_path, 6)
-    settings = {"interval": 1, "keep": 2}
-    run_training(support.make_config(tmp_path, tied_model, max_steps=6, async_level=0, ckpt=settings))
-    assert complete_steps(tmp_path / "checkpoints") == [5, 6]
-    assert list_steps(tmp_path / "checkpoints") == [5, 6]
-    assert list_steps(tmp_path / "weights") == [0, 5, 6]
-
-
 def test_nothing_to_resume(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     """Resuming without a checkpoint, from one that is not there or beyond max_steps, or starting anew among checkpoints, says so."""
     with pytest.raises(UserError, match="holds no checkpoint"):
@@ -163,22 +143,6 @@ def test_nothing_to_resume(run_training: Run, tied_model: Path, tmp_path: Path) 
         run_training(support.make_config(tmp_path, tied_model, ckpt={}))
     with pytest.raises(UserError, match="max_steps 2 is below the checkpoint's step 3"):
         run_training(support.make_config(tmp_path, tied_model, max_steps=2, ckpt={"resume_step": -1}))
-
-
-def test_disk_full_while_saving(
-    run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that fills up during a checkpoint is one clear line, and no checkpoint is left."""
-
-    def full(descriptor: int) -> None:
-        if ".distcp" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    support.write_rollouts(tmp_path, 1)
-    with pytest.raises(UserError, match="disk full while writing"):
-        run_training(support.make_config(tmp_path, tied_model, max_steps=1, ckpt={}))
-    assert [path.name for path in (tmp_path / "checkpoints").rglob("*")] == ["step_1"]
 
 
 def test_damaged_checkpoint(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
@@ -299,21 +263,6 @@ def test_the_last_row_before_a_bad_batch(late: bool, run_training: Run, tied_mod
         run_training(support.make_config(tmp_path, tied_model, max_steps=2))
     assert [row["step"] for row in metrics(tmp_path)] == [0]
     assert list_steps(tmp_path / "weights") == [0, 1]
-
-
-def test_late_rows_are_the_same(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """What a step reports does not depend on when it is read."""
-    rows = {}
-    for name in ("at once", "late"):
-        support.write_rollouts(tmp_path / name, 3)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("prime_rl.trainer.report.runs_ahead", lambda device, late=name == "late": late)
-            run_training(support.make_config(tmp_path / name, tied_model, max_steps=3, async_level=5))
-        rows[name] = [
-            {key: row[key] for key in row if not key.startswith(("time", "perf/"))} for row in metrics(tmp_path / name)
-        ]
-    assert rows["late"] == rows["at once"]
-    assert hashes(tmp_path / "late") == hashes(tmp_path / "at once")
 
 
 def test_weight_streams(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
