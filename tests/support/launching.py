@@ -32,7 +32,7 @@ for pair in sys.argv[5:]:
                              drain_children=kind == "agent", after="trainer" if kind == "late" else None))
 ports = {"inference": port, "inference-1": port + 1}
 served = ["inference", *(process.name for process in processes if process.name == "inference-1")] if port else []
-servers = [ServerSpec(name, url, f"{url}/health", 5.0, "127.0.0.1", ports[name])
+servers = [ServerSpec(name, url, 5.0, "127.0.0.1", ports[name])
            for name in served for url in [f"http://localhost:{ports[name]}"]]
 try:
     with rundir.Owner(root), Console(root, 3) as console:
@@ -179,10 +179,6 @@ elif kind.startswith("mends:"):  # the first incarnation goes wrong as told, the
         raise RuntimeError("unexpected")
     elif fault.endswith("complains"):
         sys.exit("error: the disk is full")
-    elif fault == "complains-for-good":
-        from prime_rl.errors import FOR_GOOD
-        print("error: nobody is to try again", file=sys.stderr)
-        sys.exit(FOR_GOOD)
 elif kind == "always-raises":
     from prime_rl.monitor import Status
     Status(root, name).ready()

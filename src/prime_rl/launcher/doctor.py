@@ -192,13 +192,7 @@ def _policy(run: Path) -> RestartPolicy:
         settings = tomllib.loads((run / "configs" / "rl.toml").read_text())
     except (OSError, ValueError):  # of TOML or of UTF-8
         settings = {}
-
-    def seconds(name: str) -> float:
-        value, default = settings.get(name), float(getattr(RestartPolicy, name))
-        # Somebody may have edited the file.
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
-
-    return RestartPolicy(heartbeat_timeout=seconds("heartbeat_timeout"), stall_timeout=seconds("stall_timeout"))
+    return build(RestartPolicy, settings) or RestartPolicy()
 
 
 def _state(status: ProcessStatus) -> ProcessState:

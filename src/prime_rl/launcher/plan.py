@@ -57,16 +57,13 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """An inference server, started as process `name`: `health` answers 200 once it serves. `port` is None when somebody else started it, who may
-    have started `others`."""
+    """An inference server, started as process `name`. `port` is None when somebody else started it; `ready_timeout` is in seconds."""
 
     name: str
     url: str
-    health: str
     ready_timeout: float
     host: str = ""
     port: int | None = None
-    others: tuple[str, ...] = ()  # health routes of further servers
 
 
 @dataclass(frozen=True)
@@ -250,8 +247,7 @@ def _environment(gpus: Sequence[str], name: str, threads: Mapping[str, int], mac
 
 def _running_already(config: RLConfig) -> tuple[ServerSpec, ...]:
     client = config.orchestrator.client
-    first, *others = [f"{root}/health" for root in client.api_roots]
-    return (ServerSpec(SERVER, ", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others)),)
+    return (ServerSpec(SERVER, ", ".join(client.base_urls), client.ready_timeout),)
 
 
 def _server(config: RLConfig, number: int, offset: int) -> ServerSpec:
@@ -263,7 +259,7 @@ def _server(config: RLConfig, number: int, offset: int) -> ServerSpec:
     host = "localhost" if listens.host in (None, "0.0.0.0", "::") else str(listens.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     name = server_name(number)
-    return ServerSpec(name, url, f"{url}/health", config.ready_timeout, listens.host or "127.0.0.1", port)
+    return ServerSpec(name, url, config.ready_timeout, listens.host or "127.0.0.1", port)
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------

@@ -4,24 +4,19 @@
 the loop over all of them.
 """
 
-import http.client
 import json
 import math
 import os
 import re
 import signal
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from prime_rl.config import RLConfig, child_env
-from prime_rl.config.shared import how_to_start
-from prime_rl.errors import FOR_GOOD
 from prime_rl.launcher.plan import RECOVER, ProcessSpec, ServerSpec
 from prime_rl.launcher.rundir import forget_status_of, newest_steps
 from prime_rl.lifeline import Child, Lifeline
@@ -31,7 +26,7 @@ from prime_rl.processes import ProcessId, backoff_seconds, descendants, describe
 from prime_rl.wait import WaitTimeout, wait
 
 POLL_SECONDS = 0.1
-JUDGE_SECONDS = 1.0
+JUDGE_SECONDS = 0.5
 TABLE_SECONDS = 5.0
 DRAIN_SECONDS = 300.0
 STOP_SECONDS = 15.0
@@ -41,9 +36,6 @@ _MAX_LOOK_SECONDS = 2.5  # a longer gap was the launcher's own: a laptop that sl
 _BUDGET_WINDOW_SECONDS = 3600.0
 _MAX_BACKOFF_SECONDS = 60.0
 _BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
-_HEALTH_START_SECONDS = 0.5  # between two requests to a server that starts
-_HEALTH_READY_SECONDS = 5.0  # … and to one that serves
-_HEALTH_ANSWER_SECONDS = 2.0
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 1 << 16
 _RANK = re.compile(r"\s*rank\s*: (\d+)")
@@ -341,45 +333,29 @@ def stall_reason(
     return f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline"
 
 
-def healthy(url: str) -> bool:
-    """Whether the server answers 200 within two seconds. A proxy is never asked for this host's own servers."""
-    local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
-    try:
-        with opener.open(url, timeout=_HEALTH_ANSWER_SECONDS) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):  # URLError is an OSError
-        return False
-
-
 # -- the loop --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Managed:
-    """A process through all its incarnations, or a server that somebody else runs. Times by the launcher's clock, in seconds."""
+    """A process through all its incarnations. Times by the launcher's clock, in seconds."""
 
-    name: str
-    spec: ProcessSpec | None  # None: somebody else runs it
-    server: ServerSpec | None = None
-    due: float | None = None  # when to start it; None: it runs, or is over
+    spec: ProcessSpec
+    server: ServerSpec | None
+    due: float | None = 0.0  # when to start it; None: it runs, or is over
     options: tuple[str, ...] = ()
     child: SupervisedChild | None = None  # the last one
     over: bool = False  # it ended well, or the run goes on without it
-    was_ready: bool = False  # in one of its incarnations
-    # Of a server, since it was started:
-    up: bool = False  # it has answered
-    answered: float = 0.0
-    ask_at: float = 0.0
-    requests: int = 0
+    ready: bool = False  # in this incarnation
+    was_ready: bool = False  # in any incarnation
 
     @property
-    def running(self) -> bool:
-        return self.child is not None and self.child.running
+    def name(self) -> str:
+        return self.spec.name
 
     @property
     def is_job(self) -> bool:
-        return self.spec is not None and not self.spec.service
+        return not self.spec.service
 
 
 @dataclass(frozen=True)
@@ -390,7 +366,7 @@ class _Failure:
     child: SupervisedChild
     reason: str
     user_error: str | None = None  # its last line, where that says what the user has to correct
-    permanent: bool = False  # its exit status says that a restart cannot help
+    never_ready: bool = False  # it was given all the time it may take to start
 
     def __str__(self) -> str:
         last = self.child.last_words()[-1:] if self.reason.startswith("failed") else []
@@ -430,9 +406,8 @@ class Supervisor:
         self._output_dir, self._environ = output_dir, environ
         self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
-        self._managed = {spec.name: _Managed(spec.name, spec, due=0.0) for spec in processes}
-        for server in servers:
-            self._managed.setdefault(server.name, _Managed(server.name, None)).server = server
+        by_name = {server.name: server for server in servers}
+        self._managed = {spec.name: _Managed(spec, by_name.get(spec.name)) for spec in processes}
         self._clock = LoopClock()
         self._budget = RestartBudget(self._policy, newest_steps(output_dir))
         self._watchdog = Watchdog(self._policy)
@@ -476,8 +451,6 @@ class Supervisor:
         while True:  # bounded: as long as the run; every process is watched for stalls
             if self._clock.tick():
                 self._watchdog.reset(self._clock.now)
-                for managed in self._managed.values():
-                    managed.answered = self._clock.now
             for managed in self._managed.values():
                 if managed.due is not None and self._clock.now >= managed.due and self._may_start(managed.spec):
                     self._start(managed, lifeline)
@@ -499,7 +472,7 @@ class Supervisor:
         if not self._jobs_left():
             return RunOutcome.SUCCESS
         answers = [self._restart(failure) for failure in failures]  # each is reported
-        return None if all(answers) and self._ask_next_server() else RunOutcome.FAILURE
+        return None if all(answers) else RunOutcome.FAILURE
 
     def _jobs_left(self) -> bool:
         return any(managed.is_job and not managed.over for managed in self._managed.values())
@@ -508,16 +481,13 @@ class Supervisor:
         managed = self._managed.values()
         return [(each, each.child) for each in managed if each.child is not None and each.child.running]
 
-    def _may_start(self, spec: ProcessSpec | None) -> bool:
-        assert spec is not None
+    def _may_start(self, spec: ProcessSpec) -> bool:
         reported = spec.after is None or self._clock.now > AFTER_SECONDS or spec.after in read_status(self._output_dir)
         # A server that never serves ends the run, or leaves it.
         return reported and all(self._managed[name].was_ready or self._managed[name].over for name in spec.after_ready)
 
     def _start(self, managed: _Managed, lifeline: Lifeline) -> None:
-        assert managed.spec is not None
-        now, managed.due, managed.up = self._clock.now, None, False
-        managed.ask_at = now
+        now, managed.due, managed.ready = self._clock.now, None, False
         managed.child = SupervisedChild(managed.spec, lifeline, self._environ, managed.options, now)
         self._watchdog.begin(managed.name, now)
 
@@ -540,7 +510,7 @@ class Supervisor:
             if status == 0 and managed.is_job and last is not None:
                 reason = f"ended too early ({last.outcome or 'without a last word'})"
             user_error = child.user_error() if status > 0 else None
-            failures.append(_Failure(managed, child, reason, user_error, status == FOR_GOOD))
+            failures.append(_Failure(managed, child, reason, user_error))
         return failures
 
     def _kill_stalled(self) -> list[_Failure]:
@@ -548,38 +518,53 @@ class Supervisor:
             return []
         self._next_judgement = self._clock.now + JUDGE_SECONDS
         statuses, running = read_status(self._output_dir), self._running()
-        for managed in self._managed.values():
-            managed.was_ready |= managed.name in statuses and statuses[managed.name].ready is not None
+        for managed, child in running:
+            self._note_ready(managed, child, statuses.get(managed.name))
         if self._clock.now >= self._next_table:  # long on a big machine: not looked at more often than needed
             self._next_table = self._clock.now + min(TABLE_SECONDS, self._policy.heartbeat_timeout / 6)
             self._stopped = _stopped_processes([child for _, child in running])
         services = [managed.name for managed, _ in running if not managed.is_job]
         faults = self._watchdog.stalled(self._clock.now, statuses, self._stopped, services)
-        return [
-            self._kill(managed, child, faults[managed.name]) for managed, child in running if managed.name in faults
-        ]
+        failures = []
+        for managed, child in running:
+            server = managed.server
+            late = server is not None and not managed.ready and self._clock.now - child.began > server.ready_timeout
+            if server is not None and late:
+                failures.append(self._kill(managed, child, f"is not ready after {server.ready_timeout:.0f} s"))
+            elif managed.name in faults:
+                failures.append(self._kill(managed, child, faults[managed.name]))
+        return failures
+
+    def _note_ready(self, managed: _Managed, child: SupervisedChild, status: ProcessStatus | None) -> None:
+        """Record that this incarnation is ready, by its own status (that of the one before was removed)."""
+        if managed.ready or status is None or status.ready is None:
+            return
+        managed.ready = managed.was_ready = True
+        if managed.server is not None:
+            self._say(f"{managed.name} ready in {self._clock.now - child.began:.1f} s ({managed.server.url})")
 
     def _kill(self, managed: _Managed, child: SupervisedChild, reason: str) -> _Failure:
         """Diagnose while it can still be seen, then kill it."""
         self._consult_doctor(full=False)
         self._reap(managed, child)
-        return _Failure(managed, child, reason)
+        return _Failure(managed, child, reason, never_ready=managed.server is not None and not managed.was_ready)
 
     def _reap(self, managed: _Managed, child: SupervisedChild) -> None:
         child.reap()
         for process in child.survivors:
             self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
         self._watchdog.end(child.name)
-        last = read_status(self._output_dir).get(child.name)
-        managed.was_ready |= last is not None and last.ready is not None
+        self._note_ready(managed, child, read_status(self._output_dir).get(child.name))
 
     def _restart(self, failure: _Failure) -> bool:
         """Schedule a restart where it may help; return whether the run goes on."""
         managed, name, now, most = failure.managed, failure.managed.name, self._clock.now, self._policy.max_restarts
         # Before it was ready a second try would end with the same line.
-        hopeless = failure.permanent or (failure.user_error is not None and not managed.was_ready)
-        self.to_correct |= hopeless
-        grant = None if hopeless else self._budget.ask(name, now, newest_steps(self._output_dir))
+        to_correct = failure.user_error is not None and not managed.was_ready
+        self.to_correct |= to_correct
+        grant = (
+            None if to_correct or failure.never_ready else self._budget.ask(name, now, newest_steps(self._output_dir))
+        )
         if not isinstance(grant, Grant):
             self._report(failure)
             if grant is not None and most:
@@ -624,50 +609,6 @@ class Supervisor:
         for line in self._doctor(full):
             self._say(line)
 
-    # -- servers -----------------------------------------------------------------------------------------------------------
-
-    def _ask_next_server(self) -> bool:
-        """Ask one that is due: each that hangs takes its time, and a look must be short (`LoopClock`). Returns whether the run goes on.
-
-        Of a server that somebody else runs only the first answer is awaited: later it is between it and the orchestrator.
-        """
-        servers = [
-            each for each in self._managed.values() if each.server and (each.running if each.spec else not each.up)
-        ]
-        managed = min(servers, key=lambda each: each.ask_at, default=None)
-        now = self._clock.now
-        if managed is None or managed.server is None or now < managed.ask_at:
-            return True
-        server, child = managed.server, managed.child
-        began = 0.0 if child is None else child.began
-        managed.ask_at = now + (_HEALTH_READY_SECONDS if managed.up else _HEALTH_START_SECONDS)
-        urls = (server.health, *server.others)  # by turns; the first that answers is enough to begin with
-        managed.requests += 1
-        if healthy(urls[managed.requests % len(urls)]):
-            if not managed.up:
-                self._say(f"{server.name} ready in {now - began:.1f} s ({server.url})")
-            managed.up = managed.was_ready = True
-            managed.answered = now
-            return True
-        if managed.up:
-            silent = now - managed.answered
-            late, reason = (
-                silent > self._policy.heartbeat_timeout,
-                f"has not answered {server.health} for {silent:.0f} s",
-            )
-        else:
-            late, reason = now - began > server.ready_timeout, f"is not ready after {server.ready_timeout:.0f} s"
-        if not late:
-            return True
-        if managed.was_ready:
-            return child is None or self._restart(self._kill(managed, child, reason))
-        hint = "see its log" if child is not None else f"{how_to_start(server.url)}, or give [inference]"
-        self._say(f"error: no inference server at {server.url} after {server.ready_timeout:.0f} s: {hint}")
-        self._consult_doctor()
-        if child is not None:
-            self._reap(managed, child)
-        return self._does_without(managed)
-
     # -- stopping ----------------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
@@ -708,7 +649,7 @@ class Supervisor:
             self._say(f"stopping {', '.join(managed.name for managed, _ in running)}")
         for managed, child in running:
             # A server that is still loading hears no SIGTERM and has nothing to lose.
-            loading = managed.server is not None and not managed.up and self._drain_deadline is None
+            loading = managed.server is not None and not managed.ready and self._drain_deadline is None
             child.signal(signal.SIGKILL if loading else signal.SIGTERM)
         with suppress(WaitTimeout):
             wait(

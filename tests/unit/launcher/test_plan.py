@@ -267,14 +267,7 @@ def test_without_inference_the_trainer_gets_the_first_gpus() -> None:
     assert gpus(plan) == {"trainer": ("0",), "orchestrator": ()}
     (server,) = plan.servers
     assert server.port is None
-    assert server.health == "http://localhost:8000/health"
-
-
-def test_of_several_servers_that_run_already_any_is_asked() -> None:
-    several = config(serve=False)
-    several.orchestrator.client.base_url = ["http://a:1/v1", "http://b:2"]
-    (server,) = make_plan(several, machine(2)).servers
-    assert (server.health, server.others) == ("http://a:1/health", ("http://b:2/health",))
+    assert server.url == "http://localhost:8000/v1"
 
 
 def test_one_rank_is_plain_and_several_go_through_torchrun() -> None:
