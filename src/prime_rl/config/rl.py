@@ -8,7 +8,7 @@ from prime_rl.config.base import BaseConfig, check, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share, without_copies
-from prime_rl.config.shared import CkptConfig, Device, ModelConfig, WandbConfig, nothing_to_clean
+from prime_rl.config.shared import CkptConfig, Device, ModelConfig, SlurmConfig, WandbConfig, nothing_to_clean
 from prime_rl.config.trainer import TrainerConfig
 
 
@@ -27,6 +27,9 @@ class RLConfig(BaseConfig):
     seq_len: PositiveInt | None = option(None, "Most tokens of a sample (None: as the sections say).")
     ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
     wandb: WandbConfig | None = option(None, "Weights & Biases.")
+    slurm: SlurmConfig | None = option(
+        None, "Submit the run as a SLURM job (None: make it here).", json_schema_extra={"one_time": True}
+    )
     bench: bool = option(
         False, "Measure trainer and orchestrator, each by itself, over a few steps. Writes to output_dir/bench."
     )

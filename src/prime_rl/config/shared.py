@@ -58,6 +58,17 @@ class WandbConfig(Section):
     offline: bool = option(False, "Write local files only, upload nothing.")
 
 
+class SlurmConfig(Section):
+    """A job of SLURM: `rl` submits a batch script that makes the run, on a file system that all nodes see."""
+
+    nodes: PositiveInt = option(1, "Nodes of the job.")
+    inference_nodes: PositiveInt = option(1, "Of several nodes, those that serve; the others train.")
+    gpus_per_node: PositiveInt = option(8, "GPUs of each node.")
+    partition: str | None = option(None, "Partition (None: the cluster's default).")
+    account: str | None = option(None, "Account that the job is charged to (None: the user's default).")
+    time: str | None = option(None, "Time limit, such as 12:00:00 (None: the partition's).")
+
+
 class MonitorConfig(Section):
     """Where metrics go, beside metrics/*.jsonl."""
 

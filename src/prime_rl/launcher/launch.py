@@ -15,7 +15,7 @@ from prime_rl.errors import UserError
 from prime_rl.importing import find_module
 from prime_rl.inference.arguments import guarded_host
 from prime_rl.inference.checks import model_size
-from prime_rl.launcher import doctor, preflight, rundir
+from prime_rl.launcher import doctor, preflight, rundir, slurm
 from prime_rl.launcher.console import Console, bench_table, minutes, summary
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, memory_gib, visible_gpus
 from prime_rl.launcher.supervise import Restart, RestartPolicy, RunOutcome, Supervisor
@@ -41,6 +41,11 @@ def run(config: RLConfig) -> int:
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})
     resolved = resume_at(config)
+    if config.slurm is not None:
+        _check(resolved)
+        if not config.dry_run:
+            _check_directory(config)
+        return slurm.submit(resolved)
     plan = make_plan(resolved, _this_machine(config))
     _check(resolved)
     # `rl.toml` keeps `resume_step = -1`, which means the newest checkpoint when the file is used again.

@@ -1,0 +1,109 @@
+"""`rl --slurm`: the script is run by bash, over commands that only say how they were called. No cluster."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.config import RLConfig, parse
+from prime_rl.errors import UserError
+from prime_rl.launcher.slurm import render, submit
+
+CALLS = {
+    "scontrol": "printf 'a\\nb\\nc\\nd\\n'",
+    "uv": 'echo "uv $*" >> "$CALLS"',
+    # A server runs until it is ended; the others end as `$STATUS_trainer` and the like say.
+    "srun": 'echo "srun $*" >> "$CALLS"\ncase "$*" in *inference*) exec sleep "${SERVER_SECONDS:-600}";; *) exit "${STATUS:-0}";; esac',
+    "sbatch": 'echo "Submitted batch job 7 ($1)"',
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory of the stand-ins; `calls` in it has a line for each call."""
+    for name, body in CALLS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    return tmp_path
+
+
+def config(root: Path, slurm: dict[str, Any], **more: Any) -> RLConfig:
+    orchestrator = {"environments": [{"id": "reverse-text"}]}
+    return RLConfig.model_validate({"output_dir": root, "orchestrator": orchestrator, "slurm": slurm, **more})
+
+
+def run(cluster: Path, made: RLConfig, **env: str) -> tuple[int, str]:
+    script = cluster / "script"
+    script.write_text(render(made)[0])
+    done = subprocess.run(["bash", script], env={**os.environ, **env}, timeout=60, capture_output=True, text=True)
+    return done.returncode, (cluster / "calls").read_text()
+
+
+def test_one_node_runs_the_command_itself(cluster: Path) -> None:
+    """Contract: the same run with the same supervision, on a node of the cluster."""
+    made = config(cluster / "run", {"partition": "p", "time": "12:00:00"}, recover=True)
+    text, sections = render(made)
+    assert "#SBATCH --partition=p\n#SBATCH --time=12:00:00\n" in text
+    assert run(cluster, made) == (0, f"uv run rl @ {cluster / 'run/configs/rl.toml'} --recover\n")
+    assert list(sections.values()) == [made]
+
+
+def test_several_nodes(cluster: Path) -> None:
+    """Contract: the first nodes serve, the others train, the orchestrator knows every server; servers end with the jobs."""
+    made = config(cluster / "run", {"nodes": 4, "inference_nodes": 2}, inference={"tensor_parallel_size": 2})
+    status, calls = run(cluster, made)
+    assert status == 0
+    serves, trains, orchestrates = sorted(calls.splitlines(), key=lambda line: ["inference @", "train @", "orchestrator @"].index(
+        next(word for word in ("inference @", "train @", "orchestrator @") if word in line)))  # fmt: skip
+    assert "--nodes=2 --ntasks=2 --nodelist=a,b" in serves
+    assert "--nodes=2 --ntasks=2 --nodelist=c,d" in trains
+    assert "--nnodes=2 --nproc-per-node=8" in trains
+    assert "--rdzv-endpoint=c:29500" in trains
+    assert "--nodelist=c " in orchestrates
+    assert "--client.base-url http://a:8000 http://b:8000" in orchestrates
+    server = render(made)[1][cluster / "run" / "configs" / "inference.toml"]
+    assert getattr(server, "data_parallel_size") == 4  # noqa: B009
+
+
+@pytest.mark.parametrize("env", [{"STATUS": "3"}, {"SERVER_SECONDS": "0"}])
+def test_a_step_that_fails_ends_the_job(cluster: Path, env: dict[str, str]) -> None:
+    """Contract: a failure of any step is the job's failure, and nothing is left waiting for it."""
+    body = CALLS["srun"].replace('exit "${STATUS:-0}"', 'exec sleep 600' if "SERVER_SECONDS" in env else 'exit "${STATUS:-0}"')  # fmt: skip
+    (cluster / "srun").write_text(f"#!/usr/bin/env bash\n{body}\n")
+    status, _ = run(cluster, config(cluster / "run", {"nodes": 2}, inference={}), **env)
+    assert status != 0
+
+
+@pytest.mark.parametrize(
+    ("slurm", "inference", "message"),
+    [
+        ({"nodes": 2, "inference_nodes": 2}, {}, "leaves none of 2 nodes"),
+        ({"nodes": 2}, {"tensor_parallel_size": 3}, "no multiple of the 3 GPUs"),
+    ],
+)
+def test_nodes_that_cannot_be_laid_out(
+    tmp_path: Path, slurm: dict[str, Any], inference: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        render(config(tmp_path, slurm, inference=inference))
+
+
+def test_submitting_and_printing(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contract: `--dry-run` prints the script and submits nothing; the configs that the job reads do not submit again."""
+    root = cluster / "run"
+    assert submit(config(root, {"nodes": 2}, inference={}, dry_run=True)) == 0
+    assert capsys.readouterr().out.startswith("#!/usr/bin/env bash\n#SBATCH")
+    assert not (root / "configs" / "rl.sbatch").exists()
+    assert submit(config(root, {})) == 0
+    assert capsys.readouterr().out == f"Submitted batch job 7 ({root / 'configs/rl.sbatch'})\n"
+    assert parse(RLConfig, ["@", str(root / "configs/rl.toml")], env={}).slurm is None
+    (cluster / "sbatch").write_text("#!/bin/sh\necho no such partition >&2; exit 1\n")
+    with pytest.raises(UserError, match="no such partition"):
+        submit(config(root, {}))
