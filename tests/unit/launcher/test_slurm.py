@@ -14,8 +14,8 @@ from prime_rl.launcher.slurm import render, submit
 CALLS = {
     "scontrol": "printf 'a\\nb\\nc\\nd\\n'",
     "uv": 'echo "uv $*" >> "$CALLS"',
-    # A server runs until it is ended; the others end as `$STATUS_trainer` and the like say.
-    "srun": 'echo "srun $*" >> "$CALLS"\ncase "$*" in *inference*) exec sleep "${SERVER_SECONDS:-600}";; *) exit "${STATUS:-0}";; esac',
+    # A server runs until it is ended; the other steps end after it was called, with `$STATUS`.
+    "srun": 'echo "srun $*" >> "$CALLS"\ncase "$*" in *inference*) exec sleep "${SERVER_SECONDS:-600}";; esac\nuntil grep -q inference "$CALLS"; do sleep 0.05; done\nexit "${STATUS:-0}"',
     "sbatch": 'echo "Submitted batch job 7 ($1)"',
 }
 
@@ -55,7 +55,7 @@ def test_one_node_runs_the_command_itself(cluster: Path) -> None:
     assert list(sections.values()) == [made]
 
 
-def test_several_nodes(cluster: Path) -> None:
+def test_the_first_nodes_serve_and_the_others_train(cluster: Path) -> None:
     """Contract: the first nodes serve, the others train, the orchestrator knows every server; servers end with the jobs."""
     made = config(cluster / "run", {"nodes": 4, "inference_nodes": 2}, inference={"tensor_parallel_size": 2})
     status, calls = run(cluster, made)
@@ -75,7 +75,7 @@ def test_several_nodes(cluster: Path) -> None:
 @pytest.mark.parametrize("env", [{"STATUS": "3"}, {"SERVER_SECONDS": "0"}])
 def test_a_step_that_fails_ends_the_job(cluster: Path, env: dict[str, str]) -> None:
     """Contract: a failure of any step is the job's failure, and nothing is left waiting for it."""
-    body = CALLS["srun"].replace('exit "${STATUS:-0}"', 'exec sleep 600' if "SERVER_SECONDS" in env else 'exit "${STATUS:-0}"')  # fmt: skip
+    body = CALLS["srun"] if "STATUS" in env else CALLS["srun"].replace("exit", "exec sleep 600 #")
     (cluster / "srun").write_text(f"#!/usr/bin/env bash\n{body}\n")
     status, _ = run(cluster, config(cluster / "run", {"nodes": 2}, inference={}), **env)
     assert status != 0
