@@ -121,7 +121,7 @@ def environments_of_run(run_dir: Path) -> tuple[list[EvalEnv], Path | None]:
     Raises:
         UserError: the file was written for other settings than today's.
     """
-    from prime_rl.orchestrator.plans import eval_environments
+    from prime_rl.orchestrator.evaluation import eval_environments
 
     environments: Sequence[EnvConfig] = []
     path = None

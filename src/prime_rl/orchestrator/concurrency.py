@@ -1,34 +1,38 @@
-"""`max_concurrent = "auto"`: as many episodes in flight as the servers take without a queue or a preemption, by their own counters.
+"""How many episodes may be in flight: what the configuration allows, and the controller of `max_concurrent = "auto"`.
 
-The rule. All is judged over *turns*: as many landings as episodes may be in flight, so that contexts have had the time to grow as long as they
-become, and a few looks at least.
+The controller follows the servers' own counters. It judges by *turns*: as many episodes end as may be in flight, so that contexts reach their usual
+length, and a few looks at least.
 
-* A turn without pressure in which the limit was reached lets it grow by a quarter, but only as far as the cache, as full as it was at most, stays
-  below its mark, and never above the *ceiling*.
+* A turn without pressure in which the limit was reached raises it by a quarter, but only as far as the fullest cache stays below its mark, and never
+  above the *ceiling*.
 * Pressure ends a turn at once: a preemption that no update explains, a cache that is nearly full, a queue that stands. The limit falls to a little
   less than the share of it that was served, by half at most, and that is the ceiling from then on.
-* A queue stands if it is there at every look until as many episodes have landed as waited in it when it was longest, while the limit was reached:
-  by then those have had their turn. A burst (the first prompts of all, contexts that are computed again after an update, a group that starts) is
-  taken in before that, however slow the server is.
-* After three turns in a row at its ceiling, with room in the cache for more, the limit is tried a quarter higher. If that is too much it goes back to where it was at once, and twice as many
-  turns pass before the next try; if not, there is no ceiling any more.
-* While an evaluation keeps the servers busy, too, nothing is judged, nor while what is in flight beyond a new limit ends.
+* A queue stands if every look finds it, while the limit is reached, until as many episodes have ended as waited in it when it was longest. A burst
+  (the first prompts, contexts that are computed again after an update, a group that starts) is served before that, however slow the server is.
+* After three turns in a row at its ceiling, with room in the cache, the limit is tried a quarter higher. If that is too much it goes back at once, and
+  twice as many turns pass before the next try; if not, the ceiling is lifted.
+* Nothing is judged while an evaluation keeps the servers busy, or while more is in flight than a new limit allows.
 
-So under a load that stays what it is the limit comes to rest where it fits, and the number of tries grows with the logarithm of time at most; what
-was cut for a reason that is gone is back after about as many turns as have gone by at the latest. `tests/unit/orchestrator/test_concurrency.py` shows
-it on a model of a server. `Concurrency` is pure: no clock, no network; `LoadWatch` asks the servers.
+Under a steady load the limit comes to rest where it fits, and tries become rarer with the logarithm of time; a limit that was cut for a reason that is
+gone recovers after about as many turns as have passed. `Concurrency` is pure: no clock, no network; `LoadWatch` asks the servers.
 """
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from loguru import logger
 
+from prime_rl.config.shared import ORCHESTRATOR_STEPS
+from prime_rl.envs.worker_pool import worker_range
 from prime_rl.fleet.replicas import ReplicaPool
-from prime_rl.orchestrator.scheduler import Scheduler
+from prime_rl.orchestrator.scheduler import Limits, Scheduler
+
+if TYPE_CHECKING:
+    from prime_rl.config import OrchestratorConfig
 
 GROWTH = 1.25
 CUT = 0.9  # of what was served when it was too much
@@ -39,6 +43,37 @@ PATIENCE = 3  # turns at a ceiling, with room in the cache for more, before the 
 LOOKS = 4  # of a turn, and of a queue, at least: fewer could miss the moment at which the cache is fullest, or the queue empty
 QUEUE = 0.05  # of what runs: as much waits for the engine's next step where many come and go
 REACHED = 0.95  # of the limit in flight: the limit holds the number back, not the steps that may run ahead
+
+
+def limits(config: "OrchestratorConfig") -> Limits:
+    """The scheduler's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
+    level = steps_ahead(config)
+    fixed = None if config.max_concurrent == "auto" else config.max_concurrent  # `LoadWatch` finds it
+    return Limits(
+        batch_size=config.batch_size,
+        group_size=config.rollouts_per_example,
+        async_level=level,
+        max_off_policy_steps=max(config.max_off_policy_steps, level),
+        max_concurrent=min(fixed or config.batch_size * (config.async_level + 1), slots(config)),
+        max_steps=ORCHESTRATOR_STEPS if config.bench else config.max_steps,
+    )
+
+
+def steps_ahead(config: "OrchestratorConfig") -> int:
+    """Steps that sampling may run ahead: all of them where no trainer takes part."""
+    if config.bench:
+        return ORCHESTRATOR_STEPS
+    return config.async_level if config.trainer else config.max_steps or sys.maxsize
+
+
+def most_in_flight(config: "OrchestratorConfig") -> int:
+    """As many episodes as the steps that may be sampled hold, and the workers run: no number lets more start."""
+    return min(config.batch_size * (steps_ahead(config) + 1), slots(config))
+
+
+def slots(config: "OrchestratorConfig") -> int:
+    """Episodes that the workers run at once, as many workers as there may be. More would wait for a slot and grow old."""
+    return sum(worker_range(env.workers, env.max_workers)[1] * env.max_concurrent for env in config.environments)
 
 
 @dataclass(frozen=True)

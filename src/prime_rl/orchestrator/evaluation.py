@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -9,16 +10,17 @@ from loguru import logger
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.evals.metrics import EvalReport
-from prime_rl.evals.runner import evaluate, tasks_of
+from prime_rl.evals.runner import EvalPlan, evaluate, tasks_of
 from prime_rl.fleet.recovery import Recovery
 from prime_rl.fleet.replicas import Replica, RoutedEnvPool
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
-from prime_rl.orchestrator.plans import eval_plans, limits
+from prime_rl.orchestrator.concurrency import limits
 from prime_rl.transport.protocol import valid
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
+    from prime_rl.config.shared import EnvConfig
 
 
 _ATTEMPTS = 3  # at an evaluation during which the server is lost
@@ -174,3 +176,35 @@ class Evaluations:
             for key in (f"eval/{plan.env}/policy_incarnation", f"eval/{plan.env}/policy_life")  # the earlier name
             if key in row
         }
+
+
+def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
+    """What is evaluated: the environments named for it, else the training ones with their argument `split` set to "eval"."""
+    if config.eval is None:
+        return []
+    if config.eval.environments:
+        return config.eval.environments
+    return [env.model_copy(update={"args": {**env.args, "split": "eval"}}) for env in config.environments]
+
+
+def eval_plans(config: "OrchestratorConfig") -> Iterator[EvalPlan]:
+    """One plan for each evaluation environment."""
+    section = config.eval
+    if section is None:
+        return
+    for env in eval_environments(config):
+        base = section.sampling.over(config.sampling)
+        sampling = env.sampling.over(base) if env.sampling else base
+        yield EvalPlan(
+            env.name,
+            eval_worker(env.name),
+            sampling,
+            section.num_examples,
+            section.rollouts_per_example,
+            config.seq_len,
+        )
+
+
+def eval_worker(name: str) -> str:
+    """The pool's name of an evaluation environment, which may bear the same name as a training one."""
+    return f"{name}-eval"

@@ -31,11 +31,10 @@ from prime_rl.orchestrator.checkpoint import (
     missing_rows,
     resume_point,
 )
-from prime_rl.orchestrator.concurrency import LoadWatch
+from prime_rl.orchestrator.concurrency import LoadWatch, limits, most_in_flight
 from prime_rl.orchestrator.evaluation import Evaluations
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, total
 from prime_rl.orchestrator.metrics import Tally, discard_metrics, groups_since, step_metrics
-from prime_rl.orchestrator.plans import limits, most_in_flight
 from prime_rl.orchestrator.resume import open_ledger, restore
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.router import connect_all
 from prime_rl.monitor import Monitor, Status, read_metrics
+from prime_rl.orchestrator.evaluation import eval_environments, eval_worker
 from prime_rl.orchestrator.metrics import bench_table
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from prime_rl.orchestrator.plans import make_pool
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport.commit import CommitError
 
@@ -91,6 +93,23 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
             await pool.close()
         await teachers.close()
         monitor.close()
+
+
+def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
+    """The worker pool of all training and evaluation environments. Evaluations are the policy's own, whoever samples what it learns from."""
+    names = [env.name for env in config.environments]
+    evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
+    return EnvPool(
+        prepare([*config.environments, *evals]),
+        model=config.model.name,
+        base_url=config.client.base_urls,
+        api_key=os.environ.get(config.client.api_key_var),
+        renderer=config.renderer,
+        output_dir=config.output_dir,
+        log_level=config.log.level,
+        samplers={name: sampler for name in names if (sampler := teachers.sampler_of(name)) is not None},
+        demonstrations={name: shown for name in names if (shown := teachers.demonstration_of(name)) is not None},
+    )
 
 
 def _connect(

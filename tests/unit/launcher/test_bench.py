@@ -16,7 +16,7 @@ from prime_rl.launcher import launch as rl
 from prime_rl.launcher.rundir import bench_dir, separate_bench
 from prime_rl.monitor import log, read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.orchestrator.plans import limits
+from prime_rl.orchestrator.concurrency import limits
 from prime_rl.trainer.training_loop import bench_config
 from prime_rl.transport.commit import stage
 from support import trainer as support

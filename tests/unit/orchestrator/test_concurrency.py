@@ -1,4 +1,4 @@
-"""The limit of episodes in flight, against a model of a server: it finds what fits, and comes to rest there."""
+"""The limit of episodes in flight: what the configuration allows; the controller against a model of a server: it finds what fits, and rests there."""
 
 import asyncio
 import itertools
@@ -6,6 +6,7 @@ import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.concurrency import LOOKS, PATIENCE, Concurrency, LoadWatch, ServerLoad, read_load
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.orchestrator.concurrency import (
+    LOOKS,
+    PATIENCE,
+    Concurrency,
+    LoadWatch,
+    ServerLoad,
+    limits,
+    most_in_flight,
+    read_load,
+    slots,
+)
 from prime_rl.orchestrator.scheduler import Limits, Scheduler, Task
 from prime_rl.wait import wait_async
 
@@ -338,3 +350,19 @@ async def test_preemptions_by_an_update_lower_nothing() -> None:
     assert core.limits.max_concurrent == 16
     await look(watch, text(preempted=9), text(preempted=16))
     assert core.limits.max_concurrent < 16
+
+
+@pytest.mark.parametrize(("workers", "max_workers", "expected"), [(2, None, 2 * 8 + 4), ("auto", 5, 5 * 8 + 4)])
+def test_slots_count_the_workers_that_may_be(
+    tmp_path: Path, workers: int | str, max_workers: int | None, expected: int
+) -> None:
+    """An environment that may grow gets the episodes that make it grow."""
+    config = OrchestratorConfig(
+        output_dir=tmp_path,
+        environments=[
+            {"id": "a", "workers": workers, "max_workers": max_workers, "max_concurrent": 8},
+            {"id": "b", "workers": 1, "max_concurrent": 4},
+        ],
+        batch_size=1000, rollouts_per_example=10, async_level=1, max_concurrent=500,
+    )  # fmt: skip
+    assert slots(config) == most_in_flight(config) == limits(config).max_concurrent == expected

@@ -1,4 +1,4 @@
-"""What is left out of training, and what is turned away: each rule by hand, and in a batch."""
+"""What is left out of training, what is turned away (each rule by hand, and in a batch), and settings that are refused."""
 
 import math
 import random
@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from prime_rl.config import OrchestratorConfig
-from prime_rl.config.orchestrator import CurriculumConfig, DifficultyFilter, FilterConfig
+from prime_rl.config.orchestrator import FilterConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.admission import check_filters, turned_away, why_episode
@@ -166,24 +166,50 @@ def test_a_filter_of_ones_own_says_yes_or_no() -> None:
         check_filters(FilterConfig(custom={"path": f"{__file__}:shorter_than"}), "filters")
 
 
+TEACHER = {"base_url": "http://teacher"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        *(
+            ({"algorithm": {"type": kind}, "rollouts_per_example": 1}, f"{kind} compares attempts at one task")
+            for kind in ("grpo", "rloo", "opo", "max_rl", "gdpo")
+        ),
+        (
+            {"algorithm": {"type": "reinforce_pp", "group_baseline": True}, "rollouts_per_example": 1},
+            "reinforce_pp compares attempts at one task",
+        ),
+        (
+            {"environment": {"id": "env", "algorithm": {"type": "grpo"}}, "rollouts_per_example": 1},
+            "grpo compares attempts at one task",
+        ),
+        (
+            {"algorithm": {"type": "reinforce_pp"}, "rollouts_per_example": 1, "batch_size": 1},
+            "compares the episodes of a batch: with batch_size 1",
+        ),
         ({"algorithm": {"type": "rae"}, "filters": {"dynamic_sampling": True}}, "dynamic_sampling has no effect: rae"),
         ({"algorithm": {"type": "gdpo", "length_penalty": {"type": "linear"}}}, "length_penalty has no effect"),
         ({"algorithm": {"type": "gdpo", "weights": {"a": 0.0}}}, "weights are all zero, and so would be every"),
+        (
+            {"algorithm": {"type": "grpo", "length_penalty": {"type": "overlong", "max_tokens": 10, "cache": 20}}},
+            "cache 20 is more than max_tokens 10",
+        ),
+        ({"filters": {"difficulty": {"low": 0.9, "high": 0.1}}}, r"low 0\.9 is not below high 0\.1"),
+        ({"filters": {"difficulty": {"low": math.nan}}}, "low"),
+        ({"curriculum": {"hard": 0.9}}, r"hard 0\.9 is not below easy 0\.8"),
+        ({"algorithm": {"type": "opd"}}, r"opd needs a teacher: give teacher\.base_url"),
+        ({"algorithm": {"type": "sft"}}, r"sft needs a teacher: give teacher\.base_url"),
+        ({"algorithm": {"type": "grpo", "teacher": TEACHER}}, "teacher"),
+        ({"algorithm": {"type": "sft", "teacher": TEACHER | {"timeout": 3}}}, "timeout"),
+        ({"algorithm": {"type": "opd", "teacher": {"base_url": "teacher:8000"}}}, "does not start with http"),
+        ({"algorithm": {"type": "opd", "teacher": {"base_url": "http://me:secret@t"}}}, "holds a password"),
+        ({"algorithm": {"type": "echo", "weights": {"judge": 1.0}}}, "no message has the role 'judge'"),
+        ({"algorithm": {"type": "echo", "weights": {"tool": -1.0}}}, "tool is below zero"),
+        ({"algorithm": {"type": "opsd", "template": "look"}}, r"template has no \{demonstration\}"),
     ],
 )
-def test_what_has_no_effect_is_refused(settings: dict, message: str) -> None:
+def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
+    """Contract: one clear line before anything starts."""
     with pytest.raises(ValidationError, match=message):
-        config(**settings)
-
-
-def test_thresholds_out_of_order() -> None:
-    """Contract: refused before anything starts."""
-    with pytest.raises(ValidationError, match=r"low 0\.9 is not below high 0\.1"):
-        DifficultyFilter(low=0.9, high=0.1)
-    with pytest.raises(ValidationError, match=r"hard 0\.9 is not below easy 0\.8"):
-        CurriculumConfig(hard=0.9)
-    with pytest.raises(ValidationError):
-        DifficultyFilter(low=math.nan)
+        OrchestratorConfig(**{"environment": {"id": "env"}, "batch_size": 4, "rollouts_per_example": 2} | settings)

@@ -288,18 +288,6 @@ def test_a_lock_is_waited_for_only_so_long(path, monkeypatch):
 # -- bad files -----------------------------------------------------------------------------------------------------------------
 
 
-def damage_truncate(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def damage_empty(path):
-    os.truncate(path, 0)
-
-
-def damage_garbage(path):
-    path.write_bytes(b"x" * 5000)
-
-
 def damage_middle(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
@@ -313,7 +301,16 @@ def damage_foreign(path):
     db.close()
 
 
-@pytest.mark.parametrize("damage", [damage_truncate, damage_empty, damage_garbage, damage_middle, damage_foreign])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+        lambda path: os.truncate(path, 0),
+        lambda path: path.write_bytes(b"x" * 5000),
+        damage_middle,
+        damage_foreign,
+    ],
+)
 def test_a_damaged_ledger_is_refused_and_left_alone(path, damage):
     """A truncated, emptied, overwritten or foreign file is no new ledger: the error says what to do, and not a byte changes."""
     ledger = ScriptedLedger(path)

@@ -323,52 +323,6 @@ def new_threads() -> ThreadPoolExecutor:
     return threads
 
 
-class ManyTasks(MixedPool):
-    """Several tasks, some of which are too easy; one episode too many tokens."""
-
-    def tasks(self, env: str) -> list[TaskInfo]:
-        return [TaskInfo(f"task-{i}", i) for i in range(4)]
-
-    async def run(self, *, episode_id: str, policy_version: int, env: str, **rest) -> EpisodeResult:
-        result = await super().run(episode_id=episode_id, policy_version=policy_version, env=env, **rest)
-        result.is_truncated = result.ok and episode_id.startswith("4.1.")
-        return result
-
-
-REMEMBERING = {
-    "algorithm": {"type": "rae"},
-    "filters": {"difficulty": {"low": 0.5, "high": 9.0}, "truncated": {}},
-}
-
-
-def make_remembering_world(directory) -> World:
-    world = make_world(directory, **REMEMBERING)
-    world.pool = ManyTasks(world.engine)
-    return world
-
-
-@pytest.fixture(scope="module")
-def remembering(tmp_path_factory) -> World:
-    """The run that nothing disturbed."""
-    world = make_remembering_world(tmp_path_factory.mktemp("remembering") / "run")
-    asyncio.run(finish(world))
-    return world
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_what_algorithms_and_filters_remember_survives(tmp_path, remembering, seed):
-    """Moving averages go on from the last committed batch, groups are turned away again, filtered episodes stay so: the same batches as undisturbed."""
-    world = make_remembering_world(tmp_path / "run")
-    await kill_at_random_moments(world, seed)
-    check(world, remembering)
-    states = [read_state(one.directory / "rollouts", STEPS - 1) for one in (remembering, world)]
-    assert states[0].algorithm == states[1].algorithm
-    assert states[0].algorithm["env"][""] > 0
-    rows = read_metrics(remembering.directory / "metrics" / "orchestrator.jsonl")
-    assert sum(row.get("turned_away/difficulty", 0) for row in rows) > 0
-    assert sum(row.get("filtered/truncated", 0) for row in rows) > 0
-
-
 class EndlessPool(MixedPool):
     def tasks(self, env: str) -> list[TaskInfo] | EndlessTasks:
         return EndlessTasks("stream")
@@ -408,12 +362,14 @@ class PoolsOfTasks(MixedPool):
         result = await super().run(episode_id=episode_id, env=env, task_index=task_index, **rest)
         if not episode_id.startswith("eval"):
             result.reward += task_index % 4 - 1.5
+            result.is_truncated = result.ok and episode_id.startswith("4.1.")
         return result
 
 
 BY_DIFFICULTY = {
+    "algorithm": {"type": "rae"},
     "curriculum": {"easy": 1.0, "hard": -0.5, "easy_weight": 2.0, "hard_weight": 2.0},
-    "filters": {"difficulty": {"low": -0.7, "high": 1.2}},
+    "filters": {"difficulty": {"low": -0.7, "high": 1.2}, "truncated": {}},
 }
 
 
@@ -430,14 +386,16 @@ def drawn(world: World) -> list[tuple[int, int, str]]:
         return db.execute("SELECT number, task_index, state FROM groups ORDER BY number").fetchall()
 
 
-def pools_after_every_step(world: World) -> list[dict]:
-    return [read_state(world.directory / "rollouts", step).curriculum for step in range(STEPS)]
+def states(world: World) -> list[tuple[dict, dict]]:
+    """Difficulty pools, and what the algorithm remembers, after every step."""
+    found = [read_state(world.directory / "rollouts", step) for step in range(STEPS)]
+    return [(one.curriculum, one.algorithm) for one in found]
 
 
 def check_pools(world: World, reference: World) -> None:
     check(world, reference)
     assert drawn(world) == drawn(reference)
-    assert pools_after_every_step(world) == pools_after_every_step(reference)
+    assert states(world) == states(reference)
 
 
 @pytest.fixture(scope="module")
@@ -450,6 +408,10 @@ def by_difficulty(tmp_path_factory) -> World:
         steps = db.execute("SELECT DISTINCT step FROM groups WHERE state = 'discarded'").fetchall()
     assert len(steps) >= 3
     assert len({task for _, task, _ in drawn(world)}) < len(drawn(world))
+    assert read_state(world.directory / "rollouts", STEPS - 1).algorithm["env"][""]
+    rows = read_metrics(world.directory / "metrics" / "orchestrator.jsonl")
+    for name in ("turned_away/difficulty", "filtered/truncated"):
+        assert sum(row.get(name, 0) for row in rows) > 0
     return world
 
 
@@ -486,8 +448,10 @@ async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_difficulty_pools_survive_kills_at_random_moments(tmp_path, by_difficulty, seed):
-    """Tasks drawn by how hard they are: the same draws, pools and batches as undisturbed."""
+async def test_what_pools_algorithms_and_filters_remember_survives_kills_at_random_moments(
+    tmp_path, by_difficulty, seed
+):
+    """Tasks drawn by how hard they are, moving averages, groups turned away, filtered episodes: draws, pools and batches are as undisturbed."""
     world = make_pools_world(tmp_path / "run")
     await kill_at_random_moments(world, seed)
     check_pools(world, by_difficulty)
