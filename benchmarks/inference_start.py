@@ -1,4 +1,4 @@
-"""How soon `inference` is ready on CPU, with and without forking the engine, and what unchunked prefill costs.
+"""How soon `inference` is ready on CPU, with and without forking the engine.
 
     python benchmarks/inference_start.py [--model DIR] [--repeats 2]
 
@@ -23,7 +23,6 @@ from conftest import InferenceServer, launch_server, make_tiny_model
 RECIPES: dict[str, dict[str, Any]] = {
     "default": {"cpu": {"fork_engine": False}},
     "fork_engine": {"cpu": {"fork_engine": True}},
-    "fork_engine, chunked prefill": {"cpu": {"fork_engine": True}, "vllm": {"enable_chunked_prefill": True}},
     "fork_engine, deterministic": {"cpu": {"fork_engine": True}, "deterministic": True},
 }
 REQUESTS, PROMPT, REPLY = 64, 100, 200

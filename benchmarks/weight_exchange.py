@@ -28,8 +28,7 @@ from prime_rl.config.trainer import TrainerModel
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.parallel import close_world, init_world
 from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
-from prime_rl.transport.checksum import checksums
-from prime_rl.transport.exchange import Subscriber, layout
+from prime_rl.transport.exchange import Subscriber, checksums, layout
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 
 

@@ -16,7 +16,7 @@ import httpx
 from conftest import InferenceServer
 from prime_rl.entrypoints import inference
 from prime_rl.inference import routes
-from prime_rl.inference.guard import OPEN, is_served
+from prime_rl.inference.middleware import OPEN, is_served
 
 ROUTES = "TEST_ROUTES"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -40,7 +40,7 @@ def check_doors(server: InferenceServer, table: Path, key: str) -> None:
         *paths
     }
     unknown = [path for path in paths if not is_served(path) and path not in ADMINISTRATIVE]
-    assert not unknown, "decide in guard.py and docs/guides/security.md whether these are served"
+    assert not unknown, "decide in middleware.py and docs/guides/security.md whether these are served"
     bearer = {"Authorization": f"Bearer {key}"}
     for path in (*paths, *DISGUISES, "/a-route-of-tomorrow"):
         for method in METHODS:

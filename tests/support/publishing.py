@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from prime_rl.transport import exchange
-from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import stage
-from prime_rl.transport.exchange import DTYPES, Publisher, layout, shared_buffer, tensor_views
+from prime_rl.transport.exchange import DTYPES, Publisher, checksums, layout, shared_buffer, tensor_views
 from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra, version_dir
 
 SIZE = 2 << 20

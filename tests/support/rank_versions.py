@@ -19,8 +19,7 @@ from prime_rl.trainer.parallel import close_world, init_world, on_main
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import MemoryTransport, Tmpfs, WeightPublisher, write_version
-from prime_rl.transport.checksum import checksums
-from prime_rl.transport.exchange import Subscriber, layout, tensor_views
+from prime_rl.transport.exchange import Subscriber, checksums, layout, tensor_views
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from support.forking import fork_ranks
 

@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from conftest import make_tiny_model
 from prime_rl.inference.copy_plan import CopyPlan, Staged
-from prime_rl.transport.checksum import ALIGNMENT
+from prime_rl.transport.exchange import ALIGNMENT
 
 
 def staged(shapes: dict[str, torch.Size], seed: int) -> Staged:

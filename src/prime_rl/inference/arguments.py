@@ -47,6 +47,10 @@ _REJECTED_UNLESS_OFF = {
     ),
 }  # fmt: skip
 
+_REJECTED_ON_CPU = {
+    "enable_chunked_prefill": "a request with a seed would kill a CPU engine that computes prompts in chunks"
+}
+
 
 def resolve_device(config: InferenceConfig, engine: compat.Engine | None) -> str:
     """ "cpu" or "cuda": what was asked for, else what the installed vLLM was built for, else what the machine has."""
@@ -91,14 +95,16 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     flags = _own_flags(config) | _parallel_flags(config) | compat.release_flags(engine)
     if resolve_device(config, engine) == "cpu":
         flags |= _cpu_flags(config)
+        rejected = _REJECTED_UNLESS_OFF | _REJECTED_ON_CPU
     else:
         flags |= _cache_flags(config)
+        rejected = _REJECTED_UNLESS_OFF
     if config.deterministic:
         flags |= _deterministic_flags()
     extra = extra_options(config)
     for name, value in extra.items():
         off = value is None or value is False
-        if why := _REJECTED.get(name) or (None if off else _REJECTED_UNLESS_OFF.get(name)):
+        if why := _REJECTED.get(name) or (None if off else rejected.get(name)):
             raise UserError(f"vllm.{name}: {why}")
         if isinstance(value, str) and is_secret(name, value):
             raise UserError(f"vllm.{name}: a secret is given by an environment variable (HF_TOKEN, …), not in a config")
@@ -205,7 +211,7 @@ def _cpu_flags(config: InferenceConfig) -> dict[str, Any]:
         "enforce_eager": True if config.enforce_eager is None else config.enforce_eager,
         # As long as the KV cache allows, where nothing is asked for: a model's full context seldom fits.
         "max_model_len": config.max_model_len or "auto",
-        # A request with a seed whose prompt is computed in chunks kills the engine: CPU generators cannot be set back.
+        # vLLM sets a request's generator back after a chunk, which CPU generators cannot do: a seed kills the engine.
         "enable_chunked_prefill": False,
     }
 
@@ -218,11 +224,6 @@ def _cache_flags(config: InferenceConfig) -> dict[str, Any]:
     values = None if model is None else cache_values(model)
     size = None if values is None else tiny_cache_bytes(values)
     return {} if size is None else {"kv_cache_memory_bytes": size}
-
-
-def chunks_on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:
-    """Whether a CPU engine computes prompts in chunks, because `[vllm]` says so."""
-    return resolve_device(config, engine) == "cpu" and extra_options(config).get("enable_chunked_prefill") is True
 
 
 def _deterministic_flags() -> dict[str, Any]:

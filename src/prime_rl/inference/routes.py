@@ -5,7 +5,7 @@
     POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
     POST /v1/generate, an alias of /inference/v1/generate                     POST /v1/sample: rollouts, see `sample`
 
-Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. `guard` asks for the API key.
+Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. `middleware` asks for the API key.
 """
 
 import argparse
@@ -27,16 +27,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.allowed_roots import AllowedRoots, Rejected
-from prime_rl.inference.arguments import chunks_on_cpu
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.engine_watch import EngineWatch
-from prime_rl.inference.guard import Guard, SeedFilter, route_path
-from prime_rl.inference.leader import BODY_BYTES, TOO_LONG, ForwardToLeader, lead, listen
+from prime_rl.inference.middleware import BODY_BYTES, TOO_LONG, ForwardToLeader, Guard, lead, listen, route_path
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.server import PluginContext, plugin_context
-from prime_rl.inference.service import PauseMode, Served, UpdateMetrics, WeightService
+from prime_rl.inference.service import PauseMode, ServedVersion, UpdateMetrics, WeightService
+from prime_rl.inference.version_files import AllowedRoots, Rejected
 from prime_rl.lifeline import follow
 from prime_rl.monitor import Status
 from prime_rl.processes import identify
@@ -123,7 +121,7 @@ async def resume(service: Service) -> dict[str, Any]:
     return {"paused": False}
 
 
-def _brief(served: Served, parts: UpdateMetrics) -> dict[str, Any]:
+def _brief(served: ServedVersion, parts: UpdateMetrics) -> dict[str, Any]:
     return {"version": served.version, "hash": served.hash, **asdict(parts)}
 
 
@@ -151,8 +149,6 @@ class PrimeRoutes:
             app.add_middleware(ForwardToLeader, directory=shared)
         if faults.armed():
             app.add_middleware(FaultyGenerate)
-        if self._context is not None and chunks_on_cpu(self._context.config, compat.installed_engine()):
-            app.add_middleware(SeedFilter)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]

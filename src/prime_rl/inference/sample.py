@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from prime_rl.inference.allowed_roots import Rejected
+from prime_rl.inference.version_files import Rejected
 
 SAMPLE_ROUTE = "/v1/sample"
 # Under /v1, which vLLM guards with the API key.

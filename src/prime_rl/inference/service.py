@@ -18,8 +18,15 @@ from typing import Any, Literal, Protocol, TypeVar
 from loguru import logger
 
 from prime_rl import faults
-from prime_rl.inference.allowed_roots import PATH_BYTES, AllowedRoots, Rejected, check_fit, read_stamp
-from prime_rl.inference.reads import STALL_SECONDS, read
+from prime_rl.inference.version_files import (
+    PATH_BYTES,
+    STALL_SECONDS,
+    AllowedRoots,
+    Rejected,
+    check_fit,
+    read,
+    read_stamp,
+)
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import TensorEntry, WeightsManifest, hash_directory, version_hash, weights_manifest
@@ -48,7 +55,7 @@ class EngineClient(Protocol):
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedVersion:
     """The policy version in the engine.
 
     Attributes:
@@ -134,7 +141,7 @@ class WeightService:
         # Beside the start of the server, not before it.
         self._base_tensors = asyncio.create_task(self._hash_base())
 
-    async def served(self) -> Served:
+    async def served(self) -> ServedVersion:
         """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree."""
         self._check_usable()
         if self._resume_error is not None:
@@ -144,10 +151,10 @@ class WeightService:
         if any(answer != answers[0] for answer in answers):
             raise Rejected(500, f"the workers serve different weights: {answers}")
         if answers[0] is None:
-            return Served(0, version_hash(await self._base_hashes()), str(self._base), None, self.boot)
-        return Served(base=str(self._base), boot=self.boot, **answers[0])
+            return ServedVersion(0, version_hash(await self._base_hashes()), str(self._base), None, self.boot)
+        return ServedVersion(base=str(self._base), boot=self.boot, **answers[0])
 
-    async def update(self, weight_dir: str, version: int, parts: UpdateMetrics | None = None) -> Served:
+    async def update(self, weight_dir: str, version: int, parts: UpdateMetrics | None = None) -> ServedVersion:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it.
 
         `parts` is filled. Rejected: with a 4xx the old weights serve on. After a 5xx `served` says what is served, if
@@ -157,7 +164,7 @@ class WeightService:
             lambda: self._update(weight_dir, version, parts or UpdateMetrics()), changes_weights=True
         )
 
-    async def reload(self, parts: UpdateMetrics | None = None) -> Served:
+    async def reload(self, parts: UpdateMetrics | None = None) -> ServedVersion:
         """Serve the base weights again; as `update`."""
         return await self._run_exclusively(lambda: self._reload(parts or UpdateMetrics()), changes_weights=True)
 
@@ -186,7 +193,7 @@ class WeightService:
         for task in self._tasks:
             task.cancel()
 
-    async def _update(self, weight_dir: str, version: int, parts: UpdateMetrics) -> Served:
+    async def _update(self, weight_dir: str, version: int, parts: UpdateMetrics) -> ServedVersion:
         if faults.point(f"update-received:v{version}") == "error":
             raise Rejected(500, "fault injection")
         with parts.measure("check"):
@@ -203,7 +210,7 @@ class WeightService:
             if manifest.hash != version_hash(base):
                 raise Rejected(400, f"{directory} describes another base model than {self._base}")
             return await self._reload(parts, str(directory))
-        target = Served(version, manifest.hash, str(self._base), str(directory), self.boot)
+        target = ServedVersion(version, manifest.hash, str(self._base), str(directory), self.boot)
         try:
             await self._stage(manifest, parts)
             return await self._swap(directory, target, parts, stamp)
@@ -214,7 +221,7 @@ class WeightService:
         finally:
             await self._unstage()
 
-    async def _reload(self, parts: UpdateMetrics, weight_dir: str | None = None) -> Served:
+    async def _reload(self, parts: UpdateMetrics, weight_dir: str | None = None) -> ServedVersion:
         expected = await self._base_hashes()
         try:
             found = await self._hash_base()
@@ -222,7 +229,7 @@ class WeightService:
             raise Rejected(400, str(error)) from error
         if found != expected:
             raise Rejected(400, f"the base model {self._base} was changed on disk since the server started")
-        target = Served(0, version_hash(expected), str(self._base), weight_dir, self.boot)
+        target = ServedVersion(0, version_hash(expected), str(self._base), weight_dir, self.boot)
         return await self._swap(self._base, target, parts)
 
     async def _stage(self, manifest: WeightsManifest, parts: UpdateMetrics) -> None:
@@ -270,7 +277,9 @@ class WeightService:
             except Rejected as rejection:  # the outcome of the change itself counts
                 logger.warning("{}", rejection.message)
 
-    async def _swap(self, directory: Path, target: Served, parts: UpdateMetrics, stamp: bytes | None = None) -> Served:
+    async def _swap(
+        self, directory: Path, target: ServedVersion, parts: UpdateMetrics, stamp: bytes | None = None
+    ) -> ServedVersion:
         """Pause, load on every rank, commit or restore, resume. With a `stamp`, the manifest must not have changed."""
         if self._status is not None:
             self._status.waiting(f"version {target.version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
@@ -285,7 +294,9 @@ class WeightService:
             raise Rejected(500, "fault injection")
         return target
 
-    async def _exchange(self, directory: Path, target: Served, parts: UpdateMetrics, stamp: bytes | None) -> None:
+    async def _exchange(
+        self, directory: Path, target: ServedVersion, parts: UpdateMetrics, stamp: bytes | None
+    ) -> None:
         identity = {"version": target.version, "hash": target.hash, "weight_dir": target.weight_dir}
         # The cache is cleared: requests in flight rebuild their context under the new weights.
         with parts.measure("stop"):

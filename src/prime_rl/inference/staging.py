@@ -23,11 +23,10 @@ from torch import Tensor
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
-from prime_rl.inference.reads import short_turns
+from prime_rl.inference.version_files import short_turns
 from prime_rl.transport import weights
-from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import CommitError, open_file
-from prime_rl.transport.exchange import ExchangeError, Subscriber, layout, tensor_views
+from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
 from prime_rl.transport.weights import WeightsManifest
 
 Place = Literal["device", "host", "nowhere"]

@@ -38,7 +38,7 @@ class TensorEntry:
 
     Attributes:
         file: The file that holds it, and `xxh3` the hash of its bytes; both are empty while no file does.
-        checksum: Of versions that were published from memory (`checksum.py`), also once they are durable; else empty.
+        checksum: Of versions that were published from memory (`exchange.checksums`), also once they are durable; else empty.
     """
 
     file: str

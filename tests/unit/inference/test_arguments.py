@@ -93,11 +93,16 @@ def test_deterministic(engine: compat.Engine) -> None:
 
 def test_extra_options_win_and_some_are_refused() -> None:
     """Contract: `[vllm]` reaches vLLM under either spelling and wins; what would break the weight routes is refused."""
-    got = flags(arguments(config(vllm={"max-num-seqs": 4, "dtype": "half", "enable_chunked_prefill": True}), CPU))
+    got = flags(arguments(config(vllm={"max-num-seqs": 4, "dtype": "half"}), CPU))
     assert (got["--max-num-seqs"], got["--dtype"]) == ("4", "half")
-    assert "--enable-chunked-prefill" in got
+    assert "--enable-chunked-prefill" in flags(arguments(config(vllm={"enable_chunked_prefill": True}), CUDA))
     assert flags(arguments(config(server={"api_servers": 3}), CPU))["--api-server-count"] == "3"
-    for extra in ({"api_server_count": 2}, {"worker-extension-cls": "x"}, {"api_key": "k"}):
+    for extra in (
+        {"api_server_count": 2},
+        {"worker-extension-cls": "x"},
+        {"api_key": "k"},
+        {"enable-chunked-prefill": True},
+    ):
         with pytest.raises(UserError, match="vllm"):
             arguments(config(vllm=extra), CPU)
 

@@ -13,8 +13,8 @@ from fastapi.testclient import TestClient
 from renderers.client import _parse_completion_logprobs, parse_generate_response
 
 from prime_rl.inference import sample
-from prime_rl.inference.allowed_roots import Rejected
 from prime_rl.inference.routes import _rejected
+from prime_rl.inference.version_files import Rejected
 
 
 @dataclass

@@ -18,10 +18,10 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from prime_rl import faults
-from prime_rl.inference import reads
-from prime_rl.inference.allowed_roots import AllowedRoots, Rejected, check_fit
+from prime_rl.inference import version_files
 from prime_rl.inference.routes import PrimeRoutes, add_alias
 from prime_rl.inference.service import UpdateMetrics, WeightService
+from prime_rl.inference.version_files import AllowedRoots, Rejected, check_fit
 from prime_rl.monitor.status import Status, read_status
 from prime_rl.transport.commit import CommitError, prune, read_manifest, replace_manifest, stage
 from prime_rl.transport.weights import (
@@ -151,7 +151,7 @@ async def test_a_read_that_hangs_is_left(base: Path, tmp_path: Path, monkeypatch
     service = make(engine, base, root)
     gone, good = commit(root, 1), commit(root, 2)
     await service.served()  # the base is hashed
-    monkeypatch.setattr(reads, "STALL_SECONDS", 3.0)
+    monkeypatch.setattr(version_files, "STALL_SECONDS", 3.0)
     monkeypatch.setattr("prime_rl.inference.service.STALL_SECONDS", 0.1)
     look = AllowedRoots.look
 
@@ -165,19 +165,19 @@ async def test_a_read_that_hangs_is_left(base: Path, tmp_path: Path, monkeypatch
         with pytest.raises(Rejected, match=r"step_1 could not be read: no progress for 3 s") as error:
             await service.update(str(gone), 1)
         assert error.value.status == 503
-        monkeypatch.setattr(reads, "STALL_SECONDS", 60.0)
+        monkeypatch.setattr(version_files, "STALL_SECONDS", 60.0)
         engine.staging = [{"state": "reading", "blocks": 7}] * 100_000  # never more
         with pytest.raises(Rejected, match=r"step_2 could not be read: no progress") as error:
             await service.update(str(good), 2)
         assert (error.value.status, engine.asked[-1], engine.loaded) == (503, "prime_unstage", None)
         engine.staging = []
         assert (await service.update(str(good), 2)).version == 2
-        monkeypatch.setattr(reads, "MOST_ABANDONED", 1)
+        monkeypatch.setattr(version_files, "MOST_ABANDONED", 1)
         with pytest.raises(Rejected, match="1 earlier reads still hang"):
             await service.update(str(good), 2)
         back.set()
         async with asyncio.timeout(60):
-            while reads._abandoned and next(iter(reads._abandoned)).is_alive():
+            while version_files._abandoned and next(iter(version_files._abandoned)).is_alive():
                 await asyncio.sleep(0.01)
         assert (await service.update(str(good), 2)).version == 2
     finally:
@@ -211,7 +211,7 @@ async def test_a_manifest_may_say_anything(base: Path, tmp_path: Path, change: d
 
 def test_a_read_that_hangs_does_not_hold_the_process() -> None:
     """Contract: the interpreter ends although a thread still waits for the file system."""
-    code = "import asyncio, time; from prime_rl.inference import reads; reads.STALL_SECONDS = 0.1; asyncio.run(reads.read(lambda _: time.sleep(3600), 'x'))"
+    code = "import asyncio, time; from prime_rl.inference import version_files as v; v.STALL_SECONDS = 0.1; asyncio.run(v.read(lambda _: time.sleep(3600), 'x'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "Rejected: x could not be read" in done.stderr
 

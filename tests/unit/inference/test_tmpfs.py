@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from prime_rl.inference.allowed_roots import AllowedRoots, Rejected
 from prime_rl.inference.staging import Staging
+from prime_rl.inference.version_files import AllowedRoots, Rejected
 from prime_rl.inference.worker import files_of
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import Subscriber

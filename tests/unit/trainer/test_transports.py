@@ -20,9 +20,8 @@ from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
-from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, read_manifest
-from prime_rl.transport.exchange import ExchangeError, Subscriber, layout, tensor_views
+from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
 from prime_rl.transport.incarnations import ask_for_files, read_versions
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait

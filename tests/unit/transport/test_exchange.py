@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prime_rl.transport import exchange
-from prime_rl.transport.checksum import ALIGNMENT, checksums
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.exchange import Channel, ExchangeError, Publisher, Subscriber, layout, tensor_views
+from prime_rl.transport.exchange import (
+    ALIGNMENT,
+    Channel,
+    ExchangeError,
+    Publisher,
+    Subscriber,
+    checksums,
+    layout,
+    tensor_views,
+)
 from prime_rl.transport.weights import TensorEntry, WeightsManifest
 
 TENSORS = {
