@@ -177,10 +177,10 @@ class InferenceClient:
             answer = await self._call("POST", "/update_weights", body)
             served = replace(await self.served(), seconds=_seconds(answer))
         except ServerError:
-            found = await self._served_or_none()
-            if found is None or not found.holds(weights):  # that counts, not what became of its answer
+            current = await self._served_or_none()
+            if current is None or not current.holds(weights):  # that counts, not what became of its answer
                 raise
-            return found
+            return current
         if not served.holds(weights):
             raise UserError(
                 f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it serves "
@@ -230,8 +230,8 @@ class InferenceClient:
             raise CannotScore(str(error)) from error
         try:
             entries = answer["prompt_logprobs"][1:]
-            found = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries, strict=True)]
-            return [math.nan if logprob is None else float(logprob) for logprob in found]  # JSON has no NaN
+            logprobs = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries, strict=True)]
+            return [math.nan if logprob is None else float(logprob) for logprob in logprobs]  # JSON has no NaN
         except (KeyError, TypeError, ValueError) as error:
             raise CannotScore(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
 
@@ -307,8 +307,8 @@ class InferenceClient:
 
 def _seconds(answer: dict[str, Any]) -> dict[str, float]:
     """What the server says its update took; nothing where it does not say."""
-    found = answer.get("seconds")
-    return {str(part): float(value) for part, value in found.items()} if isinstance(found, dict) else {}
+    seconds = answer.get("seconds")
+    return {str(part): float(value) for part, value in seconds.items()} if isinstance(seconds, dict) else {}
 
 
 def _message(response: httpx.Response) -> str:

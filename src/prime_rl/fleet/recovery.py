@@ -278,8 +278,8 @@ class Recovery:
                 scheduler.verify(finished)
                 self._fleet.forget(finished)
                 replica.released = True
-            lost = (replica.unverified | replica.invalid) & scheduler.running_or_unverified()
-            if lost:
+            unproven = (replica.unverified | replica.invalid) & scheduler.running_or_unverified()
+            if unproven:
                 replica.released = False
                 self._weight_sync.invalidate(replica, "the server left")
             self._fleet.remove(replica)
@@ -289,7 +289,7 @@ class Recovery:
         logger.info(
             "{} has left, and may be stopped: {} ({} servers left to serve)",
             replica.name,
-            f"{len(lost)} episodes that it had are made again" if lost else "nothing of it is made again",
+            f"{len(unproven)} episodes that it had are made again" if unproven else "nothing of it is made again",
             len(self._fleet.serving),
         )
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import Served
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
+from prime_rl.fleet.router import ServerClient
 from prime_rl.transport.weights import WeightsManifest
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
@@ -27,18 +28,6 @@ _HOMES = 65_536  # groups whose server is remembered
 _GRACE_SECONDS = 30.0  # for a wait that has a deadline of its own
 _FIRST_REST_SECONDS = 1.0  # of a server that fails what it is given, again and again; doubled with each further time
 _LONGEST_REST_SECONDS = 60.0
-
-
-class ServerClient(Protocol):
-    """What a fleet asks of a server: `client.InferenceClient`."""
-
-    @property
-    def root(self) -> str: ...
-    async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None: ...
-    async def answers(self) -> bool: ...
-    async def served(self) -> Served: ...
-    async def update(self, weights: WeightsManifest) -> Served: ...
-    async def reload(self) -> Served: ...
 
 
 @dataclass(eq=False)
@@ -130,9 +119,9 @@ class ReplicaPool:
         self._slack = slack
         self._loads: list[
             tuple[int, int]
-        ] = []  # a heap of (episodes, place of the replica); all but the last of each are out of date
-        self._places: dict[Replica, int] = {}
-        self._at: dict[int, Replica] = {}  # by place
+        ] = []  # a heap of (episodes, number of the replica); all but the last of each are out of date
+        self._numbers: dict[Replica, int] = {}
+        self._at: dict[int, Replica] = {}  # by number
         self._joined = 0
         for engine in engines:
             self.add(engine)
@@ -140,7 +129,7 @@ class ReplicaPool:
         self._where: dict[str, Replica] = {}  # of episodes that are not proven
 
     def __contains__(self, replica: Replica) -> bool:
-        return replica in self._places
+        return replica in self._numbers
 
     # -- who serves ------------------------------------------------------------------------------------------------------------
 
@@ -170,7 +159,7 @@ class ReplicaPool:
         """A server joins. It is away until it is admitted."""
         replica = Replica(engine)
         self.replicas.append(replica)
-        self._places[replica], self._at[self._joined] = self._joined, replica
+        self._numbers[replica], self._at[self._joined] = self._joined, replica
         self._joined += 1
         return replica
 
@@ -178,12 +167,12 @@ class ReplicaPool:
         """A server leaves for good. What it has not proven by now is to be made again, or given up, by the caller."""
         self.lose(replica)
         self.replicas.remove(replica)
-        del self._at[self._places.pop(replica)]
+        del self._at[self._numbers.pop(replica)]
         self.forget(replica.unverified | replica.invalid)
 
     def admit(self, replica: Replica) -> None:
         """It has proven itself: it gets work, if it is still of the fleet."""
-        if replica in self._places:
+        if replica in self._numbers:
             replica.serving = True
             replica.silent = 0
             self._weigh(replica)
@@ -229,16 +218,16 @@ class ReplicaPool:
         try:
             subject, limit = "a healthy server", seconds + _GRACE_SECONDS
             await wait_async(decided, subject=subject, owner="inference", seconds=limit, poll=LEAST_POLL_SECONDS)
-            there = {replica for replica, wait in waits.items() if wait.done() and wait.exception() is None}
+            healthy = {replica for replica, wait in waits.items() if wait.done() and wait.exception() is None}
         finally:
             for wait in waits.values():
                 wait.cancel()
             if waits:
                 await asyncio.wait(waits.values(), timeout=_GRACE_SECONDS)
-        if others := [replica for replica in self.replicas if replica not in there]:
+        if others := [replica for replica in self.replicas if replica not in healthy]:
             answers = await asyncio.gather(*(replica.engine.answers() for replica in others))
-            there |= {replica for replica, answer in zip(others, answers, strict=True) if answer}
-        return [replica for replica in self.replicas if replica in there]
+            healthy |= {replica for replica, answer in zip(others, answers, strict=True) if answer}
+        return [replica for replica in self.replicas if replica in healthy]
 
     # -- where an episode goes -------------------------------------------------------------------------------------------------
 
@@ -305,20 +294,20 @@ class ReplicaPool:
     def _weigh(self, replica: Replica) -> None:
         if not self._has_room(replica):
             return  # it is weighed again once it has
-        heapq.heappush(self._loads, (replica.in_flight, self._places[replica]))
+        heapq.heappush(self._loads, (replica.in_flight, self._numbers[replica]))
         if len(self._loads) > 8 * len(self.replicas) + 64:
             self._loads = [
-                (serving.in_flight, self._places[serving]) for serving in self.serving if self._has_room(serving)
+                (serving.in_flight, self._numbers[serving]) for serving in self.serving if self._has_room(serving)
             ]
             heapq.heapify(self._loads)
 
     def _has_room(self, replica: Replica) -> bool:
-        return replica in self._places and not (replica.on_trial and replica.in_flight)
+        return replica in self._numbers and not (replica.on_trial and replica.in_flight)
 
     def _least_loaded(self) -> Replica | None:
         while self._loads:
-            load, place = self._loads[0]
-            replica = self._at.get(place)
+            load, number = self._loads[0]
+            replica = self._at.get(number)
             if replica is not None and replica.serving and replica.in_flight == load and self._has_room(replica):
                 return replica
             heapq.heappop(self._loads)

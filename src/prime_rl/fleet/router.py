@@ -7,33 +7,25 @@ others along until it is back. Weights, proofs and canaries go to each part's ow
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import Served, ServerError
+from prime_rl.fleet.client import InferenceClient, Served, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
-from prime_rl.fleet.replicas import ServerClient
 from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
 
+T = TypeVar("T")
 TOKEN_ROUTES = (
     "/v1/sample",
     "/inference/v1/generate",
 )  # either is enough: environments use the first one that is there
 NO_VERSION = -1  # of servers that do not serve the same: no version that anybody was given
 _NO_SUCH_ROUTE = (404, 405, 501)
-
-T = TypeVar("T")
-
-
-class Router(ServerClient, Protocol):
-    """What is asked through the router: `client.InferenceClient`."""
-
-    async def status(self, path: str) -> int: ...
 
 
 class RouterClient:
@@ -44,7 +36,7 @@ class RouterClient:
         parts: All servers that it leads to.
     """
 
-    def __init__(self, router: Router, parts: Sequence[ServerClient]) -> None:
+    def __init__(self, router: InferenceClient, parts: Sequence[InferenceClient]) -> None:
         self._router, self._parts = router, parts
         self._update: asyncio.Future[None] | None = None  # under way: parts may differ meanwhile
         self._said_different = ""
@@ -131,7 +123,10 @@ class RouterClient:
         return await _all(part.served() for part in self._parts)
 
 
-def connect_all(config: "ClientConfig", connect: Callable[[str], Any]) -> list[ServerClient]:
+ServerClient = InferenceClient | RouterClient
+
+
+def connect_all(config: "ClientConfig", connect: Callable[[str], InferenceClient]) -> Sequence[ServerClient]:
     """Clients of all listed servers; of those behind a router one.
 
     Args:

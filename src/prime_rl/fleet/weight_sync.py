@@ -388,11 +388,11 @@ class WeightSync:
         async with self.lock:
             incarnation = self.history.incarnation
 
-            def there() -> bool:
+            def committed() -> bool:
                 self.history.look()
                 return self.history.newest is not None and self.history.newest >= self.history.incarnation.start
 
-            await self._until(there, f"weights/step_{incarnation.start}")
+            await self._until(committed, f"weights/step_{incarnation.start}")
             version = self.history.newest
             assert version is not None
             if self.history.incarnation != incarnation:
@@ -420,8 +420,8 @@ class WeightSync:
         await self._loop.serves(version)
 
     def _is_superseded(self, newest: int) -> bool:
-        lost = self.recovering and not self.scheduler.must_go_back and self._unsent is not None
-        return lost and newest > self.scheduler.version == self._wanted
+        unavailable = self.recovering and not self.scheduler.must_go_back and self._unsent is not None
+        return unavailable and newest > self.scheduler.version == self._wanted
 
     async def _serve(self, version: int) -> None:
         async with self.lock:
@@ -448,9 +448,9 @@ class WeightSync:
 
     def _count(self, seconds: float) -> None:
         self.seconds += seconds
-        told = [replica.given.seconds for replica in self.fleet.serving if replica.given is not None]
-        for part in {part for parts in told for part in parts}:
-            self.parts[part] = self.parts.get(part, 0.0) + max(parts.get(part, 0.0) for parts in told)
+        reports = [replica.given.seconds for replica in self.fleet.serving if replica.given is not None]
+        for part in {part for parts in reports for part in parts}:
+            self.parts[part] = self.parts.get(part, 0.0) + max(parts.get(part, 0.0) for parts in reports)
 
     def take_times(self) -> tuple[float, dict[str, float]]:
         """What updates took since this was asked last: altogether, and in parts."""
@@ -485,8 +485,8 @@ class WeightSync:
             if not await replica.verify():
                 self._loop.replica_lost(replica)
         worst = _worst(failures.values())
-        lost = isinstance(worst, ServerError | CommitError) and not isinstance(worst, VersionNotSent)
-        if self.fleet.serving or not lost:
+        server_failed = isinstance(worst, ServerError | CommitError) and not isinstance(worst, VersionNotSent)
+        if self.fleet.serving or not server_failed:
             await self._may_retry(worst, version)
         else:
             self._count_failed_update(failures.values(), version)
@@ -627,11 +627,11 @@ class WeightSync:
         """What a server sampled since it last proved itself is made again. Call it with `shipping` held."""
         replica.losses += 1
         episodes = replica.unverified | replica.invalid
-        flying = self.scheduler.invalidate(detail, episodes)
+        running = self.scheduler.invalidate(detail, episodes)
         if len(self.fleet.replicas) == 1 and not self.moving:
             self.scheduler.retract()
         self.fleet.forget(episodes)
-        self._give_up(flying)
+        self._give_up(running)
 
     def _give_up(self, running: Sequence[RunningEpisode]) -> None:
         episodes = [each.episode for each in running]

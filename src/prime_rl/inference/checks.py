@@ -168,10 +168,10 @@ def check_cache(model: Path, config: InferenceConfig) -> None:
         return
     size = 2 if config.model.dtype in ("bfloat16", "float16", "half") else 4
     needed = values * size * config.max_model_len / (config.tensor_parallel_size * config.pipeline_parallel_size)
-    there = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or config.cpu.kvcache_gib)
-    if needed > there * (1 << 30):
+    available = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or config.cpu.kvcache_gib)
+    if needed > available * (1 << 30):
         raise UserError(
-            f"cpu.kvcache_gib {there:g} is too small for one sequence of max_model_len {config.max_model_len}: it needs "
+            f"cpu.kvcache_gib {available:g} is too small for one sequence of max_model_len {config.max_model_len}: it needs "
             f"{needed / (1 << 30):.1f} GiB"
         )
 

@@ -38,7 +38,7 @@ DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight 
 ANSWER_SECONDS = 10.0  # for a call that only asks
 POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging
 EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
-_PLACES = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
+_PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
 PauseMode = Literal["abort", "wait", "keep"]
 T = TypeVar("T")
@@ -224,10 +224,10 @@ class WeightService:
     async def _reload(self, parts: UpdateMetrics, weight_dir: str | None = None) -> ServedVersion:
         expected = await self._base_hashes()
         try:
-            found = await self._hash_base()
+            tensors = await self._hash_base()
         except (CommitError, OSError) as error:
             raise Rejected(400, str(error)) from error
-        if found != expected:
+        if tensors != expected:
             raise Rejected(400, f"the base model {self._base} was changed on disk since the server started")
         target = ServedVersion(0, version_hash(expected), str(self._base), weight_dir, self.boot)
         return await self._swap(self._base, target, parts)
@@ -262,7 +262,7 @@ class WeightService:
             raise Rejected(status, f"{directory} could not be {what}, the previous weights go on: {worst['why']}")
         seconds = max(answer["seconds"] for answer in answers)
         self._least_staging = min(self._least_staging or seconds, seconds)
-        parts.place = max((answer["place"] for answer in answers), key=_PLACES.index)
+        parts.place = max((answer["place"] for answer in answers), key=_PREFERENCE.index)
         if self._stage_weights and parts.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True
             logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")

@@ -106,7 +106,7 @@ class Staging:
     def _run(self) -> None:
         began = time.perf_counter()
         try:
-            with short_turns(), self._aside():
+            with short_turns(), self._side_stream():
                 self.tensors = self._stage()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             _clear_frames(error)
@@ -158,11 +158,11 @@ class Staging:
     def _receive(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
         """Receive the version from the publisher, and verify its checksums."""
         self._subscriber.receive(manifest, buffer, self._progress)
-        found = checksums(buffer, ranges)
+        sums = checksums(buffer, ranges)
         for name, entry in manifest.tensors.items():
-            if found[name] != entry.checksum:
-                again, self._subscriber.spoilt = self._subscriber.spoilt == manifest.hash, manifest.hash
-                raise (CommitError if again else ExchangeError)(str(weights.other_tensor(manifest, name)))
+            if sums[name] != entry.checksum:
+                twice, self._subscriber.spoilt = self._subscriber.spoilt == manifest.hash, manifest.hash
+                raise (CommitError if twice else ExchangeError)(str(weights.other_tensor(manifest, name)))
 
     def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
         """Read and verify every tensor of the files: what is hashed is what is loaded."""
@@ -183,16 +183,16 @@ class Staging:
                 return threads.submit(self._read_chunk, files[entry.file], offset + first, target)
 
             reading = {name: [read(name, *chunk) for chunk in weights.chunks(ranges[name][1])] for name in stored}
-            found = {}
+            hashed = {}
             for name, futures in reading.items():
                 digests = [future.result() for future in futures]  # bounded: the service gives up on a read that hangs
-                found[name] = replace(stored[name].entry, xxh3=weights.of_chunks(digests))
-        weights.check_tensors(manifest, found)
+                hashed[name] = replace(stored[name].entry, xxh3=weights.of_chunks(digests))
+        weights.check_tensors(manifest, hashed)
 
     def _read_chunk(self, file: BinaryIO, offset: int, target: Tensor) -> bytes:
         """Read a range of a file into `target`; returns its hash."""
         self._progress()
-        with self._aside():
+        with self._side_stream():
             block = torch.empty(len(target), dtype=torch.uint8, pin_memory=True) if target.is_cuda else target
             data = block.numpy().data
             done = 0
@@ -210,7 +210,7 @@ class Staging:
             raise DroppedError(f"{self.directory} is not wanted any more")
         self._blocks += 1
 
-    def _aside(self) -> AbstractContextManager[object]:
+    def _side_stream(self) -> AbstractContextManager[object]:
         """A context in which this thread's work on a GPU runs beside the engine's stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 

@@ -114,8 +114,8 @@ class AllowedRoots:
     def _allows(self, path: Path, directory: Path) -> bool:
         """Whether a path of a version in `directory` lies below the root, or, without a root, below `directory`."""
         roots = [root.resolve() for root in (self.root or directory, self.tmpfs) if root is not None]
-        found = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
-        return any(found.is_relative_to(root) for root in roots)
+        real_path = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
+        return any(real_path.is_relative_to(root) for root in roots)
 
     def check_tmpfs(self, directory: Path, tmpfs: InTmpfs) -> None:
         """The tensors of an allowed version lie in a tmpfs where it is allowed.

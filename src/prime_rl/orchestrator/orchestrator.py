@@ -19,7 +19,8 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.runner import wire_sampling
 from prime_rl.fleet.recovery import Recovery
-from prime_rl.fleet.replicas import Replica, ReplicaPool, ServerClient
+from prime_rl.fleet.replicas import Replica, ReplicaPool
+from prime_rl.fleet.router import ServerClient
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.monitor.limits import LimitWatch

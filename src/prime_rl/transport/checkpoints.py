@@ -197,9 +197,9 @@ def set_aside_after(root: Path, step: int, incarnation: int, run: str | None = N
     moved = []
     for later in list_steps(root):
         if later > step and not _foreign(root, later) and belongs(root, later, run):
-            aside = give_up(step_dir(root, later), incarnation)
-            if aside is not None:  # else the other process was first
-                moved.append(aside)
+            renamed = give_up(step_dir(root, later), incarnation)
+            if renamed is not None:  # else the other process was first
+                moved.append(renamed)
     return moved
 
 

@@ -314,24 +314,24 @@ def wait_for(
     Raises:
         WaitTimeout: after `timeout` seconds.
     """
-    found = wait(
+    committed = wait(
         lambda: is_listed(path),
         subject=subject_of(path), owner=owner, seconds=timeout, poll=poll, on_wait=on_wait, stop=stop,
     )  # fmt: skip
-    return path if found else None
+    return path if committed else None
 
 
 def prune(directory: Path) -> None:
     """Remove a committed directory: renamed aside first, so that no reader ever sees half of it under its final name."""
-    aside = directory.parent / f".{directory.name}.old-{secrets.token_hex(8)}"
+    renamed = directory.parent / f".{directory.name}.old-{secrets.token_hex(8)}"
     faults.point(f"prune:{subject_of(directory)}")
     try:
         with disk_errors(directory, _STAYS):
-            os.rename(directory, aside)
+            os.rename(directory, renamed)
     except FileNotFoundError:
         return
     faults.point(f"pruned:{subject_of(directory)}")
-    _remove(aside)
+    _remove(renamed)
 
 
 def give_up(directory: Path, incarnation: int) -> Path | None:
@@ -341,17 +341,17 @@ def give_up(directory: Path, incarnation: int) -> Path | None:
         Where it lies now, under a name that was free; None where it was gone already.
     """
     name, count = f"given_up_{incarnation}_{directory.name}", 1
-    aside = directory.parent / name
-    while aside.exists():  # an earlier history had an incarnation of this number, too
+    renamed = directory.parent / name
+    while renamed.exists():  # an earlier history had an incarnation of this number, too
         count += 1
-        aside = directory.parent / f"{name}.{count}"
+        renamed = directory.parent / f"{name}.{count}"
     faults.point(f"set-aside:{subject_of(directory)}")
     try:
         with disk_errors(directory, _STAYS):
-            os.rename(directory, aside)
+            os.rename(directory, renamed)
     except FileNotFoundError:
         return None
-    return aside
+    return renamed
 
 
 def clean_stages(parent: Path, name: str = "") -> None:

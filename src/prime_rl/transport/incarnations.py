@@ -113,7 +113,7 @@ def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]
 
 
 def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
-    found = {}
+    looks = {}
     for version in list_steps(weights_dir):
         directory = version_dir(weights_dir, version)
         try:
@@ -124,8 +124,8 @@ def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
                 seen[key] = Look(manifest.incarnation, manifest.tmpfs)
         except (CommitError, FileNotFoundError):
             continue
-        found[version] = seen[key]
-    return found
+        looks[version] = seen[key]
+    return looks
 
 
 def refuse_outlived(output_dir: Path, incarnation: int) -> None:

@@ -61,8 +61,8 @@ def read_in_tmpfs(extra: dict[str, Any]) -> InTmpfs | None:
     Raises:
         TypeError: it is not what a manifest has there.
     """
-    told = extra.get("tmpfs", extra.get("memory"))  # the latter: its name until November 2026
-    return None if told is None else InTmpfs(**told)
+    entry = extra.get("tmpfs", extra.get("memory"))  # the latter: its name until November 2026
+    return None if entry is None else InTmpfs(**entry)
 
 
 def tmpfs_dir(tmpfs: Path, output_dir: Path, run: str) -> Path:

@@ -249,10 +249,10 @@ def verify_small_files(directory: Path, committed: Manifest | None = None) -> We
     return manifest
 
 
-def check_tensors(manifest: WeightsManifest, found: Mapping[str, TensorEntry]) -> None:
+def check_tensors(manifest: WeightsManifest, actual: Mapping[str, TensorEntry]) -> None:
     """Raise CommitError naming the first tensor in a version's files that is not the one in its manifest."""
-    for name in sorted(manifest.tensors.keys() | found.keys()):
-        wanted, entry = manifest.tensors.get(name), found.get(name)
+    for name in sorted(manifest.tensors.keys() | actual.keys()):
+        wanted, entry = manifest.tensors.get(name), actual.get(name)
         if wanted is None or entry is None or replace(wanted, checksum="") != replace(entry, checksum=""):
             raise other_tensor(manifest, name)
     check_hash(manifest)
@@ -373,9 +373,9 @@ def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
         aside.mkdir()
         try:
             write(aside)
-            found = hash_directory(aside)
+            hashed = hash_directory(aside)
             if manifest.publisher is None:
-                check_tensors(manifest, found)
+                check_tensors(manifest, hashed)
             for path in aside.iterdir():
                 commit.sync(path)
             faults.point(f"lasting:{commit.subject_of(directory)}")
@@ -387,7 +387,7 @@ def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         tensors = {
-            name: vars(replace(found[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
+            name: vars(replace(hashed[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
         }
         extra = {key: value for key, value in committed.extra.items() if key not in ("tmpfs", "memory", "publisher")}
         commit.replace_manifest(directory, files, extra | {"tensors": tensors})

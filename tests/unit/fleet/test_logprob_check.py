@@ -19,7 +19,6 @@ from prime_rl.fleet.logprob_check import (
     LEAST_MOST,
     MOVED_MEAN,
     WORST_MEAN,
-    Band,
     Difference,
     LogprobCheck,
     LogprobCheckFailed,
@@ -56,17 +55,17 @@ def test_differences_are_absolute():
 
 @pytest.mark.parametrize("server", [[], [-1.0], [-1.0, math.nan], [-1.0, -math.inf]])
 def test_what_is_no_answer_is_infinitely_far_and_in_no_band(server):
-    assert not Band(1e9, 1e9).holds(compare(server, [-1.0, -2.0]))
+    assert not compare(server, [-1.0, -2.0]).within(Difference(1e9, 1e9))
 
 
 @given(st.floats(0, WORST_MEAN), st.floats(0, 100))
 def test_a_band_holds_what_it_was_calibrated_on_and_never_less_than_the_floor(mean, most):
     band = calibrated(Difference(mean, most))
     assert band is not None
-    assert band.holds(Difference(mean, most))
-    assert band.holds(Difference(LEAST_MEAN, LEAST_MOST))
-    assert not band.holds(Difference(max(FACTOR * mean, LEAST_MEAN) * 1.001, 0.0))
-    assert not band.holds(Difference(0.0, max(FACTOR * most, LEAST_MOST) * 1.001))
+    assert Difference(mean, most).within(band)
+    assert Difference(LEAST_MEAN, LEAST_MOST).within(band)
+    assert not Difference(max(FACTOR * mean, LEAST_MEAN) * 1.001, 0.0).within(band)
+    assert not Difference(0.0, max(FACTOR * most, LEAST_MOST) * 1.001).within(band)
 
 
 @pytest.mark.parametrize("mean", [WORST_MEAN * 1.01, math.inf, math.nan])
@@ -175,7 +174,7 @@ async def test_a_server_is_calibrated_before_it_is_given_anything_and_once(serve
     canaries, one, two = LogprobCheck(), commit(tmp_path, 1), commit(tmp_path, 2)
     server.noise = 0.05
     await server.update(canaries, one)
-    assert canaries.band(server.root) == Band(pytest.approx(0.05 * FACTOR), pytest.approx(0.05 * FACTOR))
+    assert canaries.band(server.root) == Difference(pytest.approx(0.05 * FACTOR), pytest.approx(0.05 * FACTOR))
     assert server.gave == [1]
     server.noise = 0.79
     await server.update(canaries, two)
@@ -183,7 +182,7 @@ async def test_a_server_is_calibrated_before_it_is_given_anything_and_once(serve
     server.noise = 0.81
     with pytest.raises(
         LogprobCheckFailed,
-        match=r"version 2 .* differ from the trainer's by 0.81 nats on average, 0.81 at most; the band is 0.8 and 0.8",
+        match=r"version 2 .* differ from the trainer's by 0.81 nats on average, 0.81 at most; the band is 0.8 nats on average, 0.8 at most",
     ):
         await server.update(canaries, two)
 
@@ -250,7 +249,7 @@ async def test_a_base_that_cannot_be_read_now_is_trouble_not_a_run_without_one(s
         raise CommitError("away")
 
     monkeypatch.setattr("prime_rl.fleet.logprob_check.weights_manifest", away)
-    with pytest.raises(ServerError, match="no canary can be calibrated: away"):
+    with pytest.raises(ServerError, match="the logprob check cannot be calibrated: away"):
         await server.update(LogprobCheck(), commit_without_reading(tmp_path, 5))
 
 
@@ -259,7 +258,7 @@ async def test_a_server_that_was_started_again_is_calibrated_again(server, tmp_p
     await server.update(canaries, one)
     server.boot, server.noise = "second", 0.1
     await server.update(canaries, one)
-    assert canaries.band(server.root) == Band(pytest.approx(0.1 * FACTOR), pytest.approx(0.1 * FACTOR))
+    assert canaries.band(server.root) == Difference(pytest.approx(0.1 * FACTOR), pytest.approx(0.1 * FACTOR))
     give = server.give
 
     async def restarted(weights: WeightsManifest) -> Served:
@@ -335,14 +334,14 @@ async def test_a_server_that_cannot_answer_is_not_checked_and_says_so(server, tm
     server.answer = CannotScore("no such thing")
     for version in (one, two):
         await server.update(canaries, version)
-    assert [message for message in heard.messages if "not checked" in message] == [
-        "http://engine is not checked by a canary, only by hashes: no such thing"
+    assert [message for message in heard.messages if "hashes alone" in message] == [
+        "http://engine is checked by hashes alone: no such thing"
     ]
     server.boot, server.answer = "second", None
     await server.update(canaries, one)
     for answer in (CannotScore("no such thing"), ServerError("it failed")):
         server.answer = answer
-        with pytest.raises(LogprobCheckFailed, match=f"does not score the canary prompt: {answer}"):
+        with pytest.raises(LogprobCheckFailed, match=f"does not score the fixed prompt: {answer}"):
             await server.update(canaries, two)
     server.answer, server.noise = None, math.nan
     with pytest.raises(LogprobCheckFailed, match="does not compute it"):
@@ -356,7 +355,10 @@ async def test_versions_without_a_canary_are_served_by_their_hash(server, tmp_pa
         await server.update(canaries, commit(tmp_path, version, None))
     server.now = replace(server.now, canary=None)
     assert len(heard.messages) == 1
-    assert "servers are checked by hashes alone: there is no canary in the version" in heard.messages[0]
+    assert (
+        "servers are checked by hashes alone: there are no log-probabilities of the fixed prompt in the version"
+        in heard.messages[0]
+    )
     assert server.scored == 0
 
 
