@@ -7,9 +7,9 @@ import math
 import re
 from typing import Any
 
+from prime_rl.envs.messages import text_of
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
 
-TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
 LARGEST_REWARD = 1e37  # advantages are a few times as large at most, and sent with 32 bits, which end at 3.4e38
 CONTEXT_FULL = "context_full"  # the stop condition of a conversation that ended for want of room
 TOO_LONG = re.compile(
@@ -254,17 +254,19 @@ def _means(tables: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _text(nodes: list[Any]) -> str:
-    """`role: content` lines; a lone sampled message without its role."""
-    if len(nodes) == 1 and nodes[0].sampled:
-        return _content(nodes[0].message)[:TEXT_LIMIT]
-    return "\n".join(f"{node.message.role}: {_content(node.message)}" for node in nodes)[:TEXT_LIMIT]
-
-
-def _content(message: Any) -> str:
-    content = message.content
-    text = content if isinstance(content, str) else "" if content is None else str(content)
-    calls = getattr(message, "tool_calls", None) or []
-    return "\n".join([*([text] if text or not calls else []), *(f"{call.name}({call.arguments})" for call in calls)])
+    """See `text_of`."""
+    messages = [node.message for node in nodes]
+    calls = [getattr(message, "tool_calls", None) or [] for message in messages]
+    return text_of(
+        [
+            {
+                "role": message.role,
+                "content": message.content,
+                "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in made],
+            }
+            for message, made in zip(messages, calls, strict=True)
+        ]
+    )
 
 
 def _one_line(text: str) -> str:

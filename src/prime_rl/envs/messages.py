@@ -4,9 +4,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from prime_rl.envs.convert import TEXT_LIMIT
-
 Message = dict[str, Any]
+TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
 MOST_LEVELS = 100  # of what a model nests
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prime_rl.envs.chat import ChatRoute
 
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
-_PINNED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+PINNED_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 _ASSISTANT = ROLES.index("assistant")
 
 
@@ -130,7 +130,7 @@ class TokenConversation:
         self.failure: tuple[Outcome, str] | None = None
         self._client = client
         self._base_url = base_url
-        pinned = _PINNED if client.api is None else {}
+        pinned = PINNED_SAMPLING if client.api is None else {}
         self._sampling = {name: value for name, value in {**pinned, **sampling}.items() if value is not None}
         # Keeps the engine from reusing cached prefixes that an older policy computed.
         self._salt = f"v{policy_version}"

@@ -6,9 +6,14 @@ The only module, with `harness` and `renderer`, that imports verifiers or render
 import asyncio
 import contextlib
 import functools
+import hashlib
 import itertools
+import random
 import sys
+import time
 from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -22,20 +27,18 @@ from verifiers.v1.utils.loaders import default_harness_id, import_taskset, tasks
 
 from prime_rl.envs import renderer
 from prime_rl.envs.chat import PatientClient, chat_config
-from prime_rl.envs.conversation import interception
 from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import EngineConnection
-from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.harness import HARNESS_ID, ConversationClient, close_session, interception
 from prime_rl.envs.ids import LoadError, check_arguments, describe, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
-from prime_rl.envs.stream import TaskStream
-from prime_rl.envs.tool_runtime import SERVER_SECONDS, install_runtime
-from prime_rl.envs.tools import CALL_SECONDS, SharedTools
-from prime_rl.envs.train_client import ConversationClient
+from prime_rl.envs.token_client import PINNED_SAMPLING
+from prime_rl.envs.tools import CALL_SECONDS, SERVER_SECONDS, SharedTools, install_runtime
 
 MAX_TASKS = 5_000_000
-# Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
-_PINNED_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+KEPT = 10_000  # tasks of an endless taskset: an earlier one is read again from the beginning
+COMPARED = 4
+SLICE_SECONDS = 0.05  # of reading ahead, before other episodes run
 
 
 class NothingToShow(Exception):
@@ -120,7 +123,7 @@ class VerifiersEnv:
             return EpisodeResult(episode_id, self._name, task_id, Outcome.ERRORED, describe(error))
         (slot,) = self._env.slots(task)
         # The salt keeps the engine from reusing cached prefixes that an older policy computed.
-        ours = {} if self._chat else {**_PINNED_SAMPLING, "cache_salt": f"v{policy_version}"}
+        ours = {} if self._chat else {**PINNED_SAMPLING, "cache_salt": f"v{policy_version}"}
         values = {**ours, **sampling}
         context = vf.ModelContext(
             model=self._model,
@@ -311,10 +314,75 @@ def _hint(shown_by: Any, setup: Setup, task: Any) -> "array[int]":
     return array("i", shown_by.render([{"role": "system", "content": text}]).token_ids)
 
 
-def _load_tasks(taskset: Any) -> list[Any] | TaskStream:
+def _load_tasks(taskset: Any) -> "list[Any] | TaskStream":
     if not taskset.bounded:
         return TaskStream(taskset)
     tasks = list(itertools.islice(taskset, MAX_TASKS))
     if not tasks:
         raise ValueError("it has no tasks")
     return tasks
+
+
+class TaskStream:
+    """An endless taskset: its tasks are read in order and named by their index, so that a resumed run needs only a count.
+
+    Every worker reads the whole stream for itself. It must therefore be the same each time it is read: the `random` module
+    has a state of its own while a task is made, and a stream whose first tasks still differ is refused. `digest` identifies
+    it by these.
+    """
+
+    def __init__(self, taskset: Iterable[Any]) -> None:
+        """Raises ValueError when it ends, or differs when it is read again."""
+        self._taskset = taskset
+        self._lock = asyncio.Lock()
+        readings = []
+        for _ in range(2):
+            self._rewind()
+            readings.append([self._read().key for _ in range(COMPARED)])
+        if readings[0] != readings[1]:
+            raise ValueError(
+                "the endless taskset gives other tasks each time it is read: seed it, so that every worker and a resumed run get the same ones"
+            )
+        self.first = self._kept[0]
+        self.digest = hashlib.sha256("\n".join(readings[0]).encode()).hexdigest()[:8]
+
+    async def task(self, index: int) -> Any:
+        """The task at `index`; other episodes run while the stream is read up to it.
+
+        Raises:
+            Exception: the taskset's own, or a ValueError where it ends before; the next call reads from the beginning.
+        """
+        async with self._lock:  # bounded: by the deadline of the episode that holds it
+            if index < self._next - len(self._kept):
+                self._rewind()
+            until = time.monotonic() + SLICE_SECONDS
+            while self._next <= index:  # bounded: each turn reads a task
+                try:
+                    self._read()
+                except Exception:
+                    self._rewind()
+                    raise
+                if time.monotonic() > until:
+                    await asyncio.sleep(0)
+                    until = time.monotonic() + SLICE_SECONDS
+            return self._kept[index - self._next]
+
+    def _rewind(self) -> None:
+        self._tasks: Iterator[Any] = iter(self._taskset)
+        self._random = random.Random(0).getstate()
+        self._kept: deque[Any] = deque(maxlen=KEPT)
+        self._next = 0
+
+    def _read(self) -> Any:
+        others = random.getstate()
+        random.setstate(self._random)
+        try:
+            task = next(self._tasks)
+        except StopIteration:
+            raise ValueError(f"the taskset is declared endless (INFINITE) and ended after {self._next} tasks") from None
+        finally:
+            self._random = random.getstate()
+            random.setstate(others)
+        self._kept.append(task)
+        self._next += 1
+        return task

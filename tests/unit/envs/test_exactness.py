@@ -28,12 +28,11 @@ from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 
 from prime_rl.envs.convert import samples_of
 from prime_rl.envs.engine import EngineReply
+from prime_rl.envs.harness import ConversationClient
 from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
-from prime_rl.envs.renderer import RendererChoice, choose
+from prime_rl.envs.renderer import RendererChoice, choose, from_files
 from prime_rl.envs.token_client import TokenConversation
-from prime_rl.envs.tokenizer import from_files
 from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
-from prime_rl.envs.train_client import ConversationClient
 
 TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"
 TOOLS = [

@@ -146,10 +146,10 @@ def test_a_dotted_id(model: Path, tmp_path: Path) -> None:
 async def test_an_endless_taskset(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks by their index, the same in every worker and however they are asked for, though they are drawn at random; one that
     is not, or ends, is an error."""
-    from prime_rl.envs import stream
+    from prime_rl.envs import verifiers_v1
     from prime_rl.envs.ids import LoadError
 
-    monkeypatch.setattr(stream, "KEPT", 5)
+    monkeypatch.setattr(verifiers_v1, "KEPT", 5)
     one, other = load("env-endless", model), load("env-endless", model)
     assert (one.task_ids, one.stream) == ([], other.stream)
     prompts = [(await one._tasks.task(index)).data.prompt for index in range(12)]

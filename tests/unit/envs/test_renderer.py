@@ -18,8 +18,16 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from fake_engine import CHATML, make_tokenizer
 
-from prime_rl.envs.renderer import ChatMLRenderer, RendererError, _tokenizer, choose, equals_template
-from prime_rl.envs.tokenizer import FileTokenizer, _environment, from_files
+from prime_rl.envs.renderer import (
+    ChatMLRenderer,
+    FileTokenizer,
+    RendererError,
+    _environment,
+    _tokenizer,
+    choose,
+    equals_template,
+    from_files,
+)
 
 # What Qwen3 does and plain ChatML does not: an empty thinking block in a final assistant turn.
 NOT_PLAIN = CHATML.replace(
