@@ -68,7 +68,10 @@ def submit(config: RLConfig) -> int:
     script.write_text(text)
     if (sbatch := shutil.which("sbatch")) is None:
         raise UserError(f"there is no sbatch here: submit {script} on a login node of the cluster")
-    done = subprocess.run([sbatch, str(script)], capture_output=True, text=True)
+    try:
+        done = subprocess.run([sbatch, str(script)], capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"sbatch did not answer within 60 s: submit {script} again") from error
     if done.returncode:
         raise UserError(f"sbatch refused {script}: {done.stderr.strip()}")
     print(done.stdout.strip())
