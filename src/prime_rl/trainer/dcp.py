@@ -105,7 +105,7 @@ def load(state: State, directory: Path, world: World) -> None:
     """
     metadata = agree(world, lambda: read_metadata(directory))
     if problem := misfit(metadata, state):
-        hint = "; if the model is the same, so must be optim.type, optim.state and whether there is momentum"
+        hint = "; if the model is the same, so must be optim.type, and whether there is momentum"
         raise UserError(
             f"{directory} does not fit this model: {problem}{hint if problem.startswith('optimizer.') else ''}"
         )
