@@ -1,5 +1,6 @@
 """Our config as vLLM's own command line and environment. Pure: the same config gives the same answer, and no vLLM is needed."""
 
+import ipaddress
 import json
 import os
 from pathlib import Path
@@ -8,19 +9,11 @@ from typing import Any
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.checks import (
-    ALL_ADDRESSES,
-    cache_values,
-    gpu_count,
-    is_loopback,
-    local_model,
-    read_json,
-    tiny_cache_bytes,
-)
+from prime_rl.inference.checks import gpu_count, local_model, read_json, tiny_cache_bytes
 from prime_rl.redact import is_secret
 
 WORKER_EXTENSION = "prime_rl.inference.worker.WeightsExtension"
-LOOPBACK = "127.0.0.1"
+LOOPBACK, ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"
 # Options of vLLM that `[vllm]` may not hold, and why.
 _REJECTED = {
     "api_server_count": "how many processes answer is set by server.api_servers",
@@ -69,6 +62,14 @@ def api_key(config: InferenceConfig) -> str | None:
 def listen_host(config: InferenceConfig) -> str:
     """Loopback unless a host is given or a key guards the server."""
     return config.server.host or (ALL_ADDRESSES if api_key(config) else LOOPBACK)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def guarded_host(config: InferenceConfig) -> str:
@@ -221,8 +222,7 @@ def _cache_flags(config: InferenceConfig) -> dict[str, Any]:
     if config.kv_cache_gib is not None:
         return {"kv_cache_memory_bytes": int(config.kv_cache_gib * (1 << 30))}
     model = local_model(config.model.name)
-    values = None if model is None else cache_values(model)
-    size = None if values is None else tiny_cache_bytes(values)
+    size = None if model is None else tiny_cache_bytes(model)
     return {} if size is None else {"kv_cache_memory_bytes": size}
 
 

@@ -60,7 +60,7 @@ def run(config: InferenceConfig) -> None:
     host = guarded_host(config)
     checks.check(config, engine, host)
     if not config.headless:
-        checks.hold_port(host, config.server.port)
+        checks.hold_port(config.server.port)
     argv = arguments(config, engine)
     agree(config, "inference")  # what could not start writes nothing
     log.setup(config.log.level, config.process, config.output_dir)

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from prime_rl.envs import ids, venv
 from prime_rl.envs.adapter import CLASSIC
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module, look_here
-from prime_rl.inference.checks import check_unheld
+from prime_rl.inference import checks
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import read_header
 
-_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -60,10 +58,7 @@ def check_model(name: str, *, weights: bool = True) -> None:
 def check_chat_template(name: str) -> None:
     """Raises UserError for a local model whose tokenizer has no chat template."""
     path = Path(name).expanduser()
-    if not path.is_dir() or any((path / file).exists() for file in _TEMPLATES):
-        return
-    config = path / "tokenizer_config.json"
-    if not config.is_file() or not _json(config).get("chat_template"):
+    if path.is_dir() and not checks.has_chat_template(path):
         raise UserError(f"the tokenizer in {name} has no chat template: add a chat_template.jinja")
 
 
@@ -135,18 +130,7 @@ def check_key(client: ClientConfig) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Raises UserError when the port is taken, or is another loading server's, before a server loads a model for a minute only to find out."""
-    option = "--inference.server.port"
-    check_unheld(host, port, option)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UserError(
-                f"port {port} on {host} cannot be used ({error.strerror}): stop what uses it, "
-                f"or choose another {option}"
-            ) from error
+    checks.check_port(host, port, "--inference.server.port")
 
 
 def public_key(arguments: Sequence[str]) -> str | None:

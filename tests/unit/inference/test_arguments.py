@@ -9,8 +9,7 @@ import pytest
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.arguments import arguments, environment, listen_host, to_argv
-from prime_rl.inference.checks import is_loopback
+from prime_rl.inference.arguments import arguments, environment, is_loopback, listen_host, to_argv
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
