@@ -1,7 +1,7 @@
-"""Start the processes of a run, watch them, restart alone what fails, and stop them all: nothing is left behind.
+"""Start the processes of a run, watch them, restart what fails, and stop them all together with everything below them.
 
-`SupervisedChild` is one life of one process, `Watchdog` judges from status files who has stalled, `RestartBudget` limits restarts, `Supervisor` is
-the loop over all of them.
+`Supervisor.run` is one loop over `SupervisedChild`, a process through all its incarnations. `Watchdog` decides from
+status files whether an incarnation has stalled, `RestartBudget` limits restarts.
 """
 
 import json
@@ -12,9 +12,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from pathlib import Path
+from typing import NamedTuple
 
 from prime_rl.config import RLConfig, child_env
 from prime_rl.launcher.plan import RECOVER, ProcessSpec, ServerSpec
@@ -25,19 +26,19 @@ from prime_rl.monitor.status import ProcessStatus, Waiting, say_for, unless_full
 from prime_rl.processes import ProcessId, backoff_seconds, descendants, describe_exit, send, table
 from prime_rl.wait import WaitTimeout, wait
 
-POLL_SECONDS = 0.1
-JUDGE_SECONDS = 0.5
-TABLE_SECONDS = 5.0
-DRAIN_SECONDS = 300.0
-STOP_SECONDS = 15.0
-AFTER_SECONDS = 30.0
+_POLL_SECONDS = 0.1
+_STATUS_SECONDS = 0.5  # between two looks at the status files
+_TABLE_SECONDS = 5.0  # between two looks at the process table, which take long on a big machine
+_DRAIN_SECONDS = 300.0
+_STOP_SECONDS = 15.0
+_AFTER_SECONDS = 30.0
 _ECHO_SECONDS = 0.5
 _MAX_LOOK_SECONDS = 2.5  # a longer gap was the launcher's own: a laptop that slept, a SIGSTOP, a starved machine
 _BUDGET_WINDOW_SECONDS = 3600.0
 _MAX_BACKOFF_SECONDS = 60.0
 _BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
-LOG_TAIL_LINES = 20
-LOG_TAIL_BYTES = 1 << 16
+_LOG_TAIL_LINES = 20
+_LOG_TAIL_BYTES = 1 << 16
 _RANK = re.compile(r"\s*rank\s*: (\d+)")
 _KILLED = re.compile(r"\s*exitcode\s*: -(\d+)")
 _ERROR_LINE = re.compile(r"(\w+: )?error: ")  # `error: …`, or `trainer: error: …` of a bad configuration
@@ -51,13 +52,23 @@ class RunOutcome(Enum):
     INTERRUPTED = 130
 
 
+class ChildState(Enum):
+    """State of a supervised process."""
+
+    PENDING = auto()  # is started once it is due
+    STARTING = auto()
+    READY = auto()  # by its own status
+    FAILED = auto()  # has ended, and must not have
+    STOPPED = auto()  # ended well, or the run goes on without it
+
+
 @dataclass(frozen=True)
 class RestartPolicy:
     """When a process counts as stalled, and how often it is restarted. Times in seconds.
 
     Args:
-        max_restarts: Of one process within an hour, and of one process while the run gets no further; 0: the first failure ends the run.
-        backoff: Before the first of them; doubled with each further one, up to a minute.
+        max_restarts: Of one process within an hour, and while the run gets no further; 0: the first failure ends the run.
+        backoff: Before the first restart; doubled with each further one, up to a minute.
         heartbeat_timeout: Without a heartbeat.
         stall_timeout: Without progress, while it waits for nobody.
     """
@@ -81,143 +92,49 @@ class Restart:
     recover: bool
 
 
-# -- one incarnation of one process ----------------------------------------------------------------------------------------
-
-
-class SupervisedChild(Child):
-    """One incarnation of a process, its output appended to its log."""
-
-    def __init__(
-        self,
-        spec: ProcessSpec,
-        lifeline: Lifeline,
-        environ: Mapping[str, str],
-        options: Sequence[str] = (),
-        began: float = 0.0,
-    ) -> None:
-        """Start it. `options` follow its arguments; `began` is the launcher's clock."""
-        self.spec, self.began, self.name = spec, began, spec.name
-        # Children read complete files: a setting meant for `rl` may name nothing in theirs.
-        env = {**child_env(environ, RLConfig), **spec.env}
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with spec.log.open("ab") as log:
-            self._log_start = log.tell()  # bytes that earlier incarnations wrote
-            super().__init__([*spec.argv, *options], env, lifeline, log)
-
-    def interrupt(self) -> None:
-        """Ask it to finish: SIGINT to itself, or to torchrun's ranks, whose agent would kill them soon after."""
-        ranks = [each for each in table().values() if self.spec.drain_children and each.parent == self.pid]
-        for rank in ranks:
-            send(rank.id, signal.SIGINT)
-        if not ranks:
-            self.signal(signal.SIGINT)
-
-    def last_words(self) -> list[str]:
-        """The last `error:` line at the end of its log, or which of its ranks was killed, else the last lines."""
-        lines = self._log_tail()
-        return _error_lines(lines)[-1:] or killed_rank(lines) or lines[-LOG_TAIL_LINES:]
-
-    def user_error(self) -> str | None:
-        """The last `error:` line at the end of its log: what the user has to correct."""
-        return next(iter(_error_lines(self._log_tail())[-1:]), None)
-
-    def interrupted(self, status: int) -> bool:
-        """Whether this status is that of one that was asked to stop, also by a rank that could not hear that yet: it was importing."""
-        if status in (0, -signal.SIGINT, 128 + signal.SIGINT):
-            return True
-        return any(line.endswith("SIGINT") for line in killed_rank(self._log_tail()))
-
-    def _log_tail(self) -> list[str]:
-        with self.spec.log.open("rb") as file:
-            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-            lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
-        return [line for line in lines if line.strip(" =-")]  # no rulers
-
-
-def killed_rank(lines: Sequence[str]) -> list[str]:
-    """One line that names the first rank that a signal killed, by torchrun's last report in a log; empty where there is none."""
-    cause = max((number for number, line in enumerate(lines) if line.startswith("Root Cause")), default=len(lines))
-    rank = next(filter(None, map(_RANK.match, lines[cause:])), None)
-    code = next(filter(None, map(_KILLED.match, lines[cause:])), None)
-    if rank is None or code is None:
-        return []
-    return [f"rank {rank[1]} was killed by {signal.Signals(int(code[1])).name}"]
-
-
-def _error_lines(lines: Sequence[str]) -> list[str]:
-    return [line for line in lines if _ERROR_LINE.match(line)]
-
-
-# -- how often a process is restarted --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Grant:
-    """Permission for the `number`-th restart within the hour, in `seconds`."""
-
-    number: int
-    seconds: float
-
-
 class RestartBudget:
-    """What is left of `max_restarts`, for each process by itself.
+    """Limit the restarts of one process: those within an hour, and those since the run last got beyond its furthest point.
 
-    It limits the restarts of an hour and, however far apart they are, those since the run last got beyond its furthest point: a fault that
-    comes back at the same place is not mended by going there again.
+    A fault that comes back at the same place is not mended by restarting, however far apart the restarts are.
 
     Args:
         furthest: The newest steps of the run, in independent counts.
     """
 
-    def __init__(self, policy: RestartPolicy, furthest: Sequence[int] = ()) -> None:
-        self._policy = policy
-        self._furthest = tuple(furthest)
-        self._times: dict[str, list[float]] = {}
-        self._without_progress: dict[str, int] = {}
+    def __init__(self, policy: RestartPolicy, furthest: Sequence[int] = (-1, -1)) -> None:
+        self.policy, self._furthest = policy, furthest
+        self._times: list[float] = []
+        self._without_progress = 0
 
-    def ask(self, process: str, now: float, newest: Sequence[int] = ()) -> Grant | str:
-        """Grant one more restart, which then counts, or return the limit in words that follow `was restarted 3 times`.
+    def ask(self, now: float, newest: Sequence[int] = (-1, -1)) -> str | tuple[int, float]:
+        """Grant one more restart, which then counts: return its number within the hour and the seconds to wait before it.
 
         Args:
             now: Seconds of the launcher's clock.
-            newest: The newest steps of the run, in the same counts as `furthest`. A step that is repeated is no progress.
+            newest: The newest steps of the run. A step that is repeated is no progress.
+
+        Returns:
+            The limit that is reached, in words, where it is not granted.
         """
-        furthest = self._furthest or tuple(newest)
-        if any(step > before for step, before in zip(newest, furthest, strict=bool(newest))):
-            self._without_progress.clear()
-        self._furthest = tuple(map(max, newest, furthest)) if newest else furthest
-        recent = [then for then in self._times.get(process, []) if now - then < _BUDGET_WINDOW_SECONDS]
-        self._times[process] = recent
-        if len(recent) >= self._policy.max_restarts:
+        if any(step > before for step, before in zip(newest, self._furthest, strict=True)):
+            self._without_progress = 0
+        self._furthest = tuple(map(max, newest, self._furthest))
+        self._times = [then for then in self._times if now - then < _BUDGET_WINDOW_SECONDS]
+        if len(self._times) >= self.policy.max_restarts:
             return "within an hour"
-        if self._without_progress.get(process, 0) >= self._policy.max_restarts:
+        if self._without_progress >= self.policy.max_restarts:
             return "without the run getting any further"
-        self._without_progress[process] = self._without_progress.get(process, 0) + 1
-        recent.append(now)
-        return Grant(len(recent), backoff_seconds(len(recent), self._policy.backoff, _MAX_BACKOFF_SECONDS))
+        self._without_progress += 1
+        self._times.append(now)
+        return len(self._times), backoff_seconds(len(self._times), self.policy.backoff, _MAX_BACKOFF_SECONDS)
 
 
-# -- who has stalled -------------------------------------------------------------------------------------------------------
-
-
-class LoopClock:
-    """Seconds in which the launcher was looking. While it did not look nobody counts as silent."""
-
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._last = monotonic()
-        self.now = 0.0
-
-    def tick(self) -> bool:
-        """Call it at every look. Returns whether the launcher had been away for longer than a look takes."""
-        last, self._last = self._last, self._monotonic()
-        self.now += min(self._last - last, _MAX_LOOK_SECONDS)
-        return self._last - last > _MAX_LOOK_SECONDS
+# -- stalls ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Signs:
-    """What one status file said last, and since when (launcher's clock)."""
+    """Values that a status file has held since the given times of the launcher's clock."""
 
     heartbeat: float
     heartbeat_at: float
@@ -226,73 +143,47 @@ class _Signs:
     pulses: bool = False  # a server that reports each answer of its engine as progress
 
 
-@dataclass
-class _Watched:
-    """One incarnation of a process, since `began`."""
-
-    began: float
-    signs: dict[str, _Signs] = field(default_factory=dict)
-    stopped: dict[ProcessId, float] = field(default_factory=dict)
-
-
 class Watchdog:
-    """Judges who has stalled: by what the status files say, and by how long they have said the same on the launcher's own clock.
+    """Decide whether one incarnation of a process has stalled, by how long its status has stayed the same.
 
-    Clocks of other processes, and of other hosts' file systems, are never compared with ours, so neither a laptop that slept nor a clock that was
-    set makes anybody look dead. A status named `trainer.1` is rank 1's and belongs to the trainer.
+    Only the launcher's clock counts: other processes and file servers have clocks of their own, so neither a laptop that
+    slept nor a clock that was set makes a process look dead. A status named `trainer.1` is rank 1's of the trainer.
+
+    Args:
+        now: Seconds of the launcher's clock.
+        service: It makes no progress without requests. If it reports its engine's answers as progress, it must go on.
     """
 
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
-        self._watched: dict[str, _Watched] = {}
-
-    def begin(self, process: str, now: float) -> None:
-        """Watch a new incarnation: what was seen of the one before no longer counts."""
-        self._watched[process] = _Watched(now)
-
-    def end(self, process: str) -> None:
-        self._watched.pop(process, None)
-
-    def reset(self, now: float) -> None:
-        """The launcher was away, and perhaps they all were: everybody's time begins anew."""
-        for process in self._watched:
-            self.begin(process, now)
+    def __init__(self, policy: RestartPolicy, name: str, now: float, service: bool = False) -> None:
+        self._policy, self._name, self._began, self._service = policy, name, now, service
+        self._signs: dict[str, _Signs] = {}
+        self._stopped: dict[ProcessId, float] = {}
 
     def stalled(
-        self,
-        now: float,
-        statuses: Mapping[str, ProcessStatus],
-        stopped: Mapping[str, Iterable[ProcessId]],
-        services: Iterable[str] = (),
-    ) -> dict[str, str]:
-        """Why each stalled process counts as such, by name.
+        self, now: float, statuses: Mapping[str, ProcessStatus], stopped: Iterable[ProcessId] = ()
+    ) -> str | None:
+        """Return why it counts as stalled, in words that follow its name; None where it does not.
 
         Args:
-            now: Of the launcher's clock, in seconds.
-            statuses: Last statuses, by name.
-            stopped: Processes that a signal has stopped, by the name of the process they belong to.
-            services: Without requests these make no progress. One that reports its engine's answers as progress must go on doing so.
+            statuses: Those of all processes, by name.
+            stopped: Those of its processes that a signal has stopped.
         """
-        faults = {}
-        for name, watched in self._watched.items():
-            own = {key: status for key, status in statuses.items() if key.partition(".")[0] == name}
-            reasons = [self._stopped(now, watched, stopped.get(name, ()))]
-            reasons += [self._silent(now, watched, key, status, name in services) for key, status in own.items()]
-            if name not in own and name not in services and now - watched.began > self._policy.stall_timeout:
-                reasons.append(f"has not reported within {self._policy.stall_timeout:.0f} s")
-            if reason := next(filter(None, reasons), None):
-                faults[name] = reason
-        return faults
+        self._stopped = {process: self._stopped.get(process, now) for process in stopped}
+        longest = now - min(self._stopped.values(), default=now)
+        if longest > self._policy.heartbeat_timeout:
+            return f"has been stopped (SIGSTOP) for {longest:.0f} s"
+        own = {key: status for key, status in statuses.items() if key.partition(".")[0] == self._name}
+        reasons = [self._silent(now, key, status) for key, status in own.items()]
+        if self._name not in own and not self._service and now - self._began > self._policy.stall_timeout:
+            reasons.append(f"has not reported within {self._policy.stall_timeout:.0f} s")
+        return next(filter(None, reasons), None)
 
-    def _stopped(self, now: float, watched: _Watched, stopped: Iterable[ProcessId]) -> str | None:
-        watched.stopped = {process: watched.stopped.get(process, now) for process in stopped}
-        longest = max((now - since for since in watched.stopped.values()), default=0.0)
-        return f"has been stopped (SIGSTOP) for {longest:.0f} s" if longest > self._policy.heartbeat_timeout else None
-
-    def _silent(self, now: float, watched: _Watched, key: str, status: ProcessStatus, service: bool) -> str | None:
+    def _silent(self, now: float, key: str, status: ProcessStatus) -> str | None:
         rank, progress = key.partition(".")[2], (status.progress, status.waiting)
-        signs = watched.signs.setdefault(key, _Signs(status.heartbeat, now, progress, now))
-        if signs.heartbeat != status.heartbeat or (service and status.ready is None):  # ready_timeout bounds its start
+        signs = self._signs.setdefault(key, _Signs(status.heartbeat, now, progress, now))
+        if signs.heartbeat != status.heartbeat or (
+            self._service and status.ready is None
+        ):  # ready_timeout bounds its start
             signs.heartbeat, signs.heartbeat_at = status.heartbeat, now
         if signs.progress != progress:
             signs.pulses = status.ready is not None
@@ -303,14 +194,14 @@ class Watchdog:
             return f"said `{status.outcome}` {silent:.0f} s ago and has not ended" if late else None
         if rank:  # rank 0 reports progress for all ranks
             signs.progress_at = now
-        reason = stall_reason(status, self._policy, silent, now - signs.progress_at, service, signs.pulses)
+        reason = stall_reason(status, self._policy, silent, now - signs.progress_at, self._service, signs.pulses)
         return f"rank {rank} {reason}" if rank and reason else reason
 
 
 def stall_reason(
     status: ProcessStatus, policy: RestartPolicy, silent: float, unchanged: float, service: bool, pulses: bool
 ) -> str | None:
-    """Why a living process counts as stalled, as words that follow its name; None where it does not.
+    """Return why a living process counts as stalled, in words that follow its name; None where it does not.
 
     Args:
         silent: Seconds since its last heartbeat.
@@ -333,49 +224,85 @@ def stall_reason(
     return f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline"
 
 
-# -- the loop --------------------------------------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Managed:
-    """A process through all its incarnations. Times by the launcher's clock, in seconds."""
+class SupervisedChild:
+    """A process through all its incarnations, their output appended to its log. Times are seconds of the launcher's clock."""
 
-    spec: ProcessSpec
-    server: ServerSpec | None
-    due: float | None = 0.0  # when to start it; None: it runs, or is over
-    options: tuple[str, ...] = ()
-    child: SupervisedChild | None = None  # the last one
-    over: bool = False  # it ended well, or the run goes on without it
-    ready: bool = False  # in this incarnation
-    was_ready: bool = False  # in any incarnation
+    def __init__(self, spec: ProcessSpec, server: ServerSpec | None, budget: RestartBudget) -> None:
+        self.spec, self.server, self.budget = spec, server, budget
+        self.name, self.is_job = spec.name, not spec.service
+        self.state, self.due, self.was_ready = ChildState.PENDING, 0.0, False
+        self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
+        self.stopped: list[ProcessId] = []  # processes of its own that a signal has stopped
+
+    def start(self, lifeline: Lifeline, environ: Mapping[str, str], now: float = 0.0) -> None:
+        """Start an incarnation."""
+        # Children read complete files: a setting meant for `rl` may name nothing in theirs.
+        env = {**child_env(environ, RLConfig), **self.spec.env}
+        self.spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.spec.log.open("ab") as log:
+            self._log_start = log.tell()  # bytes that earlier incarnations wrote
+            self.process = Child([*self.spec.argv, *self.options], env, lifeline, log)
+        self.state, self.began = ChildState.STARTING, now
+        self.watch(now)
+
+    def watch(self, now: float) -> None:
+        """Forget how long its status has stayed the same."""
+        self.watchdog = Watchdog(self.budget.policy, self.name, now, self.spec.service)
 
     @property
-    def name(self) -> str:
-        return self.spec.name
+    def running(self) -> bool:
+        """Whether it was started, and has not been reaped."""
+        return self.state in (ChildState.STARTING, ChildState.READY)
 
-    @property
-    def is_job(self) -> bool:
-        return not self.spec.service
+    def interrupt(self) -> None:
+        """Ask it to finish: SIGINT to itself, or to torchrun's ranks, whose agent would kill them soon after."""
+        ranks = [each for each in table().values() if self.spec.drain_children and each.parent == self.process.pid]
+        for rank in ranks:
+            send(rank.id, signal.SIGINT)
+        if not ranks:
+            self.process.signal(signal.SIGINT)
+
+    def last_words(self) -> list[str]:
+        """Return the last `error:` line at the end of its log, or which of its ranks was killed, else the last lines."""
+        with self.spec.log.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
+        lines = [line for line in lines if line.strip(" =-")]  # no rulers
+        errors = [line for line in lines if _ERROR_LINE.match(line)]
+        return errors[-1:] or killed_rank(lines) or lines[-_LOG_TAIL_LINES:]
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A process that must not have ended, or had to be killed, and why."""
+def killed_rank(lines: Sequence[str]) -> list[str]:
+    """Name, in one line, the first rank that a signal killed, by torchrun's last report in a log; none where there is none."""
+    cause = max((number for number, line in enumerate(lines) if line.startswith("Root Cause")), default=len(lines))
+    rank = next(filter(None, map(_RANK.match, lines[cause:])), None)
+    code = next(filter(None, map(_KILLED.match, lines[cause:])), None)
+    if rank is None or code is None:
+        return []
+    return [f"rank {rank[1]} was killed by {signal.Signals(int(code[1])).name}"]
 
-    managed: _Managed
+
+class _Failure(NamedTuple):
+    """A process that must not have ended, or had to be killed.
+
+    `last_words`: of its log. `to_correct`: only the user can correct it. `never_ready`: it had all the time it may take.
+    """
+
     child: SupervisedChild
     reason: str
-    user_error: str | None = None  # its last line, where that says what the user has to correct
-    never_ready: bool = False  # it was given all the time it may take to start
+    last_words: list[str]
+    to_correct: bool = False
+    never_ready: bool = False
 
-    def __str__(self) -> str:
-        last = self.child.last_words()[-1:] if self.reason.startswith("failed") else []
-        cause = self.user_error or (last[0].strip() if last else None)
-        return self.reason if cause is None else f"{self.reason} ({cause})"
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
 
 
 class Supervisor:
-    """Runs processes to the end of the run.
+    """Run processes to the end of the run.
 
     Args:
         say: Shows a line to the user.
@@ -397,8 +324,8 @@ class Supervisor:
         tick: Callable[[], None] = lambda: None,
         policy: RestartPolicy | None = None,
         doctor: Callable[[bool], Sequence[str]] = lambda full: (),
-        drain_seconds: float = DRAIN_SECONDS,
-        stop_seconds: float = STOP_SECONDS,
+        drain_seconds: float = _DRAIN_SECONDS,
+        stop_seconds: float = _STOP_SECONDS,
         drained: Callable[[], str] = lambda: "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -406,13 +333,13 @@ class Supervisor:
         self._output_dir, self._environ = output_dir, environ
         self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
-        by_name = {server.name: server for server in servers}
-        self._managed = {spec.name: _Managed(spec, by_name.get(spec.name)) for spec in processes}
-        self._clock = LoopClock()
-        self._budget = RestartBudget(self._policy, newest_steps(output_dir))
-        self._watchdog = Watchdog(self._policy)
-        self._next_judgement = self._next_table = 0.0
-        self._stopped: Mapping[str, Sequence[ProcessId]] = {}
+        by_name, furthest = {server.name: server for server in servers}, newest_steps(output_dir)
+        self._children = {
+            spec.name: SupervisedChild(spec, by_name.get(spec.name), RestartBudget(self._policy, furthest))
+            for spec in processes
+        }
+        self._now = 0.0  # seconds in which the launcher was looking
+        self._next_look = self._next_table = 0.0
         self._interrupts = 0
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
@@ -421,7 +348,7 @@ class Supervisor:
         self.to_correct = False
 
     def run(self, signals: bool = True) -> RunOutcome:
-        """Block until the run is over and its processes are stopped. `signals`: handle Ctrl-C and its like, in the main thread alone."""
+        """Block until the run is over and its processes are stopped. `signals`: handle Ctrl-C and its like, in the main thread."""
         numbers = [signal.SIGINT, signal.SIGTERM] if signals else []
         if signals and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the terminal may go
             numbers.append(signal.SIGHUP)
@@ -437,30 +364,39 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def stop(self) -> None:
-        """End the run now, from any thread; what is lost is lost."""
+        """End the run now, from any thread, without draining."""
         self._interrupts = 2
 
     def _interrupt(self, number: int, frame: object) -> None:
-        """What wraps us (`uv run`, `timeout`) hands on a signal that our group got as well: one request may come twice."""
+        """Count a request to stop once: what wraps us (`uv run`, `timeout`) hands on a signal that our group got as well."""
         now = time.monotonic()
         if now - self._interrupted_at > _ECHO_SECONDS:
             self._interrupts += 1
         self._interrupted_at = now
 
     def _loop(self, lifeline: Lifeline) -> RunOutcome:
+        last = time.monotonic()
         while True:  # bounded: as long as the run; every process is watched for stalls
-            if self._clock.tick():
-                self._watchdog.reset(self._clock.now)
-            for managed in self._managed.values():
-                if managed.due is not None and self._clock.now >= managed.due and self._may_start(managed.spec):
-                    self._start(managed, lifeline)
+            gap, last = time.monotonic() - last, time.monotonic()
+            self._now += min(gap, _MAX_LOOK_SECONDS)
+            for child in self._children.values():
+                if gap > _MAX_LOOK_SECONDS and child.running:  # perhaps it was suspended together with us
+                    child.watch(self._now)
+                if child.state is ChildState.PENDING and self._now >= child.due and self._may_start(child.spec):
+                    child.start(lifeline, self._environ, self._now)
             if (outcome := self._look()) is not None:
                 return outcome
             self._tick()
-            time.sleep(POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
+
+    def _may_start(self, spec: ProcessSpec) -> bool:
+        reported = spec.after is None or self._now > _AFTER_SECONDS or spec.after in read_status(self._output_dir)
+        awaited = [self._children[name] for name in spec.after_ready]
+        # A server that never serves ends the run, or is stopped.
+        return reported and all(child.was_ready or child.state is ChildState.STOPPED for child in awaited)
 
     def _look(self) -> RunOutcome | None:
-        """One look at everything: the outcome once there is one."""
+        """Look at every process once; return the outcome once there is one."""
         if self._interrupts > 1:
             self._say("stopping now")
             return RunOutcome.INTERRUPTED
@@ -475,113 +411,95 @@ class Supervisor:
         return None if all(answers) else RunOutcome.FAILURE
 
     def _jobs_left(self) -> bool:
-        return any(managed.is_job and not managed.over for managed in self._managed.values())
+        return any(child.is_job and child.state is not ChildState.STOPPED for child in self._children.values())
 
-    def _running(self) -> list[tuple[_Managed, SupervisedChild]]:
-        managed = self._managed.values()
-        return [(each, each.child) for each in managed if each.child is not None and each.child.running]
+    def _running(self) -> list[SupervisedChild]:
+        return [child for child in self._children.values() if child.running]
 
-    def _may_start(self, spec: ProcessSpec) -> bool:
-        reported = spec.after is None or self._clock.now > AFTER_SECONDS or spec.after in read_status(self._output_dir)
-        # A server that never serves ends the run, or leaves it.
-        return reported and all(self._managed[name].was_ready or self._managed[name].over for name in spec.after_ready)
-
-    def _start(self, managed: _Managed, lifeline: Lifeline) -> None:
-        now, managed.due, managed.ready = self._clock.now, None, False
-        managed.child = SupervisedChild(managed.spec, lifeline, self._environ, managed.options, now)
-        self._watchdog.begin(managed.name, now)
-
-    # -- failures ----------------------------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------------------------
 
     def _ended(self) -> list[_Failure]:
         """Reap what has ended; return those that must not have: a job that failed, a service that stopped."""
         failures = []
-        for managed, child in self._running():
-            if (status := child.status) is None:
+        for child in self._running():
+            if (status := child.process.status) is None:
                 continue
-            self._reap(managed, child)
-            # A job that ended well by its exit status alone was stopped by somebody, apart from the run.
-            last = read_status(self._output_dir).get(child.name)
-            finished = managed.is_job and (last is None or last.outcome == "finished")
-            if status == 0 and finished:
-                managed.over = True
-                continue
-            reason = describe_exit(status)
-            if status == 0 and managed.is_job and last is not None:
+            self._reap(child)
+            reason, last = describe_exit(status), read_status(self._output_dir).get(child.name)
+            if status == 0 and child.is_job:
+                if last is None or last.outcome == "finished":
+                    child.state = ChildState.STOPPED
+                    continue
+                # Its exit status says that it ended well, but somebody stopped it apart from the run.
                 reason = f"ended too early ({last.outcome or 'without a last word'})"
-            user_error = child.user_error() if status > 0 else None
-            failures.append(_Failure(managed, child, reason, user_error))
+            words = child.last_words()
+            # Before it was ready a restart would end with the same line.
+            to_correct = status > 0 and not child.was_ready and any(map(_ERROR_LINE.match, words))
+            failures.append(_Failure(child, reason, words, to_correct))
         return failures
 
     def _kill_stalled(self) -> list[_Failure]:
-        if self._clock.now < self._next_judgement:
+        if self._now < self._next_look:
             return []
-        self._next_judgement = self._clock.now + JUDGE_SECONDS
+        self._next_look = self._now + _STATUS_SECONDS
         statuses, running = read_status(self._output_dir), self._running()
-        for managed, child in running:
-            self._note_ready(managed, child, statuses.get(managed.name))
-        if self._clock.now >= self._next_table:  # long on a big machine: not looked at more often than needed
-            self._next_table = self._clock.now + min(TABLE_SECONDS, self._policy.heartbeat_timeout / 6)
-            self._stopped = _stopped_processes([child for _, child in running])
-        services = [managed.name for managed, _ in running if not managed.is_job]
-        faults = self._watchdog.stalled(self._clock.now, statuses, self._stopped, services)
+        if self._now >= self._next_table:
+            self._next_table = self._now + min(_TABLE_SECONDS, self._policy.heartbeat_timeout / 6)
+            _find_stopped(running)
         failures = []
-        for managed, child in running:
-            server = managed.server
-            late = server is not None and not managed.ready and self._clock.now - child.began > server.ready_timeout
-            if server is not None and late:
-                failures.append(self._kill(managed, child, f"is not ready after {server.ready_timeout:.0f} s"))
-            elif managed.name in faults:
-                failures.append(self._kill(managed, child, faults[managed.name]))
+        for child in running:
+            self._note_ready(child, statuses)
+            server, reason = child.server, child.watchdog.stalled(self._now, statuses, child.stopped)
+            if server and child.state is ChildState.STARTING and self._now - child.began > server.ready_timeout:
+                reason = f"is not ready after {server.ready_timeout:.0f} s"
+            if reason is not None:
+                self._consult_doctor(full=False)  # while it can still be seen
+                self._reap(child)
+                never_ready = server is not None and not child.was_ready
+                failures.append(_Failure(child, reason, child.last_words(), never_ready=never_ready))
         return failures
 
-    def _note_ready(self, managed: _Managed, child: SupervisedChild, status: ProcessStatus | None) -> None:
+    def _note_ready(self, child: SupervisedChild, statuses: Mapping[str, ProcessStatus]) -> None:
         """Record that this incarnation is ready, by its own status (that of the one before was removed)."""
-        if managed.ready or status is None or status.ready is None:
-            return
-        managed.ready = managed.was_ready = True
-        if managed.server is not None:
-            self._say(f"{managed.name} ready in {self._clock.now - child.began:.1f} s ({managed.server.url})")
+        status = statuses.get(child.name)
+        if child.state is ChildState.STARTING and status is not None and status.ready is not None:
+            child.state, child.was_ready = ChildState.READY, True
+            if child.server is not None:
+                self._say(f"{child.name} ready in {self._now - child.began:.1f} s ({child.server.url})")
 
-    def _kill(self, managed: _Managed, child: SupervisedChild, reason: str) -> _Failure:
-        """Diagnose while it can still be seen, then kill it."""
-        self._consult_doctor(full=False)
-        self._reap(managed, child)
-        return _Failure(managed, child, reason, never_ready=managed.server is not None and not managed.was_ready)
-
-    def _reap(self, managed: _Managed, child: SupervisedChild) -> None:
-        child.reap()
-        for process in child.survivors:
+    def _reap(self, child: SupervisedChild) -> None:
+        child.process.reap()
+        for process in child.process.survivors:
             self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
-        self._watchdog.end(child.name)
-        self._note_ready(managed, child, read_status(self._output_dir).get(child.name))
+        self._note_ready(child, read_status(self._output_dir))
+        child.state = ChildState.FAILED
 
     def _restart(self, failure: _Failure) -> bool:
         """Schedule a restart where it may help; return whether the run goes on."""
-        managed, name, now, most = failure.managed, failure.managed.name, self._clock.now, self._policy.max_restarts
-        # Before it was ready a second try would end with the same line.
-        to_correct = failure.user_error is not None and not managed.was_ready
-        self.to_correct |= to_correct
-        grant = (
-            None if to_correct or failure.never_ready else self._budget.ask(name, now, newest_steps(self._output_dir))
-        )
-        if not isinstance(grant, Grant):
+        child, name, most = failure.child, failure.child.name, self._policy.max_restarts
+        self.to_correct |= failure.to_correct
+        grant: str | tuple[int, float] = ""
+        if not (failure.to_correct or failure.never_ready):
+            grant = child.budget.ask(self._now, newest_steps(self._output_dir))
+        if isinstance(grant, str):
             self._report(failure)
-            if grant is not None and most:
+            if grant and most:
                 self._say(f"error: {name} was started again {most} times {grant}: giving up")
                 self._consult_doctor()
-            return self._does_without(managed)
-        recover = managed.was_ready and managed.is_job
-        managed.due, managed.options = now + grant.seconds, ()
-        if recover and RECOVER not in failure.child.spec.argv:
-            managed.options = (RECOVER,)
+            return self._does_without(child)
+        number, seconds = grant
+        recover = child.was_ready and child.is_job
+        child.state, child.due = ChildState.PENDING, self._now + seconds
+        child.options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
         forget_status_of(self._output_dir, name)
-        lived = now - failure.child.began
-        restart = Restart(time.time(), name, str(failure), grant.number, grant.seconds, lived, recover)
+        reason = failure.reason
+        if reason.startswith("failed") and failure.last_words:
+            reason += f" ({failure.last_words[-1].strip()})"
+        restart = Restart(time.time(), name, reason, number, seconds, self._now - child.began, recover)
         self.restarts.append(restart)
         self._say(
-            f"{name} {restart.reason}: starting it again in {grant.seconds:g} s "
-            f"(restart {grant.number} of at most {most} an hour{', recovering' if recover else ''})"
+            f"{name} {reason}: starting it again in {seconds:g} s "
+            f"(restart {number} of at most {most} an hour{', recovering' if recover else ''})"
         )
         path = self._output_dir / "logs" / "restarts.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -589,55 +507,58 @@ class Supervisor:
             file.write(json.dumps(asdict(restart)) + "\n")
         return True
 
-    def _does_without(self, managed: _Managed) -> bool:
-        """Whether the run goes on without this process: one server of several is given up alone."""
-        others = [each.name for each in self._managed.values() if each.server and not each.over and each is not managed]
-        if managed.server is None or not others or not self._policy.max_restarts:
+    def _does_without(self, child: SupervisedChild) -> bool:
+        """Stop one server of several for good; return whether the run goes on without this process."""
+        servers = [each for each in self._children.values() if each.server and each.state is not ChildState.STOPPED]
+        others = [each.name for each in servers if each is not child]
+        if child.server is None or not others or not self._policy.max_restarts:
             return False
-        managed.over = True
-        self._say(f"the run goes on without {managed.name}, on {', '.join(others)}")
+        child.state = ChildState.STOPPED
+        self._say(f"the run goes on without {child.name}, on {', '.join(others)}")
         return True
 
     def _report(self, failure: _Failure) -> None:
-        child, last_words = failure.child, failure.child.last_words()
-        self._say(f"error: {child.name} {failure.reason}; the end of {child.spec.log}:")
-        for line in last_words:
+        text = f"{failure.child.name} {failure.reason}"
+        self._say(f"error: {text}; the end of {failure.child.spec.log}:")
+        for line in failure.last_words:
             self._say(f"  {line}")
-        self.failures += [f"{child.name} {failure.reason}", *last_words]
+        self.failures += [text, *failure.last_words]
 
     def _consult_doctor(self, full: bool = True) -> None:
         for line in self._doctor(full):
             self._say(line)
 
-    # -- stopping ----------------------------------------------------------------------------------------------------------
+    # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        self._drain_deadline = self._clock.now + self._drain_seconds
+        self._drain_deadline = self._now + self._drain_seconds
         self._say(f"draining: {self._drained()}; interrupt again to stop now")
-        for managed in self._managed.values():
-            if managed.due is not None:
-                managed.due, managed.over = None, True
-                say_for(self._output_dir, managed.name, "stopped")
-        for managed, child in self._running():
-            if managed.is_job:
+        for child in self._children.values():
+            if child.state is ChildState.PENDING:
+                child.state = ChildState.STOPPED
+                say_for(self._output_dir, child.name, "stopped")
+            elif child.running and child.is_job:
                 child.interrupt()
 
     def _look_while_draining(self, deadline: float) -> RunOutcome | None:
-        for managed, child in self._running():
-            if (status := child.status) is None:
+        for child in self._running():
+            if (status := child.process.status) is None:
                 continue
-            self._reap(managed, child)
-            managed.over = True
-            stopped, reason = child.interrupted(status), describe_exit(status)
-            if managed.is_job:
+            self._reap(child)
+            child.state = ChildState.STOPPED
+            reason, words = describe_exit(status), child.last_words()
+            # A rank that was still importing dies of the signal that asks it to stop.
+            stopped = status in (0, -signal.SIGINT, 128 + signal.SIGINT)
+            stopped |= any(line.endswith("was killed by SIGINT") for line in words)
+            if child.is_job:
                 say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {reason}")
-            if not managed.is_job or not stopped:
-                self._report(_Failure(managed, child, reason))
+            if not child.is_job or not stopped:
+                self._report(_Failure(child, reason, words))
         if not self._jobs_left():
             return RunOutcome.INTERRUPTED
-        if self._clock.now < deadline:
+        if self._now < deadline:
             return None
-        late = ", ".join(managed.name for managed, _ in self._running() if managed.is_job)
+        late = ", ".join(child.name for child in self._running() if child.is_job)
         self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")
         self._consult_doctor()
         return RunOutcome.INTERRUPTED
@@ -646,26 +567,26 @@ class Supervisor:
         """SIGTERM, a bounded wait (cut short by a second Ctrl-C), then SIGKILL to each process and all that it has started."""
         running = self._running()
         if running:
-            self._say(f"stopping {', '.join(managed.name for managed, _ in running)}")
-        for managed, child in running:
+            self._say(f"stopping {', '.join(child.name for child in running)}")
+        for child in running:
             # A server that is still loading hears no SIGTERM and has nothing to lose.
-            loading = managed.server is not None and not managed.ready and self._drain_deadline is None
-            child.signal(signal.SIGKILL if loading else signal.SIGTERM)
+            loading = child.server is not None and child.state is ChildState.STARTING and self._drain_deadline is None
+            child.process.signal(signal.SIGKILL if loading else signal.SIGTERM)
         with suppress(WaitTimeout):
             wait(
-                lambda: all(child.status is not None for _, child in running),
-                subject="end of the processes", owner="themselves", seconds=self._stop_seconds, poll=POLL_SECONDS,
+                lambda: all(child.process.status is not None for child in running),
+                subject="end of the processes", owner="themselves", seconds=self._stop_seconds, poll=_POLL_SECONDS,
                 stop=lambda: self._interrupts > 1,
             )  # fmt: skip
-        for _, child in running:
-            child.reap()
+        for child in running:
+            child.process.reap()
 
 
-def _stopped_processes(children: Sequence[SupervisedChild]) -> dict[str, list[ProcessId]]:
-    """Which of their processes a signal has stopped, by name. Of a job that watches its own workers, itself alone."""
-    processes, stopped = table(), {}
+def _find_stopped(children: Sequence[SupervisedChild]) -> None:
+    """Note which of their processes a signal has stopped. Of a job that watches its own workers, itself alone."""
+    processes = table()
     for child in children:
-        itself = [processes[child.pid]] if child.pid in processes else []
-        below = descendants(child.pid, processes) if child.spec.service or child.spec.drain_children else []
-        stopped[child.name] = [process.id for process in (*itself, *below) if process.stopped]
-    return stopped
+        pid, watches = child.process.pid, child.is_job and not child.spec.drain_children
+        below = [] if watches else descendants(pid, processes)
+        itself = [processes[pid]] if pid in processes else []
+        child.stopped = [process.id for process in (*itself, *below) if process.stopped]

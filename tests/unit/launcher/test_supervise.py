@@ -2,21 +2,14 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prime_rl.launcher.plan import ProcessSpec
-from prime_rl.launcher.supervise import (
-    Grant,
-    LoopClock,
-    RestartBudget,
-    RestartPolicy,
-    SupervisedChild,
-    Watchdog,
-    killed_rank,
-)
+from prime_rl.launcher.supervise import RestartBudget, RestartPolicy, SupervisedChild, Watchdog, killed_rank
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor.status import ProcessStatus, Waiting
 from prime_rl.processes import ProcessId
@@ -30,164 +23,128 @@ WORKING = ProcessStatus("trainer", 7, "training", 3, 0.0, 0.0, None, None, progr
 class Run:
     """Feeds a watchdog with statuses whose clocks have nothing to do with the launcher's."""
 
-    def __init__(self) -> None:
-        self.watchdog = Watchdog(POLICY)
+    def __init__(self, name: str = "trainer", service: bool = False) -> None:
+        self.watchdog = Watchdog(POLICY, name, 0.0, service)
         self.now = 0.0
         self.beats = 0
 
-    def look(self, seconds: float, *statuses: ProcessStatus, beating: bool = True, **more: object) -> dict[str, str]:
+    def look(
+        self, seconds: float, *statuses: ProcessStatus, beating: bool = True, stopped: Sequence[ProcessId] = ()
+    ) -> str | None:
         self.now += seconds
         self.beats += beating
         by_name = {status.process: replace(status, heartbeat=-5e8 + self.beats) for status in statuses}
-        return self.watchdog.stalled(self.now, by_name, more.get("stopped", {}), more.get("services", ()))  # type: ignore[arg-type]
+        return self.watchdog.stalled(self.now, by_name, stopped)
 
 
 @pytest.fixture
 def run() -> Run:
-    run = Run()
-    run.watchdog.begin("trainer", 0.0)
-    return run
+    return Run()
 
 
-def test_a_heart_that_beats_and_work_that_moves_are_no_stall(run: Run) -> None:
+def test_heartbeats_and_progress_are_no_stall(run: Run) -> None:
     """However long, and whatever the other's clock says."""
     for hour in range(100):
-        assert run.look(50.0, replace(WORKING, progress=float(hour))) == {}
+        assert run.look(50.0, replace(WORKING, progress=float(hour))) is None
 
 
 def test_silence_is_a_stall_after_heartbeat_timeout(run: Run) -> None:
-    """Nothing new in the file for longer than that."""
-    assert run.look(1.0, WORKING) == {}
-    assert run.look(60.0, WORKING, beating=False) == {}
-    assert run.look(1.0, WORKING, beating=False) == {"trainer": "has given no sign of life for 61 s"}
+    assert run.look(1.0, WORKING) is None
+    assert run.look(60.0, WORKING, beating=False) is None
+    assert run.look(1.0, WORKING, beating=False) == "has given no sign of life for 61 s"
 
 
-def test_a_rank_speaks_for_its_process(run: Run) -> None:
-    """Rank 1 silent: the trainer has stalled. Its progress does not count, rank 0 speaks for all."""
+def test_a_silent_rank_is_a_stall_of_its_process(run: Run) -> None:
+    """Its progress does not count: rank 0 reports for all."""
     rank = replace(WORKING, process="trainer.1")
     for hour in range(10):
-        assert run.look(600.0, replace(WORKING, progress=float(hour)), rank) == {}
+        assert run.look(600.0, replace(WORKING, progress=float(hour)), rank) is None
     for _ in range(2):
-        found = run.look(35.0, rank, beating=False)
-    assert found == {"trainer": "rank 1 has given no sign of life for 70 s"}
+        reason = run.look(35.0, rank, beating=False)
+    assert reason == "rank 1 has given no sign of life for 70 s"
 
 
 def test_no_progress_while_nobody_is_waited_for(run: Run) -> None:
     """The end of a wait begins the time anew."""
     wait = replace(WORKING, waiting=Waiting("rollouts/step_3", "orchestrator", 0.0, 7200.0))
     run.look(0.0, WORKING)
-    assert run.look(1800.0, WORKING) == {}
-    assert run.look(1.0, WORKING) == {"trainer": "has stalled for 1801 s (training, step 3)"}
-    assert run.look(1.0, wait) == {}
-    assert run.look(7000.0, wait) == {}
-    assert run.look(1.0, WORKING) == {}
+    assert run.look(1800.0, WORKING) is None
+    assert run.look(1.0, WORKING) == "has stalled for 1801 s (training, step 3)"
+    assert run.look(1.0, wait) is None
+    assert run.look(7000.0, wait) is None
+    assert run.look(1.0, WORKING) is None
 
 
 def test_a_wait_beyond_its_own_deadline(run: Run) -> None:
     """Its owner should have ended it: the launcher does, after a little more."""
     wait = replace(WORKING, waiting=Waiting("rollouts/step_3", "orchestrator", 1e9, 1e9 + 100.0))
-    assert run.look(0.0, wait) == {}
-    assert run.look(160.0, wait) == {}
-    assert run.look(1.0, wait) == {
-        "trainer": "still waits for rollouts/step_3 from orchestrator, 61 s after its own deadline"
-    }
+    assert run.look(0.0, wait) is None
+    assert run.look(160.0, wait) is None
+    assert run.look(1.0, wait) == "still waits for rollouts/step_3 from orchestrator, 61 s after its own deadline"
 
 
 def test_a_stopped_process_without_status(run: Run) -> None:
-    """torchrun's agent writes no status; /proc tells. One that goes on in between has not stalled."""
-    stopped = {"trainer": [ProcessId(9, 1)]}
-    assert run.look(0.0, WORKING, stopped=stopped) == {}
-    assert run.look(50.0, WORKING) == {}
-    assert run.look(20.0, WORKING, stopped=stopped) == {}
-    assert run.look(61.0, WORKING, stopped=stopped) == {"trainer": "has been stopped (SIGSTOP) for 61 s"}
+    """torchrun's agent writes no status, /proc has it. One that goes on in between has not stalled."""
+    stopped = [ProcessId(9, 1)]
+    assert run.look(0.0, WORKING, stopped=stopped) is None
+    assert run.look(50.0, WORKING) is None
+    assert run.look(20.0, WORKING, stopped=stopped) is None
+    assert run.look(61.0, WORKING, stopped=stopped) == "has been stopped (SIGSTOP) for 61 s"
 
 
 def test_never_a_report(run: Run) -> None:
-    """A process that hangs before its first word."""
-    assert run.look(1800.0) == {}
-    assert run.look(1.0) == {"trainer": "has not reported within 1800 s"}
+    """A process that hangs before its first status."""
+    assert run.look(1800.0) is None
+    assert run.look(1.0) == "has not reported within 1800 s"
 
 
-def test_a_service_may_idle_and_take_its_time_to_start(run: Run) -> None:
-    """Without requests it gets nowhere; while it starts its own deadline counts; once ready its heart must beat."""
-    run.watchdog.begin("inference", 0.0)
-    server = replace(WORKING, process="inference", ready=None)
-    options: dict[str, object] = {"services": ["inference"]}
-    assert run.look(9000.0, server, replace(WORKING, progress=1.0), beating=False, **options) == {}
-    assert run.look(900.0, server, replace(WORKING, progress=2.0), **options) == {}
-    assert run.look(9000.0, replace(server, ready=1.0), replace(WORKING, progress=3.0), **options) == {}
-    found = run.look(61.0, replace(server, ready=1.0), replace(WORKING, progress=4.0), beating=False, **options)
-    assert found["inference"] == "has given no sign of life for 61 s"
+def test_a_service_may_idle_and_take_its_time_to_start() -> None:
+    """Without requests it makes no progress; while it starts its own deadline counts; once ready it must send heartbeats."""
+    run, server = Run("inference", service=True), replace(WORKING, process="inference", ready=None)
+    assert run.look(9000.0, server, beating=False) is None
+    assert run.look(900.0, server) is None
+    assert run.look(9000.0, replace(server, ready=1.0)) is None
+    assert run.look(61.0, replace(server, ready=1.0), beating=False) == "has given no sign of life for 61 s"
 
 
-def test_a_server_whose_engine_falls_silent(run: Run) -> None:
+def test_a_server_whose_engine_falls_silent() -> None:
     """Once it has reported answers of its engine it must go on with that, except while a change has a deadline of its own."""
-    run.watchdog.begin("inference", 0.0)
-    run.watchdog.end("trainer")
-    serving = replace(WORKING, process="inference")
-    loading = replace(serving, progress=2.0, waiting=Waiting("update", "engine", 0.0, 600.0))
-    options: dict[str, object] = {"services": ["inference"]}
-    for status in (serving, replace(serving, progress=1.0), replace(serving, progress=2.0), loading, loading):
-        assert run.look(50.0, status, **options) == {}
-    assert run.look(50.0, replace(serving, progress=2.0), **options) == {}
-    found = run.look(61.0, replace(serving, progress=2.0), **options)
-    assert found == {"inference": "has had no answer from its engine for 61 s"}
+    run, server = Run("inference", service=True), replace(WORKING, process="inference")
+    loading = replace(server, progress=2.0, waiting=Waiting("update", "engine", 0.0, 600.0))
+    for status in (server, replace(server, progress=1.0), replace(server, progress=2.0), loading, loading):
+        assert run.look(50.0, status) is None
+    assert run.look(50.0, replace(server, progress=2.0)) is None
+    assert run.look(61.0, replace(server, progress=2.0)) == "has had no answer from its engine for 61 s"
 
 
-def test_a_process_that_said_goodbye_must_go(run: Run) -> None:
-    """Its heartbeat ends with its last word; hanging at exit is a stall all the same."""
+def test_a_process_that_reported_its_end_must_exit(run: Run) -> None:
+    """Its heartbeat ends with its last status; hanging at exit is a stall all the same."""
     done = replace(WORKING, outcome="finished")
     run.look(0.0, done)
-    assert run.look(299.0, done, beating=False) == {}
-    assert run.look(2.0, done, beating=False) == {"trainer": "said `finished` 301 s ago and has not ended"}
+    assert run.look(299.0, done, beating=False) is None
+    assert run.look(2.0, done, beating=False) == "said `finished` 301 s ago and has not ended"
 
 
-def test_an_absent_launcher_and_a_new_incarnation_begin_anew(run: Run) -> None:
-    """What was seen before counts no more."""
-    run.look(0.0, WORKING)
-    run.now += 5000.0
-    run.watchdog.reset(run.now)
-    assert run.look(0.0, WORKING, beating=False) == {}
-    run.now += 5000.0
-    run.watchdog.begin("trainer", run.now)
-    assert run.look(0.0, WORKING, beating=False) == {}
-
-
-def test_the_launchers_clock_stands_still_while_it_is_away() -> None:
-    """A laptop that slept for an hour, seen from any monotonic clock."""
-    times = iter([0.0, 0.1, 3600.1, 3600.2])
-    clock = LoopClock(lambda: next(times))
-    assert not clock.tick()
-    assert clock.tick()
-    assert not clock.tick()
-    assert clock.now == pytest.approx(2.7)
-
-
-def test_restarts_are_counted_a_process_and_an_hour() -> None:
-    """Backoff doubles within the hour; what lies further back is forgotten; each process has its own number."""
+def test_restarts_are_counted_within_an_hour() -> None:
+    """Backoff doubles within the hour, up to a minute; what lies further back is forgotten."""
     budget = RestartBudget(POLICY, (0, 0))
-    assert [budget.ask("trainer", now, (0, 0)) for now in (0.0, 10.0, 20.0, 30.0)] == [
-        Grant(1, 1.0), Grant(2, 2.0), Grant(3, 4.0), HOUR,
-    ]  # fmt: skip
-    assert budget.ask("orchestrator", 30.0, (0, 0)) == Grant(1, 1.0)
-    assert budget.ask("trainer", 3590.0, (1, 1)) == HOUR
-    assert budget.ask("trainer", 3600.0, (1, 1)) == Grant(3, 4.0)
-    assert RestartBudget(RestartPolicy(max_restarts=0)).ask("trainer", 0.0) == HOUR
+    assert [budget.ask(now, (0, 0)) for now in (0.0, 10.0, 20.0, 30.0)] == [(1, 1.0), (2, 2.0), (3, 4.0), HOUR]
+    assert budget.ask(3590.0, (1, 1)) == HOUR
+    assert budget.ask(3600.0, (1, 1)) == (3, 4.0)
+    assert RestartBudget(RestartPolicy(max_restarts=0)).ask(0.0) == HOUR
     patient = RestartBudget(RestartPolicy(max_restarts=100))
-    grants = [patient.ask("x", 0.0) for _ in range(20)]
-    assert max(grant.seconds for grant in grants if isinstance(grant, Grant)) == 60.0
+    assert [patient.ask(0.0) for _ in range(20)][-1] == (20, 60.0)
 
 
 def test_a_fault_that_comes_back_is_not_mended_for_ever() -> None:
     """However slowly it comes back: only a run that got further than ever before gets its restarts back, not one that repeats steps."""
     budget = RestartBudget(POLICY, (4, 3))
-    assert [isinstance(budget.ask("trainer", at * 3000.0, (4, 4)), Grant) for at in range(3)] == [True] * 3
-    assert budget.ask("trainer", 9000.0, (5, 4)) == Grant(2, 2.0)  # a batch more
+    assert [budget.ask(at * 3000.0, (4, 4))[0] for at in range(3)] == [1, 2, 2]
+    assert budget.ask(9000.0, (5, 4)) == (2, 2.0)  # a batch more
     for now, reached in ((20000.0, (5, 2)), (30000.0, (5, 4))):  # it went back, and came as far as before
-        assert budget.ask("trainer", now, reached) == Grant(1, 1.0)
-    assert budget.ask("trainer", 40000.0, (5, 4)) == STANDSTILL
-    assert budget.ask("orchestrator", 40000.0, (5, 4)) == Grant(1, 1.0)
-    assert budget.ask("trainer", 40001.0, (5, 5)) == Grant(1, 1.0)
+        assert budget.ask(now, reached) == (1, 1.0)
+    assert budget.ask(40000.0, (5, 4)) == STANDSTILL
+    assert budget.ask(40001.0, (5, 5)) == (1, 1.0)
 
 
 REPORT = """\
@@ -229,10 +186,11 @@ def test_last_words(tmp_path: Path, printed: str, last: list[str] | None) -> Non
     log.write_text("error: of an earlier incarnation\n")
     spec = ProcessSpec("trainer", (sys.executable, "-c", f"print({printed!r})"), log)
     with Lifeline() as lifeline:
-        child = SupervisedChild(spec, lifeline, os.environ)
-        wait(lambda: child.status is not None, subject="end", owner="the child", seconds=60.0)
-        child.reap()
-    assert child.status == 0
+        child = SupervisedChild(spec, None, RestartBudget(POLICY))
+        child.start(lifeline, os.environ)
+        wait(lambda: child.process.status is not None, subject="end", owner="the child", seconds=60.0)
+        child.process.reap()
+    assert child.process.status == 0
     if last is None:
         assert child.last_words()[-1].startswith("  traceback")
         assert killed_rank(printed.splitlines()) == []
