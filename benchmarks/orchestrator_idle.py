@@ -16,8 +16,9 @@ from pathlib import Path
 
 from machine import cpu_seconds, descendants, describe_machine
 
-from prime_rl.transport.commit import wait_for
+from prime_rl.transport.commit import is_listed
 from prime_rl.transport.weights import write_base_version
+from prime_rl.wait import wait
 
 REPOSITORY = Path(__file__).parents[1]
 MODEL = REPOSITORY / "assets" / "tiny-reverse"
@@ -55,10 +56,11 @@ def main() -> None:
         "--client.base-url", f"http://localhost:{PORT}",
     )  # fmt: skip
     try:
-        wait_for(
-            directory / "rollouts" / "step_0",
+        wait(
+            lambda: is_listed(directory / "rollouts" / "step_0"),
+            subject="rollouts/step_0",
             owner="orchestrator",
-            timeout=180,
+            seconds=180,
             stop=lambda: orchestrator.poll() is not None,
         )
         time.sleep(2)

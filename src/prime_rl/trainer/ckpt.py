@@ -30,11 +30,11 @@ from prime_rl.transport.commit import (
     CommitError,
     Stage,
     clean_stages,
-    give_up,
     list_steps,
     prune,
     read_manifest,
     subject_of,
+    supersede,
 )
 from prime_rl.transport.incarnations import (
     lost_versions,
@@ -413,7 +413,7 @@ class Checkpoints:
                 except CommitError:  # damaged: not worth keeping
                     continue
         newest = spared(given_up, sparing_incarnations(self.output_dir))
-        if newest is not None and (aside := give_up(checkpoints.step_dir(self.recovery, newest), self.incarnation)):
+        if newest is not None and (aside := supersede(checkpoints.step_dir(self.recovery, newest), self.incarnation)):
             logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, aside)
 
     def _use_device(self) -> None:

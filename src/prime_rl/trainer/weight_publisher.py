@@ -32,7 +32,7 @@ from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies, on_device
 from prime_rl.trainer.weight_files import DTYPE_NAMES, allocate, copy_model_files, hash_files, write_ranges
 from prime_rl.transport import incarnations
-from prime_rl.transport.commit import CommitError, Stage, clean_stages, give_up, list_steps, prune
+from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune, supersede
 from prime_rl.transport.exchange import Publisher, checksums, own_address
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
 from prime_rl.transport.tmpfs import check_room, in_tmpfs, open_tmpfs, remove_in_tmpfs, tmpfs_dir, tmpfs_of
@@ -549,7 +549,7 @@ class WeightPublisher:
         for version in superseded:  # ascending, so that after a crash the newest is still there to be kept
             if version != kept:
                 self._remove(version)
-            elif (aside := give_up(version_dir(self.root, version), incarnation)) is not None:
+            elif (aside := supersede(version_dir(self.root, version), incarnation)) is not None:
                 logger.warning("version {} is given up; it lies in {} now", version, aside)
 
 

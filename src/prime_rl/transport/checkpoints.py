@@ -19,11 +19,11 @@ from prime_rl.transport.commit import (
     FormatError,
     Manifest,
     clean_stages,
-    give_up,
     hash_file,
     list_steps,
     prune,
     read_manifest,
+    supersede,
     verify,
     write_atomically,
 )
@@ -197,7 +197,7 @@ def set_aside_after(root: Path, step: int, incarnation: int, run: str | None = N
     moved = []
     for later in list_steps(root):
         if later > step and not _foreign(root, later) and belongs(root, later, run):
-            renamed = give_up(step_dir(root, later), incarnation)
+            renamed = supersede(step_dir(root, later), incarnation)
             if renamed is not None:  # else the other process was first
                 moved.append(renamed)
     return moved

@@ -1,6 +1,7 @@
 """Which component of the loss each token feeds, by algorithm."""
 
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_distillation_off_policy() -> None:
 
 
 @pytest.mark.parametrize("config", [OPD(teacher=TEACHER), OPSD(), GRPO(), Echo(weights={"tool": 0.1})])
-def test_what_was_not_scored_is_not_learned(config: AlgorithmConfig) -> None:
+def test_what_was_not_scored_is_not_learned(tmp_path: Path, config: AlgorithmConfig) -> None:
     """Contract: where the scores end early, sampled tokens behind them have no weight in what needs a score, and the trainer takes that."""
     given = sequence(reference=True)
     given.ref_logprobs = given.ref_logprobs[:5]  # sampled are 3 and 6
@@ -100,7 +101,7 @@ def test_what_was_not_scored_is_not_learned(config: AlgorithmConfig) -> None:
     assert ("ce_weight" in found.more) == isinstance(config, Echo)
     streams = {"loss_mask": found.loss_mask, "logprobs": found.logprobs, "advantages": found.advantages, **found.more}
     sample = Sample("0", "0", "t", "x", [0], given.input_ids, temperature=1.0, reward=0.0, **streams)
-    sample.check()
+    write_batch(tmp_path, 0, [sample])  # its streams fit
     row = STREAMS.index("ref_kl_scale" if config.component == "ref_kl" else "rl_scale")
     assert document(sample, reference=True).streams[row].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
     given.ref_logprobs = given.ref_logprobs[:2]

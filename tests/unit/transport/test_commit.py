@@ -1,9 +1,9 @@
-"""The commit contract: under a final name everything is complete; everything else never happened."""
+"""The commit contract: what stands under a final name is complete, what is not ours is neither taken for ours nor touched."""
 
 import errno
+import json
 import os
-import threading
-import time
+import struct
 from pathlib import Path
 
 import pytest
@@ -11,29 +11,39 @@ import pytest
 from prime_rl.errors import UserError
 from prime_rl.transport import commit
 from prime_rl.transport.commit import (
+    MANIFEST,
     CommitError,
+    FormatError,
     Stage,
     clean_stages,
-    give_up,
+    is_listed,
     list_steps,
     prune,
+    read_manifest,
     stage,
+    supersede,
     verify,
-    wait_for,
     write_atomically,
 )
-from prime_rl.wait import WaitTimeout
+from prime_rl.transport.weights import hash_directory, read_header
 
 
-def publish(final, text="hello"):
-    with stage(final, step=3, producer="test", extra={"a": 1}) as path:
+def publish(final: Path, text: str = "hello", step: int = 3) -> Path:
+    with stage(final, step=step, producer="test", extra={"a": 1}) as path:
         (path / "sub").mkdir()
         (path / "sub" / "data.txt").write_text(text)
     return final
 
 
-def test_a_committed_directory_verifies_and_says_who_made_it(tmp_path):
-    """Manifest: format, step, producer, nonce, per-file size and hash, extra."""
+def rewrite(directory: Path, **fields: object) -> None:
+    data = json.loads((directory / MANIFEST).read_text()) | fields
+    (directory / MANIFEST).write_text(json.dumps(data))
+
+
+# ---- writing
+
+
+def test_a_committed_directory_verifies_and_names_its_producer(tmp_path):
     manifest = verify(publish(tmp_path / "step_3"))
     assert (manifest.step, manifest.producer, manifest.extra) == (3, "test", {"a": 1})
     assert manifest.files["sub/data.txt"]["size"] == 5
@@ -41,7 +51,6 @@ def test_a_committed_directory_verifies_and_says_who_made_it(tmp_path):
 
 
 def test_an_exception_leaves_nothing_behind(tmp_path):
-    """A writer that fails half-way leaves neither the final name nor its stage."""
     with pytest.raises(RuntimeError), stage(tmp_path / "step_0", step=0, producer="test") as path:  # noqa: PT012
         (path / "half").write_text("x")
         raise RuntimeError
@@ -49,7 +58,6 @@ def test_an_exception_leaves_nothing_behind(tmp_path):
 
 
 def test_the_final_name_appears_only_after_everything_is_written(tmp_path, monkeypatch):
-    """Order of the commit: data and manifest exist in the stage before the rename makes them visible."""
     seen = []
     rename = os.rename
 
@@ -62,75 +70,7 @@ def test_the_final_name_appears_only_after_everything_is_written(tmp_path, monke
     assert seen == [(["manifest.json", "sub"], False)]
 
 
-@pytest.mark.parametrize(
-    "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EROFS]
-)
-def test_a_disk_that_is_full_or_fails_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatch, number):
-    """Whatever the file system answers: a UserError with the place, its own words, and what is safe; nothing is left behind."""
-
-    def failing(descriptor):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(commit.os, "fsync", failing)
-    full = number in (errno.ENOSPC, errno.EDQUOT)
-    message = (
-        "disk full while writing .*step_3" if full else rf"step_3\S* .*{os.strerror(number)}\): nothing was committed"
-    )
-    with pytest.raises(UserError, match=message):
-        publish(tmp_path / "step_3")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("directory", [True, False])
-def test_a_disk_that_fails_after_the_rename_is_told_as_such(tmp_path, monkeypatch, directory):
-    """What stands under its final name is not said to be uncommitted."""
-    fsync = os.fsync
-
-    def failing(descriptor):
-        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
-            raise OSError(errno.EIO, "Input/output error")
-        fsync(descriptor)
-
-    monkeypatch.setattr(commit.os, "fsync", failing)
-    with pytest.raises(UserError, match="it is committed, but a power cut may undo that"):
-        publish(tmp_path / "step_3") if directory else write_atomically(tmp_path / "step_3", b"x")
-    assert os.listdir(tmp_path) == ["step_3"]
-    if directory:
-        verify(tmp_path / "step_3")
-
-
-@pytest.mark.parametrize("change", [prune, lambda directory: give_up(directory, 1)], ids=["prune", "give up"])
-def test_a_disk_that_fails_while_a_directory_is_renamed_away(tmp_path, monkeypatch, change):
-    """It stays, and that is said."""
-    directory = publish(tmp_path / "step_3")
-
-    def failing(source, target):
-        raise OSError(errno.EIO, "Input/output error", str(source))
-
-    monkeypatch.setattr(commit.os, "rename", failing)
-    with pytest.raises(UserError, match=r"fails at .*step_3 \(Input/output error\): it stays as it is"):
-        change(directory)
-    verify(directory)
-
-
-@pytest.mark.parametrize(
-    "error", [FileNotFoundError, ConnectionResetError, TimeoutError, InterruptedError, BlockingIOError]
-)
-def test_other_errors_keep_their_meaning(tmp_path, error):
-    """A missing file, a lost connection or a wait that expired are nothing that the disk did."""
-    number = {
-        FileNotFoundError: errno.ENOENT,
-        ConnectionResetError: errno.ECONNRESET,
-        TimeoutError: errno.ETIMEDOUT,
-        InterruptedError: errno.EINTR,
-        BlockingIOError: errno.EAGAIN,
-    }[error]
-    with pytest.raises(error), commit.disk_errors(tmp_path):
-        raise OSError(number, os.strerror(number), "somewhere")
-
-
 def test_a_second_commit_of_the_same_name_is_refused_and_the_first_stays(tmp_path):
-    """A step is committed once."""
     publish(tmp_path / "step_3", "first")
     with pytest.raises(CommitError, match="committed already"):
         publish(tmp_path / "step_3", "second")
@@ -158,148 +98,286 @@ def test_several_writers_share_a_stage_by_its_nonce(tmp_path):
     assert sorted(first.commit(step=1, producer="trainer").files) == ["a", "b"]
 
 
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_what_stands_in_the_way_of_a_commit_is_named_and_kept(tmp_path, kind):
+    """Foreign things under a final name are neither replaced nor taken for an earlier commit."""
+    final = tmp_path / "step_3"
+    if kind == "directory":
+        final.mkdir()
+        (final / "notes").write_text("mine")
+    elif kind == "file":
+        final.write_text("mine")
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        final.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CommitError, match="step_3 is in the way, and nothing of ours"):
+        publish(final)
+    assert [path.name for path in tmp_path.glob(".*")] == []
+    assert (final / "notes").read_text() == "mine" if kind == "directory" else final.exists()
+
+
+# ---- disks that fail
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EROFS]
+)
+def test_a_disk_that_is_full_or_fails_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatch, number):
+    """A UserError with the place, the system's own words, and what is safe; an old small file stays."""
+    write_atomically(tmp_path / "small", b"old")
+
+    def failing(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(commit.os, "fsync", failing)
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    words = "disk full while writing .*" if full else rf"\S* .*{os.strerror(number)}\): nothing was committed"
+    for write in (lambda: publish(tmp_path / "step_3"), lambda: write_atomically(tmp_path / "small", b"new")):
+        with pytest.raises(UserError, match=words):
+            write()
+    assert os.listdir(tmp_path) == ["small"]
+    assert (tmp_path / "small").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_a_disk_that_fails_after_the_rename_is_reported_as_such(tmp_path, monkeypatch, directory):
+    """What stands under its final name is not called uncommitted."""
+    fsync = os.fsync
+
+    def failing(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(commit.os, "fsync", failing)
+    with pytest.raises(UserError, match="it is committed, but a power cut may undo that"):
+        publish(tmp_path / "step_3") if directory else write_atomically(tmp_path / "step_3", b"x")
+    assert os.listdir(tmp_path) == ["step_3"]
+    if directory:
+        verify(tmp_path / "step_3")
+
+
+@pytest.mark.parametrize("change", [prune, lambda directory: supersede(directory, 1)], ids=["prune", "supersede"])
+def test_a_disk_that_fails_while_a_directory_is_renamed_away(tmp_path, monkeypatch, change):
+    directory = publish(tmp_path / "step_3")
+
+    def failing(source, target):
+        raise OSError(errno.EIO, "Input/output error", str(source))
+
+    monkeypatch.setattr(commit.os, "rename", failing)
+    with pytest.raises(UserError, match=r"fails at .*step_3 \(Input/output error\): it stays as it is"):
+        change(directory)
+    verify(directory)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (errno.ENOENT, FileNotFoundError),
+        (errno.ECONNRESET, ConnectionResetError),
+        (errno.ETIMEDOUT, TimeoutError),
+        (errno.EAGAIN, BlockingIOError),
+    ],
+)
+def test_other_errors_keep_their_meaning(tmp_path, number, error):
+    with pytest.raises(error), commit.disk_errors(tmp_path):
+        raise OSError(number, os.strerror(number), "somewhere")
+
+
+# ---- reading
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / "sub/data.txt").unlink(), "missing"),
-        (lambda d: (d / "sub/data.txt").write_text("hell"), "4 bytes"),
-        (lambda d: (d / "sub/data.txt").write_text("jello"), "other bytes"),
-        (lambda d: (d / "manifest.json").write_text("{"), "cannot be read"),
-        (lambda d: (d / "manifest.json").unlink(), "no manifest"),
+        (lambda data: data.unlink(), "missing"),
+        (lambda data: data.write_text("hell"), "4 bytes"),
+        (lambda data: data.write_text("jello"), "other bytes"),
+        (lambda data: (data.unlink(), data.symlink_to(data)), "data.txt cannot be read"),
+        (lambda data: (data.unlink(), data.mkdir()), "data.txt"),
     ],
 )
 def test_damage_is_found_and_named(tmp_path, damage, message):
-    """Readers refuse what is not what the manifest says."""
     directory = publish(tmp_path / "step_3")
-    damage(directory)
+    damage(directory / "sub" / "data.txt")
     with pytest.raises(CommitError, match=message):
         verify(directory)
 
 
-def test_steps_are_listed_by_number_and_stages_are_ignored(tmp_path):
-    """Only committed step directories count."""
-    for name in ("step_10", "step_9", ".step_11.tmp-x", "step_x", "other"):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b"[" * 100_000,
+        b'{"step": 3}',
+        b'{"step": 3, "producer": "a", "nonce": "b", "files": null}',
+        b'{"step": "3", "producer": "a", "nonce": "b", "files": {}}',
+        b'{"step": 3, "producer": "a", "nonce": "b", "files": {"data": null}}',
+        b'{"step": 3, "producer": "a", "nonce": "b", "files": {"data": {"size": 5}}}',
+        b'{"step": 3, "producer": "a", "nonce": "b", "files": {}, "extra": null}',
+        b'{"step": 3, "producer": "a", "nonce": "b", "files": {}, "more": 1}',
+    ],
+)
+def test_a_garbage_manifest_is_an_error_that_names_it(tmp_path, content):
+    directory = publish(tmp_path / "step_3")
+    (directory / MANIFEST).write_bytes(content)
+    with pytest.raises(CommitError, match=r"step_3/manifest\.json cannot be read"):
+        verify(directory)
+
+
+def test_a_foreign_directory_is_not_committed(tmp_path):
+    """No manifest, a manifest that is a directory, a file in the directory's place: never a traceback."""
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_2" / MANIFEST).mkdir(parents=True)
+    (tmp_path / "step_3").write_text("a file")
+    for step, message in ((1, "it has no manifest"), (2, "cannot be read"), (3, "it has no manifest")):
+        with pytest.raises(CommitError, match=f"step_{step}.*{message}"):
+            read_manifest(tmp_path / f"step_{step}")
+
+
+def test_only_regular_files_are_read(tmp_path):
+    """A FIFO whose writer never comes, a device that never ends, or a file larger than memory is an error at once."""
+    directory = publish(tmp_path / "step_3")
+    (directory / MANIFEST).rename(tmp_path / "whole")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        for name, read in (
+            (MANIFEST, read_manifest),
+            ("x.safetensors", hash_directory),
+            ("x.safetensors", lambda directory: read_header(directory / "x.safetensors")),
+        ):
+            make(directory / name)
+            with pytest.raises(CommitError, match=f"step_3/{name} cannot be read: it is not a regular file"):
+                read(directory)
+            (directory / name).rmdir() if make is Path.mkdir else (directory / name).unlink()
+    (tmp_path / "whole").rename(directory / MANIFEST)
+    os.truncate(directory / MANIFEST, 5 << 29)
+    with pytest.raises(CommitError, match=r"step_3/manifest\.json cannot be read: it is longer than 64 MiB"):
+        read_manifest(directory)
+    (directory / "x.safetensors").write_bytes(struct.pack("<Q", 1 << 30))
+    os.truncate(directory / "x.safetensors", 5 << 29)
+    with pytest.raises(CommitError, match=r"x\.safetensors is not .*: its header is longer than 100,000,000"):
+        hash_directory(directory)
+
+
+def test_a_newer_format_is_distinguished_from_damage_even_with_unknown_fields(tmp_path):
+    """The way out is another program, not another checkpoint."""
+    directory = publish(tmp_path / "step_3")
+    rewrite(directory, format=2, unheard="of", files=[])
+    with pytest.raises(FormatError, match="has format 2; this version reads format 1"):
+        read_manifest(directory)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../outside"])
+def test_a_manifest_cannot_point_outside_of_its_directory(tmp_path, name):
+    directory = publish(tmp_path / "step_3")
+    (tmp_path / "outside").write_text("hello")
+    rewrite(directory, files={name: {"size": 5, "xxh3": "0"}})
+    with pytest.raises(CommitError, match="outside of the directory"):
+        verify(directory)
+
+
+@pytest.mark.parametrize("part", ["", "trainer"])
+def test_a_directory_under_another_steps_name_is_refused(tmp_path, part):
+    """A copy or a rename by hand would be trained or served as what it is not."""
+    publish(tmp_path / "step_7" / part, step=7)
+    (tmp_path / "step_7").rename(tmp_path / "step_3")
+    with pytest.raises(CommitError, match="step_3.* was committed as step 7"):
+        verify(tmp_path / "step_3" / part)
+
+
+# ---- listing
+
+
+def test_only_directories_under_names_that_we_write_are_steps(tmp_path):
+    """`step_007` would be looked for as `step_7`. A link to a directory is a step: it may lie on another disk."""
+    names = ["step_007", "step_-1", "step_+1", "step_1_0", "step_²", "step_٣", "step_", "Step_1", "step_3.bak"]
+    for name in (*names, ".step_11.tmp-x", "step_10", "step_9"):
         (tmp_path / name).mkdir()
-    assert list_steps(tmp_path) == [9, 10]
+    (tmp_path / "step_1").write_text("notes")
+    (tmp_path / "step_2").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "step_3").symlink_to(publish(tmp_path / "elsewhere" / "step_3"))
+    assert list_steps(tmp_path) == [3, 9, 10]
+    assert verify(tmp_path / "step_3").step == 3
     assert list_steps(tmp_path / "missing") == []
+    assert is_listed(tmp_path / "step_3")
+    assert not is_listed(tmp_path / "missing" / "step_3")
+
+
+def test_a_parent_that_is_no_directory_is_one_clear_error(tmp_path):
+    (tmp_path / "rollouts").write_text("a file")
+    for action in (
+        lambda: list_steps(tmp_path / "rollouts"),
+        lambda: is_listed(tmp_path / "rollouts" / "step_0"),
+        lambda: Stage(tmp_path / "rollouts" / "step_0"),
+        lambda: write_atomically(tmp_path / "rollouts" / "0.json", b"{}"),
+    ):
+        with pytest.raises(UserError, match="rollouts"):
+            action()
+
+
+def test_a_directory_that_may_not_be_listed_is_not_an_empty_one(tmp_path, monkeypatch):
+    """Taking it for empty would start a run over."""
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(commit.os, "scandir", refuse)
+    with pytest.raises(UserError, match="checkpoints cannot be listed .*Permission denied"):
+        list_steps(tmp_path / "checkpoints")
+
+
+# ---- removing
 
 
 def test_clean_removes_dead_stages_and_nothing_else(tmp_path):
-    """What a killed writer left is cleaned; committed directories stay."""
     publish(tmp_path / "step_3")
     Stage(tmp_path / "step_4")
     clean_stages(tmp_path)
     assert os.listdir(tmp_path) == ["step_3"]
+    clean_stages(tmp_path / "missing")
 
 
-def test_prune_removes_the_directory_and_tolerates_that_it_is_gone(tmp_path):
-    """Pruning twice is no error."""
-    directory = publish(tmp_path / "step_3")
-    prune(directory)
-    prune(directory)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wait_that_expires_says_what_it_waited_for_and_who_owed_it(tmp_path):
-    """Every wait has a subject, an owner and a deadline."""
-    with pytest.raises(WaitTimeout, match="no rollouts/step_3 from orchestrator after 0 s"):
-        wait_for(tmp_path / "rollouts" / "step_3", owner="orchestrator", timeout=0.0)
-
-
-def test_a_wait_ends_when_the_directory_is_committed(tmp_path):
-    """The waiter sees the rename, and reports its waiting meanwhile."""
-    waits = []
-    final = tmp_path / "step_3"
-    writer = threading.Thread(target=lambda: (time.sleep(0.2), publish(final)))
-    writer.start()
-    assert wait_for(final, owner="test", timeout=30, poll=0.05, on_wait=waits.append) == final
-    writer.join()
-    assert waits
-
-
-def test_a_wait_can_be_stopped(tmp_path):
-    """A process that was asked to stop does not sit out its deadline."""
-    assert wait_for(tmp_path / "step_3", owner="test", timeout=3600, stop=lambda: True) is None
-
-
-def test_a_small_file_is_replaced_whole(tmp_path, monkeypatch):
-    """A failing replacement leaves the old content and no debris."""
-    path = tmp_path / "state.json"
-    write_atomically(path, b"old")
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "no space")
-
-    monkeypatch.setattr(commit.os, "fsync", full)
-    with pytest.raises(UserError, match="disk full"):
-        write_atomically(path, b"new")
-    assert os.listdir(tmp_path) == ["state.json"]
-    assert path.read_bytes() == b"old"
-
-
-MANY = 3 * commit._REMOVERS
-
-
-def many_files(directory: Path, files: int = MANY) -> Path:
-    """Files, a directory with a file, and a link to a file outside."""
+@pytest.mark.parametrize("files", [0, 3, 12])
+def test_prune_removes_everything_but_what_links_lead_to(tmp_path, files):
+    directory, outside = tmp_path / "step_1", tmp_path / "outside"
+    publish(outside / "step_3")
     (directory / "sub").mkdir(parents=True)
-    for path in (
-        *(directory / f"{i:03}" for i in range(files)),
-        directory / "sub" / "data",
-        directory.parent / "outside",
-    ):
+    for path in (*(directory / str(number) for number in range(files)), directory / "sub" / "data"):
         path.write_text("x")
-    (directory / "link").symlink_to(directory.parent / "outside")
-    return directory
+    (directory / "link").symlink_to(outside)
+    (tmp_path / "step_2").symlink_to(outside / "step_3")
+    for removed in (directory, tmp_path / "step_2", tmp_path / "step_2"):  # again: no error
+        prune(removed)
+    (tmp_path / ".step_4.old-0").symlink_to(outside / "step_3")
+    clean_stages(tmp_path)
+    assert list(tmp_path.iterdir()) == [outside]
+    verify(outside / "step_3")
 
 
-@pytest.mark.parametrize("files", [0, commit._REMOVERS - 2, commit._REMOVERS, MANY])
-def test_everything_goes_but_what_links_lead_to(tmp_path: Path, files: int) -> None:
-    """However many files there are."""
-    prune(many_files(tmp_path / "step_1", files))
-    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
-
-
-def test_many_files_go_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many at once as there are threads for it."""
-    together, unlink, gone = threading.Barrier(commit._REMOVERS, timeout=30), Path.unlink, []
-
-    def slow(path: Path, missing_ok: bool = False) -> None:
-        together.wait()  # raises where fewer come
-        unlink(path, missing_ok)
-        gone.append(path.name)
-
-    directory = tmp_path / "step_1"
-    directory.mkdir()
-    for i in range(2 * commit._REMOVERS):
-        (directory / str(i)).write_text("x")
-    monkeypatch.setattr(Path, "unlink", slow)
-    prune(directory)
-    assert len(gone) == 2 * commit._REMOVERS
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_one_of_many_files_that_cannot_be_removed_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One file of many: a warning names its directory, which has lost its name; all other files are gone, and it goes later."""
+def test_a_file_that_cannot_be_removed_is_logged_and_the_others_are_gone(tmp_path, monkeypatch, caplog):
+    """A pruned directory has lost its name at once; what is left of it is named, and goes later."""
     unlink = os.unlink
 
-    def refusing(path: "os.PathLike[str] | str", **options: int) -> None:
+    def refusing(path, **options):
         if Path(path).name == "007":
             raise PermissionError(1, "Operation not permitted", str(path))
         unlink(path, **options)
 
-    directory = many_files(tmp_path / "step_1")
+    directory = publish(tmp_path / "step_1", step=1)
+    for number in range(12):
+        (directory / f"{number:03}").write_text("x")
     with monkeypatch.context() as context:
         context.setattr(os, "unlink", refusing)
         prune(directory)
-    assert not directory.exists()
-    (left,) = (path for path in tmp_path.iterdir() if path.name != "outside")
+    (left,) = tmp_path.iterdir()
     assert left.name.startswith(".step_1.old-")
-    assert [path.name for path in left.iterdir() if not path.is_dir()] == ["007"]
+    assert [path.name for path in left.iterdir() if path.is_file()] == ["007"]
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert f"{left} cannot be removed" in record.message
     clean_stages(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
+    assert list(tmp_path.iterdir()) == []

@@ -26,9 +26,9 @@ from prime_rl.trainer.packing import (
 )
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
 from prime_rl.trainer.source import Source, load_tokenizer
-from prime_rl.transport.commit import is_listed, wait_for
-from prime_rl.transport.rollouts import Sample, open_batch, step_dir
-from prime_rl.wait import WaitTimeout
+from prime_rl.transport.commit import is_listed, step_dir, subject_of
+from prime_rl.transport.rollouts import Sample, open_batch
+from prime_rl.wait import WaitTimeout, wait
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import PolicyLoss
@@ -61,7 +61,7 @@ class RolloutData(StepSource):
             WaitTimeout: on every rank, when the orchestrator has not committed the step in time.
         """
         path, timeout = step_dir(self.root, step), self.config.rollout_timeout
-        subject = f"{path.parent.name}/{path.name}"
+        subject = subject_of(path)
         if not self.world.is_main:
             while True:  # ends with rank 0's wait; should that rank die, the collective fails
                 self.on_wait(subject, "orchestrator", timeout)
@@ -71,10 +71,11 @@ class RolloutData(StepSource):
                 if asked or exists:
                     return not asked
         try:
-            arrived = wait_for(
-                path,
+            arrived = wait(
+                lambda: is_listed(path),
+                subject=subject,
                 owner="orchestrator",
-                timeout=timeout,
+                seconds=timeout,
                 poll=0.05,
                 on_wait=lambda waited: self.on_wait(subject, "orchestrator", timeout),
                 stop=lambda: self._exchange(stop(), False, False)[0],
