@@ -267,12 +267,19 @@ class SupervisedChild:
 
     def last_words(self) -> list[str]:
         """Return the last `error:` line at the end of its log, or which of its ranks was killed, else the last lines."""
-        with self.spec.log.open("rb") as file:
-            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
-        lines = [line for line in lines if line.strip(" =-")]  # no rulers
+        lines = [line for line in log_tail(self.spec.log, self._log_start) if line.strip(" =-")]  # no rulers
         errors = [line for line in lines if _ERROR_LINE.match(line)]
         return errors[-1:] or killed_rank(lines) or lines[-_LOG_TAIL_LINES:]
+
+
+def log_tail(path: Path, start: int = 0) -> list[str]:
+    """Return the last lines of a log, of those from byte `start` on; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(start, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            return [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
+    except OSError:
+        return []
 
 
 def killed_rank(lines: Sequence[str]) -> list[str]:

@@ -35,7 +35,6 @@ from prime_rl.processes import identify, is_stopped
 from prime_rl.wait import wait
 
 NOW = 1_000_000.0
-RUNS = ProcessFacts(ProcessState.ALIVE)
 KILLED = Restart(NOW + 3.0, "inference", "was killed by SIGKILL", 1, 1.0, 60.0, False)
 
 
@@ -57,7 +56,7 @@ def facts(**processes: ProcessFacts | ProcessStatus) -> Facts:
         name: ProcessFacts(ProcessState.ALIVE, each) if isinstance(each, ProcessStatus) else each
         for name, each in processes.items()
     }
-    return Facts(NOW, RUNS, known, recoverable=True)
+    return Facts(NOW, ProcessState.ALIVE, known, recoverable=True)
 
 
 BATCH = waits("rollouts/step_41", "orchestrator", 212.0)
@@ -120,7 +119,7 @@ def test_a_restart_is_no_standstill(restart: Restart, clause: str) -> None:
     found = diagnose(facts(trainer=TRAINER, orchestrator=ORCHESTRATOR, inference=server))
     assert (found.state, found.attribution) == (RunState.RESTARTS, "inference")
     assert found.sentence.endswith(f"← inference, {clause}")
-    halted = replace(facts(trainer=TRAINER, inference=server), launcher=ProcessFacts(ProcessState.STOPPED))
+    halted = replace(facts(trainer=TRAINER, inference=server), launcher=ProcessState.STOPPED)
     assert diagnose(halted).state is RunState.STUCK
 
 
@@ -154,7 +153,7 @@ def test_a_dead_trainer_with_its_last_error() -> None:
 def test_a_rank_that_hangs() -> None:
     """Rank 0 waits in a collective; the other one is the reason."""
     rank = ProcessFacts(ProcessState.STOPPED, status("trainer.3", beat=75.0))
-    found = diagnose(facts(trainer=ProcessFacts(ProcessState.ALIVE, status("trainer"), ranks={"3": rank})))
+    found = diagnose(facts(trainer=status("trainer"), **{"trainer.3": rank}))
     assert found.sentence == "trainer, whose rank 3 has been stopped (SIGSTOP) for 75 s"
 
 
@@ -205,15 +204,13 @@ def test_nothing_is_wrong() -> None:
     assert found.sentence == (
         "nothing is wrong: trainer waits for rollouts/step_41, orchestrator: at work, inference: serving"
     )
-    halted = replace(
-        facts(trainer=brief, orchestrator=status("orchestrator")), launcher=ProcessFacts(ProcessState.STOPPED)
-    )
+    halted = replace(facts(trainer=brief, orchestrator=status("orchestrator")), launcher=ProcessState.STOPPED)
     assert diagnose(halted).attribution == "launcher"
 
 
 def test_runs_that_are_over() -> None:
     """Finished, stopped, failed, killed, never started: told apart; what can go on is said to."""
-    gone = replace(facts(), launcher=ProcessFacts(ProcessState.ABSENT))
+    gone = replace(facts(), launcher=ProcessState.ABSENT)
 
     def over(**statuses: ProcessStatus) -> tuple[RunState, str]:
         found = diagnose(
@@ -229,9 +226,7 @@ def test_runs_that_are_over() -> None:
     state, sentence = over(trainer=done, orchestrator=replace(done, outcome="failed: no weights"))
     assert state is RunState.FAILED
     assert sentence.startswith("orchestrator failed: no weights")
-    killed = replace(
-        facts(trainer=ProcessFacts(ProcessState.DEAD, status("trainer"))), launcher=ProcessFacts(ProcessState.DEAD)
-    )
+    killed = replace(facts(trainer=ProcessFacts(ProcessState.DEAD, status("trainer"))), launcher=ProcessState.DEAD)
     found = diagnose(killed)
     assert (found.state, found.attribution) == (RunState.INTERRUPTED, "launcher")
     assert "rl ended without a last word" in found.sentence
@@ -272,14 +267,14 @@ def test_the_process_table_tells_dead_stopped_and_alive_apart(tmp_path: Path, sl
         "trainer": ProcessState.ALIVE,
         "orchestrator": ProcessState.DEAD,
         "inference": ProcessState.UNKNOWN,
+        "trainer.1": ProcessState.ALIVE,
     }
     sleeper.send_signal(signal.SIGSTOP)
     process = identify(sleeper.pid)
     assert process is not None
     wait(lambda: is_stopped(process), subject="stop", owner="the kernel", seconds=60)
-    trainer = doctor.collect(tmp_path).processes["trainer"]
-    assert trainer.state is ProcessState.STOPPED
-    assert trainer.ranks["1"].state is ProcessState.STOPPED
+    processes = doctor.collect(tmp_path).processes
+    assert processes["trainer"].state is processes["trainer.1"].state is ProcessState.STOPPED
 
 
 def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +340,7 @@ def test_errors_of_a_log_are_shown_where_something_is_wrong(tmp_path: Path) -> N
     def shown(state: RunState, outcome: str | None = None) -> list[str]:
         facts = Facts(
             2.0,
-            ProcessFacts(ProcessState.ABSENT),
+            ProcessState.ABSENT,
             {"inference": ProcessFacts(ProcessState.ALIVE, replace(status, outcome=outcome))},
         )
         lines = examination(tmp_path, facts, Diagnosis(state, "so it is"))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.launcher.console import StepLines, limit_line, summary
-from prime_rl.launcher.doctor import Diagnosis, Facts, ProcessFacts, ProcessState, RunState, examination
+from prime_rl.launcher.doctor import Diagnosis, Facts, ProcessState, RunState, examination
 from prime_rl.monitor.limits import FULL, NOTABLE, LimitName, LimitWatch, Shares, Steps, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
 
@@ -165,7 +165,7 @@ def test_console_metrics_and_doctor_name_the_same(tmp_path: Path) -> None:
     assert str(watch.look([])) == limit_line(tmp_path) == words
     assert steps.new_lines()[-1].endswith("| limited by generation | ETA 0:00")
     assert summary(tmp_path, since=0.0)[-1] == words
-    facts = Facts(2.0, ProcessFacts(ProcessState.ABSENT), {})
+    facts = Facts(2.0, ProcessState.ABSENT, {})
     told = examination(tmp_path, facts, Diagnosis(RunState.FINISHED, "the run has finished"))
     assert f"{'speed':<15}{words}" in told
     assert LimitName.GENERATION.metric == "limit/generation"
