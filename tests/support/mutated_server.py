@@ -1,6 +1,6 @@
 """`inference` with a worker that skips what makes reloads right on CPU: `python -m support.mutated_server @ inference.toml`.
 
-The file that `$TEST_SKIPPED_FUNCTIONS` leads to names functions of `prime_rl.inference.worker` that do nothing while it names them. The engine
+The file that `$TEST_SKIPPED_FUNCTIONS` leads to names functions of `prime_rl.inference.compat` that do nothing while it names them. The engine
 must be forked (`cpu.fork_engine`), so that it has them from here.
 """
 

@@ -48,7 +48,7 @@ class CannotScore(UserError):
 @dataclass(frozen=True)
 class Served:
     """What the server says it serves. `boot` names the incarnation of the server, where it tells one; `seconds`, what parts its update took, of one that
-    answered (`inference.service.UpdateMetrics`, and `verify`, its canary); `models`, the names that requests may give."""
+    answered (`inference.service.WeightUpdate`, and `verify`, its canary); `models`, the names that requests may give."""
 
     version: int
     hash: str

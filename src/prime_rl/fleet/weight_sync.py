@@ -191,7 +191,7 @@ class WeightSync:
         lock: Held while what is served must not change.
         shipping: Held while finished episodes must not be given up.
         seconds: Spent on updates since somebody took them.
-        parts: Of these, what each part took the slowest server (`inference.service.UpdateMetrics`).
+        parts: Of these, what each part took the slowest server (`inference.service.WeightUpdate`).
     """
 
     def __init__(self, config: "OrchestratorConfig", fleet: ReplicaPool, status: Status, loop: RunLoop) -> None:

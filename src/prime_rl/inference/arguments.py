@@ -12,7 +12,7 @@ from prime_rl.inference import compat
 from prime_rl.inference.checks import gpu_count, local_model, read_json, tiny_cache_bytes
 from prime_rl.redact import is_secret
 
-WORKER_EXTENSION = "prime_rl.inference.worker.WeightsExtension"
+WORKER_EXTENSION = "prime_rl.inference.staging.WeightsExtension"
 LOOPBACK, ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"
 # Options of vLLM that `[vllm]` may not hold, and why.
 _REJECTED = {

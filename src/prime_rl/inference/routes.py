@@ -33,7 +33,7 @@ from prime_rl.inference.middleware import BODY_BYTES, TOO_LONG, ForwardToLeader,
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.server import PluginContext, plugin_context
-from prime_rl.inference.service import PauseMode, ServedVersion, UpdateMetrics, WeightService
+from prime_rl.inference.service import PauseMode, WeightService
 from prime_rl.inference.version_files import AllowedRoots, Rejected
 from prime_rl.lifeline import follow
 from prime_rl.monitor import Status
@@ -77,8 +77,7 @@ router = APIRouter(dependencies=[Depends(limit_body)])
 
 @router.post("/update_weights")
 async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
-    parts = UpdateMetrics()
-    answer = _brief(await service.update(body.weight_dir, body.version, parts), parts)
+    answer = asdict(await service.update(body.weight_dir, body.version))
     if faults.point(f"update-answered:v{body.version}") == "error":
         raise Rejected(500, "fault injection")
     return answer
@@ -86,8 +85,7 @@ async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
 
 @router.post("/reload_weights")
 async def reload_weights(service: Service) -> dict[str, Any]:
-    parts = UpdateMetrics()
-    return _brief(await service.reload(parts), parts)
+    return asdict(await service.reload())
 
 
 @router.get("/weights")
@@ -119,10 +117,6 @@ async def pause(service: Service, body: PauseBody | None = None) -> dict[str, An
 async def resume(service: Service) -> dict[str, Any]:
     await service.resume()
     return {"paused": False}
-
-
-def _brief(served: ServedVersion, parts: UpdateMetrics) -> dict[str, Any]:
-    return {"version": served.version, "hash": served.hash, **asdict(parts)}
 
 
 async def _rejected(_: Request, error: Exception) -> JSONResponse:

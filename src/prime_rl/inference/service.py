@@ -13,20 +13,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from loguru import logger
 
 from prime_rl import faults
-from prime_rl.inference.version_files import (
-    PATH_BYTES,
-    STALL_SECONDS,
-    AllowedRoots,
-    Rejected,
-    check_fit,
-    read,
-    read_stamp,
-)
+from prime_rl.inference.compat import AllEngines
+from prime_rl.inference.version_files import STALL_SECONDS, AllowedRoots, Rejected, check_fit, read, read_stamp
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import TensorEntry, WeightsManifest, hash_directory, version_hash, weights_manifest
@@ -42,16 +35,6 @@ _PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged versi
 
 PauseMode = Literal["abort", "wait", "keep"]
 T = TypeVar("T")
-
-
-class EngineClient(Protocol):
-    """The methods of vLLM's client that are used here."""
-
-    async def pause_generation(self, *, mode: PauseMode, clear_cache: bool) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
-    ) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -72,14 +55,16 @@ class ServedVersion:
 
 
 @dataclass
-class UpdateMetrics:
-    """Measurements of a change.
+class WeightUpdate:
+    """A change of weights: what is served after it, and what it took.
 
     Attributes:
         seconds: Of `check` (of the manifest), `stage` (beside generation), `pause`, and within it `stop` and `load`.
         place: Where the workers kept the staged version: device, host, nowhere; of several the worst.
     """
 
+    version: int = 0
+    hash: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     place: str = "nowhere"
 
@@ -100,7 +85,7 @@ class WeightService:
     """Updates the engine's weights and reports which they are.
 
     Args:
-        engine: vLLM's engine client; it answers for all of the `engines` data-parallel engines behind this server.
+        engine: Answers for all of the `engines` data-parallel engines behind this server.
         base: The directory of the base model.
         roots: Allowed roots of updates.
         label: Called with the version after a change, before generation goes on.
@@ -112,31 +97,22 @@ class WeightService:
     """
 
     def __init__(
-        self,
-        engine: EngineClient,
-        base: Path,
-        roots: AllowedRoots,
-        label: Callable[[int], Awaitable[None]],
-        tied: bool = False,
-        status: Status | None = None,
-        stage: bool = True,
-        on_device: bool = True,
-        servers_on_host: int = 1,
-        engines: int = 1,
-        fixed: str | None = None,
-    ) -> None:
+        self, engine: AllEngines, base: Path, roots: AllowedRoots, label: Callable[[int], Awaitable[None]], *,
+        tied: bool = False, status: Status | None = None, stage: bool = True, on_device: bool = True,
+        servers_on_host: int = 1, engines: int = 1, fixed: str | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self.engines, self._fixed = engine, engines, fixed
         self._base, self._tied, self._roots = base, tied, roots
         self._label, self._status = label, status
-        self._stage_weights, self._stage_on_device, self._servers_on_host = stage, on_device, servers_on_host
+        self._stage_options = stage, servers_on_host, on_device
         self._staged = False  # the workers may hold something
         self._least_staging = 0.0  # seconds that staging took at least; 0: not known yet
         self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.boot = secrets.token_hex(8)  # names this incarnation of the server
+        self._boot = secrets.token_hex(8)
         self._paused_by_client = False
-        self._broken: str | None = None
+        self._broken: str | None = None  # why the weights are unusable
         self._resume_error: str | None = None  # why the engine did not resume
         # Beside the start of the server, not before it.
         self._base_tensors = asyncio.create_task(self._hash_base())
@@ -150,23 +126,27 @@ class WeightService:
             answers = await self._engine.collective_rpc("prime_served")
         if any(answer != answers[0] for answer in answers):
             raise Rejected(500, f"the workers serve different weights: {answers}")
-        if answers[0] is None:
-            return ServedVersion(0, version_hash(await self._base_hashes()), str(self._base), None, self.boot)
-        return ServedVersion(base=str(self._base), boot=self.boot, **answers[0])
+        identity = answers[0] or {"version": 0, "hash": version_hash(await self._base_hashes()), "weight_dir": None}
+        return ServedVersion(base=str(self._base), boot=self._boot, **identity)
 
-    async def update(self, weight_dir: str, version: int, parts: UpdateMetrics | None = None) -> ServedVersion:
+    async def update(self, weight_dir: str, version: int) -> WeightUpdate:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it.
 
-        `parts` is filled. Rejected: with a 4xx the old weights serve on. After a 5xx `served` says what is served, if
-        anything: they could not be restored, or the engine did not resume.
+        Rejected: with a 4xx the old weights serve on. After a 5xx `served` says what is served, if anything: they could
+        not be restored, or the engine did not resume.
         """
-        return await self._run_exclusively(
-            lambda: self._update(weight_dir, version, parts or UpdateMetrics()), changes_weights=True
-        )
+        return await self._change(lambda change: self._update(weight_dir, version, change))
 
-    async def reload(self, parts: UpdateMetrics | None = None) -> ServedVersion:
+    async def reload(self) -> WeightUpdate:
         """Serve the base weights again; as `update`."""
-        return await self._run_exclusively(lambda: self._reload(parts or UpdateMetrics()), changes_weights=True)
+        return await self._change(self._reload)
+
+    async def _change(self, action: Callable[[WeightUpdate], Coroutine[Any, Any, None]]) -> WeightUpdate:
+        if self._fixed is not None:
+            raise Rejected(400, f"this server's weights cannot be changed: {self._fixed}")
+        change = WeightUpdate()
+        await self._run_exclusively(lambda: action(change))
+        return change
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Stop generating; what becomes of requests is `mode`'s. Weight updates are still possible, and do not end it."""
@@ -193,35 +173,34 @@ class WeightService:
         for task in self._tasks:
             task.cancel()
 
-    async def _update(self, weight_dir: str, version: int, parts: UpdateMetrics) -> ServedVersion:
+    async def _update(self, weight_dir: str, version: int, change: WeightUpdate) -> None:
         if faults.point(f"update-received:v{version}") == "error":
             raise Rejected(500, "fault injection")
-        with parts.measure("check"):
-            directory = await read(lambda _: self._roots.resolve(weight_dir), weight_dir[:PATH_BYTES])
-            try:
-                manifest, stamp = await read(lambda _: self._roots.look(directory, version), directory)
-            except (CommitError, OSError, TypeError, ValueError) as error:  # the manifest may say anything
-                raise Rejected(400, str(error)) from error
+        with change.measure("check"):
+            manifest, stamp = await read(lambda _: self._roots.check(weight_dir, version), weight_dir)
             base = await self._base_hashes()
             if manifest.base is None:
                 check_fit(manifest.tensors, base, self._tied)
+        directory = manifest.directory
         if manifest.base is not None:
             # The path in the manifest of version 0 is not followed; its hash must be that of our base model.
             if manifest.hash != version_hash(base):
                 raise Rejected(400, f"{directory} describes another base model than {self._base}")
-            return await self._reload(parts, str(directory))
-        target = ServedVersion(version, manifest.hash, str(self._base), str(directory), self.boot)
+            await self._reload(change, str(directory))
+            return
+        identity = {"version": version, "hash": manifest.hash, "weight_dir": str(directory)}
         try:
-            await self._stage(manifest, parts)
-            return await self._swap(directory, target, parts, stamp)
+            await self._stage(manifest, change)
+            await self._swap(directory, identity, change, stamp)
         except Rejected as rejection:
             if rejection.status == 400 and await _changed(directory, stamp):
                 raise Rejected(503, f"{rejection.message} (its place was changed meanwhile)") from rejection
             raise
         finally:
-            await self._unstage()
+            if self._staged:
+                await self._unstage()
 
-    async def _reload(self, parts: UpdateMetrics, weight_dir: str | None = None) -> ServedVersion:
+    async def _reload(self, change: WeightUpdate, weight_dir: str | None = None) -> None:
         expected = await self._base_hashes()
         try:
             tensors = await self._hash_base()
@@ -229,19 +208,18 @@ class WeightService:
             raise Rejected(400, str(error)) from error
         if tensors != expected:
             raise Rejected(400, f"the base model {self._base} was changed on disk since the server started")
-        target = ServedVersion(0, version_hash(expected), str(self._base), weight_dir, self.boot)
-        return await self._swap(self._base, target, parts)
+        identity = {"version": 0, "hash": version_hash(expected), "weight_dir": weight_dir}
+        await self._swap(self._base, identity, change)
 
-    async def _stage(self, manifest: WeightsManifest, parts: UpdateMetrics) -> None:
+    async def _stage(self, manifest: WeightsManifest, change: WeightUpdate) -> None:
         """Have every worker stage the version while generation goes on."""
         directory, publisher = manifest.directory, manifest.publisher
         silence = STALL_SECONDS if publisher is None else LOAD_SECONDS  # an exchange has deadlines of its own
         self._staged = True
-        with parts.measure("stage"):
+        with change.measure("stage"):
             async with _engine_call(f"read {directory}", LOAD_SECONDS):
                 since = time.perf_counter()
-                options = self._stage_weights, self._servers_on_host, self._stage_on_device
-                args = str(directory), manifest.hash, *options
+                args = str(directory), manifest.hash, *self._stage_options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
                 # Each call costs the engine a step, since it cannot schedule ahead: none is made before it may be ready.
                 pause = max(self._least_staging, POLL_SECONDS)
@@ -262,61 +240,56 @@ class WeightService:
             raise Rejected(status, f"{directory} could not be {what}, the previous weights go on: {worst['why']}")
         seconds = max(answer["seconds"] for answer in answers)
         self._least_staging = min(self._least_staging or seconds, seconds)
-        parts.place = max((answer["place"] for answer in answers), key=_PREFERENCE.index)
-        if self._stage_weights and parts.place == "nowhere" and not self._said_no_room:
+        change.place = max((answer["place"] for answer in answers), key=_PREFERENCE.index)
+        if self._stage_options[0] and change.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True
             logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")
 
     async def _unstage(self) -> None:
         """Free the staged version."""
-        if self._staged:
-            self._staged = False
-            try:
-                async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
-                    await self._engine.collective_rpc("prime_unstage")
-            except Rejected as rejection:  # the outcome of the change itself counts
-                logger.warning("{}", rejection.message)
+        self._staged = False
+        try:
+            async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
+                await self._engine.collective_rpc("prime_unstage")
+        except Rejected as rejection:  # the outcome of the change itself counts
+            logger.warning("{}", rejection.message)
 
     async def _swap(
-        self, directory: Path, target: ServedVersion, parts: UpdateMetrics, stamp: bytes | None = None
-    ) -> ServedVersion:
+        self, directory: Path, identity: dict[str, Any], change: WeightUpdate, stamp: bytes | None = None
+    ) -> None:
         """Pause, load on every rank, commit or restore, resume. With a `stamp`, the manifest must not have changed."""
+        version = identity["version"]
         if self._status is not None:
-            self._status.waiting(f"version {target.version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
+            self._status.waiting(f"version {version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
         try:
-            with parts.measure("pause"):
-                await self._exchange(directory, target, parts, stamp)
+            with change.measure("pause"):
+                # The cache is cleared: requests in flight rebuild their context under the new weights.
+                with change.measure("stop"):
+                    await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
+                try:
+                    with change.measure("load"):
+                        await self._load(directory, identity, stamp)
+                except Exception as error:
+                    await self._restore(error, identity)
+                    await self._resume_if_allowed()
+                    reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+                    message = f"{directory} could not be loaded, the previous weights go on: {reason}"
+                    raise Rejected(400, message) from error
+                self._broken = None
+                try:
+                    async with asyncio.timeout(ANSWER_SECONDS):
+                        await self._label(version)
+                except TimeoutError:
+                    logger.warning("the engine did not take the label of version {}", version)
+                finally:
+                    await self._resume_if_allowed()
         finally:
             if self._status is not None:
                 self._status.phase("serving")
-        logger.info("serving version {} ({}): {}", target.version, target.hash[:12], parts)
-        if faults.point(f"update-loaded:v{target.version}") == "error":
+        change.version, change.hash = version, identity["hash"]
+        logger.info("serving version {} ({}): {}", version, change.hash[:12], change)
+        if faults.point(f"update-loaded:v{version}") == "error":
             raise Rejected(500, "fault injection")
-        return target
-
-    async def _exchange(
-        self, directory: Path, target: ServedVersion, parts: UpdateMetrics, stamp: bytes | None
-    ) -> None:
-        identity = {"version": target.version, "hash": target.hash, "weight_dir": target.weight_dir}
-        # The cache is cleared: requests in flight rebuild their context under the new weights.
-        with parts.measure("stop"):
-            await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
-        try:
-            with parts.measure("load"):
-                await self._load(directory, identity, stamp)
-        except Exception as error:
-            await self._restore(error, identity)
-            await self._resume_if_allowed()
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise Rejected(400, f"{directory} could not be loaded, the previous weights go on: {reason}") from error
-        self._broken = None
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await self._label(target.version)
-        except TimeoutError:
-            logger.warning("the engine did not take the label of version {}", target.version)
-        finally:
-            await self._resume_if_allowed()
 
     async def _load(self, directory: Path, identity: dict[str, Any], stamp: bytes | None) -> None:
         async with asyncio.timeout(LOAD_SECONDS):
@@ -379,12 +352,7 @@ class WeightService:
         except (CommitError, OSError) as error:
             raise Rejected(500, f"the base model cannot be hashed: {error}") from error
 
-    async def _run_exclusively(
-        self, action: Callable[[], Coroutine[Any, Any, T]], *, changes_weights: bool = False
-    ) -> T:
-        if changes_weights and self._fixed is not None:
-            raise Rejected(400, f"this server's weights cannot be changed: {self._fixed}")
-
+    async def _run_exclusively(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async def run() -> T:
             try:
                 async with asyncio.timeout(LOCK_SECONDS):

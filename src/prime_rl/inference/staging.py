@@ -1,4 +1,4 @@
-"""Staging of a committed version beside generation, so that the engine pauses only to exchange parameters.
+"""Worker side of a weight update: stage a committed version beside generation, load it in a pause, commit it or go back.
 
 A worker reads the version's files, or receives its tensors from the trainer's publisher, into one buffer, and verifies
 what it will load. The buffer is on the device if that has room beside the engine, else in the host's memory. A version
@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -21,20 +21,27 @@ import torch
 import xxhash
 from torch import Tensor
 
+from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
+from prime_rl.inference import compat
+from prime_rl.inference.copy_plan import CopyPlan
 from prime_rl.inference.version_files import short_turns
+from prime_rl.lifeline import follow
 from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, open_file
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
-from prime_rl.transport.weights import WeightsManifest
+from prime_rl.transport.weights import WeightsManifest, never_written, weights_manifest
 
 Place = Literal["device", "host", "nowhere"]
 Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
+Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: the server's name for these weights
 
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read files; a worker shares its cores
 SPARE = 2  # the host's free memory must be this many times the buffer: others need some, too
 SPARE_BYTES = 1 << 30  # that must stay free on the device beside a buffer, or as much again if that is less
+AT_ONCE_SECONDS = 5e-3  # a small model is staged by then; another call would cost the engine a step, which is longer
+STAGE_SECONDS = 600.0  # to wait for staging in a load; the server has asked before, so that nothing is under way
 
 
 class DroppedError(Exception):
@@ -49,8 +56,7 @@ class Staging:
         digest: The hash that it must have.
         device: The model's.
         subscriber: Receives versions that are in no file.
-        keep: Keep the tensors in memory if there is room.
-        on_device: The device's memory may be used.
+        keep: Keep the tensors in memory if there is room; `on_device`: the device's memory may be used.
         verify: Hash files that are kept nowhere. One worker of an engine does.
         sharing: Workers that share the host's memory.
 
@@ -65,6 +71,7 @@ class Staging:
         keep: bool = True, on_device: bool = True, verify: bool = True, sharing: int = 1,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
+        self.tensors: list[tuple[str, Tensor]] = []
         self.place: Place = "nowhere"
         self.seconds = 0.0
         self._device, self._subscriber = device, subscriber
@@ -72,7 +79,6 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._dropped = threading.Event()
         self._blocks = 0  # a sign of progress; threads may lose counts of each other
-        self.tensors: list[tuple[str, Tensor]] = []
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
         self._thread.start()
@@ -109,14 +115,17 @@ class Staging:
             with short_turns(), self._side_stream():
                 self.tensors = self._stage()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
-            _clear_frames(error)
+            cause: BaseException | None = error
+            while cause is not None:  # frees the buffers that the frames of the failure refer to
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__cause__ or cause.__context__
             self._error = error
         self.seconds = time.perf_counter() - began
         if self._dropped.is_set():  # meanwhile
             self.tensors = []
 
     def _stage(self) -> list[tuple[str, Tensor]]:
-        manifest = weights.weights_manifest(self.directory)
+        manifest = weights_manifest(self.directory)
         if manifest.hash != self.digest:
             raise CommitError(f"{self.directory} holds {manifest.hash[:12]}, not {self.digest[:12]}")
         weights.check_hash(manifest)
@@ -125,15 +134,13 @@ class Staging:
         if self.place == "nowhere":
             if manifest.publisher is not None:
                 why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
-                raise UserError(f"{weights.never_written(self.directory)}, and {why}")
+                raise UserError(f"{never_written(self.directory)}, and {why}")
             if self._verify:
                 weights.check_tensors(manifest, weights.hash_directory(manifest.files, self._progress))
             return []
         buffer = self._allocate(size)
-        if manifest.publisher is not None:
-            self._receive(manifest, ranges, buffer)
-        else:
-            self._read(manifest, ranges, buffer)
+        fill = self._read if manifest.publisher is None else self._receive
+        fill(manifest, ranges, buffer)
         return list(tensor_views(buffer, manifest.tensors))
 
     def _choose(self, size: int) -> Place:
@@ -215,8 +222,173 @@ class Staging:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Free the buffers that the frames of a failure refer to."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+class WeightsExtension:
+    """vLLM's worker extension, which it mixes into its worker: all names begin with `prime_`, as none may exist there.
+
+    Every rank runs the same call; the server (`service.py`) pauses generation from the load until every rank has
+    committed or restored. Weights are loaded in place if the model allows it, else through vLLM's own reload.
+    """
+
+    # Provided by vLLM's worker.
+    device: torch.device
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+    rank: int
+
+    # The directory and identity of weights: served (no directory: nothing was loaded yet), loaded but not committed, and served before.
+    prime_current: tuple[str | None, Identity | None] = None, None
+    prime_next: tuple[str, Identity] | None = None
+    prime_previous: tuple[str | None, Identity | None] = None, None
+    prime_staging: Staging | None = None
+    prime_subscriber: Subscriber | None = None
+    prime_copies: CopyPlan | None = None
+    prime_whole = True  # every reload of vLLM's has finished: only another reload repairs one that has not
+
+    def prime_stage(
+        self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True
+    ) -> dict[str, Any]:
+        """Begin to stage a committed version with this hash (see `Staging`), and return the progress soon after.
+
+        `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other.
+        """
+        self.prime_unstage()
+        self.prime_subscriber = self.prime_subscriber or Subscriber()
+        sharing = servers_on_host * self.vllm_config.parallel_config.world_size
+        self.prime_staging = Staging(
+            Path(directory), digest, self.device, self.prime_subscriber,
+            keep=keep, on_device=on_device, verify=self.rank == 0, sharing=sharing,
+        )  # fmt: skip
+        # Beside a GPU a step is short, and a model never is staged that fast.
+        return self.prime_staging.answer(AT_ONCE_SECONDS if self.device.type == "cpu" else 0.0)
+
+    def prime_staged(self) -> dict[str, Any]:
+        """The progress of staging: see `Staging.answer`."""
+        if self.prime_staging is None:
+            return {"state": "failed", "why": "nothing is staged", "retry": False}
+        return self.prime_staging.answer()
+
+    def prime_unstage(self) -> None:
+        """Drop the staged version."""
+        if self.prime_staging is not None:
+            self.prime_staging.drop()
+            self.prime_staging = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # for other processes
+
+    def prime_load(self, directory: str, identity: Identity, base: str) -> None:
+        """Load the staged version, or the base model's files if none is staged.
+
+        A failure leaves the model unusable: `prime_restore` must follow. `base` is the directory of the weights that
+        this worker was started with, which vLLM knows by a name only.
+        """
+        self.prime_current = self.prime_current[0] or base, self.prime_current[1]
+        self.prime_next = (directory, identity)
+        staging = self.prime_staging
+        if staging is None:
+            self.prime_reload(Path(directory))
+            return
+        if (str(staging.directory), staging.digest) != (directory, identity["hash"]):
+            raise RuntimeError(f"{staging.directory} was staged, not {directory}")
+        staging.wait(STAGE_SECONDS)
+        if staging.place == "nowhere":
+            self.prime_reload(weights_manifest(staging.directory).files)
+            return
+        try:
+            self.prime_reload(self.prime_tensors(staging, identity))
+        finally:  # the staged memory is freed next
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+
+    def prime_commit(self) -> None:
+        """Serve the loaded version, since every rank has loaded it."""
+        if self.prime_next is None:
+            raise RuntimeError("nothing was loaded that could be committed")
+        self.prime_previous, self.prime_current, self.prime_next = self.prime_current, self.prime_next, None
+        self.prime_unstage()
+
+    def prime_restore(self, identity: Identity) -> None:
+        """Go back to the weights before the load of `identity`, since some rank failed to load or to commit it.
+
+        Raises RuntimeError if no file holds them. The next load that succeeds makes the model usable again.
+        """
+        self.prime_next = None
+        self.prime_unstage()
+        if self.prime_current[1] == identity:  # this rank had committed it
+            self.prime_current = self.prime_previous
+        directory, previous = self.prime_current
+        if directory is not None:
+            self.prime_reload(files_of(Path(directory), previous))
+
+    def prime_served(self) -> Identity | None:
+        """The weights that this rank serves; None for those it was started with."""
+        return self.prime_current[1]
+
+    def prime_follow(self, server: int) -> bool:
+        """End with the server process, even if that is killed. The first call that a worker gets."""
+        faults.arm("inference")  # the server arms its own process
+        return follow(server)
+
+    def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, Tensor]]:
+        """The staged tensors."""
+        for name, tensor in staging.tensors:
+            yield name, tensor
+            # Where vLLM reloads: in the middle of a layer, which it assembles from several tensors.
+            within = name.endswith("layers.0.self_attn.k_proj.weight")
+            if within and faults.point(f"loading:v{identity['version']}") == "error":
+                raise RuntimeError("fault injection")
+
+    def prime_is_plain(self, model: Any) -> bool:
+        """Whether the model computes with weights as they are loaded: then they need no reload of vLLM's."""
+        config = self.vllm_config
+        # Layers with adapters have other names; scales of a quantized cache are made anew by a reload.
+        plain = config.lora_config is None and "fp8" not in str(config.cache_config.cache_dtype)
+        plain &= config.offload_config.prefetch.offload_group_size == 0  # else each forward fills parameters anew
+        return self.device.type == "cuda" and plain and compat.keeps_as_loaded(model)
+
+    def prime_reload(self, source: Path | Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors, or a directory's files: into the parameters as they are, or through vLLM's own reload."""
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        # 0.26's own `reload_weights` does not set the config that its layers look up.
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            if self.device.type == "cpu":
+                compat.forget_packed_experts(model)
+            if not self.prime_whole:
+                # Else the next reload would take half a layer of the last one for its own.
+                compat.settle_reload(model, self.model_config)
+            elif not isinstance(source, Path) and (self.prime_copies or self.prime_is_plain(model)):
+                tensors = list(source)
+                if self.prime_copies is not None and self.prime_copies.matches(model, tensors):
+                    self.prime_copies.load(tensors)
+                else:
+                    self.prime_copies = CopyPlan(model, tensors)
+                compat.finish_load(model, self.model_config)
+                return
+            self.prime_whole = False
+            with compat.without_false_alarms(model):
+                if isinstance(source, Path):
+                    self.model_runner.reload_weights(weights_path=str(source))
+                else:
+                    self.model_runner.reload_weights(weights_iterator=source)
+            self.prime_whole = True
+            if self.device.type == "cpu":
+                compat.repack_tied_heads(model)
+
+
+def files_of(directory: Path, identity: Identity | None) -> Path:
+    """The directory of the files of weights that were loaded from `directory`, which is no committed version for 0.
+
+    Raises RuntimeError if there are none any more.
+    """
+    if identity is None or identity["version"] == 0:
+        return directory
+    try:
+        manifest = weights_manifest(directory)
+    except CommitError as error:
+        raise RuntimeError(f"{directory} is gone: load a version again") from error
+    if manifest.hash == identity["hash"] and manifest.publisher is None:
+        return manifest.files
+    why = never_written(directory) if manifest.hash == identity["hash"] else f"{directory} was committed anew"
+    raise RuntimeError(f"{why}: load a version again")

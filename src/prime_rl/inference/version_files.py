@@ -1,4 +1,4 @@
-"""Versions as a server takes them: from where, whether they are its model's, and read so that a hanging mount ends nothing else."""
+"""Check the version that a request names: where it lies, whether it is the model's, read so that a hanging mount ends nothing else."""
 
 import asyncio
 import json
@@ -15,17 +15,14 @@ from typing import TypeVar
 
 from prime_rl import faults
 from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, read_file, read_manifest
-from prime_rl.transport.tmpfs import InTmpfs
 from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, verify_small_files, weights_manifest
 
-PATH_BYTES, NAME_BYTES = 4096, 255  # Linux takes no longer ones
-MESSAGE_CHARACTERS = 2 * PATH_BYTES  # it may quote what a request or a manifest says
+MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
 STALL_SECONDS = 45.0  # without progress; shorter than a weight change waits for another one
 MOST_ABANDONED = 16  # threads at a time
 TURN_SECONDS = 1e-4  # for which the engine, or the event loop, keeps the interpreter from another thread
 
 T = TypeVar("T")
-GoOn = Callable[[], None]
 
 _abandoned: set[threading.Thread] = set()
 
@@ -46,19 +43,32 @@ class AllowedRoots:
     root: Path | None
     tmpfs: Path | None = None
 
-    def resolve(self, weight_dir: str) -> Path:
-        """The committed directory that `weight_dir` names, symbolic links resolved.
+    def check(self, weight_dir: str, version: int) -> tuple[WeightsManifest, bytes]:
+        """Check everything of a version except the tensors' bytes. Returns its manifest, parsed and as its bytes.
 
-        Raises:
-            Rejected: it lies outside the root (403), or this host sees no committed version there (400).
+        Raises Rejected: it lies outside the root (403), or is not `version`, or not whole (400).
         """
+        directory = self.resolve(weight_dir)
+        faults.point(f"update-read:v{version}")
         try:
-            name = os.fsencode(weight_dir)
-            if len(name) > PATH_BYTES or max(map(len, name.split(b"/"))) > NAME_BYTES:
-                raise Rejected(
-                    400,
-                    f"weight_dir is no path: it has over {PATH_BYTES} bytes, or a name over {NAME_BYTES}: {weight_dir[:80]!r}…",
-                )
+            self._check_files(directory, [MANIFEST])
+            stamp = read_stamp(directory)
+            committed = read_manifest(directory)
+            self._check_files(directory, committed.files)
+            manifest = weights_manifest(directory, committed)
+            if manifest.version != version:
+                raise Rejected(400, f"{directory} holds version {manifest.version}, not {version}")
+            if manifest.base is None:
+                if manifest.tmpfs is not None:
+                    self._check_tmpfs(directory, Path(os.path.realpath(manifest.tmpfs.directory)))
+                check_index(verify_small_files(directory, committed))
+        except (CommitError, OSError, TypeError, ValueError) as error:  # the manifest may say anything
+            raise Rejected(400, str(error)) from error
+        return manifest, stamp
+
+    def resolve(self, weight_dir: str) -> Path:
+        """The committed directory that `weight_dir` names, symbolic links resolved; raises as `check`."""
+        try:
             path = Path(weight_dir).expanduser().resolve()
         except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, a loop of links, an unknown user
             raise Rejected(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
@@ -74,42 +84,14 @@ class AllowedRoots:
             )
         return path
 
-    def look(self, directory: Path, version: int) -> tuple[WeightsManifest, bytes]:
-        """Check everything of a resolved directory except the tensors' bytes. Returns the manifest, parsed and as its bytes.
-
-        Raises:
-            Rejected: it is not `version`, or not where it may be.
-            CommitError, OSError: it is not whole.
-        """
-        faults.point(f"update-read:v{version}")
-        self.check_files(directory, [MANIFEST])
-        stamp = read_stamp(directory)
-        committed = read_manifest(directory)
-        self.check_files(directory, committed.files)
-        manifest = weights_manifest(directory, committed)
-        if manifest.version != version:
-            raise Rejected(400, f"{directory} holds version {manifest.version}, not {version}")
-        if manifest.base is not None:
-            return manifest, stamp
-        if manifest.tmpfs is not None:
-            self.check_tmpfs(directory, manifest.tmpfs)
-        manifest = verify_small_files(directory, committed)
-        check_index(manifest)
-        return manifest, stamp
-
-    def check_files(self, directory: Path, names: Iterable[str]) -> None:
-        """Check that each file lies in `directory`, of these and of those that are read because of what they are called. A link may lead anywhere below
-        the root, or, without a root, into `directory`.
-
-        Raises:
-            Rejected: one does not (403).
-        """
+    def _check_files(self, directory: Path, names: Iterable[str]) -> None:
+        """Check that these files, and those that are read for their names, lie in `directory`. A link may lead anywhere
+        below the root, or, without a root, into `directory`."""
         for name in {*names, INDEX, *(path.name for path in directory.glob("*.safetensors"))}:
             path = directory / name
             inside = path.parent == directory and name not in ("", "..")
             if not inside or not self._allows(path, directory):
-                where = directory if self.root is None else f"the weights root {self.root}"
-                raise Rejected(403, f"{path} is outside {where}")
+                raise Rejected(403, f"{path} is outside {(self.root and f'the weights root {self.root}') or directory}")
 
     def _allows(self, path: Path, directory: Path) -> bool:
         """Whether a path of a version in `directory` lies below the root, or, without a root, below `directory`."""
@@ -117,21 +99,15 @@ class AllowedRoots:
         real_path = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
         return any(real_path.is_relative_to(root) for root in roots)
 
-    def check_tmpfs(self, directory: Path, tmpfs: InTmpfs) -> None:
-        """The tensors of an allowed version lie in a tmpfs where it is allowed.
-
-        Raises:
-            Rejected: they do not (403).
-        """
-        place = Path(os.path.realpath(tmpfs.directory))
-        if self.root is not None and not self._allows(place, directory):
+    def _check_tmpfs(self, directory: Path, tmpfs: Path) -> None:
+        if self.root is not None and not self._allows(tmpfs, directory):
             raise Rejected(
                 403,
-                f"the tensors of {directory} lie in {place}, outside the weights root {self.root}: start the server with "
+                f"the tensors of {directory} lie in {tmpfs}, outside the weights root {self.root}: start the server with "
                 "--weights-tmpfs to allow that",
             )
-        if place.is_dir():
-            self.check_files(place, [MANIFEST, *read_manifest(place).files])
+        if tmpfs.is_dir():
+            self._check_files(tmpfs, [MANIFEST, *read_manifest(tmpfs).files])
 
 
 def read_stamp(directory: Path) -> bytes:
@@ -143,11 +119,8 @@ def read_stamp(directory: Path) -> bytes:
 
 
 def check_index(manifest: WeightsManifest) -> None:
-    """vLLM reads only the files that an index names, and keeps the old weights of what it does not find, silently.
-
-    Raises:
-        CommitError: the index disagrees with the files.
-    """
+    """Raise CommitError if the index disagrees with the files: vLLM reads only the files that an index names, and keeps
+    the old weights of what it does not find, silently."""
     index = manifest.files / INDEX
     if not index.exists():
         return
@@ -160,11 +133,7 @@ def check_index(manifest: WeightsManifest) -> None:
 
 
 def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tied: bool) -> None:
-    """Compare a checkpoint's tensor names and shapes with the base model's; dtypes may differ.
-
-    Raises:
-        Rejected: naming the first tensor that does not fit.
-    """
+    """Reject a version whose tensors have other names or shapes than the base model's; dtypes may differ."""
     optional = {"lm_head.weight"} if tied else set()
     for name in sorted((base.keys() ^ tensors.keys()) - optional):
         raise Rejected(400, f"tensor {name} is {'missing' if name in base else 'not part of the model'}")
@@ -173,7 +142,7 @@ def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tie
             raise Rejected(400, f"tensor {name} has shape {tensors[name].shape}, the model's is {base[name].shape}")
 
 
-async def read(function: Callable[[GoOn], T], subject: Path | str) -> T:
+async def read(function: Callable[[Callable[[], None]], T], subject: Path | str) -> T:
     """Return the result of `function(go_on)`, from a daemon thread that may hang: it is left behind then, and ends with the process.
 
     Args:
@@ -226,11 +195,9 @@ def short_turns() -> Iterator[None]:
     Of two that overlap, the first sets and restores the interval.
     """
     before = sys.getswitchinterval()
-    if before <= TURN_SECONDS:
-        yield
-        return
-    sys.setswitchinterval(TURN_SECONDS)
+    sys.setswitchinterval(min(before, TURN_SECONDS))
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        if before > TURN_SECONDS:
+            sys.setswitchinterval(before)

@@ -48,7 +48,7 @@ def test_what_every_server_is_told() -> None:
     assert (got["--model"], got["--served-model-name"], got["--max-model-len"]) == ("org/m", "org/m", "128")
     assert got["--logprobs-mode"] == "processed_logprobs"
     assert got["--generation-config"] == "vllm"
-    assert got["--worker-extension-cls"] == "prime_rl.inference.worker.WeightsExtension"
+    assert got["--worker-extension-cls"] == "prime_rl.inference.staging.WeightsExtension"
     assert (got["--api-server-count"], got["--seed"], got["--dtype"]) == ("1", "3", "auto")
 
 

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 
 from prime_rl.errors import UserError
 from prime_rl.inference import staging
-from prime_rl.inference.staging import DroppedError, Staging
-from prime_rl.inference.worker import WeightsExtension, files_of
+from prime_rl.inference.staging import DroppedError, Staging, WeightsExtension, files_of
 from prime_rl.transport import exchange
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.inference.worker import WeightsExtension
+from prime_rl.inference.staging import WeightsExtension
 
 pytest.importorskip("vllm")
 BASE = "/base"

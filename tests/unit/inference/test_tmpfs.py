@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from prime_rl.inference.staging import Staging
+from prime_rl.inference.staging import Staging, files_of
 from prime_rl.inference.version_files import AllowedRoots, Rejected
-from prime_rl.inference.worker import files_of
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.tmpfs import in_tmpfs
@@ -55,16 +54,16 @@ def test_a_tmpfs_is_allowed_by_name(version: Path, tmp_path: Path) -> None:
     tmpfs = weights_manifest(version).tmpfs
     assert tmpfs is not None
     root = version.parent
-    AllowedRoots(root, tmpfs=tmp_path / "tmpfs").check_tmpfs(version, tmpfs)
-    AllowedRoots(None).check_tmpfs(version, tmpfs)
+    AllowedRoots(root, tmpfs=tmp_path / "tmpfs").check(str(version), 5)
+    AllowedRoots(None).check(str(version), 5)
     with pytest.raises(Rejected, match="--weights-tmpfs"):
-        AllowedRoots(root).check_tmpfs(version, tmpfs)
+        AllowedRoots(root).check(str(version), 5)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.move(Path(tmpfs.directory) / "model-1.safetensors", elsewhere)
     (Path(tmpfs.directory) / "model-1.safetensors").symlink_to(elsewhere / "model-1.safetensors")
     with pytest.raises(Rejected, match="outside"):
-        AllowedRoots(root, tmpfs=tmp_path / "tmpfs").check_tmpfs(version, tmpfs)
+        AllowedRoots(root, tmpfs=tmp_path / "tmpfs").check(str(version), 5)
 
 
 def test_a_server_that_does_not_see_the_tmpfs_says_so(version: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prime_rl.inference import compat
-from prime_rl.inference.worker import WeightsExtension
+from prime_rl.inference.staging import WeightsExtension
 
 TENSORS = [("a", torch.ones(1))]
 
