@@ -1,8 +1,10 @@
 """What `rl` is going to start: a pure function of the configuration and of what this machine has.
 
-`make_plan` lists the processes, `lay_out` says which GPUs, ports and how much memory each gets, `visible_gpus` and `memory_gib` look at the machine.
+`make_plan` lists the processes, `lay_out` says which GPUs, ports and how much memory each gets, `visible_gpus` and
+`memory_gib` look at the machine.
 """
 
+import itertools
 import shlex
 import shutil
 import subprocess
@@ -10,7 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.config.base import BaseConfig
@@ -19,7 +20,7 @@ from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import ModelSize
 
-RECOVER = "--recover"  # tells a job to go on from what is committed
+RECOVER = "--recover"  # makes a job go on from what is committed
 _SHARED_GPU_FRACTION = 0.4  # of a GPU's memory, where it is shared and nothing is said
 _SERVER_GPU_FRACTION = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
 _MIN_SERVER_SHARE = 0.7  # below it the cache would lose more than staging in the host's memory costs
@@ -27,7 +28,8 @@ _OVERHEAD_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
 _ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
 _LEAST_CACHE_GIB = 2.0
 _EXTRA_PORTS = 1000  # from the first server of a GPU to the one that was not asked for: the ports between are others'
-# vLLM's engine prepares each step in Python. With a small model that takes longer than the GPU computes, and a second engine uses the time.
+# vLLM's engine prepares each step in Python. With a small model that takes longer than the GPU computes, and a second
+# engine uses the time.
 _SMALL_GIB = 4.0
 _SERVERS_A_GPU = 2
 _SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say how large weights are
@@ -57,7 +59,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """An inference server, started as process `name`. `port` is None when somebody else started it; `ready_timeout` is in seconds."""
+    """An inference server, started as process `name`; `port` is None for one that runs already. `ready_timeout`: seconds."""
 
     name: str
     url: str
@@ -72,7 +74,7 @@ class Plan:
 
     processes: tuple[ProcessSpec, ...]
     configs: Mapping[Path, BaseConfig]
-    servers: tuple[ServerSpec, ...]  # none where those that serve register in a directory
+    servers: tuple[ServerSpec, ...]
     output_dir: Path
     tmpfs: Path | None = None  # of this host, where the trainer writes weights to
 
@@ -120,54 +122,61 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     Raises:
         UserError: for an impossible layout (see `lay_out`), or too few ports.
     """
-    layout, inference, output_dir = lay_out(config, machine), config.inference, config.output_dir
+    layout, inference, client = lay_out(config, machine), config.inference, config.orchestrator.client
     servers = [_server(config, number, offset) for number, offset in enumerate(layout.ports)]
     names = tuple(server.name for server in servers)
-    gpus = {**dict(zip(names, layout.servers, strict=True)), "trainer": layout.trainer, "orchestrator": ()}
     threads = _threads(config, machine, max(1, len(servers)))
     sections = _sections(config, layout, servers)
-    configs = {name: output_dir / "configs" / f"{name}.toml" for name in sections}
+    configs = {name: config.output_dir / "configs" / f"{name}.toml" for name in sections}
+    api_key = None if inference is None else inference.api_key
 
-    def process(name: str, argv: Sequence[str], key_variable: str | None = None, **more: Any) -> ProcessSpec:
-        env = _environment(gpus[name], name, threads, machine)
-        if key_variable is not None and inference is not None and inference.api_key is not None:
-            env[key_variable] = inference.api_key
-        log = output_dir / "logs" / f"{name}.log"
-        return ProcessSpec(
-            name, (sys.executable, *argv, "@", str(configs[name]), *recover(name)), log, env, gpus[name], **more
+    def argv(name: str, *module: str) -> tuple[str, ...]:
+        recover = [RECOVER] if config.recover and name in PAIR else []
+        return (sys.executable, *module, "@", str(configs[name]), *recover)
+
+    def env(name: str, gpus: Sequence[str], key_variable: str | None = None) -> dict[str, str]:
+        key = {} if api_key is None or key_variable is None else {key_variable: api_key}
+        return _environment(gpus, name, threads, machine) | key
+
+    def log(name: str) -> Path:
+        return config.output_dir / "logs" / f"{name}.log"
+
+    processes = [
+        ProcessSpec(
+            name, argv(name, "-m", "prime_rl.entrypoints.inference"), log(name), env(name, gpus, "VLLM_API_KEY"), gpus,
+            service=True,
         )
-
-    def recover(name: str) -> list[str]:
-        return [RECOVER] if config.recover and name in PAIR else []
-
+        for name, gpus in zip(names, layout.servers, strict=True)
+    ]  # fmt: skip
     ranks = config.trainer_ranks or max(1, len(layout.trainer))
-    # Port 0: torchrun picks a free one, so that two runs on one host never meet.
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--role", "trainer")
-    torchrun = ("-m", "prime_rl.lifeline", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous)
-    serve = ("-m", "prime_rl.entrypoints.inference")
-    processes = (
-        *(process(name, serve, "VLLM_API_KEY", service=True) for name in names),
-        process(
-            "trainer",
-            ("-m", "prime_rl.entrypoints.trainer") if ranks == 1 else (*torchrun, "-m", "prime_rl.trainer.rl.train"),
+    train: tuple[str, ...] = ("-m", "prime_rl.entrypoints.trainer")
+    if ranks > 1:
+        # Port 0: torchrun picks a free one, so that two runs on one host never meet.
+        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--role", "trainer")
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous)
+        train = ("-m", "prime_rl.lifeline", *torchrun, "-m", "prime_rl.trainer.rl.train")
+    processes += [
+        ProcessSpec(
+            "trainer", argv("trainer", *train), log("trainer"), env("trainer", layout.trainer), layout.trainer,
             drain_children=ranks > 1,
             # A server that measures what is free of the GPU must be alone with it.
             after_ready=names if layout.training_gib and layout.cache_gib is None else (),
         ),
-        process(
-            "orchestrator",
-            ("-m", "prime_rl.entrypoints.orchestrator"),
-            config.orchestrator.client.api_key_var,
-            # ServerSpec and trainer fill two cores while they import; the orchestrator is needed last.
+        ProcessSpec(
+            "orchestrator", argv("orchestrator", "-m", "prime_rl.entrypoints.orchestrator"), log("orchestrator"),
+            env("orchestrator", (), client.api_key_var),
+            # Server and trainer fill two cores while they import; the orchestrator is needed last.
             after="trainer" if machine.cores <= 2 else None,
         ),
-    )
+    ]  # fmt: skip
     files = {configs[name]: section for name, section in sections.items()}
-    return Plan(processes, files, tuple(servers) or _running_already(config), output_dir, config.trainer.weights.tmpfs)
+    external = ServerSpec(SERVER, ", ".join(client.base_urls), client.ready_timeout)
+    tmpfs = config.trainer.weights.tmpfs
+    return Plan(tuple(processes), files, tuple(servers) or (external,), config.output_dir, tmpfs)
 
 
 def describe(plan: Plan) -> str:
-    """The plan for people: processes, GPUs, ports, directories."""
+    """Describe the plan for people: processes, GPUs, ports, directories."""
     lines = [f"run directory  {plan.output_dir}"]
     for process in plan.processes:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else "CPU"
@@ -188,7 +197,7 @@ def describe(plan: Plan) -> str:
 
 
 def _sections(config: RLConfig, layout: Layout, servers: Sequence[ServerSpec]) -> dict[str, BaseConfig]:
-    """What each process is configured with, by its name."""
+    """Return what each process is configured with, by its name."""
     trainer, orchestrator, inference = config.trainer, config.orchestrator, config.inference
     if trainer.recovery_interval is None and config.max_restarts and not config.bench:
         trainer = trainer.model_copy(update={"recovery_interval": config.recovery_interval})
@@ -220,19 +229,20 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[ServerSpec]) -
 
 
 def _threads(config: RLConfig, machine: HostResources, servers: int) -> dict[str, int]:
-    """OpenMP threads of each process. Sampling ahead (async_level ≥ 1) keeps server and trainer busy at the same time,
-    so they share the cores; taken in turns each may use nearly all. More threads than cores spin and cost much more."""
+    """Return the OpenMP threads of each process. More threads than cores spin and cost much more.
+
+    Sampling ahead (async_level ≥ 1) keeps server and trainer busy at the same time, so they share the cores; taken in
+    turns each may use nearly all.
+    """
     cores, ranks = max(1, machine.cores), config.trainer_ranks or 1
-    if config.inference is None or config.async_level == 0:
-        serving, training = max(1, cores - 1), cores
-    else:
-        serving = max(1, cores // 2)
-        training = max(1, cores - serving)
-    return {SERVER: max(1, serving // servers), "trainer": max(1, training // ranks), "orchestrator": 1}
+    in_turns = config.inference is None or config.async_level == 0
+    inference = max(1, cores - 1 if in_turns else cores // 2)
+    trainer = cores if in_turns else max(1, cores - inference)
+    return {SERVER: max(1, inference // servers), "trainer": max(1, trainer // ranks), "orchestrator": 1}
 
 
 def _environment(gpus: Sequence[str], name: str, threads: Mapping[str, int], machine: HostResources) -> dict[str, str]:
-    """Variables that the child gets on top of ours. What the user has set stays, except for the placement."""
+    """Return the variables that the child gets on top of ours. What the user has set stays, except for the placement."""
     defaults = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not gpus:
         defaults["OMP_NUM_THREADS"] = str(threads.get(name, threads[SERVER]))
@@ -245,13 +255,8 @@ def _environment(gpus: Sequence[str], name: str, threads: Mapping[str, int], mac
     return {**chosen, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else chosen
 
 
-def _running_already(config: RLConfig) -> tuple[ServerSpec, ...]:
-    client = config.orchestrator.client
-    return (ServerSpec(SERVER, ", ".join(client.base_urls), client.ready_timeout),)
-
-
 def _server(config: RLConfig, number: int, offset: int) -> ServerSpec:
-    """One of those that are started, and so many ports after the first."""
+    """Return one of the servers that are started, on the port that is `offset` after the first one's."""
     assert config.inference is not None
     listens, port = config.inference.server, config.inference.server.port + offset
     if port > _LAST_PORT:
@@ -266,7 +271,7 @@ def _server(config: RLConfig, number: int, offset: int) -> ServerSpec:
 
 
 def lay_out(config: RLConfig, machine: HostResources) -> Layout:
-    """The servers get the first GPUs, the trainer the next ones, or the same.
+    """Give the servers the first GPUs, and the trainer the next ones, or the same.
 
     Raises:
         UserError: it cannot be, with the arithmetic.
@@ -276,72 +281,75 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
         raise UserError(
             "inference_servers and inference_gpus are for servers that `rl` starts: there is no [inference]"
         )
-    serving = inference is not None and _on_cuda(inference.device, machine)
+    served = inference is not None and _on_cuda(inference.device, machine)
     training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
     if not training and config.trainer_gpus > 1:
         raise UserError(
-            f"trainer_gpus {config.trainer_gpus}: the trainer does not use GPUs here (see --device); processes on a CPU are --trainer-ranks"
+            f"trainer_gpus {config.trainer_gpus}: the trainer does not use GPUs here (see --device); "
+            "processes on a CPU are --trainer-ranks"
         )
-    if config.inference_gpus is not None and not serving:
+    if config.inference_gpus is not None and not served:
         raise UserError(
-            f"inference_gpus {config.inference_gpus}: the servers do not use GPUs here (see --device); several on a CPU are --inference-servers"
+            f"inference_gpus {config.inference_gpus}: the servers do not use GPUs here (see --device); "
+            "several on a CPU are --inference-servers"
         )
     if training and config.trainer_ranks not in (None, training):
         raise UserError(f"trainer_ranks {config.trainer_ranks} must equal trainer_gpus {training}: one GPU a rank")
-    counts = [] if inference is None else _server_sizes(config, inference, serving)
+    counts = [] if inference is None else _server_sizes(config, inference, served)
     _check_enough(config, sum(counts), training, machine)
-    left = list(machine.gpus)
-    groups = tuple(tuple(left.pop(0) for _ in range(count)) for count in counts)
+    left = iter(machine.gpus)
+    groups = tuple(tuple(next(left) for _ in range(count)) for count in counts)
+    trainer = tuple(machine.gpus if config.share_gpus else left)[:training]
     if inference is None:
-        return Layout((), tuple(left[:training]))
-    if not serving:
-        ports, share = tuple(range(len(groups))), inference.gpu_memory_utilization
-        return Layout(groups, tuple(left[:training]), share, inference.kv_cache_gib, ports)
-    share, limit, trainer = _server_fraction(inference, machine), None, left
+        return Layout((), trainer)
+    ports, share, cache = tuple(range(len(groups))), inference.gpu_memory_utilization, inference.kv_cache_gib
+    if not served:
+        return Layout(groups, trainer, share, cache, ports)
+    ports = tuple(range(config.inference_servers or len(groups)))
+    engines, limit = _engines_per_gpu(config, inference, len(groups), machine), None
     if config.share_gpus:
         share, limit = _split(config, inference, machine)
-        trainer = list(machine.gpus)
-    engines = _engines_per_gpu(config, inference, len(groups), machine)
-    if engines > 1 and not config.share_gpus:
-        share = inference.gpu_memory_utilization
-    ports = tuple(range(config.inference_servers or len(groups)))
-    cache = inference.kv_cache_gib
-    if engines > 1 or config.share_gpus:
-        room = _room_for_cache(inference, (share or _SERVER_GPU_FRACTION) / engines, engines, machine)
-        if cache is not None and room is not None and cache > room:
-            raise UserError(
-                f"inference.kv_cache_gib {cache:g}: {engines} server{'s'[: engines > 1]} on a GPU of {machine.gpu_gib:.1f} GiB leave "
-                f"{max(room, 0):.1f} for each, beside weights and engine"
-            )
-        cache = _cache_gib(room, machine) if cache is None else cache
+    elif engines == 1:
+        share = _server_fraction(inference, machine)
+    if engines == 1 and not config.share_gpus:
+        return Layout(groups, trainer, share, cache, ports)
+    room = _room_for_cache(inference, (share or _SERVER_GPU_FRACTION) / engines, engines, machine)
+    if cache is not None and room is not None and cache > room:
+        raise UserError(
+            f"inference.kv_cache_gib {cache:g}: {engines} server{'s'[: engines > 1]} on a GPU of {machine.gpu_gib:.1f} GiB "
+            f"leave {max(room, 0):.1f} for each, beside weights and engine"
+        )
+    cache = _cache_gib(room, machine) if cache is None else cache
     if engines > 1:
         if cache is None:
             raise UserError(
-                f"inference_servers {config.inference_servers}: {engines} servers on a GPU need to know how much memory each may use for keys and "
-                "values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give inference.kv_cache_gib"
+                f"inference_servers {config.inference_servers}: {engines} servers on a GPU need to know how much memory each "
+                "may use for keys and values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets "
+                "them; give inference.kv_cache_gib"
             )
         share = (share or _SERVER_GPU_FRACTION) / engines
         if config.inference_servers is None:
             ports = tuple(extra * _EXTRA_PORTS + number for extra in range(engines) for number in range(len(groups)))
-    return Layout(groups * engines, tuple(trainer[:training]), share, cache, ports, limit)
+    return Layout(groups * engines, trainer, share, cache, ports, limit)
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:
-    """How many GPUs one server of this configuration uses on this node."""
+    """Return how many GPUs one server of this configuration uses on this node."""
     replicas = inference.data_parallel_size_local or inference.data_parallel_size
     return inference.tensor_parallel_size * inference.pipeline_parallel_size * replicas
 
 
-def _server_sizes(config: RLConfig, inference: InferenceConfig, serving: bool) -> list[int]:
-    """How many GPUs each server, or each group of servers on one GPU, gets."""
+def _server_sizes(config: RLConfig, inference: InferenceConfig, served: bool) -> list[int]:
+    """Return how many GPUs each server, or each group of servers on one GPU, gets."""
     wanted, total = config.inference_servers, config.inference_gpus
     if inference.headless:
         raise UserError("inference.headless: another node serves its requests; start it by itself, with `inference`")
     if (wanted or 1) > 1 and inference.data_parallel_size_local not in (None, inference.data_parallel_size):
         raise UserError(
-            "inference_servers: servers whose replicas are spread over nodes (data_parallel_size_local) are started by themselves"
+            "inference_servers: servers whose replicas are spread over nodes (data_parallel_size_local) are started by "
+            "themselves"
         )
-    if not serving:
+    if not served:
         return [0] * (wanted or 1)
     each = gpus_of_a_server(inference)
     if config.share_gpus and total is None and each == 1 and wanted:
@@ -350,63 +358,57 @@ def _server_sizes(config: RLConfig, inference: InferenceConfig, serving: bool) -
         return [1] * total
     count = wanted or (1 if total is None else total // each)
     if total is not None and total != count * each:
-        tensor, pipeline = inference.tensor_parallel_size, inference.pipeline_parallel_size
-        sizes = {
-            "tensor_parallel_size": tensor,
-            "pipeline_parallel_size": pipeline,
-            "data_parallel_size": each // tensor // pipeline,
-        }
-        parts = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        factors = " x ".join(f"{name} {size}" for name in sizes if (size := getattr(inference, name)) > 1)
         asked = f"{wanted} servers use {wanted * each}" if wanted else f"{total} is no multiple of that"
-        why = f" ({parts})" if parts else ""
+        why = f" ({factors})" if factors else ""
         raise UserError(f"inference_gpus {total} cannot be laid out: a server uses {each}{why}, {asked}")
     return [each] * count
 
 
-def _check_enough(config: RLConfig, serving: int, training: int, machine: HostResources) -> None:
+def _check_enough(config: RLConfig, inference: int, training: int, machine: HostResources) -> None:
     """Raise UserError where the GPUs that serve and train cannot be shared as asked for, or are more than there are."""
-    total = serving + training
     if config.share_gpus:
         if config.inference is None:
             raise UserError("share_gpus splits GPUs between trainer and server, but there is no [inference]")
-        if not serving or not training:
+        if not inference or not training:
             raise UserError(
                 "share_gpus splits GPUs between trainer and server: here both do not use GPUs (see --device)"
             )
-        if serving != training:
-            raise UserError(f"share_gpus needs as many GPUs that train as serve, not {training} and {serving}")
-        total = serving
-    if total <= len(machine.gpus):
+        if inference != training:
+            raise UserError(f"share_gpus needs as many GPUs that train as serve, not {training} and {inference}")
+    total, visible = inference if config.share_gpus else inference + training, len(machine.gpus)
+    if total <= visible:
         return
-    parts = " + ".join(
-        f"{count} for {name}" for name, count in (("inference", serving), ("trainer", training)) if count
-    )
-    have = f"{len(machine.gpus)} visible ({', '.join(machine.gpus)})"
-    if not machine.gpus:
+    counts = {"inference": inference, "trainer": training}
+    summands = " + ".join(f"{count} for {name}" for name, count in counts.items() if count)
+    have = f"{visible} visible ({', '.join(machine.gpus)})"
+    if not visible:
         limit = machine.environ.get("CUDA_VISIBLE_DEVICES")
         have = "no GPU was found" if limit is None else f"CUDA_VISIBLE_DEVICES is '{limit}'"
-    hint = "; one GPU can do both: --share-gpus" if not config.share_gpus and 2 * len(machine.gpus) == total else ""
+    hint = "; one GPU can do both: --share-gpus" if not config.share_gpus and 2 * visible == total else ""
     raise UserError(
-        f"the run needs {total} GPUs ({parts}), but {have}: see --trainer-gpus, --inference-gpus, --device{hint}"
+        f"the run needs {total} GPUs ({summands}), but {have}: see --trainer-gpus, --inference-gpus, --device{hint}"
     )
 
 
 def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, machine: HostResources) -> int:
-    """How many servers share each GPU: as asked for, else two where the model is small, host and batch are large enough, and a server uses one GPU."""
+    """Return how many servers share each GPU.
+
+    As many as asked for, else two where the model is small, host and batch are large enough, and a server uses one GPU.
+    """
     orchestrator = config.orchestrator
     if config.inference_servers is not None:
         return config.inference_servers // groups
     # Who bounds the sequences of an engine means those of the GPU.
-    bounded = "max_num_seqs" in _vllm_options(inference)
-    single = gpus_of_a_server(inference) > 1 or inference.deterministic or bounded
+    single = gpus_of_a_server(inference) > 1 or inference.deterministic or "max_num_seqs" in _vllm_options(inference)
     if single or inference.kv_cache_gib is not None or machine.model is None or machine.model.weights > _SMALL_GIB:
         return 1
     in_flight = orchestrator.batch_size * (config.async_level + 1)
     if isinstance(orchestrator.max_concurrent, int):
         in_flight = min(in_flight, orchestrator.max_concurrent)
-    if machine.cores < _CORES_A_GPU * groups or in_flight < _EPISODES_A_SERVER * _SERVERS_A_GPU * groups:
-        return 1
-    if inference.server.port + _EXTRA_PORTS * (_SERVERS_A_GPU - 1) + groups > _LAST_PORT:
+    few = machine.cores < _CORES_A_GPU * groups or in_flight < _EPISODES_A_SERVER * _SERVERS_A_GPU * groups
+    if few or inference.server.port + _EXTRA_PORTS * (_SERVERS_A_GPU - 1) + groups > _LAST_PORT:
         return 1
     share = inference.gpu_memory_utilization or (_SHARED_GPU_FRACTION if config.share_gpus else _SERVER_GPU_FRACTION)
     room = _room_for_cache(inference, share / _SERVERS_A_GPU, _SERVERS_A_GPU, machine)
@@ -416,43 +418,41 @@ def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, 
 def _room_for_cache(
     inference: InferenceConfig, utilization: float, engines: int, machine: HostResources
 ) -> float | None:
-    """What one server's share of a GPU leaves for its KV cache, in GiB; None where sizes are not known or `[vllm]` sets them."""
-    named = _vllm_options(inference)
+    """Return what one server's share of a GPU leaves for its KV cache, in GiB; None where sizes are unknown or in `[vllm]`."""
     as_filed = inference.model.dtype in _SIXTEEN_BITS and inference.quantization is None
-    if named & {"kv_cache_memory_bytes", "gpu_memory_utilization"} or not as_filed:
+    chosen = _vllm_options(inference) & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
+    if chosen or not as_filed or machine.gpu_gib is None or machine.model is None:
         return None
-    if machine.gpu_gib is None or machine.model is None:
-        return None
-    weights = _weights_gib(inference, machine.model)
     # Room for a staged copy of one server is in the trainer's plan.
     copies = 1 if engines == 1 else 2
-    return utilization * machine.gpu_gib - copies * weights - _ENGINE_GIB
+    return utilization * machine.gpu_gib - copies * _weights_gib(inference, machine.model) - _ENGINE_GIB
 
 
 def _cache_gib(room: float | None, machine: HostResources) -> float | None:
-    """The KV cache to give a server; None where there is too little room for one sequence, or its size is not known."""
+    """Return the KV cache to give a server; None where one sequence would not fit, or its size is not known."""
     if room is None or machine.model is None or room < max(_LEAST_CACHE_GIB, machine.model.sequence or 0.0):
         return None
     return round(min(room, machine.model.cache or room), 1)
 
 
 def _server_fraction(inference: InferenceConfig, machine: HostResources) -> float | None:
-    """The share of a GPU that only serves; None: vLLM's choice. It leaves room to stage a version on the device, unless that is much of the memory."""
-    given = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in _vllm_options(inference)
-    if given or not (inference.stage_weights and inference.stage_on_device):
+    """Return the share of a GPU that only serves; None: vLLM's choice.
+
+    It leaves room to stage a version on the device, unless that is much of the memory.
+    """
+    chosen = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in _vllm_options(inference)
+    if chosen or not (inference.stage_weights and inference.stage_on_device):
         return inference.gpu_memory_utilization
     if machine.gpu_gib is None or machine.model is None:
         return None
-    weights = _weights_gib(inference, machine.model)
-    share = 1 - (weights + _OVERHEAD_GIB) / machine.gpu_gib
+    share = 1 - (_weights_gib(inference, machine.model) + _OVERHEAD_GIB) / machine.gpu_gib
     return share if _MIN_SERVER_SHARE <= share < _SERVER_GPU_FRACTION else None
 
 
 def _split(config: RLConfig, inference: InferenceConfig, machine: HostResources) -> tuple[float, float]:
-    """How the memory of GPUs that train and serve is split: the share of all servers of a GPU, and what the trainer may use, in GiB."""
+    """Split the memory of GPUs that train and serve: the share of all servers of a GPU, and the trainer's GiB."""
     share, limit = inference.gpu_memory_utilization or _SHARED_GPU_FRACTION, config.trainer.model.memory_limit
-    total = machine.gpu_gib
-    if total is None:
+    if (total := machine.gpu_gib) is None:
         if limit is None:
             raise UserError(
                 "share_gpus: nvidia-smi does not say how much memory there is; give trainer.model.memory_limit"
@@ -461,20 +461,20 @@ def _split(config: RLConfig, inference: InferenceConfig, machine: HostResources)
     room = (1 - share) * total - _OVERHEAD_GIB
     if (limit or 0.0) > room or room <= 0:
         raise UserError(
-            f"share_gpus: of {total:.1f} GiB the server takes {share:.0%} = {share * total:.1f} (inference.gpu_memory_utilization), "
-            f"contexts {_OVERHEAD_GIB:.0f}, which leaves {max(room, 0):.1f} for the trainer"
-            + (f", not {limit:.1f} (trainer.model.memory_limit)" if limit else "")
+            f"share_gpus: of {total:.1f} GiB the server takes {share:.0%} = {share * total:.1f} "
+            f"(inference.gpu_memory_utilization), contexts {_OVERHEAD_GIB:.0f}, which leaves {max(room, 0):.1f} for the "
+            "trainer" + (f", not {limit:.1f} (trainer.model.memory_limit)" if limit else "")
         )
     return share, limit or round(room, 1)
 
 
 def _vllm_options(inference: InferenceConfig) -> set[str]:
-    """Names of vLLM's own options that `[vllm]` sets."""
+    """Return the names of vLLM's own options that `[vllm]` sets."""
     return {name.replace("-", "_") for name in inference.vllm}
 
 
 def _weights_gib(inference: InferenceConfig, model: ModelSize) -> float:
-    """Weights on each GPU of a server."""
+    """Return the size of the weights on each GPU of a server."""
     return model.weights / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
 
 
@@ -486,42 +486,34 @@ def _on_cuda(device: str, machine: HostResources) -> bool:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Names as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those. Empty without GPUs."""
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    return _installed() if wanted is None else parse_visible(wanted)
+    """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those. Empty without GPUs."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return parse_visible(visible)
+    # nvidia-smi sees what a container was given; /proc shows the whole host and serves where the tool is missing.
+    if shutil.which("nvidia-smi") is None:
+        count = len(list(_PROC_GPUS.iterdir())) if _PROC_GPUS.is_dir() else 0
+    else:
+        count = sum(line.startswith("GPU ") for line in _nvidia_smi("-L"))
+    return [str(index) for index in range(count)]
 
 
 def memory_gib(gpus: Sequence[str]) -> float | None:
-    """Memory of the smallest of these GPUs, in GiB; None where nvidia-smi does not say."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    try:
-        asked = [tool, f"--id={','.join(gpus)}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        lines = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout.split()
-    except subprocess.TimeoutExpired:
-        return None
-    return min((int(line) for line in lines if line.isdigit()), default=0) / 1024 or None
+    """Return the memory of the smallest of these GPUs, in GiB; None where nvidia-smi does not say."""
+    query = (f"--id={','.join(gpus)}", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    return min((int(line) for line in _nvidia_smi(*query) if line.isdigit()), default=0) / 1024 or None
 
 
 def parse_visible(value: str) -> list[str]:
-    """CUDA reads the list up to the first invalid entry, such as -1."""
-    gpus: list[str] = []
-    for item in (part.strip() for part in value.split(",")):
-        if not item or item.startswith("-"):
-            break
-        gpus.append(item)
-    return gpus
+    """Read the list up to the first invalid entry, such as -1, as CUDA does."""
+    items = [item.strip() for item in value.split(",")]
+    return list(itertools.takewhile(lambda item: item and not item.startswith("-"), items))
 
 
-def _installed() -> list[str]:
-    # nvidia-smi sees what a container was given; /proc shows the whole host and serves where the tool is missing.
-    if tool := shutil.which("nvidia-smi"):
-        try:
-            listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30)
-        except subprocess.TimeoutExpired:
-            return []
-        count = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-    else:
-        count = len(list(_PROC_GPUS.iterdir())) if _PROC_GPUS.is_dir() else 0
-    return [str(index) for index in range(count)]
+def _nvidia_smi(*arguments: str) -> list[str]:
+    """Return the lines that the tool prints; none where it is missing or hangs."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return []
+    try:
+        return subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=30).stdout.splitlines()
+    except subprocess.TimeoutExpired:
+        return []
