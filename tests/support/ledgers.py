@@ -5,8 +5,7 @@ from pathlib import Path
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.audit import audit
-from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, read_counts, total
-from prime_rl.orchestrator.ledger_file import open_copy
+from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_copy, read_counts, total
 from prime_rl.orchestrator.scheduler import (
     Batched,
     Discarded,

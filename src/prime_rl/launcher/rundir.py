@@ -144,12 +144,12 @@ def results(output_dir: Path) -> list[str]:
 
 def _holds_episodes(ledger: Path) -> bool:
     """Whether the ledger records a finished episode. One that cannot be read counts as if it did."""
-    from prime_rl.orchestrator import ledger_file  # imports numpy and pyarrow, which `--help` does not wait for
+    from prime_rl.orchestrator.ledger import open_copy  # imports numpy and pyarrow, which `--help` does not wait for
 
-    if not ledger.exists() and not ledger_file.journal_of(ledger).exists():
+    if not any(ledger.parent.glob(f"{ledger.name}*")):
         return False
     try:
-        with ledger_file.open_copy(ledger) as db:
+        with open_copy(ledger) as db:
             return db.execute("SELECT 1 FROM episodes WHERE state IN ('finished', 'batched', 'trained') LIMIT 1").fetchone() is not None  # fmt: skip
     except (UserError, OSError, sqlite3.Error):
         return True

@@ -4,21 +4,24 @@ An episode `group.number.attempt` is *issued*, then *finished* or *dropped*; a f
 once the version after that step is committed. `record` only keeps an event; `flush` applies all that were recorded in one transaction, and refuses
 what cannot have happened. The rename of `rollouts/step_n` is the commit of a batch: its manifest says which episodes are in it, and the ledger is an
 index that `reconcile` brings to what the manifests say. A finished episode is stored with its tokens until its batch is committed.
+
+Nothing in the file depends on a clock, so two equal runs have equal ledgers. The rollback journal and one writer make it safe on network file systems.
 """
 
 import sqlite3
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
+import numpy as np
+
 from prime_rl import faults
-from prime_rl.envs.protocol import EpisodeResult
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, pack_sample, unpack_sample
 from prime_rl.errors import UserError
-from prime_rl.orchestrator import ledger_file
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.scheduler import (
     Batched,
@@ -35,36 +38,82 @@ from prime_rl.orchestrator.scheduler import (
     State,
     Task,
 )
-from prime_rl.transport.commit import CommitError, disk_errors, list_steps, read_manifest
+from prime_rl.transport.commit import (
+    CommitError,
+    clean_stages,
+    disk_errors,
+    list_steps,
+    read_manifest,
+    write_atomically,
+)
+from prime_rl.transport.rollouts import as_array
 
+FORMAT = 1
+_BUSY_SECONDS = 10.0
 _FAULT = "episodes are lost or counted twice, so the run stops (a fault of prime-rl)"
+
+# 16 KiB pages: tokens of an episode lie in few overflow pages. The partial index holds only what is not trained yet. `life` is the trainer's
+# incarnation; `issued` counts by environment apart from the rows, and `carried` what a lost ledger knew of episodes without rows.
+_SCHEMA = f"""
+PRAGMA page_size = 16384;
+BEGIN;
+CREATE TABLE meta (key TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
+CREATE TABLE issued (env TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE carried (
+    env TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (env, state, reason)
+) WITHOUT ROWID;
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY, env TEXT NOT NULL, task_index INTEGER NOT NULL, task_id TEXT NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('open', 'batched', 'discarded')), step INTEGER
+);
+CREATE TABLE episodes (
+    group_number INTEGER NOT NULL, number INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'batched', 'trained', 'dropped')),
+    reason TEXT, detail TEXT NOT NULL, retried INTEGER NOT NULL, step INTEGER,
+    version INTEGER, life INTEGER, first INTEGER, last INTEGER,
+    reward REAL, tokens INTEGER, output_tokens INTEGER, is_truncated INTEGER,
+    id TEXT GENERATED ALWAYS AS (group_number || '.' || number || '.' || attempt) VIRTUAL,
+    PRIMARY KEY (group_number, number, attempt)
+) WITHOUT ROWID;
+CREATE INDEX episodes_batched ON episodes (step) WHERE state = 'batched';
+CREATE TABLE results (id TEXT PRIMARY KEY, data BLOB NOT NULL);
+INSERT INTO meta VALUES ('format', {FORMAT}), ('groups_opened', 0), ('version', 0);
+COMMIT;
+"""
 _KEY = "group_number = ? AND number = ? AND attempt = ?"
 _INSERT_GROUP = "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, 'open', NULL)"
-_INSERT_ISSUED = """
+_REISSUE = f"UPDATE episodes SET version = ?, life = ? WHERE {_KEY} AND state = 'issued'"
+_ISSUE = """
     INSERT OR IGNORE INTO episodes (group_number, number, attempt, state, detail, retried, version, life)
     SELECT ?1, ?2, ?3, 'issued', '', 0, ?4, ?5
     WHERE EXISTS (SELECT 1 FROM groups WHERE number = ?1 AND state = 'open') AND (?3 = 0 OR EXISTS (
         SELECT 1 FROM episodes WHERE group_number = ?1 AND number = ?2 AND attempt = ?3 - 1 AND retried
     ))"""
-_INSERT_UNKNOWN = """
+_ISSUE_UNKNOWN = """
     INSERT OR IGNORE INTO episodes (group_number, number, attempt, state, detail, retried) VALUES (?, ?, ?, 'issued', '', 0)"""
 _FINISH = f"""
     UPDATE episodes SET state = 'finished', life = ?, first = ?, last = ?, reward = ?, tokens = ?, output_tokens = ?, is_truncated = ?
     WHERE {_KEY} AND state = 'issued'"""
+# An episode that has ended needs neither its tokens nor its incarnation any more.
+_END = f"UPDATE episodes SET state = ?, step = ?, reason = ?, detail = ?, retried = ?, life = NULL WHERE {_KEY}"
+_CANCEL = (
+    "UPDATE episodes SET state = 'dropped', reason = 'cancelled', detail = ?, step = NULL, retried = 0, life = NULL"
+)
 _CLOSE_GROUP = """
     UPDATE groups SET state = ?, step = ? WHERE number = ? AND state = 'open' AND NOT EXISTS (
         SELECT 1 FROM episodes WHERE group_number = groups.number AND episodes.state = 'issued'
     )"""
-_CANCELLED = "state = 'dropped', reason = 'cancelled', detail = ?, step = NULL, retried = 0, life = NULL"
-_EPISODES_OF = """
-    SELECT number, attempt, state, retried, version, life, first, last, data
-    FROM episodes LEFT JOIN results ON results.id = episodes.id WHERE group_number = ? ORDER BY number, attempt"""
+_OPEN_GROUPS = """
+    SELECT g.number, env, task_index, task_id, e.number, attempt, e.state, retried, version, life, first, last, data
+    FROM groups g LEFT JOIN episodes e ON e.group_number = g.number LEFT JOIN results r ON r.id = e.id
+    WHERE g.state = 'open' ORDER BY g.number, e.number, attempt"""
 _DISCARDED = """
     SELECT g.number, env, task_index, task_id, detail, reward FROM groups g JOIN episodes e ON e.group_number = g.number
     WHERE g.state = 'discarded' AND g.step >= ? AND e.state = 'dropped' AND reason IN ('filtered', 'truncated')
     ORDER BY g.number, e.number"""
-# What ends needs neither its tokens nor its incarnation any more.
-_LEAVE = f"UPDATE episodes SET state = ?, step = ?, reason = ?, detail = ?, retried = ?, life = NULL WHERE {_KEY} "
+
+
+# -- counts and the records of batches ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -92,18 +141,38 @@ class Counts:
             setattr(self, name, getattr(self, name) + count)
 
 
+def read_counts(db: sqlite3.Connection) -> dict[str, Counts]:
+    """Read counts by environment; `issued` is what was counted when they were issued, the rest is what the rows say."""
+    counts = {env: Counts(issued=count) for env, count in db.execute("SELECT env, count FROM issued ORDER BY env")}
+    rows = """
+        SELECT env, e.state, reason, COUNT(*) FROM episodes e JOIN groups g ON g.number = group_number GROUP BY 1, 2, 3
+        UNION ALL SELECT env, state, reason, count FROM carried ORDER BY 1, 2, 3
+    """
+    for env, state, reason, count in db.execute(rows):
+        counts.setdefault(env, Counts()).add(state, reason, count)
+    return counts
+
+
+def total(counts: Mapping[str, Counts]) -> Counts:
+    """Sum the counts of all environments."""
+    summed = Counts()
+    for one in counts.values():
+        summed.issued += one.issued
+        for state in ("in_flight", "finished", "batched", "trained"):
+            summed.add(state, "", getattr(one, state))
+        for reason, count in one.dropped.items():
+            summed.add("dropped", reason, count)
+    return summed
+
+
 @dataclass(frozen=True)
 class BatchRecord:
     """What the manifest of `rollouts/step_n` says about episodes; `batch_extra` writes it."""
 
-    step: int
-    trained: list[str]
-    filtered: list[str]
-    truncated: list[str]
+    event: Batched
     groups: list[tuple[int, str, int, str]]  # (number, env, task index, task id)
     groups_opened: int
     counts: dict[str, Counts]  # by environment, with this batch counted as batched
-    details: dict[str, str] = field(default_factory=dict)  # which filter left an episode out
 
 
 @dataclass(frozen=True)
@@ -116,34 +185,10 @@ class DiscardedGroup:
     rewards: list[float]
 
 
-def read_counts(db: sqlite3.Connection) -> dict[str, Counts]:
-    """Counts by environment; `issued` is what was counted when they were issued, the rest is what the rows say."""
-    counts = {env: Counts(issued=count) for env, count in db.execute("SELECT env, count FROM issued ORDER BY env")}
-    rows = """
-        SELECT env, e.state, reason, COUNT(*) FROM episodes e JOIN groups g ON g.number = group_number GROUP BY 1, 2, 3
-        UNION ALL SELECT env, state, reason, count FROM carried ORDER BY 1, 2, 3
-    """
-    for env, state, reason, count in db.execute(rows):
-        counts.setdefault(env, Counts()).add(state, reason, count)
-    return counts
-
-
-def total(counts: Mapping[str, Counts]) -> Counts:
-    """All environments together."""
-    summed = Counts()
-    for one in counts.values():
-        summed.issued += one.issued
-        for state in ("in_flight", "finished", "batched", "trained"):
-            summed.add(state, "", getattr(one, state))
-        for reason, count in one.dropped.items():
-            summed.add("dropped", reason, count)
-    return summed
-
-
 def batch_extra(
     event: Batched, groups: Sequence[Group[Any]], opened: int, counts: Mapping[str, Counts]
 ) -> dict[str, Any]:
-    """What the manifest of a batch must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it.
+    """Make what the manifest of a batch must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it.
 
     Args:
         event: The batch, as it will be recorded once it is committed.
@@ -152,20 +197,22 @@ def batch_extra(
         counts: Of the ledger, without this batch. They are changed: they have it counted as batched.
     """
     env = {group.number: group.task.env for group in groups}
-    for names, state, reason in _fates(event):
-        for name in names:
-            its = counts[env[_key(name)[0]]]
-            its.finished -= 1
-            its.add(state, reason, 1)
-    listed: dict[str, Any] = {reason or "trained": list(names) for names, _, reason in _fates(event)}
-    listed |= {"details": dict(event.details)} if event.details else {}
-    listed["groups"] = [[group.number, group.task.env, group.task.index, group.task.task_id] for group in groups]
-    listed["account"] = {env: asdict(its) for env, its in sorted(counts.items())}
-    return {"groups_opened": opened, "ledger": listed}
+    for name, state, reason in _outcomes(event):
+        its = counts[env[_key(name)[0]]]
+        its.finished -= 1
+        its.add(state, reason, 1)
+    ledger = {
+        "trained": list(event.trained),
+        "filtered": list(event.filtered),
+        "truncated": list(event.truncated),
+        "groups": [[group.number, group.task.env, group.task.index, group.task.task_id] for group in groups],
+        "account": {env: asdict(its) for env, its in sorted(counts.items())},
+    }
+    return {"groups_opened": opened, "ledger": ledger | ({"details": dict(event.details)} if event.details else {})}
 
 
 def read_batches(rollouts: Path) -> list[BatchRecord]:
-    """The records of all committed batches under `rollouts`, by step.
+    """Read the records of all committed batches under `rollouts`, by step.
 
     Raises:
         UserError: a committed batch's manifest cannot be read, or lists no episodes.
@@ -178,12 +225,10 @@ def read_batches(rollouts: Path) -> list[BatchRecord]:
             data = extra["ledger"]
             groups = [(int(number), str(env), int(index), str(task)) for number, env, index, task in data["groups"]]
             trained, filtered, truncated = (list(data[name]) for name in ("trained", "filtered", "truncated"))
-            counts, details = (
-                {env: Counts(**its) for env, its in data["account"].items()},
-                dict(data.get("details", {})),
-            )
-            opened = int(extra["groups_opened"])
-            records.append(BatchRecord(step, trained, filtered, truncated, groups, opened, counts, details))
+            numbers, details = [number for number, *_ in groups], dict(data.get("details", {}))
+            event = Batched(step, numbers, trained, filtered, truncated, details)
+            counts = {env: Counts(**its) for env, its in data["account"].items()}
+            records.append(BatchRecord(event, groups, int(extra["groups_opened"]), counts))
         except CommitError as error:
             if directory.exists():  # else it was pruned since it was listed
                 raise UserError(f"{error}: move the directory away, or put back a good copy") from error
@@ -192,6 +237,9 @@ def read_batches(rollouts: Path) -> list[BatchRecord]:
                 f"{directory} does not say which episodes it holds ({error!r}): another version wrote it"
             ) from error
     return records
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------------------
 
 
 class Ledger:
@@ -206,18 +254,27 @@ class Ledger:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path or Path("ledger.sqlite")
-        if path is not None and not path.exists():
-            ledger_file.create(path)
-        self._db = ledger_file.in_memory() if path is None else ledger_file.connect(path)
+        if path is None:
+            self._db = _empty()
+        else:
+            if not path.exists():
+                _create(path)
+            self._db = connect(path)
         self._lock = threading.Lock()  # bounded: held for one transaction, whose own wait sqlite bounds
         self._events: list[Event] = []  # not written yet; one thread appends, another cuts, each in one operation
         self._recorded = self._written = 0
-        with ledger_file.file_errors(self.path):
+        with _file_errors(self.path):
+            self._db.execute("PRAGMA secure_delete = OFF")  # freed tokens need not be overwritten
+            self._db.execute("PRAGMA cache_size = -131072")  # KiB: a step's changes stay in memory until the commit …
+            self._db.execute("PRAGMA cache_spill = OFF")  # … so that until then only the journal is written
             meta = dict(self._db.execute("SELECT key, value FROM meta"))
         self.groups_opened: int = meta["groups_opened"]  # when it was opened or reconciled
         self._version = self._stored_version = meta["version"]
 
-    # -- recording -------------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Close the file. What was not flushed is lost."""
+        with self._lock:
+            self._db.close()
 
     def record(self, event: Event) -> None:
         """Keep an event until the next flush."""
@@ -230,17 +287,17 @@ class Ledger:
         return self._recorded
 
     def trained_through(self, version: int) -> None:
-        """`version` of the present history is committed: batches of steps below it are trained."""
+        """Mark the batches of steps below `version` trained: it is committed, and of the present history."""
         self._version = max(self._version, version)
 
     def rewound(self, step: int) -> None:
-        """A new incarnation of the trainer began at `step`: batches from there on are trained again, so they are batched, not trained."""
+        """Mark the batches from `step` on batched, not trained: a new incarnation of the trainer began there and trains them again."""
         self._version = min(self._version, step)
 
     # -- writing, in a worker thread -------------------------------------------------------------------------------------------
 
     def flush(self, recorded: int | None = None) -> None:
-        """Write the first `recorded` events, or all so far, in one transaction. Call it before a batch is renamed into slot, and after.
+        """Write the first `recorded` events, or all so far, in one transaction. Call it before a batch is renamed into place, and after.
 
         Raises:
             UserError: the disk is full, or another program keeps the file locked: a later flush writes the events. Or they contradict
@@ -251,123 +308,102 @@ class Ledger:
             version = self._version
             if not events and version == self._stored_version:
                 return
-            gone = {event.start.episode for event in events if isinstance(event, Dropped)}
-            closed = {event.group for event in events if isinstance(event, Discarded)}
-            packed = {
-                event.start.episode: ledger_file.pack_result(event.result)
-                for event in events
-                if isinstance(event, Finished) and event.start.episode not in gone and event.start.group not in closed
-            }
             with self._transaction():
-                issued: Counter[str] = Counter()
                 for event in events:
-                    self._apply(event, packed, issued)
-                self._count_issued(issued)
+                    self._apply(event)
                 self._set_version(version)
             del self._events[: len(events)]
             self._written += len(events)
             self._stored_version = version
 
-    def close(self) -> None:
-        """Close the file. What was not flushed is lost."""
-        with self._lock:
-            self._db.close()
-
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with ledger_file.file_errors(self.path), disk_errors(self.path):
+        with _file_errors(self.path):
             faults.point("ledger:begin")
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 yield
-                faults.point("ledger:commit", ledger_file.journal_of(self.path))
+                faults.point("ledger:commit", _rollback_file(self.path))
                 self._db.execute("COMMIT")
             finally:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
             faults.point("ledger:committed")
 
-    def _apply(self, event: Event, packed: Mapping[str, bytes], issued: Counter[str]) -> None:
-        """Write one event.
-
-        Raises:
-            UserError: it cannot have happened.
-        """
+    def _apply(self, event: Event) -> None:
+        """Write one event. Raises UserError where it cannot have happened."""
         match event:
             case Opened(group, task):
-                self._change(event, _INSERT_GROUP, (group, task.env, task.index, task.task_id))
+                self._change(event, _INSERT_GROUP, group, task.env, task.index, task.task_id)
                 self._raise_groups_opened(group + 1)
             case Issued(start, incarnation):
-                reissue = f"UPDATE episodes SET version = ?, life = ? WHERE {_KEY} AND state = 'issued'"
-                if self._db.execute(reissue, (start.version, incarnation, *start.key)).rowcount == 0:
-                    self._change(event, _INSERT_ISSUED, (*start.key, start.version, incarnation))
-                    issued[start.task.env] += 1
+                if not self._update(_REISSUE, start.version, incarnation, *start.key):
+                    self._change(event, _ISSUE, *start.key, start.version, incarnation)
+                    self._count_issued(start.task.env, 1)
             case Finished(start, first, last, result, incarnation):
                 tokens = sum(len(sample.input_ids) for sample in result.samples)
-                values = (first, last, result.reward, tokens, output_tokens(result), result.is_truncated)
-                self._change(event, _FINISH, (incarnation, *values, *start.key))
-                if data := packed.get(start.episode):
-                    self._db.execute("INSERT OR REPLACE INTO results VALUES (?, ?)", (start.episode, data))
+                lengths = tokens, output_tokens(result)
+                values = (incarnation, first, last, result.reward, *lengths, result.is_truncated)
+                self._change(event, _FINISH, *values, *start.key)
+                self._update("INSERT OR REPLACE INTO results VALUES (?, ?)", start.episode, pack_result(result))
             case Dropped(start, reason, detail, retried):
-                open_still = "AND state IN ('issued', 'finished')"
-                self._change(event, _LEAVE + open_still, ("dropped", None, reason, detail, retried, *start.key))
-                self._db.execute("DELETE FROM results WHERE id = ?", (start.episode,))
+                left = f"{_END} AND state IN ('issued', 'finished')"
+                self._change(event, left, "dropped", None, reason, detail, retried, *start.key)
+                self._update("DELETE FROM results WHERE id = ?", start.episode)
             case Discarded(group, step, reason, detail):
                 self._close_group(event, group, "discarded", step)
-                leave = "SET state = 'dropped', reason = ?, detail = ?, life = NULL"
-                finished = "WHERE group_number = ? AND state = 'finished'"
-                self._db.execute(f"UPDATE episodes {leave} {finished}", (reason, detail, group))
-            case Batched():
-                self._apply_batched(event)
+                drop = "UPDATE episodes SET state = 'dropped', reason = ?, detail = ?, life = NULL"
+                self._update(f"{drop} WHERE group_number = ? AND state = 'finished'", reason, detail, group)
+            case Batched(step, groups):
+                for group in groups:
+                    self._close_group(event, group, "batched", step)
+                for name, state, why in _outcomes(event):
+                    end = (state, None if why else step, why or None, event.details.get(name, ""), False)
+                    self._change(event, f"{_END} AND state = 'finished'", *end, *_key(name))
+                for group in groups:
+                    left_out = "SELECT COUNT(*) FROM episodes WHERE group_number = ? AND state = 'finished'"
+                    if count := self._db.execute(left_out, (group,)).fetchone()[0]:
+                        raise UserError(
+                            f"{_FAULT}: the batch of step {step} leaves {count} episodes of group {group} out"
+                        )
 
-    def _apply_batched(self, event: Batched) -> None:
-        for group in event.groups:
-            self._close_group(event, group, "batched", event.step)
-        for names, state, reason in _fates(event):
-            step = event.step if state == "batched" else None
-            for name in names:
-                values = (state, step, reason or None, event.details.get(name, ""), False, *_key(name))
-                self._change(event, _LEAVE + "AND state = 'finished'", values)
-        left = "SELECT COUNT(*) FROM episodes WHERE group_number = ? AND state = 'finished'"
-        for group in event.groups:
-            if count := self._db.execute(left, (group,)).fetchone()[0]:
-                raise UserError(
-                    f"{_FAULT}: the batch of step {event.step} leaves {count} episodes of group {group} out"
-                )
+    def _update(self, statement: str, *values: object) -> int:
+        """Execute a statement. Returns how many rows it changed."""
+        return self._db.execute(statement, values).rowcount
 
-    def _change(self, event: Event, statement: str, values: tuple[object, ...]) -> None:
-        if self._db.execute(statement, values).rowcount != 1:
+    def _change(self, event: Event, statement: str, *values: object) -> None:
+        if self._update(statement, *values) != 1:
             raise UserError(f"{_FAULT}: {event} does not follow what {self.path.name} holds")
 
     def _close_group(self, event: Event, group: int, state: str, step: int) -> None:
-        self._change(event, _CLOSE_GROUP, (state, step, group))
+        self._change(event, _CLOSE_GROUP, state, step, group)
         self._forget_results(group)
 
     def _forget_results(self, group: int) -> None:
-        self._db.execute("DELETE FROM results WHERE id IN (SELECT id FROM episodes WHERE group_number = ?)", (group,))
+        self._update("DELETE FROM results WHERE id IN (SELECT id FROM episodes WHERE group_number = ?)", group)
 
     def _raise_groups_opened(self, opened: int) -> None:
-        self._db.execute("UPDATE meta SET value = MAX(value, ?) WHERE key = 'groups_opened'", (opened,))
+        self._update("UPDATE meta SET value = MAX(value, ?) WHERE key = 'groups_opened'", opened)
 
-    def _count_issued(self, issued: Mapping[str, int]) -> None:
-        statement = "INSERT INTO issued VALUES (?, ?) ON CONFLICT (env) DO UPDATE SET count = count + excluded.count"
-        self._db.executemany(statement, sorted(issued.items()))
+    def _count_issued(self, env: str, count: int) -> None:
+        add = "ON CONFLICT (env) DO UPDATE SET count = count + excluded.count"
+        self._update(f"INSERT INTO issued VALUES (?, ?) {add}", env, count)
 
     def _set_version(self, version: int) -> None:
-        self._db.execute("UPDATE meta SET value = ? WHERE key = 'version'", (version,))
-        self._db.execute("UPDATE episodes SET state = 'trained' WHERE state = 'batched' AND step < ?", (version,))
+        self._update("UPDATE meta SET value = ? WHERE key = 'version'", version)
+        self._update("UPDATE episodes SET state = 'trained' WHERE state = 'batched' AND step < ?", version)
         if version < self._stored_version:
-            self._db.execute("UPDATE episodes SET state = 'batched' WHERE state = 'trained' AND step >= ?", (version,))
+            self._update("UPDATE episodes SET state = 'batched' WHERE state = 'trained' AND step >= ?", version)
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, Counts]:
-        """Counts by environment of all that was flushed."""
-        with ledger_file.file_errors(self.path), self._lock:
+        """Read counts by environment of all that was flushed."""
+        with _file_errors(self.path), self._lock:
             return read_counts(self._db)
 
     def check(self, held: int) -> dict[str, Counts]:
-        """Counts by environment, once they are conserved: issued = trained + dropped + in flight.
+        """Read counts by environment and check that episodes are conserved: issued = trained + dropped + in flight.
 
         Args:
             held: Episodes that the scheduler holds, after the events that were flushed: issued, not dropped, and in no batch.
@@ -377,8 +413,8 @@ class Ledger:
         """
         counts = self.counts()
         wrong = [f"{env}: {one.difference:+d} of {one}" for env, one in counts.items() if one.difference]
-        all_of_them = total(counts)
-        if (stored := all_of_them.in_flight + all_of_them.finished) != held:
+        stored = sum(one.in_flight + one.finished for one in counts.values())
+        if stored != held:
             wrong.append(
                 f"{stored} are in flight or finished, of which the scheduler holds {held} ({stored - held:+d})"
             )
@@ -387,47 +423,37 @@ class Ledger:
         return counts
 
     def open_groups(self, group_size: int) -> list[Group[EpisodeResult]]:
-        """Groups that are neither batched nor discarded, in the order of opening. What was in flight is to be started again, same attempt."""
-        groups = []
-        with ledger_file.file_errors(self.path), self._lock:
-            rows = self._db.execute(
-                "SELECT number, env, task_index, task_id FROM groups WHERE state = 'open' ORDER BY 1"
-            ).fetchall()
-            for number, env, index, task_id in rows:
-                group = self._open_group(Group(number, Task(env, index, task_id)), group_size)
-                if any(slot.state is not State.FAILED for slot in group.slots.values()):
-                    groups.append(group)
-        return groups
-
-    def _open_group(self, group: Group[EpisodeResult], size: int) -> Group[EpisodeResult]:
-        latest = {number: GroupSlot(number) for number in range(size)}
-        rows = self._db.execute(_EPISODES_OF, (group.number,)).fetchall()
-        for number, attempt, state, retried, version, incarnation, first, last, data in rows:  # the latest attempt last
-            slot = latest[number] = GroupSlot(number, attempt)
-            if state == "issued":
-                slot.state = State.RETRY
-            elif state == "finished":
-                if data is None:
-                    name = f"{group.number}.{number}.{attempt}"
-                    raise UserError(ledger_file.damaged(self.path, f"the tokens of episode {name} are missing"))
-                slot.state = State.FINISHED
-                start = Start(group.number, number, attempt, group.task, version)
-                group.finished.append(Finished(start, first, last, ledger_file.unpack_result(data), incarnation))
-            elif retried:
-                slot.attempt += 1
-            else:
-                slot.state = State.FAILED
-        group.slots = dict(sorted(latest.items()))
-        return group
+        """Read the groups that are neither batched nor discarded, in the order of opening. What was in flight is started again, same attempt."""
+        groups: dict[int, Group[EpisodeResult]] = {}
+        with _file_errors(self.path), self._lock:
+            for opened, env, index, task_id, number, *episode in self._db.execute(_OPEN_GROUPS):
+                slots = {place: GroupSlot(place) for place in range(group_size)}
+                group = groups.setdefault(opened, Group(opened, Task(env, index, task_id), slots))
+                if number is None:  # no episode of it was issued
+                    continue
+                attempt, state, retried, version, incarnation, first, last, data = episode
+                slot = group.slots[number] = GroupSlot(number, attempt)  # the latest attempt comes last
+                if state == "issued":
+                    slot.state = State.RETRY
+                elif state == "finished":
+                    start = Start(opened, number, attempt, group.task, version)
+                    if data is None:
+                        raise UserError(_damaged(self.path, f"the tokens of episode {start.episode} are missing"))
+                    slot.state = State.FINISHED
+                    group.finished.append(Finished(start, first, last, unpack_result(data), incarnation))
+                elif retried:
+                    slot.attempt += 1
+                else:
+                    slot.state = State.FAILED
+        return list(groups.values())
 
     def discarded_groups(self, step: int) -> list[DiscardedGroup]:
-        """Complete groups that were discarded while `step` was collected, in the order of opening, as far as they were flushed."""
+        """Read the complete groups that were discarded while `step` was collected, in the order of opening, as far as they were flushed."""
         groups: dict[int, DiscardedGroup] = {}
-        with ledger_file.file_errors(self.path), self._lock:
-            rows = self._db.execute(_DISCARDED, (step,)).fetchall()
-        for number, env, index, task_id, detail, reward in rows:
-            group = groups.setdefault(number, DiscardedGroup(number, Task(env, index, task_id), detail, []))
-            group.rewards.append(reward)
+        with _file_errors(self.path), self._lock:
+            for number, env, index, task_id, detail, reward in self._db.execute(_DISCARDED, (step,)):
+                group = groups.setdefault(number, DiscardedGroup(number, Task(env, index, task_id), detail, []))
+                group.rewards.append(reward)
         return list(groups.values())
 
     # -- reconciling -----------------------------------------------------------------------------------------------------------
@@ -436,112 +462,230 @@ class Ledger:
         """Bring the ledger to what the committed batches say. Call it at start, before `open_groups`.
 
         Args:
-            batches: Records of all batches that stand in the run directory (`read_batches`).
+            batches: Records of all batches that stand in the run directory (`read_batches`), by step.
             version: The newest committed version of the present history: steps below it are trained, later ones will be trained again.
             step: The step that is collected next; groups discarded while later ones were collected, whose batches are gone, count for it.
 
         Returns:
             What had to be mended, for the log; empty when ledger and manifests agree.
         """
-        said: list[str] = []
-        rebuilt: BatchRecord | None = None
+        mended: list[str] = []
         with self._lock, self._transaction():
             query = "SELECT DISTINCT step FROM episodes WHERE state IN ('batched', 'trained')"
-            known = {step for (step,) in self._db.execute(query).fetchall()}
-            for batch in sorted(batches, key=lambda batch: batch.step):
-                if batch.step not in known or batch.step >= min(
-                    version, self._version
-                ):  # else it is known to be trained
-                    rebuilt = batch if self._apply_batch(batch, said) else rebuilt
+            known = {known for (known,) in self._db.execute(query).fetchall()}
+            rebuilt: BatchRecord | None = None
+            for batch in batches:
+                trained = batch.event.step in known and batch.event.step < min(version, self._version)
+                if not trained and self._apply_batch(batch, mended):
+                    rebuilt = batch
             if rebuilt is not None:
-                self._carry(rebuilt, said)
-            for step in sorted(step for step in known - {batch.step for batch in batches} if step >= version):
-                self._forget_batch(step, [], f"the batch of step {step} is gone", said)
+                self._carry(rebuilt, mended)
+            for gone in sorted(known - {batch.event.step for batch in batches}):
+                if gone >= version:
+                    self._forget_batch(gone, [], f"the batch of step {gone} is gone", mended)
             if step is not None:
-                self._db.execute("UPDATE groups SET step = ?1 WHERE state = 'discarded' AND step > ?1", (step,))
+                self._update("UPDATE groups SET step = ?1 WHERE state = 'discarded' AND step > ?1", step)
             self._set_version(version)
             opened = "SELECT value FROM meta WHERE key = 'groups_opened'"
             self.groups_opened = self._db.execute(opened).fetchone()[0]
         self._version = self._stored_version = version
-        return said
+        return mended
 
-    def _apply_batch(self, batch: BatchRecord, said: list[str]) -> bool:
+    def _apply_batch(self, batch: BatchRecord, mended: list[str]) -> bool:
         """Make the rows say what `batch` says. Returns whether it holds episodes or groups that the ledger did not know."""
-        self._forget_batch(batch.step, batch.trained, f"the batch of step {batch.step} was replaced", said)
+        step, env_of = batch.event.step, {number: env for number, env, *_ in batch.groups}
+        self._forget_batch(step, batch.event.trained, f"the batch of step {step} was replaced", mended)
         changed = unknown = 0
-        for number, env, index, task_id in batch.groups:
-            unknown += self._db.execute(_INSERT_GROUP, (number, env, index, task_id)).rowcount
-            self._forget_results(number)
-        env_of = {number: env for number, env, *_ in batch.groups}
-        event = Batched(batch.step, list(env_of), batch.trained, batch.filtered, batch.truncated)
-        issued: Counter[str] = Counter()
-        for names, state, reason in _fates(event):
-            batched = state == "batched"
-            right = (
-                "(state IN ('batched', 'trained') AND step = ?)" if batched else "(state = 'dropped' AND reason = ?)"
-            )
-            for name in names:
-                key = _key(name)
-                new = self._db.execute(_INSERT_UNKNOWN, key).rowcount
-                issued[env_of[key[0]]] += new
-                unknown += new
-                step, detail = (batch.step, "") if batched else (None, batch.details.get(name, ""))
-                values = (state, step, reason or None, detail, False, *key, batch.step if batched else reason)
-                changed += self._db.execute(f"{_LEAVE} AND NOT {right}", values).rowcount
-        self._count_issued(issued)
+        for group in batch.groups:
+            unknown += self._update(_INSERT_GROUP, *group)
+            self._forget_results(group[0])
+        for name, state, reason in _outcomes(batch.event):
+            key = _key(name)
+            if self._update(_ISSUE_UNKNOWN, *key):
+                self._count_issued(env_of[key[0]], 1)
+                unknown += 1
+            right = "state = 'dropped' AND reason = ?" if reason else "state IN ('batched', 'trained') AND step = ?"
+            end = (state, None if reason else step, reason or None, batch.event.details.get(name, ""), False)
+            changed += self._update(f"{_END} AND NOT ({right})", *end, *key, reason or step)
         for number in env_of:
-            cancel = f"UPDATE episodes SET {_CANCELLED} WHERE group_number = ? AND state IN ('issued', 'finished')"
-            changed += self._db.execute(
-                cancel, (f"the batch of step {batch.step} was committed without it", number)
-            ).rowcount
-            self._db.execute("UPDATE groups SET state = 'batched', step = ? WHERE number = ?", (batch.step, number))
+            detail = f"the batch of step {step} was committed without it"
+            changed += self._update(f"{_CANCEL} WHERE group_number = ? AND state IN ('issued', 'finished')", detail, number)  # fmt: skip
+            self._update("UPDATE groups SET state = 'batched', step = ? WHERE number = ?", step, number)
             self._raise_groups_opened(number + 1)
         if changed:
-            said.append(f"step {batch.step} is committed: {changed} episodes brought to what its manifest says")
+            mended.append(f"step {step} is committed: {changed} episodes brought to what its manifest says")
         return bool(unknown)
 
-    def _forget_batch(self, step: int, kept: Sequence[str], detail: str, said: list[str]) -> None:
-        """Episodes that the ledger has in the batch of `step`, but for those in `kept`, are in no batch: their tokens are gone."""
+    def _forget_batch(self, step: int, kept: Sequence[str], detail: str, mended: list[str]) -> None:
+        """Drop episodes that the ledger has in the batch of `step`, but for those in `kept`: they are in no batch, and their tokens are gone."""
         query = "SELECT id FROM episodes WHERE state IN ('batched', 'trained') AND step = ?"
         gone = {name for (name,) in self._db.execute(query, (step,)).fetchall()} - set(kept)
         for name in gone:
-            self._db.execute(f"UPDATE episodes SET {_CANCELLED} WHERE {_KEY}", (detail, *_key(name)))
+            self._update(f"{_CANCEL} WHERE {_KEY}", detail, *_key(name))
         if gone:
-            said.append(f"{detail}: {len(gone)} episodes of it are dropped")
+            mended.append(f"{detail}: {len(gone)} episodes of it are dropped")
 
-    def _carry(self, newest: BatchRecord, said: list[str]) -> None:
-        """The ledger was lost: what the newest manifest counts and no row has is kept as numbers; what was open then is dropped."""
+    def _carry(self, newest: BatchRecord, mended: list[str]) -> None:
+        """Keep as numbers what the newest manifest counts and no row has, because the ledger was lost; what was open then is dropped."""
         now, carried = read_counts(self._db), 0
         for env, then in newest.counts.items():
-            have = now.get(env, Counts())
-            missing = {("trained", ""): then.trained + then.batched - have.trained - have.batched}
+            have, missing = now.get(env, Counts()), Counts()
+            missing.trained = then.trained + then.batched - have.trained - have.batched
             for reason, count in then.dropped.items():
-                missing["dropped", reason] = count - have.dropped.get(reason, 0)
+                missing.add("dropped", reason, count - have.dropped.get(reason, 0))
             still_open = then.in_flight + then.finished - have.in_flight - have.finished
-            cancelled = ("dropped", str(Drop.CANCELLED))
-            missing[cancelled] = missing.get(cancelled, 0) + max(0, still_open)
-            rows = [(env, *key, count) for key, count in missing.items() if count > 0]
-            insert = "INSERT INTO carried VALUES (?, ?, ?, ?) ON CONFLICT (env, state, reason) DO UPDATE SET count = count + excluded.count"
-            self._db.executemany(insert, rows)
-            self._count_issued({env: sum(count for *_, count in rows)})
-            carried += sum(count for *_, count in rows)
+            missing.add("dropped", Drop.CANCELLED, max(0, still_open))
+            rows = [("trained", "", missing.trained), *(("dropped", *drop) for drop in missing.dropped.items())]
+            for state, reason, count in rows:
+                if count > 0:
+                    add = "ON CONFLICT (env, state, reason) DO UPDATE SET count = count + excluded.count"
+                    self._update(f"INSERT INTO carried VALUES (?, ?, ?, ?) {add}", env, state, str(reason), count)
+                    self._count_issued(env, count)
+                    carried += count
         self._raise_groups_opened(newest.groups_opened)
-        said.append(
-            f"the ledger was rebuilt from the batches' manifests up to step {newest.step}; {carried} episodes are known by number only, "
+        mended.append(
+            f"the ledger was rebuilt from the batches' manifests up to step {newest.event.step}; {carried} episodes are known by number only, "
             "those that waited for a batch then are dropped (cancelled)"
         )
 
 
 def _key(episode: str) -> tuple[int, int, int]:
-    """Group, number in it and attempt of `group.number.attempt`."""
+    """Split `group.number.attempt`."""
     group, number, attempt = map(int, episode.split("."))
     return group, number, attempt
 
 
-def _fates(batch: Batched) -> list[tuple[Sequence[str], str, str]]:
-    """Episodes of a batch, the state that they get, and the reason of a drop."""
-    return [
-        (batch.trained, "batched", ""),
-        (batch.filtered, "dropped", "filtered"),
-        (batch.truncated, "dropped", "truncated"),
+def _outcomes(batch: Batched) -> Iterator[tuple[str, str, str]]:
+    """Yield each episode of a batch, the state that it gets, and the reason of a drop."""
+    yield from ((name, "batched", "") for name in batch.trained)
+    yield from ((name, "dropped", str(Drop.FILTERED)) for name in batch.filtered)
+    yield from ((name, "dropped", str(Drop.TRUNCATED)) for name in batch.truncated)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------------------
+
+
+def pack_result(result: EpisodeResult) -> bytes:
+    """Pack a result as msgpack, its tokens as on the wire, but for eight of the mask a byte."""
+    data = dict(vars(result))
+    data["outcome"] = result.outcome.value
+    data["parts"] = [vars(part) for part in result.parts]
+    data["samples"] = [
+        {**pack_sample(sample), "loss_mask": np.packbits(as_array(sample.loss_mask, np.bool_)).tobytes()}
+        for sample in result.samples
     ]
+    return msgpack.packb(data)
+
+
+def unpack_result(data: bytes) -> EpisodeResult:
+    """Invert `pack_result`."""
+    values = msgpack.unpackb(data)
+    values["outcome"] = Outcome(values["outcome"])
+    values["parts"] = [Part(**part) for part in values.get("parts", [])]
+    for sample in values["samples"]:
+        tokens = len(sample["input_ids"]) // 4
+        sample["loss_mask"] = np.unpackbits(np.frombuffer(sample["loss_mask"], dtype=np.uint8), count=tokens).tobytes()
+    values["samples"] = [unpack_sample(sample) for sample in values["samples"]]
+    return EpisodeResult(**values)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------------------
+
+
+def _empty() -> sqlite3.Connection:
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    db.executescript(_SCHEMA)
+    return db
+
+
+def _create(path: Path) -> None:
+    """Make an empty ledger. Raises UserError where a crashed transaction of another one would be rolled back into it."""
+    if (left := _rollback_file(path)).exists():
+        raise UserError(f"{left} stands there without its ledger: put {path.name} back beside it, or move it away")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        clean_stages(path.parent, path.name)
+        write_atomically(path, _empty().serialize())
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open an existing ledger; a transaction that a crash cut short is rolled back.
+
+    Raises:
+        UserError: it is damaged, truncated, locked or of another format. Nothing is written then.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist: the run has no ledger")
+    with _file_errors(path):
+        quoted = str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+        db = sqlite3.connect(f"file:{quoted}?mode=rw", uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False)  # fmt: skip
+        try:
+            _check(db, path)
+        except BaseException:
+            db.close()
+            raise
+    return db
+
+
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+        raise UserError(_damaged(path, "it is no ledger"))
+    row = db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+    if row is None or row[0] != FORMAT:
+        format_ = row[0] if row else "unknown"
+        raise UserError(
+            f"{path} has format {format_}; this version reads format {FORMAT}: go on with the version that wrote it"
+        )
+    if (problem := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        raise UserError(_damaged(path, problem.splitlines()[-1]))
+
+
+@contextmanager
+def open_copy(path: Path) -> Iterator[sqlite3.Connection]:
+    """Copy a ledger that may be in use, and open the copy: the writer waits for as long as the copy takes, and not for the reader.
+
+    Raises:
+        UserError: there is no ledger, it is locked, or it is damaged.
+    """
+    with _file_errors(path):
+        db, copy = connect(path), sqlite3.connect("")  # "": a temporary file
+        try:
+            db.backup(copy)
+            db.close()
+            yield copy
+        finally:
+            db.close()
+            copy.close()
+
+
+@contextmanager
+def _file_errors(path: Path) -> Iterator[None]:
+    """Turn what sqlite and the system say about the file, the disk and its locks into a `UserError`; everything else passes."""
+    try:
+        with disk_errors(path):
+            yield
+    except sqlite3.Error as error:
+        match (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF:
+            case sqlite3.SQLITE_FULL:
+                what = f"disk full while writing {path}: nothing was committed; free space and start again"
+            case sqlite3.SQLITE_BUSY:
+                what = f"{path} is locked by another program for more than {_BUSY_SECONDS:.0f} s: end it (readers copy the file first)"
+            case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM | sqlite3.SQLITE_CANTOPEN:
+                what = f"cannot read or write {path} ({error}): check the disk and the permissions, then start again"
+            case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+                what = _damaged(path, str(error))
+            case _:
+                raise
+        raise UserError(what) from error
+
+
+def _rollback_file(path: Path) -> Path:
+    """Where sqlite keeps the old pages during a transaction."""
+    return path.with_name(f"{path.name}-journal")
+
+
+def _damaged(path: Path, what: str) -> str:
+    return (
+        f"{path} is damaged ({what}). Put back a good copy; or move {path.name}* out of the way and start again: it is then rebuilt from the "
+        "committed batches, without what was in flight or waited for a batch"
+    )

@@ -89,6 +89,6 @@ def restore(
         logger.info(
             "{} open groups go on, with {} finished episodes; {} are started again", len(groups), finished, retried
         )
-    newest = next((batch for batch in batches if batch.step == progress.step - 1), None)
+    newest = next((batch for batch in batches if batch.event.step == progress.step - 1), None)
     before = newest.counts if newest is not None else ledger.counts() if progress.step else {}
     return total(before)

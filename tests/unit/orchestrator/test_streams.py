@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from prime_rl.config import OrchestratorConfig, RLConfig
 from prime_rl.config.orchestrator import GRPO, OPD, OPSD, SFT, AlgorithmConfig, Echo, TeacherConfig, TeacherServer
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, ProtocolError, Result, SampleTokens, decode, encode
-from prime_rl.orchestrator.ledger_file import pack_result, unpack_result
+from prime_rl.orchestrator.ledger import pack_result, unpack_result
 from prime_rl.orchestrator.samples import Streams, score_batch, streams_of
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 from prime_rl.trainer.loss import STREAMS

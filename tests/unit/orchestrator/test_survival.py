@@ -17,7 +17,7 @@ from prime_rl.fleet import weight_sync as serving
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.checkpoint import read_state
-from prime_rl.orchestrator.ledger_file import open_copy
+from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import read_lease
