@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 Staged = list[tuple[str, Tensor]]  # views of one buffer
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SUM_ELEMENTS = 1 << 23  # as 64-bit integers 64 MiB: beside a staged version little of the GPU is free
 _CONSTANT = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}  # padding: the same for every version
 
 
@@ -66,13 +67,13 @@ class CopyPlan(TorchDispatchMode):
             torch._foreach_copy_(targets, sources)
 
     def _sums(self) -> list[int]:
-        """Position-sensitive checksums of every parameter and buffer, two of each."""
-        found = []
+        """Position-sensitive checksums of every parameter and buffer, of `SUM_ELEMENTS` at a time to bound the memory."""
+        sums = []
         for tensor in chain(self._model.parameters(), self._model.buffers()):
-            bits = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1).view(_INTEGERS[tensor.itemsize])
-            for sums in (bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)):  # integers wrap
-                found.append((sums * torch.arange(1, 1 + len(sums), device=sums.device)).sum())
-        return torch.stack(found).tolist() if found else []
+            bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.itemsize])
+            for part in bits.split(SUM_ELEMENTS):
+                sums.append((torch.arange(1, 1 + len(part), device=part.device) * part).sum())  # integers wrap
+        return torch.stack(sums).tolist() if sums else []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -30,6 +30,7 @@ PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to resu
 DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight finish
 ANSWER_SECONDS = 10.0  # for a call that only asks
 POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging
+FIRST_STAGING_SECONDS = 0.05  # expected before the first version
 EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
 _PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
@@ -106,7 +107,7 @@ class WeightService:
         self._label, self._status = label, status
         self._stage_options = stage, servers_on_host, on_device
         self._staged = False  # the workers may hold something
-        self._least_staging = 0.0  # seconds that staging took at least; 0: not known yet
+        self._least_staging = FIRST_STAGING_SECONDS  # of all versions until now
         self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -222,7 +223,7 @@ class WeightService:
                 args = str(directory), manifest.hash, *self._stage_options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
                 # Each call costs the engine a step, since it cannot schedule ahead: none is made before it may be ready.
-                pause = max(self._least_staging, POLL_SECONDS)
+                pause = max(1.25 * self._least_staging, POLL_SECONDS)
                 while "reading" in (states := {answer["state"] for answer in answers}) and "failed" not in states:
                     await asyncio.sleep(pause)  # bounded: by the time-out around it
                     pause = POLL_SECONDS
@@ -239,7 +240,7 @@ class WeightService:
                 status, what = EXCHANGE_FAILED, f"received {where}"
             raise Rejected(status, f"{directory} could not be {what}, the previous weights go on: {worst['why']}")
         seconds = max(answer["seconds"] for answer in answers)
-        self._least_staging = min(self._least_staging or seconds, seconds)
+        self._least_staging = min(self._least_staging, seconds)
         change.place = max((answer["place"] for answer in answers), key=_PREFERENCE.index)
         if self._stage_options[0] and change.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True

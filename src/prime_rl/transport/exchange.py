@@ -53,6 +53,7 @@ PROTOCOL = 3
 BLOCK_BYTES = 32 << 20  # by TCP
 NCCL_BLOCK_BYTES = 256 << 20
 _AHEAD = 3  # blocks under way at the same time (NCCL)
+_CTAS = 4  # multiprocessors for a transfer: 100 GB/s between two H100s, and the engine keeps the other 128
 _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 1e-3  # between two looks at whether a GPU is done
 _WATCH_SECONDS = 0.05  # between two looks at whether the peer that NCCL waits for is still there
@@ -583,6 +584,7 @@ _making = threading.Lock()  # bounded: held while a group object is made
 def _nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=1e6)  # never: see above
+    options.config.min_ctas, options.config.max_ctas = 1, _CTAS
     with _making, torch.cuda.device(device):
         before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
         os.environ.update(_NCCL_ENVIRONMENT)  # read while the group is made; there is no other way to set them
