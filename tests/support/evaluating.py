@@ -10,8 +10,8 @@ import xxhash
 
 from prime_rl.config import EvalConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
-from prime_rl.evals import run, runner, servers, targets
-from prime_rl.evals.report import Entry
+from prime_rl.evals import run, runner, servers, versions
+from prime_rl.evals.results import EvalResults
 from prime_rl.fleet.client import Served
 from prime_rl.transport.weights import WeightsManifest
 from support.scripted import ScriptedEngine, ScriptedTrainer
@@ -90,7 +90,7 @@ class World:
         monkeypatch.setattr(servers, "_connect", lambda stack, client, canaries, root: self.servers[root])
         monkeypatch.setattr(runner, "VERIFY_SECONDS", 0.005)
         monkeypatch.setattr(runner, "FIRST_PAUSE_SECONDS", 0.001)
-        monkeypatch.setattr(targets, "LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
 
     @property
     def server(self) -> Server:
@@ -110,10 +110,10 @@ class World:
         return rewards(await run.run_evals(self.config(**settings)))
 
 
-def rewards(entries: list[Entry]) -> dict[tuple[str, str], list[list[float | None]]]:
+def rewards(evaluated: list[EvalResults]) -> dict[tuple[str, str], list[list[float | None]]]:
     return {
-        (entry.report.env, entry.target.name): [
-            [result.reward if result.ok else None for result in attempts] for attempts in entry.report.results
+        (each.env, each.policy): [
+            [result.reward if result.ok else None for result in attempts] for attempts in each.by_task
         ]
-        for entry in entries
+        for each in evaluated
     }

@@ -5,11 +5,8 @@ import signal
 import sys
 from collections.abc import Awaitable
 
-from loguru import logger
-
 from prime_rl import lifeline
 from prime_rl.config import EvalConfig, load, write_toml
-from prime_rl.envs.ids import installed
 from prime_rl.errors import UserError
 from prime_rl.launcher.preflight import check_environment, check_key
 from prime_rl.monitor import log
@@ -30,31 +27,13 @@ def main() -> None:
         sys.exit(130)
 
 
-def with_environments(config: EvalConfig) -> EvalConfig:
-    """`config`, where it names no environment with those of the run that made the versions: evaluated during it if it did that, else trained on.
-
-    Raises:
-        UserError: there is no such run; it lists what is installed.
-    """
-    if config.environments:
-        return config
-    from prime_rl.evals.targets import environments_of_run
-
-    found, source = ([], None) if config.weights_dir is None else environments_of_run(config.weights_dir.parent)
-    if not found:
-        where = "" if config.weights_dir is None else f", and {config.weights_dir.parent}/configs names none"
-        raise UserError(f"no environment: give --environment-ids{where}; installed are {', '.join(installed())}")
-    logger.info("evaluating the environments of {}: {}", source, ", ".join(env.name for env in found))
-    return EvalConfig.model_validate(config.model_dump() | {"environments": found})
-
-
 def run(config: EvalConfig) -> None:
     """Check, write the resolved config, evaluate."""
     check_wandb(config.monitor.wandb)
     check_key(config.client)
-    from prime_rl.evals.targets import check_versions
+    from prime_rl.evals.versions import EvalVersions, with_environments
 
-    check_versions(config)
+    EvalVersions(config).check()
     config = with_environments(config)
     for env in config.environments:
         check_environment(env)

@@ -1,9 +1,11 @@
-"""The servers of an evaluation. They all serve the same, and what they sampled counts once they have proven that they served it all the time."""
+"""The servers of an evaluation. They all serve the same policy, and what they sampled counts once they are verified to have served it all the time."""
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -13,7 +15,7 @@ from loguru import logger
 
 from prime_rl.config.shared import how_to_start, is_own_host
 from prime_rl.errors import UserError
-from prime_rl.evals.targets import Target
+from prime_rl.evals.versions import EvalPolicy, OnWait
 from prime_rl.fleet.client import InferenceClient, Served, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool
@@ -26,17 +28,16 @@ if TYPE_CHECKING:
 
 RESTORE_SECONDS = 120.0
 _PROBE_SECONDS = 10.0
-_LOADS = 3  # tries at one version
+_POLL_SECONDS = 0.25
+_ATTEMPTS = 3  # to load one version
 _PAUSE_SECONDS = 2.0  # before the second; twice as long before the third
-
-OnWait = Callable[[str, str, float], None]
 
 
 async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["tokens", "chat"]:
-    """`client.type`, or what the server tells: one that says what it serves is one of ours. Of an API the key is tried, where it lists its models.
+    """`client.type`, or by what the server answers: one that says what it serves is one of ours. Of an API the key is tried, where it lists its models.
 
     Raises:
-        UserError: nobody answers there, or the key is refused.
+        UserError: nobody answers there, or the key is rejected.
     """
     client = config.client
     if client.type == "tokens" or len(client.base_urls) != 1 or client.admin_roots:
@@ -45,105 +46,87 @@ async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["token
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     proxies = not is_own_host(urlsplit(root).hostname or "")
     async with httpx.AsyncClient(timeout=_PROBE_SECONDS, headers=headers, trust_env=proxies) as http:
-        if client.type == "auto":
-            answer = await _first_answer(http, f"{root}/weights", client, on_wait)
-            if answer.is_success and {"version", "hash"} <= _keys(answer):
-                return "tokens"
+        if client.type == "auto" and _is_ours(await _first_answer(http, f"{root}/weights", client, on_wait)):
+            return "tokens"
         models = await _first_answer(http, f"{client.base_urls[0].rstrip('/')}/models", client, on_wait)
     if models.status_code in (401, 403):
-        raise UserError(f"{refused_key(client)}: HTTP {models.status_code} {models.text[:200]}")
+        raise UserError(f"{rejected_key(client)}: HTTP {models.status_code} {models.text[:200]}")
     if config.weights_dir is not None:
         raise UserError(f"weights_dir: {root} has no weight routes: is this server started with `inference`?")
     return "chat"
 
 
-def refused_key(client: "ClientConfig") -> str:
-    """Says that the key is not accepted, or that there is none."""
+def rejected_key(client: "ClientConfig") -> str:
+    """Say that the key is not accepted, or that there is none."""
     key = f"the key in ${client.api_key_var}" if os.environ.get(client.api_key_var) else f"a request without a key (${client.api_key_var} is not set; client.api_key_var names it)"  # fmt: skip
     return f"{client.servers} refused {key}"
 
 
-async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig", on_wait: OnWait) -> httpx.Response:
-    """The first answer that is no server's trouble."""
-    answers: list[httpx.Response] = []
-    trouble = "it does not answer"
-
-    async def look() -> None:
-        nonlocal trouble
-        try:
-            response = await http.get(url)
-        except httpx.TransportError as error:
-            trouble = str(error) or type(error).__name__
-            return
-        if response.status_code in (500, 502, 503, 504):
-            trouble = f"HTTP {response.status_code}"
-        else:
-            answers.append(response)
-
-    await look()
-    root = client.api_roots[0]
-    if not answers:
-        logger.info(
-            "waiting for an inference server at {} (at most {:.0f} s); {}",
-            root,
-            client.ready_timeout,
-            how_to_start(root),
-        )
-    begin = asyncio.get_running_loop().time()
-    while not answers:  # bounded: by client.ready_timeout
-        if asyncio.get_running_loop().time() - begin > client.ready_timeout:
-            raise UserError(
-                f"no inference server at {root} after {client.ready_timeout:.0f} s ({client.source}, client.ready_timeout): "
-                f"{trouble}; {how_to_start(root)}"
-            )
-        on_wait("an answer", client.servers, client.ready_timeout)
-        await asyncio.sleep(0.25)
-        await look()
-    return answers[0]
-
-
-def _keys(answer: httpx.Response) -> set[str]:
+def _is_ours(answer: httpx.Response) -> bool:
     try:
         body = answer.json()
     except ValueError:
-        return set()
-    return set(body) if isinstance(body, dict) else set()
+        return False
+    return answer.is_success and isinstance(body, dict) and {"version", "hash"} <= body.keys()
 
 
-class Servers:
-    """All servers of one evaluation, serving one target at a time."""
+async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig", on_wait: OnWait) -> httpx.Response:
+    """Wait for an answer that is not a server's failure, at most `client.ready_timeout` seconds."""
+    root, seconds = client.api_roots[0], client.ready_timeout
+    begin = 0.0
+    while True:  # bounded: by the deadline below
+        try:
+            response = await http.get(url)
+            if response.status_code not in (500, 502, 503, 504):
+                return response
+            trouble = f"HTTP {response.status_code}"
+        except httpx.TransportError as error:
+            trouble = str(error) or type(error).__name__
+        if not begin:
+            begin = time.monotonic()
+            logger.info("waiting for an inference server at {} (at most {:.0f} s); {}", root, seconds, how_to_start(root))  # fmt: skip
+        if time.monotonic() - begin > seconds:
+            raise UserError(
+                f"no inference server at {root} after {seconds:.0f} s ({client.source}, client.ready_timeout): "
+                f"{trouble}; {how_to_start(root)}"
+            )
+        on_wait("an answer", client.servers, seconds)
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+class EvalServers:
+    """All servers of one evaluation, serving one policy at a time."""
 
     def __init__(self, fleet: ReplicaPool, on_wait: OnWait) -> None:
-        self.fleet = fleet
-        self._on_wait = on_wait
-        self._target: Target | None = None
+        self.fleet, self._on_wait = fleet, on_wait
+        self._policy: EvalPolicy | None = None
 
     @property
     def used(self) -> list[Replica]:
         """Those that were let in."""
         return [replica for replica in self.fleet.replicas if replica.given is not None]
 
-    def as_served(self) -> Target:
+    def as_served(self) -> EvalPolicy:
         """What they serve now, to be evaluated as it is."""
-        (given, *_) = [replica.given for replica in self.used]
-        assert given is not None
-        self._target = Target(f"step_{given.version}", given.version, given.hash)
-        return self._target
+        (served, *_) = [replica.given for replica in self.used]
+        assert served is not None
+        self._policy = EvalPolicy(f"step_{served.version}", served.version, served.hash)
+        return self._policy
 
-    async def serve(self, target: Target) -> Target:
-        """Have all of them load and prove it. Returns it with its hash.
+    async def serve(self, policy: EvalPolicy) -> EvalPolicy:
+        """Have all of them load and verify it. Returns it with its hash.
 
         Raises:
-            UserError: one of them refused, or failed again and again.
+            UserError: one of them rejected it, or failed again and again.
         """
-        self._target = target
-        await asyncio.gather(*(self._load(replica, target) for replica in self.used))
+        self._policy = policy
+        await asyncio.gather(*(self._load(replica, policy) for replica in self.used))
         served = {(one.version, one.hash) for replica in self.used if (one := replica.given) is not None}
         if len(served) != 1:
-            raise UserError(f"the servers say of {target.name} that they serve different weights: {sorted(served)}")
-        ((version, found),) = served
-        self._target = Target(target.name, version, found, target.weights, target.base)
-        return self._target
+            raise UserError(f"the servers say of {policy.name} that they serve different weights: {sorted(served)}")
+        ((version, hash_),) = served
+        self._policy = replace(policy, version=version, hash=hash_)
+        return self._policy
 
     async def verify(self) -> bool:
         """Whether what ended before this call counts. A server that is gone is waited for, and given the weights again.
@@ -152,21 +135,20 @@ class Servers:
             UserError: one did not come back, or came back with other weights and none to be given.
         """
         used = self.used
-        proofs = await asyncio.gather(*(replica.verify() for replica in used))
-        lost = [replica for replica, proof in zip(used, proofs, strict=True) if not (proof and replica.serving)]
-        for replica in lost:
+        verified = await asyncio.gather(*(replica.verify() for replica in used))
+        failed = [replica for replica, ok in zip(used, verified, strict=True) if not (ok and replica.serving)]
+        for replica in failed:
             self.fleet.lose(replica)
-        voids = [await self._bring_back(replica) for replica in lost]
-        return not any(voids)
+        return not any([await self._bring_back(replica) for replica in failed])
 
     async def restore(self) -> None:
-        """Have all of them serve their base again. What fails is said."""
+        """Have all of them serve their base again. Failures are logged."""
         await asyncio.gather(*(self._restore(replica) for replica in self.used))
 
     async def _restore(self, replica: Replica) -> None:
         try:
             async with asyncio.timeout(RESTORE_SECONDS):
-                replica.given = await replica.engine.reload()
+                await replica.load(None)
         except TimeoutError:
             logger.warning("{} does not serve its base again: no answer in {:.0f} s", replica.name, RESTORE_SECONDS)
         except UserError as error:
@@ -176,9 +158,10 @@ class Servers:
             raise
 
     async def _bring_back(self, replica: Replica) -> bool:
-        """Returns whether what it sampled since its last proof is void."""
-        assert self._target is not None
-        for left in reversed(range(_LOADS)):
+        """Returns whether what it sampled since it was last verified is void."""
+        assert self._policy is not None
+        policy = self._policy
+        for left in reversed(range(_ATTEMPTS)):
             await replica.engine.wait_ready(self._on_wait)
             try:
                 served = await replica.engine.served()
@@ -186,38 +169,34 @@ class Servers:
             except ServerError:
                 if not left:
                     raise
-        if served == replica.given:
-            self.fleet.admit(replica)
-            return False
-        logger.warning("{} was started again, or given other weights: what it sampled meanwhile is made again", replica.name)  # fmt: skip
-        if self._target.weights is not None or self._target.base:
-            await self._load(replica, self._target)
-        elif (served.version, served.hash) == (self._target.version, self._target.hash):
-            replica.given = served
-        else:
-            raise UserError(
-                f"{replica.name} was started again or given other weights: it serves version {served.version} ({served.hash[:12]}), "
-                f"not {self._target.version} ({self._target.hash[:12]}); what is finished is kept"
-            )
+        same = served == replica.given
+        if not same:
+            logger.warning("{} was started again, or given other weights: what it sampled meanwhile is made again", replica.name)  # fmt: skip
+            if policy.weights is not None or policy.base:
+                await self._load(replica, policy)
+            elif (served.version, served.hash) == (policy.version, policy.hash):
+                replica.given = served
+            else:
+                raise UserError(
+                    f"{replica.name} was started again or given other weights: it serves version {served.version} ({served.hash[:12]}), "
+                    f"not {policy.version} ({policy.hash[:12]}); what is finished is kept"
+                )
         self.fleet.admit(replica)
-        return True
+        return not same
 
-    async def _load(self, replica: Replica, target: Target) -> None:
-        for number in range(1, _LOADS + 1):
+    async def _load(self, replica: Replica, policy: EvalPolicy) -> None:
+        for number in range(1, _ATTEMPTS + 1):
             try:
-                if target.weights is not None:
-                    await replica.load(target.weights)
-                else:
-                    replica.given = await replica.engine.reload()
+                await replica.load(policy.weights)
                 return
             except ServerError as error:
-                if number == _LOADS:
+                if number == _ATTEMPTS:
                     raise
-                logger.warning("{} did not load {}, tried again: {}", replica.name, target.name, error)
+                logger.warning("{} did not load {}, tried again: {}", replica.name, policy.name, error)
                 await asyncio.sleep(_PAUSE_SECONDS * number)
 
 
-async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -> Servers:
+async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -> EvalServers:
     """Wait for the servers and let in those that are there.
 
     Raises:
@@ -227,7 +206,7 @@ async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -
     fleet = ReplicaPool(connect_all(config.client, partial(_connect, stack, config.client, logprob_check)))
     ready = await fleet.wait_ready(status.waiting, config.client.ready_timeout)
     await admit(fleet, ready, config.model.name, same=config.weights_dir is None)
-    return Servers(fleet, status.waiting)
+    return EvalServers(fleet, status.waiting)
 
 
 def _connect(

@@ -9,8 +9,8 @@ from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
-from prime_rl.evals.metrics import EvalReport
-from prime_rl.evals.runner import EvalPlan, evaluate, tasks_of
+from prime_rl.evals.results import EvalResults
+from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of
 from prime_rl.fleet.recovery import Recovery
 from prime_rl.fleet.replicas import Replica, RoutedEnvPool
 from prime_rl.fleet.weight_sync import WeightSync
@@ -114,15 +114,15 @@ class Evaluations:
                     weight_sync.scheduler.version,
                     RoutedEnvPool(self._pool, weight_sync.fleet, avoid, lambda: weight_sync.superseded),
                 )
-                reports = await self._run_plans(pool, version)
+                evaluated = await self._run_plans(pool, version)
                 unverified = await pool.unverified()
                 async with weight_sync.shipping:
                     weight_sync.notice_incarnation()
                 if weight_sync.scheduler.must_go_back:
                     return  # the version was given up meanwhile
                 if not unverified and not pool.turned_away:
-                    for report in reports:
-                        self._log(report)
+                    for results in evaluated:
+                        self._log(results)
                     return
             logger.warning("the server was lost during the evaluation of version {}: it is made again", version)
             avoid.update(unverified)
@@ -133,29 +133,31 @@ class Evaluations:
                 return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
-    async def _run_plans(self, pool: RoutedEnvPool, version: int) -> list[EvalReport]:
+    async def _run_plans(self, pool: RoutedEnvPool, version: int) -> list[EvalResults]:
         """Run what is not logged yet."""
         plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
-        total = sum(len(tasks_of(pool, plan)) * plan.rollouts_per_example for plan in plans)
+        jobs = [new_job(pool, plan, version) for plan in plans]
+        total = sum(len(job.results.keys) for job in jobs)
         where = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
         self._status.phase(where)
         done = itertools.count(1)
-        return await evaluate(
-            pool, plans, version, seed=self.config.seed, max_concurrent=limits(self.config).max_concurrent,
+        await EvalRunner(
+            pool, jobs, version, seed=self.config.seed, max_concurrent=limits(self.config).max_concurrent,
             timeout=self.config.rollout_timeout,
-            on_progress=lambda: self._status.phase(f"{where}: {next(done)}/{total}"),
-        )  # fmt: skip
+            on_result=lambda job: self._status.phase(f"{where}: {next(done)}/{total}"),
+        ).run()  # fmt: skip
+        return [job.results for job in jobs]
 
-    def _log(self, report: EvalReport) -> None:
-        incarnation = self._weight_sync.scheduler.incarnation
-        metrics = {**report.metrics(), f"eval/{report.env}/policy_incarnation": float(incarnation)}
-        self._monitor.log(report.version, metrics)
-        self._logged[report.env, report.version] = incarnation
-        reward = metrics.get(f"eval/{report.env}/reward/mean")
+    def _log(self, results: EvalResults) -> None:
+        env, version, incarnation = results.env, results.version, self._weight_sync.scheduler.incarnation
+        metrics = {**results.logged(), f"eval/{env}/policy_incarnation": float(incarnation)}
+        self._monitor.log(version, metrics)
+        self._logged[env, version] = incarnation
+        reward = metrics.get(f"eval/{env}/reward/mean")
         logger.info(
             "eval {} on version {} | {:.1f} s | {} | errors {}",
-            report.env, report.version, report.seconds,
-            "no episode succeeded" if reward is None else f"reward {reward:.4f}", dict(report.errors),
+            env, version, results.seconds,
+            "no episode succeeded" if reward is None else f"reward {reward:.4f}", dict(results.errors),
         )  # fmt: skip
 
     def _complete(self, version: int) -> bool:

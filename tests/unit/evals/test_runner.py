@@ -11,37 +11,8 @@ import pytest
 from prime_rl.config.shared import SamplingConfig
 from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
-from prime_rl.evals.metrics import EvalReport
-from prime_rl.evals.runner import EvalPlan, evaluate, tasks_of, wire_sampling
+from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of, wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
-
-
-def result(reward, outcome=Outcome.OK):
-    return EpisodeResult("e", "env", "t", outcome, reward=reward)
-
-
-def test_avg_at_k_is_the_mean_over_tasks_of_the_mean_over_attempts():
-    """Tasks (1, 0) and (1, failed): avg@2 = (0.5 + 1) / 2; the reward mean is over the three scored attempts."""
-    report = EvalReport("env", 3, 1.0, [[result(1.0), result(0.0)], [result(1.0), result(0.0, Outcome.ERRORED)]])
-    metrics = report.metrics()
-    assert metrics["eval/env/avg@2"] == 0.75
-    assert metrics["eval/env/reward/mean"] == pytest.approx(2 / 3)
-    assert metrics["eval/env/errors/rate"] == 0.25
-    assert metrics["eval/env/policy_version"] == 3
-
-
-def test_an_evaluation_in_which_everything_failed_reports_no_reward():
-    """No episode, no number: never a reward of 0 that was not earned."""
-    metrics = EvalReport("env", 0, 1.0, [[result(0.0, Outcome.TIMEOUT)]]).metrics()
-    assert "eval/env/reward/mean" not in metrics
-    assert metrics["eval/env/errors/rate"] == 1.0
-
-
-def test_the_confidence_interval_is_the_normal_one_over_tasks():
-    """Means 0, 1: s = 0.7071, 1.96 · s / sqrt(2) = 0.98."""
-    metrics = EvalReport("env", 0, 1.0, [[result(0.0)], [result(1.0)]]).metrics()
-    assert metrics["eval/env/avg@1/ci95"] == pytest.approx(0.98, abs=1e-4)
-    assert "eval/env/avg@1/ci95" not in EvalReport("env", 0, 1.0, [[result(0.0)]]).metrics()
 
 
 def test_how_many_of_an_endless_environment():
@@ -68,18 +39,22 @@ class SlowPool:
         self.most = max(self.most, self.running)
         await asyncio.sleep(0.01 * (4 - task_index))
         self.running -= 1
-        return result(float(task_index))
+        return EpisodeResult("e", "env", "t", Outcome.OK, reward=float(task_index))
 
 
 async def test_results_are_ordered_by_task_and_concurrency_is_bounded():
-    """Whatever finishes first: results[i] belongs to task i; environments that are evaluated at once share one bound."""
-    pool, told = SlowPool(), []
-    plans = [EvalPlan(name, name, SamplingConfig(), 3, 2, 100) for name in ("one", "other")]
-    reports = await evaluate(pool, plans, 0, seed=0, max_concurrent=3, timeout=1, on_progress=lambda: told.append(1))
-    for report in reports:
-        assert [[r.reward for r in attempts] for attempts in report.results] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    """Whatever finishes first: results are listed by task; environments that are evaluated at once share one bound."""
+    pool, kept = SlowPool(), []
+    jobs = [new_job(pool, EvalPlan(name, name, SamplingConfig(), 3, 2, 100), 0) for name in ("one", "other")]
+    await EvalRunner(pool, jobs, 0, seed=0, max_concurrent=3, timeout=1, on_result=kept.append).run()
+    for job in jobs:
+        assert [[r.reward for r in attempts] for attempts in job.results.by_task] == [
+            [0.0, 0.0],
+            [1.0, 1.0],
+            [2.0, 2.0],
+        ]
     assert pool.most == 3
-    assert len(told) == 12
+    assert len(kept) == 12
 
 
 def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():

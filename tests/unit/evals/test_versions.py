@@ -7,10 +7,9 @@ from dataclasses import asdict
 import pytest
 
 from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConfig, parse, write_toml
-from prime_rl.entrypoints.eval import with_environments
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
-from prime_rl.evals.targets import Writer, check_versions, environments_of_run
+from prime_rl.evals.versions import EvalVersions, VersionWriter, with_environments
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import status_path
 from prime_rl.transport.incarnations import EVAL, read_lease
@@ -50,16 +49,16 @@ async def test_all_or_the_named_with_or_without_the_base(world):
 def test_a_version_that_is_not_there_is_an_error_that_lists_what_is(world):
     commit(world, 0, 10, 20)
     with pytest.raises(UserError, match=r"there is no version 15, 30 in .*weights \(there: 0, 10, 20\)"):
-        check_versions(world.config(weights_dir=world.weights, steps=[10, 15, 30]))
+        EvalVersions(world.config(weights_dir=world.weights, steps=[10, 15, 30])).check()
     (world.directory / "empty").mkdir()
     with pytest.raises(UserError, match=r"no version to evaluate in .*empty \(there: none; --follow waits"):
-        check_versions(world.config(weights_dir=world.directory / "empty"))
+        EvalVersions(world.config(weights_dir=world.directory / "empty")).check()
     with pytest.raises(UserError, match="nowhere is not there"):
-        check_versions(world.config(weights_dir=world.directory / "nowhere"))
+        EvalVersions(world.config(weights_dir=world.directory / "nowhere")).check()
     with pytest.raises(UserError, match=r"is a run: its versions are in .*weights"):
-        check_versions(world.config(weights_dir=world.weights.parent))
-    check_versions(world.config(weights_dir=world.weights, steps=[20]))
-    check_versions(world.config(weights_dir=world.directory / "nowhere", follow=True))
+        EvalVersions(world.config(weights_dir=world.weights.parent)).check()
+    EvalVersions(world.config(weights_dir=world.weights, steps=[20])).check()
+    EvalVersions(world.config(weights_dir=world.directory / "nowhere", follow=True)).check()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ ORCH = {"environments": [ENV]}
         ({"orchestrator": ORCH, "sft": {}}, [ENV], "orchestrator"),
     ],
 )  # fmt: skip
-def test_environments_of_the_run_that_made_the_versions(tmp_path, configs, wanted, source):
+def test_environments_of_the_run_that_made_the_versions(tmp_path, heard, configs, wanted, source):
     """Contract: without --environment-ids those that the run was evaluated on, else those that it was trained on, as its own resolved config says."""
     for name, table in configs.items():
         cls = {"orchestrator": OrchestratorConfig, "sft": SFTConfig}[name]
@@ -102,7 +101,7 @@ def test_environments_of_the_run_that_made_the_versions(tmp_path, configs, wante
     config = with_environments(EvalConfig(weights_dir=tmp_path / "weights", sampling={"max_tokens": 7}))
     assert [{"id": env.id, "args": env.args} for env in config.environments] == wanted
     assert config.sampling.max_tokens == 7
-    assert environments_of_run(tmp_path)[1] == tmp_path / "configs" / f"{source}.toml"
+    assert f"{source}.toml: " in heard.messages[-1]
 
 
 @pytest.mark.parametrize("content", [None, "", "[environment]\nid = 'x'\nno_such_key = 1"])
@@ -291,12 +290,12 @@ async def test_a_follower_holds_what_it_will_evaluate_and_no_more(world):
 def test_a_run_that_gives_no_sign_has_ended(tmp_path):
     """Contract: nobody waits for a run that never comes, or that was killed; a heartbeat is a sign, a failure may be started again."""
     now = 0.0
-    writer = Writer(tmp_path, lambda: now)
+    writer = VersionWriter(tmp_path, lambda: now)
     assert not writer.ended()
     now = 181.0
     assert writer.ended()
     status = Status(tmp_path, "sft")
-    writer = Writer(tmp_path, lambda: now)
+    writer = VersionWriter(tmp_path, lambda: now)
     assert not writer.ended()
     assert writer.name == "sft"
     status.done("failed: no memory")
