@@ -291,7 +291,10 @@ def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[Infe
 
 @contextmanager
 def load(case: Case, running: InferenceServer, into: Path) -> Iterator[Any]:
-    """Requests all the time. What it gives returns their arrivals, once the block has ended."""
+    """Requests all the time, or none. What it gives returns their arrivals, once the block has ended."""
+    if not case.in_flight:
+        yield lambda: Arrivals(np.empty(0), np.empty(0, int), np.empty(0, int))
+        return
     command = [sys.executable, str(Path(__file__).with_name("token_load.py")), running.root, str(running.model)]
     command += ["--in-flight", str(case.in_flight), "--watched", str(case.watched), "--tokens", str(case.tokens)]
     command += ["--into", str(into)]
