@@ -28,9 +28,9 @@ from prime_rl.config.shared import ClientConfig
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LogprobCheck, compare
-from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.parallel import close_world, init_world
+from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import write_version
@@ -54,8 +54,8 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
     source = find_model(str(model))
     policy = build_policy(source, TrainerModel(), world)
     computed = compute_dtype("auto", world.device)
-    scorer = CanaryScorer(policy, world, source.config.vocab_size, computed, torch.bfloat16)
-    write_base_version(root, model, scorer.score(as_exported=False).read())
+    scorer = ReferenceScorer(policy, world, source.config.vocab_size, computed, torch.bfloat16)
+    write_base_version(root, model, scorer.score(as_exported=False)())
     with torch.no_grad():
         for parameter in policy.parameters():
             local = parameter.to_local() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
@@ -65,10 +65,12 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
         began = time.perf_counter()
         scored = scorer.score()
         handed.append(time.perf_counter() - began)
-        canary = scored.read()
+        canary = scored()
         done.append(time.perf_counter() - began)
     staging = RowCopies(policy, world, torch.bfloat16)
-    write_version(staging, staging.copy(), source, world, version_dir(root, 1), version=1, incarnation=0, canary=canary)
+    write_version(
+        staging, staging.copy(), source, world, version_dir(root, 1), version=1, incarnation=0, reference=canary
+    )
     close_world()
     return {
         "trainer_host_seconds": statistics.median(handed[1:]),
@@ -87,7 +89,9 @@ async def ask(server: InferenceServer, root: Path) -> dict[str, float]:
         row: dict[str, float] = {}
         for name, version in (("base", base), ("drifted", drifted)):
             await checked.update(version)
-            found = compare(await engine.score(_tokens(version)), version.canary.logprobs if version.canary else ())
+            found = compare(
+                await engine.score(_tokens(version)), version.reference.logprobs if version.reference else ()
+            )
             row |= {f"{name}_mean": found.mean, f"{name}_most": found.most}
         band = canaries.band(server.root)
         assert band is not None
@@ -103,8 +107,8 @@ async def ask(server: InferenceServer, root: Path) -> dict[str, float]:
 
 
 def _tokens(version: WeightsManifest) -> tuple[int, ...]:
-    assert version.canary is not None
-    return version.canary.tokens
+    assert version.reference is not None
+    return version.reference.tokens
 
 
 async def _median(call: Callable[[], Awaitable[object]], repeats: int = REPEATS) -> float:

@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.monitor import log
 from prime_rl.trainer import attention, memory, moe, perf
-from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import rollout_lengths
 from prime_rl.trainer.parallel import close_world, gather, init_world
 from prime_rl.trainer.perf import HostSyncs
+from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import Report, Row, Rows, StepOutcome, now
 from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.sft import train as sft
@@ -214,7 +214,7 @@ class Bench:
         scorer = None
         if case.canary and case.loss == "rl":
             computed = compute_dtype(config.model.dtype, world.device)
-            scorer = CanaryScorer(self.policy, world, source.config.vocab_size, computed, torch.bfloat16)
+            scorer = ReferenceScorer(self.policy, world, source.config.vocab_size, computed, torch.bfloat16)
         self.versions = WeightPublisher(
             config.output_dir,
             self.policy,
@@ -222,7 +222,7 @@ class Bench:
             world,
             torch.bfloat16,
             timeout=config.dist_timeout,
-            canary=scorer,
+            scorer=scorer,
             on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
         )
         self.versions.open(0)

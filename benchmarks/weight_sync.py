@@ -139,7 +139,6 @@ class Writer:
         copies = RowCopies(self.policy, self.world, torch.bfloat16)
         write_version(copies, copies.copy(), self.source, self.world, directory, version=0, incarnation=0)
         self.bytes = copies.file_bytes
-        copies.close()
 
     def open(self, root: Path) -> None:
         """Publish in `root/weights` from now on."""

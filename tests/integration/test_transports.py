@@ -84,7 +84,7 @@ def flipped_bit(training: Training, directory: Path) -> Iterator[None]:
     if manifest.publisher is not None:
         copies = training.versions._copies
         assert isinstance(copies, GatheredCopy)
-        place, _ = copies.places["model.embed_tokens.weight"]
+        place, _ = copies.ranges["model.embed_tokens.weight"]
         copies.buffer[place + 100] ^= 1
         yield
         copies.buffer[place + 100] ^= 1

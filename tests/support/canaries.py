@@ -11,9 +11,9 @@ from conftest import InferenceServer
 from prime_rl.config.shared import ClientConfig
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import Difference, LogprobCheck, compare
-from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import (
     LogprobReference,
@@ -42,8 +42,8 @@ class Run:
     def score(self, model: Path) -> LogprobReference:
         policy = self.make_policy(model)
         vocabulary = policy.lm.config.vocab_size
-        scorer = CanaryScorer(policy, self.world, vocabulary, torch.float32, torch.float32)
-        return scorer.score().read()
+        scorer = ReferenceScorer(policy, self.world, vocabulary, torch.float32, torch.float32)
+        return scorer.score()()
 
     def changed(self, by: float, seed: int = 1) -> Tensors:
         """The base's tensors with noise of so much of their spread."""
@@ -65,18 +65,18 @@ class Run:
         self.version += 1
         right, final = self.root / f"right_{self.version}", version_dir(self.root, self.version)
         self.write(tensors, right)
-        canary = self.score(right)
+        reference = self.score(right)
         extra: dict[str, object] = {}
         with stage(final, step=self.version, producer="trainer", extra=extra) as directory:
             self.write(tensors if loaded is None else loaded, directory)
-            extra |= manifest_extra(self.version, 0, hash_directory(directory), canary=canary)
+            extra |= manifest_extra(self.version, 0, hash_directory(directory), reference=reference)
         return weights_manifest(final)
 
     async def load(self, version: WeightsManifest) -> Difference:
         """As an orchestrator does.
 
         Returns:
-            How far off the canary was.
+            How far off the reference was.
         """
         config = ClientConfig(base_url=self.server.base_url)
         async with InferenceClient(config, logprob_check=self.canaries) as engine:
@@ -84,9 +84,9 @@ class Run:
             return await self.difference(version)
 
     async def difference(self, version: WeightsManifest) -> Difference:
-        assert version.canary is not None
+        assert version.reference is not None
         async with InferenceClient(ClientConfig(base_url=self.server.base_url)) as engine:
-            return compare(await engine.score(version.canary.tokens), version.canary.logprobs)
+            return compare(await engine.score(version.reference.tokens), version.reference.logprobs)
 
     @property
     def hides(self) -> Callable[[Difference], bool]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer import weight_files, weight_publisher
+from prime_rl.trainer import weight_copy, weight_publisher
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.parallel import close_world, init_world, on_main
 from prime_rl.trainer.source import find_model
@@ -29,7 +29,7 @@ SECONDS = 150.0
 def live(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -> None:
     """An incarnation of a rank. After each version rank 0 compares it with what the ranks write by themselves, tensor by tensor."""
     torch.set_num_threads(1)
-    weight_files.FILE_BYTES = 60_000  # several files
+    weight_copy.FILE_BYTES = 60_000  # several files
     world, source, run = init_world(device, 60, replicas), find_model(model), Path(root)
     weight_publisher.boot_id = lambda: f"host of rank {world.rank}"
     config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none", dp_replicate=replicas)
@@ -53,7 +53,6 @@ def live(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
     verify_weights(version_dir(run / "run" / "weights", 3))
     assert not list(run.glob("**/.*")), "nothing is left of what was under way"
     publisher.close()
-    written.close()
     close_world()
 
 

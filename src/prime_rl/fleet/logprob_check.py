@@ -132,8 +132,10 @@ class LogprobCheck:
             return
         self._bands.pop(engine.root, None)
         base = _base_of(weights)
-        if weights.canary is None or base is None or base.canary is None:
-            which = "version 0, on which they would be calibrated" if weights.canary else "the version that is loaded"
+        if weights.reference is None or base is None or base.reference is None:
+            which = (
+                "version 0, on which they would be calibrated" if weights.reference else "the version that is loaded"
+            )
             self._say_once(
                 f"servers are checked by hashes alone: there are no log-probabilities of the fixed prompt in {which}"
             )
@@ -152,7 +154,7 @@ class LogprobCheck:
                 self._bands[engine.root] = served.boot, None
                 return
         try:
-            scores = await score(engine, base.canary, served.engines)
+            scores = await score(engine, base.reference, served.engines)
         except CannotScore as error:
             logger.warning("{} is checked by hashes alone: {}", engine.root, error)
             self._bands[engine.root] = served.boot, None
@@ -176,7 +178,7 @@ class LogprobCheck:
             LogprobCheckFailed: it computes something else, or does not answer any more.
             ServerError: it was started again meanwhile.
         """
-        if weights.canary is None or engine.root not in self._bands:
+        if weights.reference is None or engine.root not in self._bands:
             return
         boot, band = self._bands[engine.root]
         if boot != served.boot:
@@ -187,7 +189,7 @@ class LogprobCheck:
             return
         claim = f"the server at {engine.root} says it serves version {weights.version} ({weights.hash[:12]}) but"
         try:
-            scores = await score(engine, weights.canary, served.engines)
+            scores = await score(engine, weights.reference, served.engines)
         except (CannotScore, ServerError) as error:  # it could answer when it was calibrated
             raise LogprobCheckFailed(f"{claim} does not score the fixed prompt: {error}") from error
         difference = farthest(scores)

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -91,7 +93,7 @@ def init_world(device: str, timeout: float, replicate: int = 1) -> World:
     # that packs or exports: on small steps longer than the GPU takes for what it was given.
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Read when CUDA starts. The loop hands over more kernels than a queue holds by default (about a thousand); what comes between two steps would
-    # find it full, and the GPU would then wait for the next step: 2.2 % of a step's time with the canary, 0.7 % with longer queues (0.6B, H200).
+    # find it full, and the GPU would then wait for the next step: 2.2 % of a step's time with the logprob check, 0.7 % with longer queues (0.6B, H200).
     os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     kind = choose_device(device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -255,3 +257,56 @@ class SingleRankReduction:
 
     def __call__(self, *arguments: object, **options: object) -> None:
         raise AssertionError("a single rank sends nothing")
+
+
+# ---- between host and device
+
+Moment = float | torch.cuda.Event
+
+
+def now(device: torch.device) -> Moment:
+    """A moment on the device's own time line, which the host may be ahead of: an event on a GPU, else the host's clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record()
+    return event
+
+
+def seconds(start: Moment, end: Moment) -> float:
+    """Seconds between two moments of one device, which has passed both."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert not isinstance(start, float)
+    assert not isinstance(end, float)
+    return start.elapsed_time(end) / 1e3
+
+
+class ToHost:
+    """A tensor on its way from the device to the host. Nothing waits for the device before `read`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._copied = tensor, None
+        if tensor.is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
+
+    def read(self) -> Tensor:
+        """Wait for it. Any thread may."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensor
+
+
+def page_lock(buffer: Tensor, owner: object) -> int:
+    """Page-lock a buffer for as long as `owner` lives; return CUDA's error, or 0.
+
+    (torch's own allocator of such memory rounds up to a power of two.)
+    """
+    runtime, size = torch.cuda.cudart(), buffer.numel() * buffer.element_size()
+    error = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)) if size else 0
+    if size and not error:
+        weakref.finalize(owner, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return error

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from prime_rl.config import write_toml
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
-from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
 from prime_rl.transport.commit import disk_errors, list_steps
 from prime_rl.transport.weights import version_dir, weights_manifest
 
@@ -161,32 +160,6 @@ class Report:
         self._status.done(outcome)
 
 
-Moment = float | torch.cuda.Event
-
-
-def runs_ahead(device: torch.device) -> bool:
-    """Whether the host only enqueues what the device does."""
-    return device.type == "cuda"
-
-
-def now(device: torch.device) -> Moment:
-    """A moment on the device's own time line, which the host may be ahead of: an event on a GPU, else the host's clock."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(start: Moment, end: Moment) -> float:
-    """Seconds between two moments of one device, which has passed both."""
-    if isinstance(start, float) and isinstance(end, float):
-        return end - start
-    assert isinstance(start, torch.cuda.Event)
-    assert isinstance(end, torch.cuda.Event)
-    return start.elapsed_time(end) / 1e3
-
-
 class StepOutcome:
     """Metric sums and gradient norm of step `step`, on their way from the device to the host. Nothing waits for them before `read`.
 
@@ -201,15 +174,7 @@ class StepOutcome:
         self.step, self.moments = step, moments
         if world.size > 1:
             dist.all_reduce(sums)
-        numbers = torch.cat([sums.double(), norm.double().reshape(1)])
-        self._copied: torch.cuda.Event | None = None
-        if world.device.type == "cuda":
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._copied = torch.cuda.Event(blocking=True)
-            self._copied.record()
-        else:
-            self._numbers = numbers
+        self._numbers = ToHost(torch.cat([sums.double(), norm.double().reshape(1)]))
 
     def read(self) -> tuple[list[float], float]:
         """The sums over all ranks, and the gradient norm. The one place of a step where the host waits for the device; any thread may.
@@ -217,9 +182,7 @@ class StepOutcome:
         Raises:
             UserError: the gradient norm is not finite: what the step made must not be saved.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
-        *values, norm = self._numbers.tolist()
+        *values, norm = self._numbers.read().tolist()
         if not math.isfinite(norm):
             raise UserError(f"step {self.step}: the gradient norm is {norm}: nothing of this step is committed")
         return values, norm
@@ -255,7 +218,8 @@ class Rows:
     """
 
     def __init__(self, report: Report, device: torch.device) -> None:
-        self._report, self._device, self._late = report, device, runs_ahead(device)
+        self._report, self._device = report, device
+        self._late = device.type == "cuda"  # the host only enqueues what the device does
         self._row: Row | None = None
         self._ended = now(device)  # of the step whose row was written last
         self.written = -1

@@ -4,7 +4,6 @@ States lie one behind the other in flat buffers, on the device or in page-locked
 the update runs: three chunks are under way at a time, one coming in, one in use, one going out, on streams of their own.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from prime_rl.errors import UserError
+from prime_rl.trainer.parallel import page_lock
 
 CHUNK = 1 << 24  # elements of the parameters whose states visit the device together: 64 MiB of each float32 state
 _UNDER_WAY = 3
@@ -108,7 +108,11 @@ class States:
         self._outbound: torch.cuda.Stream | None = None
         if host and self._device.type == "cuda":
             for buffer in self._buffers:
-                _page_lock(buffer, owner=self)
+                if page_lock(buffer, owner=self):
+                    size = buffer.numel() * buffer.element_size()
+                    raise UserError(
+                        f"optim.offload: {size / 2**30:.1f} GiB of host memory cannot be page-locked: free some, raise `ulimit -l`, or leave it out"
+                    )
             self._inbound, self._outbound = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
 
     def of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -217,18 +221,6 @@ def _mesh_on(mesh: DeviceMesh, kind: str) -> DeviceMesh:
         return mesh
     groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
     return DeviceMesh.from_group(groups, kind, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-
-
-def _page_lock(buffer: Tensor, owner: object) -> None:
-    """Page-lock a buffer for as long as `owner` lives. (torch's own allocator of such memory rounds up to a power of two.)"""
-    runtime, size = torch.cuda.cudart(), buffer.numel() * buffer.element_size()
-    if size == 0:
-        return
-    if int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)) != 0:
-        raise UserError(
-            f"optim.offload: {size / 2**30:.1f} GiB of host memory cannot be page-locked: free some, raise `ulimit -l`, or leave it out"
-        )
-    weakref.finalize(owner, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
 
 
 Settings = Mapping[str, Any]

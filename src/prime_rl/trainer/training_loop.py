@@ -17,7 +17,6 @@ from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler, FakeData
 from prime_rl.monitor import read_status
 from prime_rl.trainer import moe, perf
-from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.lm_head import TokenLoss
 from prime_rl.trainer.loss import STREAMS, SequenceLoss
@@ -35,9 +34,10 @@ from prime_rl.trainer.packing import (
     pinned,
     to_device,
 )
-from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parallel import World, close_world, init_world, now
 from prime_rl.trainer.perf import HostSyncs, bench_table
-from prime_rl.trainer.report import Report, Row, Rows, StepOutcome, StopSignal, now
+from prime_rl.trainer.reference_scorer import ReferenceScorer
+from prime_rl.trainer.report import Report, Row, Rows, StepOutcome, StopSignal
 from prime_rl.trainer.source import Source, locate_model
 from prime_rl.trainer.weight_publisher import (
     WeightPublisher,
@@ -140,7 +140,7 @@ def run(
     vocabulary = source.config.get_text_config().vocab_size
     exported, scorer = export_dtype(config.weights.dtype, source), None
     if served is not None:  # else nobody reads the scores
-        scorer = CanaryScorer(policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), exported)
+        scorer = ReferenceScorer(policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), exported)
     versions = WeightPublisher(
         config.output_dir,
         policy,
@@ -148,7 +148,7 @@ def run(
         world,
         exported,
         timeout=config.dist_timeout,
-        canary=scorer,
+        scorer=scorer,
         memory=None if served is None else transport_of(served, world),
         tmpfs=None if served is None else tmpfs_of_config(served),
         save_interval=None if served is None else served.weights.save_interval,
@@ -329,7 +329,7 @@ def warm_up(
         clip_gradients(policy, config.optim.max_norm)
         policy.zero_grad(set_to_none=True)
         moe.load_sums(policy)  # discarded: these tokens are of no step
-        CanaryScorer(policy, world, vocabulary, torch.float32, torch.float32).score(as_exported=False, compiled=True)
+        ReferenceScorer(policy, world, vocabulary, torch.float32, torch.float32).score(as_exported=False, compiled=True)
 
 
 def _random_batch(tokens: int, vocabulary: int) -> HostBatch:

@@ -8,11 +8,12 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,12 +26,21 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.processes import boot_id
-from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, gather, on_main
+from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies, on_device
-from prime_rl.trainer.weight_files import DTYPE_NAMES, allocate, copy_model_files, hash_files, write_ranges
+from prime_rl.trainer.weight_copy import (
+    DTYPE_NAMES,
+    Copy,
+    GatheredCopy,
+    RowCopies,
+    allocate_files,
+    copy_model_files,
+    hash_files,
+    on_device,
+    write_ranges,
+)
 from prime_rl.transport import incarnations
 from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune, supersede
 from prime_rl.transport.exchange import Publisher, checksums, own_address
@@ -56,8 +66,7 @@ Times = dict[str, float]  # seconds
 _FILES_POLL_SECONDS = 0.5  # between two looks at whether servers ask for files
 
 
-@dataclass(frozen=True)
-class Tmpfs:
+class Tmpfs(NamedTuple):
     """A root for files that need not survive the host, the most versions it holds at a time, and how these add up."""
 
     root: Path
@@ -65,8 +74,7 @@ class Tmpfs:
     arithmetic: str
 
 
-@dataclass(frozen=True)
-class MemoryTransport:
+class MemoryTransport(NamedTuple):
     """Options of `memory`.
 
     Attributes:
@@ -90,7 +98,7 @@ def write_version(
     *,
     version: int,
     incarnation: int,
-    canary: LogprobReference | None = None,
+    reference: LogprobReference | None = None,
     tmpfs: Path | None = None,
 ) -> Times:
     """Commit a copy as `final`, with config and tokenizer of the source. Every rank calls it and writes its own rows.
@@ -106,15 +114,15 @@ def write_version(
     nonce = broadcast(world, secrets.token_hex(8))
     stage = agree(world, lambda: Stage(final, nonce))
     file_stage = stage if tmpfs is None else agree(world, lambda: Stage(tmpfs, nonce))
-    directory, share = file_stage.path, list(copies.headers)[world.rank :: world.size]
+    directory, files_of_rank = file_stage.path, list(copies.headers)[world.rank :: world.size]
 
     def commit() -> None:
-        found = {name: TensorEntry(**entry) for part in hashes for name, entry in part.items()}
-        tensors = {name: found[name] for name in copies.slots}  # in the order of the files
+        hashed = {name: TensorEntry(**entry) for part in hashes for name, entry in part.items()}
+        tensors = {name: hashed[name] for name in copies.slots}  # in the order of the files
         by_file = groupby(tensors.items(), key=lambda item: item[1].file)
         known = {file: version_hash(dict(items)) for file, items in by_file}
         copy_model_files(source, stage.path, copies.dtype)
-        extra = manifest_extra(version, incarnation, tensors, canary=canary)
+        extra = manifest_extra(version, incarnation, tensors, reference=reference)
         if file_stage is not stage:
             file_stage.commit(step=version, producer="trainer", hashes=known)
             extra["tmpfs"] = asdict(in_tmpfs(file_stage.final, file_stage.nonce))
@@ -127,10 +135,10 @@ def write_version(
 
     try:
         began = time.perf_counter()
-        on_main(world, lambda: allocate(directory, copies.headers, copies.slots))
+        on_main(world, lambda: allocate_files(directory, copies.headers, copies.slots))
         agree(world, lambda: write_ranges(copies.buffer, directory, copies.files))
         wrote = time.perf_counter()
-        hashes = gather(world, agree(world, lambda: hash_files(directory, share)))
+        hashes = gather(world, agree(world, lambda: hash_files(directory, files_of_rank)))
         hashed = time.perf_counter()
         on_main(world, commit)
     except BaseException:
@@ -140,17 +148,39 @@ def write_version(
     return {"write": wrote - began, "hash": hashed - wrote, "commit": time.perf_counter() - hashed}
 
 
-class _Task(NamedTuple):
-    """Work of a background thread: what it makes, which thread does it, and its result."""
+class _Thread:
+    """A background thread that does one task at a time, and the tasks whose results nobody has taken yet."""
 
-    subject: str
-    owner: str
-    future: Future[Any]
+    def __init__(self, name: str, owner: str, timeout: float) -> None:
+        self.owner, self.timeout = owner, timeout
+        self.tasks: list[tuple[str, Future[Any]]] = []  # what each makes, and its result
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def wait(self, seconds: float) -> None:
-        """Return once it has ended, with success or not; raise WaitTimeout if it takes longer."""
-        if wait_for_futures([self.future], timeout=seconds).not_done:
-            raise WaitTimeout(self.subject, self.owner, seconds)
+    def submit(self, subject: str, work: Callable[[], object]) -> None:
+        self.tasks.append((subject, self._pool.submit(work)))
+
+    def results(self, *, leave: int = 0) -> list[Any]:
+        """Wait for all tasks but the newest `leave`, and take the results of those that have ended.
+
+        Raises WaitTimeout if a task takes longer than `timeout`, and what the first of them failed with.
+        """
+        for subject, future in self.tasks[: max(len(self.tasks) - leave, 0)]:
+            if wait_for_futures([future], timeout=self.timeout).not_done:
+                raise WaitTimeout(subject, self.owner, self.timeout)
+        results = []
+        for task in [task for task in self.tasks if task[1].done()]:
+            self.tasks.remove(task)
+            results.append(task[1].result(timeout=0))
+        return results
+
+    def close(self) -> None:
+        """Wait for the tasks that are left, and log what failed or is late."""
+        self._pool.shutdown(wait=False)
+        for subject, future in self.tasks:
+            if wait_for_futures([future], timeout=self.timeout).not_done:
+                return logger.error("{}", WaitTimeout(subject, self.owner, self.timeout))
+            if (failure := future.exception(timeout=0)) is not None:
+                logger.error("{}", failure)
 
 
 class WeightPublisher:
@@ -162,11 +192,11 @@ class WeightPublisher:
     Args:
         timeout: Seconds that committing a version may take.
         memory: Publish from memory (None: every version is written to files).
-        canary: Scores the canary that goes into each version's manifest (None: no logprob check).
+        scorer: Scores the prompt of the logprob check for each version's manifest (None: no logprob check).
         tmpfs: Holds the files of versions that need not survive the host (None: all files are on the disk).
         save_interval: Versions whose number is a multiple are durable, and never pruned.
         on_committed: Called in the loop's thread with each committed version and the seconds of its parts
-            (`time/export_*`), of the loop's waiting (`time/export`) and of scoring the canary (`time/canary`).
+            (`time/export_*`), of the loop's waiting (`time/export`) and of scoring (`time/canary`).
     """
 
     def __init__(
@@ -178,7 +208,7 @@ class WeightPublisher:
         dtype: torch.dtype,
         *,
         timeout: float = 600.0,
-        canary: CanaryScorer | None = None,
+        scorer: ReferenceScorer | None = None,
         memory: MemoryTransport | None = None,
         tmpfs: Tmpfs | None = None,
         save_interval: int | None = None,
@@ -187,24 +217,20 @@ class WeightPublisher:
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world, self.dtype = source, world, dtype
         self.incarnation, self._start = 0, 0
-        self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
+        self._on_committed, self._scorer = on_committed, scorer
         self._memory, self._tmpfs, self._save_interval = memory, tmpfs, save_interval
         self._copies: RowCopies | GatheredCopy
         self._copies = RowCopies(policy, world, dtype) if memory is None else GatheredCopy(policy, world, dtype)
         self._copied, self._held = Copy(), 0  # the copy, and its version
         self._publisher: Publisher | None = None  # of rank 0
-        self._files_wanted = False
-        self._closed = threading.Event()
+        self._files_wanted, self._closed = False, threading.Event()
         self._tmpfs_dir: Path | None = None  # of this run
         self._had_tmpfs = True  # it may hold files of some version
         self._seen: incarnations.Seen = {}
         self._background = background_world(world, timeout)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="durable")
-        self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
-        self._commits: list[_Task] = []  # of one version at most
-        self._writes: list[_Task] = []  # of rank 0: versions from memory that become durable
-        self._prunes: list[_Task] = []  # of rank 0
+        self._committer = _Thread("weights", "the thread that commits it", timeout)  # has one task at most
+        self._writer = _Thread("durable", "the thread that writes them", timeout)  # of rank 0: versions from memory
+        self._pruner = _Thread("prune", "the thread that removes them", timeout)  # of rank 0
         self._waited, self._scoring = 0.0, 0.0
 
     # ---- the loop's side
@@ -223,14 +249,13 @@ class WeightPublisher:
         """
         self._start = start
         # Only a policy that is not trained yet is the base model.
-        scored = None if self._canary is None or start > 0 else self._canary.score(as_exported=False)
-        base_canary = None if scored is None else agree(self.world, scored.read)
+        scored = None if self._scorer is None or start > 0 else self._scorer.score(as_exported=False)
+        reference = None if scored is None else agree(self.world, scored)
         if self._tmpfs is not None and (hosts := len(set(gather(self.world, boot_id())))) > 1:
             raise UserError(f"weights.tmpfs is the memory of one host, and the trainer's ranks are on {hosts}")
-        self.incarnation, base, place = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
-        self._tmpfs_dir = None if place is None else Path(place)
-        preparing = self._thread.submit(self._prepare)
-        self._commits.append(_Task("memory for the weights", "the thread that makes it ready", preparing))
+        self.incarnation, base, tmpfs = on_main(self.world, lambda: self._open(start, spares, saved_by, reference))
+        self._tmpfs_dir = None if tmpfs is None else Path(tmpfs)
+        self._committer.submit("memory for the weights", self._prepare)
         if start > 0:
             self.ensure(start)
         return self.incarnation, base
@@ -253,15 +278,17 @@ class WeightPublisher:
         """
         self.settle(everything=False)
         began = time.perf_counter()
-        scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
+        scored = None if self._scorer is None else self._scorer.score(compiled=version > self._start)
         copying = time.perf_counter()
         self._scoring += copying - began
         if self._publisher is not None:
             self._publisher.withdraw()
         self._copied, self._held = self._copies.copy(), version
         durable = durable or self._is_saved(version)
-        committing = self._thread.submit(self._commit, version, durable, scored, check, list(self._prunes))
-        self._commits.append(_Task(f"weights/step_{version}", "the thread that commits it", committing))
+        removals = [future for _, future in self._pruner.tasks]
+        self._committer.submit(
+            f"weights/step_{version}", lambda: self._commit(version, durable, scored, check, removals)
+        )
         self._waited += time.perf_counter() - copying
 
     def before_update(self) -> None:
@@ -274,17 +301,24 @@ class WeightPublisher:
         It begins once the version under way is committed. `checkpoints` is called by the thread.
         """
         if keep is not None and self.world.is_main:
-            under_way = self._commits[-1].future if self._commits else None
-            removing = self._pruner.submit(self._prune, under_way, async_level, keep, checkpoints)
-            self._prunes.append(_Task("end of removing old versions", "the thread that removes them", removing))
+            committing = self._committer.tasks[-1][1] if self._committer.tasks else None
+            unused = partial(self._unused, async_level, keep, checkpoints)
+            self._pruner.submit("end of removing old versions", lambda: self._prune(unused, committing))
 
     def settle(self, *, everything: bool = True) -> None:
         """Wait until versions are committed, durable if they must be, and pruned; UserError if one fails or is late.
 
         Without `everything`: only for the version under way, and for all removals but the newest.
         """
+
+        def results() -> Times | None:
+            committed = self._committer.results()
+            self._pruner.results(leave=0 if everything else 1)
+            self._writer.results(leave=0 if everything else len(self._writer.tasks))
+            return next((times for times in committed if times is not None), None)
+
         began = time.perf_counter()
-        times = agree(self.world, lambda: self._take_results(everything))
+        times = agree(self.world, results)
         self._waited += time.perf_counter() - began
         if times is not None:
             times |= {"time/export": self._waited, "time/canary": self._scoring}
@@ -295,42 +329,16 @@ class WeightPublisher:
         """Move the versions in tmpfs that `prune` keeps to the disk, and remove the rest, at the end of a run."""
         self.settle()
         if self._tmpfs_dir is not None and keep is not None:
-            on_main(self.world, lambda: self._leave_tmpfs(async_level, keep, checkpoints))
+            on_main(self.world, lambda: self._leave_tmpfs(partial(self._unused, async_level, keep, checkpoints)))
 
     def close(self) -> None:
         """Wait for the threads, for at most `timeout` a task, and log what failed."""
         self._closed.set()
-        for thread in (self._thread, self._writer, self._pruner):
-            thread.shutdown(wait=False)
+        self._committer.close()
+        self._writer.close()
+        self._pruner.close()
         if self._publisher is not None:
             self._publisher.close()
-        for tasks in (self._commits, self._writes, self._prunes):
-            for task in tasks:
-                try:
-                    task.wait(self._timeout)
-                except WaitTimeout as late:
-                    logger.error("{}", late)
-                    return  # a buffer may still be read
-                if (failure := task.future.exception(timeout=0)) is not None:
-                    logger.error("{}", failure)
-        if isinstance(self._copies, RowCopies):
-            self._copies.close()
-
-    def _take_results(self, everything: bool) -> Times | None:
-        """Wait, drop the tasks that have ended, and return the times of the version that was under way, if any."""
-        results: list[Any] = []
-
-        def take(tasks: list[_Task], owed: Sequence[_Task]) -> None:
-            for task in owed:
-                task.wait(self._timeout)
-            for task in [task for task in tasks if task.future.done()]:
-                tasks.remove(task)
-                results.append(task.future.result(timeout=0))
-
-        take(self._commits, self._commits)
-        take(self._prunes, self._prunes if everything else self._prunes[:-1])
-        take(self._writes, self._writes if everything else [])
-        return next((result for result in results if result is not None), None)
 
     # ---- in the thread that commits
 
@@ -348,29 +356,39 @@ class WeightPublisher:
             threading.Thread(target=self._await_call_for_files, args=(copies,), name="files", daemon=True).start()
 
     def _commit(
-        self, version: int, durable: bool, scored: Scored | None, check: Callable[[], object], prunes: Sequence[_Task]
+        self,
+        version: int,
+        durable: bool,
+        scored: Callable[[], LogprobReference] | None,
+        check: Callable[[], object],
+        removals: list[Future[Any]],
     ) -> Times:
         world, copies, copied = self._background, self._copies, self._copied
         try:
             agree(world, check)
-            canary = None if scored is None else agree(world, scored.read)
+            reference = None if scored is None else agree(world, scored)
             on_main(world, lambda: incarnations.refuse_outlived(self.output_dir, self.incarnation))
         finally:
             copy_seconds = copied.finish()
         if isinstance(copies, GatheredCopy):
-            times = on_main(world, lambda: self._commit_in_memory(copies, version, durable, canary))
+            times = on_main(world, lambda: self._commit_in_memory(copies, version, durable, reference))
         else:
             final = version_dir(self.root, version)
-            place = None if durable or self._tmpfs_dir is None else version_dir(self._tmpfs_dir, version)
-            on_main(world, lambda: self._make_room(place or final, copies.file_bytes, prunes))
+            tmpfs = None if durable or self._tmpfs_dir is None else version_dir(self._tmpfs_dir, version)
+
+            def make_room() -> None:
+                if shutil.disk_usage((tmpfs or final).parent).free < copies.file_bytes:
+                    wait_for_futures(removals, timeout=self._pruner.timeout)
+
+            on_main(world, make_room)
             times = write_version(
                 copies, copied, self.source, world, final,
-                version=version, incarnation=self.incarnation, canary=canary, tmpfs=place,
+                version=version, incarnation=self.incarnation, reference=reference, tmpfs=tmpfs,
             )  # fmt: skip
         return {f"time/export_{part}": seconds for part, seconds in {"copy": copy_seconds, **times}.items()}
 
     def _commit_in_memory(
-        self, copies: GatheredCopy, version: int, durable: bool, canary: LogprobReference | None
+        self, copies: GatheredCopy, version: int, durable: bool, reference: LogprobReference | None
     ) -> Times:
         """Offer a version, and commit a manifest that names the publisher, on rank 0."""
         publisher, memory = self._publisher, self._memory
@@ -379,11 +397,11 @@ class WeightPublisher:
         began = time.perf_counter()
         stream = torch.cuda.Stream(copies.buffer.device) if copies.buffer.is_cuda else None
         with nullcontext() if stream is None else torch.cuda.stream(stream):  # not behind what the training computes
-            sums = checksums(copies.buffer, copies.places)
+            sums = checksums(copies.buffer, copies.ranges)
         summed = time.perf_counter()
         tensors = {name: replace(entry, checksum=sums[name]) for name, entry in copies.tensors.items()}
         address = publisher.address(fallback=memory.fallback)
-        extra = manifest_extra(version, self.incarnation, tensors, canary=canary, publisher=address)
+        extra = manifest_extra(version, self.incarnation, tensors, reference=reference, publisher=address)
         stage = Stage(version_dir(self.root, version))
         try:
             publisher.offer(version, self.incarnation, extra["hash"], copies.size)
@@ -392,29 +410,23 @@ class WeightPublisher:
             stage.abort()
             raise
         if durable or self._files_wanted:
-            # Copied before the next version is gathered, which waits for this thread.
-            writing = self._writer.submit(self._write_files, copies, version, copies.to_host(), tensors)
-            self._writes.append(_Task("files of a version", "the thread that writes them", writing))
+            host = copies.to_host()  # before the next version is gathered, which waits for this thread
+            self._writer.submit("files of a version", lambda: self._write_files(copies, version, host, tensors))
         return {"checksum": summed - began, "commit": time.perf_counter() - summed}
-
-    def _make_room(self, place: Path, size: int, prunes: Sequence[_Task]) -> None:
-        """Wait until older versions are removed if there is no room for another one."""
-        if shutil.disk_usage(place.parent).free < size:
-            wait_for_futures([task.future for task in prunes], timeout=self._timeout)
 
     # ---- files of versions that are published from memory, on rank 0
 
     def _write_files(self, copies: GatheredCopy, version: int, host: Tensor, tensors: dict[str, TensorEntry]) -> None:
         """Make a version durable from a copy in host memory."""
         directory = version_dir(self.root, version)
-        sums = checksums(host, copies.places)
+        sums = checksums(host, copies.ranges)
         if any(sums[name] != entry.checksum for name, entry in tensors.items()):
             raise UserError(f"{directory} was changed on its way to host memory: nothing of it is written")
 
         def write(stage: Path) -> None:
             copy_model_files(self.source, stage, self.dtype)
-            allocate(stage, copies.headers, copies.slots)
-            write_ranges(host.numpy().data, stage, copies.files)
+            allocate_files(stage, copies.headers, copies.slots)
+            write_ranges(host, stage, copies.files)
 
         try:
             make_durable(directory, write)
@@ -439,48 +451,45 @@ class WeightPublisher:
 
     # ---- rank 0's side of the disk
 
-    def _prune(
-        self, under_way: "Future[Any] | None", async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]
-    ) -> None:
-        if under_way is not None and under_way.exception() is not None:  # bounded: by whoever settles that version
+    def _is_saved(self, version: int) -> bool:
+        return self._save_interval is not None and version % self._save_interval == 0
+
+    def _prune(self, unused: Callable[[], list[int]], committing: Future[Any] | None = None) -> None:
+        if committing is not None and committing.exception() is not None:  # bounded: by whoever settles that version
             return
-        for version in self._prunable(async_level, keep, checkpoints):
+        for version in unused():
             try:
                 self._remove(version)
             except OSError as error:
                 directory = version_dir(self.root, version)
                 raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
 
-    def _prunable(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> list[int]:
-        versions, starts = (
-            incarnations.read_versions(self.root, self._seen),
-            incarnations.read_incarnations(self.output_dir),
-        )
+    def _unused(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> list[int]:
+        versions = incarnations.read_versions(self.root, self._seen)
+        starts = incarnations.read_incarnations(self.output_dir)
         lease, needed = incarnations.strictest_lease(self.output_dir), checkpoints()
-        found = prunable(versions, starts, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)
-        return [version for version in found if not self._is_saved(version)]
-
-    def _is_saved(self, version: int) -> bool:
-        return self._save_interval is not None and version % self._save_interval == 0
+        unused = prunable(versions, starts, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)
+        return [version for version in unused if not self._is_saved(version)]
 
     def _open(
-        self, start: int, spares: bool, saved_by: Collection[int], canary: LogprobReference | None
+        self, start: int, spares: bool, saved_by: Collection[int], reference: LogprobReference | None
     ) -> tuple[int, str | None, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
-        if (place := self._tmpfs) is not None:
+        if self._tmpfs is not None:
             assert isinstance(self._copies, RowCopies)
-            root = tmpfs_dir(place.root, self.output_dir, incarnations.run_id(self.output_dir) or "none")
-            check_room(root, place.versions, self._copies.file_bytes, place.arithmetic, available_bytes())
+            root = tmpfs_dir(self._tmpfs.root, self.output_dir, incarnations.run_id(self.output_dir) or "none")
+            size, arithmetic = self._copies.file_bytes, self._tmpfs.arithmetic
+            check_room(root, self._tmpfs.versions, size, arithmetic, available_bytes())
         clean_stages(self.root)
         directory = self.source.directory
-        base = None if directory is None else write_base_version(self.root, directory, canary).hash
+        base = None if directory is None else write_base_version(self.root, directory, reference).hash
         faults.point(f"incarnation:{incarnations.next_incarnation(self.output_dir, saved_by)}")
         incarnation = incarnations.open_incarnation(self.output_dir, start, spares=spares, saved_by=saved_by)
         for version in incarnations.lost_versions(self.root):  # the host was started again
             prune(version_dir(self.root, version))
-        self._set_aside(incarnation)
-        places = (tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root))
-        used = {place.directory for place in places if place is not None}
+        self._remove_superseded(incarnation)
+        in_use = (tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root))
+        used = {files.directory for files in in_use if files is not None}
         self._had_tmpfs = self._tmpfs is not None or bool(used)
         if self._tmpfs is None:
             return incarnation, base, None
@@ -521,12 +530,11 @@ class WeightPublisher:
         remove_in_tmpfs(manifest.tmpfs, self.output_dir, incarnations.run_id(self.output_dir))
         return True
 
-    def _leave_tmpfs(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> None:
-        dropped = self._prunable(async_level, keep, checkpoints)
-        for version in sorted(set(list_steps(self.root)).difference(dropped), reverse=True):
+    def _leave_tmpfs(self, unused: Callable[[], list[int]]) -> None:
+        for version in sorted({*list_steps(self.root)} - {*unused()}, reverse=True):
             if tmpfs_of(version_dir(self.root, version)) is not None:
                 self._bring_to_disk(version)
-        self._prune(None, async_level, keep, checkpoints)
+        self._prune(unused)
         if self._tmpfs_dir is not None and not any(self._tmpfs_dir.iterdir()):
             self._tmpfs_dir.rmdir()
 
@@ -537,20 +545,19 @@ class WeightPublisher:
             remove_in_tmpfs(tmpfs_of(directory), self.output_dir, incarnations.run_id(self.output_dir))
         prune(directory)
 
-    def _set_aside(self, incarnation: int) -> None:
-        """Remove the versions that the new incarnation gives up, or keep the newest under another name."""
+    def _remove_superseded(self, incarnation: int) -> None:
+        """Remove the versions that the new incarnation supersedes, or keep the newest under another name."""
         versions = incarnations.read_versions(self.root)
         superseded = to_set_aside(versions, incarnations.read_incarnations(self.output_dir))
-        manifests = {version: weights_manifest(version_dir(self.root, version)) for version in superseded}
-        on_disk = {version: versions[version] for version in superseded if manifests[version].publisher is None}
-        kept = spared(on_disk, incarnations.sparing_incarnations(self.output_dir))
+        with_files = [v for v in superseded if weights_manifest(version_dir(self.root, v)).publisher is None]
+        kept = spared({v: versions[v] for v in with_files}, incarnations.sparing_incarnations(self.output_dir))
         if kept is not None and not self._bring_to_disk(kept):
             kept = None
         for version in superseded:  # ascending, so that after a crash the newest is still there to be kept
             if version != kept:
                 self._remove(version)
-            elif (aside := supersede(version_dir(self.root, version), incarnation)) is not None:
-                logger.warning("version {} is given up; it lies in {} now", version, aside)
+            elif (renamed := supersede(version_dir(self.root, version), incarnation)) is not None:
+                logger.warning("version {} is given up; it lies in {} now", version, renamed)
 
 
 # ---- what a config asks for
@@ -566,11 +573,10 @@ def export_dtype(config_dtype: str, source: Source) -> torch.dtype:
 def transport_of(config: "TrainerConfig", world: World) -> MemoryTransport | None:
     """The options of `memory`, if `weights.transport` asks for it here; None for `filesystem`."""
     weights = config.weights
-    if weights.transport == "filesystem":
+    auto = weights.transport == "auto"
+    if weights.transport == "filesystem" or (auto and (world.device.type != "cuda" or weights.tmpfs is not None)):
         return None
-    if weights.transport == "auto" and (world.device.type != "cuda" or weights.tmpfs is not None):
-        return None
-    return MemoryTransport(weights.host, weights.port, weights.timeout, fallback=weights.transport == "auto")
+    return MemoryTransport(weights.host, weights.port, weights.timeout, fallback=auto)
 
 
 def tmpfs_of_config(config: "TrainerConfig") -> Tmpfs | None:

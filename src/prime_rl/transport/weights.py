@@ -75,12 +75,12 @@ def read_reference(extra: Mapping[str, Any]) -> LogprobReference | None:
     Raises:
         KeyError, TypeError, ValueError: the entry is malformed.
     """
-    entry = extra.get("canary")
+    entry = extra.get("reference", extra.get("canary"))  # the latter: its name until November 2026
     if entry is None:
         return None
     reference = LogprobReference(tuple(map(int, entry["tokens"])), tuple(map(float, entry["logprobs"])))
     if len(reference.logprobs) != len(reference.tokens) - 1 or not all(map(math.isfinite, reference.logprobs)):
-        raise ValueError("a canary needs one finite log-probability for every token but the first")
+        raise ValueError("a reference needs one finite log-probability for every token but the first")
     return reference
 
 
@@ -110,7 +110,7 @@ class WeightsManifest:
 
     Attributes:
         base: The model directory that holds the tensors (version 0), else None.
-        canary: None if the trainer scored none.
+        reference: None if the trainer scored none.
         tmpfs: The tmpfs directory that holds the files; None if none does.
         publisher: The publisher that holds the tensors; None if files hold them.
     """
@@ -121,7 +121,7 @@ class WeightsManifest:
     tensors: dict[str, TensorEntry]
     base: str | None
     directory: Path
-    canary: LogprobReference | None = None
+    reference: LogprobReference | None = None
     tmpfs: InTmpfs | None = None
     publisher: PublisherAddress | None = None
 
@@ -164,12 +164,16 @@ def manifest_extra(
     incarnation: int,
     tensors: Mapping[str, TensorEntry],
     base: str | None = None,
-    canary: LogprobReference | None = None,
+    reference: LogprobReference | None = None,
     publisher: PublisherAddress | None = None,
 ) -> dict[str, Any]:
     """The `extra` of a version's manifest."""
     return {
-        **({} if canary is None else {"canary": {"tokens": list(canary.tokens), "logprobs": list(canary.logprobs)}}),
+        **(
+            {}
+            if reference is None
+            else {"reference": {"tokens": list(reference.tokens), "logprobs": list(reference.logprobs)}}
+        ),
         **({} if publisher is None else {"publisher": asdict(publisher)}),
         "version": version,
         "incarnation": incarnation,
@@ -340,11 +344,11 @@ def read_header(file: Path) -> dict[str, TensorRange]:
     return stored
 
 
-def write_base_version(root: Path, model: Path, canary: LogprobReference | None = None) -> WeightsManifest:
+def write_base_version(root: Path, model: Path, reference: LogprobReference | None = None) -> WeightsManifest:
     """Commit version 0, the base model at `model`, unless it is. Raises CommitError if another base model is."""
     directory = version_dir(root, 0)
     tensors = hash_directory(model)
-    extra = manifest_extra(0, 0, tensors, str(model.resolve()), canary)
+    extra = manifest_extra(0, 0, tensors, str(model.resolve()), reference)
     if 0 in commit.list_steps(root):
         existing = weights_manifest(directory)
         if existing.hash != extra["hash"]:

@@ -91,7 +91,7 @@ def test_a_spoilt_canary_makes_a_manifest_unreadable(found, tmp_path):
 
 def test_a_canary_comes_back_from_a_manifest():
     canary = LogprobReference(TOKENS, LOGPROBS)
-    assert read_reference(manifest_extra(1, 0, {}, canary=canary)) == canary
+    assert read_reference(manifest_extra(1, 0, {}, reference=canary)) == canary
     assert read_reference(manifest_extra(1, 0, {})) is None
 
 
@@ -141,9 +141,9 @@ class Scored:
         if self.answer is not None:
             raise self.answer
         self.scored += 1
-        assert self.now.canary is not None
-        assert tuple(tokens) == self.now.canary.tokens
-        return [logprob + self.noise for logprob in self.now.canary.logprobs]
+        assert self.now.reference is not None
+        assert tuple(tokens) == self.now.reference.tokens
+        return [logprob + self.noise for logprob in self.now.reference.logprobs]
 
     async def update(self, canaries: LogprobCheck, weights: WeightsManifest) -> None:
         """As `InferenceClient.update`."""
@@ -153,7 +153,7 @@ class Scored:
 
 def commit(root: Path, version: int, canary: LogprobReference | None = CANARY) -> WeightsManifest:
     place = version_dir(root, version)
-    with stage(place, step=version, producer="trainer", extra=manifest_extra(version, 0, {}, canary=canary)):
+    with stage(place, step=version, producer="trainer", extra=manifest_extra(version, 0, {}, reference=canary)):
         pass
     return replace(weights_manifest(place), hash=f"hash {version}")
 
@@ -236,7 +236,7 @@ async def test_a_server_that_samples_is_never_given_the_base(server, tmp_path, h
     put it back on the base weights under episodes in flight."""
     canaries = LogprobCheck()
     await server.update(canaries, commit(tmp_path, 5, None))
-    server.now = replace(server.now, canary=None)
+    server.now = replace(server.now, reference=None)
     await server.update(canaries, commit(tmp_path, 6))
     assert server.gave == [5, 6]
     assert "checked by hashes alone" in heard.messages[0]
@@ -288,7 +288,7 @@ async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, 
     give = server.give
 
     async def stale(weights: WeightsManifest) -> Served:
-        await give(replace(weights, canary=one.canary))
+        await give(replace(weights, reference=one.reference))
         return await server.served()
 
     server.give = stale
@@ -353,7 +353,7 @@ async def test_versions_without_a_canary_are_served_by_their_hash(server, tmp_pa
     canaries = LogprobCheck()
     for version in (1, 2):
         await server.update(canaries, commit(tmp_path, version, None))
-    server.now = replace(server.now, canary=None)
+    server.now = replace(server.now, reference=None)
     assert len(heard.messages) == 1
     assert (
         "servers are checked by hashes alone: there are no log-probabilities of the fixed prompt in the version"

@@ -54,7 +54,7 @@ def test_large_weights_lie_in_several_files_written_at_once(
     """Every file but one of a single large tensor keeps to the limit; the index names the file of every tensor; all read the same weights."""
     policy, source = make_policy(untied_model), find_model(str(untied_model))
     export(policy, source, world, tmp_path / "step_1", torch.float32)
-    monkeypatch.setattr("prime_rl.trainer.weight_files.FILE_BYTES", 60_000)
+    monkeypatch.setattr("prime_rl.trainer.weight_copy.FILE_BYTES", 60_000)
     export(policy, source, world, tmp_path / "step_2", torch.float32, version=2)
 
     files = sorted(path.name for path in (tmp_path / "step_2").glob("*.safetensors"))
@@ -239,7 +239,7 @@ def test_every_version_has_the_time_out_for_itself(versions: Callable[[], Weight
     incarnation._on_committed = lambda version, times: told.append(version)
     incarnation.open(0)
     incarnation.settle()
-    incarnation._timeout = 5.0
+    incarnation._committer.timeout = 5.0
     for version in (1, 2):
         incarnation.publish(version, lambda: time.sleep(3))
     incarnation.settle()
@@ -262,11 +262,11 @@ def test_a_version_that_takes_too_long(versions: Callable[[], WeightPublisher], 
     incarnation.settle()
     go_on = threading.Event()
     incarnation.publish(1, lambda: go_on.wait(10))
-    incarnation._timeout = 0.05
+    incarnation._committer.timeout = 0.05
     for _ in range(2):
         with pytest.raises(UserError, match="no weights/step_1 from the thread that commits it"):
             incarnation.publish(2)
     go_on.set()
-    incarnation._timeout = 60
+    incarnation._committer.timeout = 60
     incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1]

@@ -75,11 +75,11 @@ def test_the_next_version_does_not_wait(incarnation: WeightPublisher, slow: Slow
     )
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5]
     prune_old(incarnation)
-    incarnation._timeout = 0.05
+    incarnation._pruner.timeout = 0.05
     for _ in range(2):
         with pytest.raises(UserError, match="no end of removing old versions from the thread that removes them"):
             incarnation.publish(6)
-    incarnation._timeout = 60
+    incarnation._pruner.timeout = 60
     slow.may.set()
     incarnation.publish(6)
     incarnation.settle()
@@ -90,10 +90,10 @@ def test_settling_waits(incarnation: WeightPublisher, slow: Slow, tmp_path: Path
     """`settle` ends when the old versions are gone."""
     prune_old(incarnation)
     assert slow.began.wait(60)
-    incarnation._timeout = 0.05
+    incarnation._pruner.timeout = 0.05
     with pytest.raises(UserError, match="no end of removing old versions"):
         incarnation.settle()
-    incarnation._timeout = 60
+    incarnation._pruner.timeout = 60
     slow.may.set()
     incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 3, 4]
@@ -118,8 +118,8 @@ def test_a_failure_is_heard(
     with monkeypatch.context() as context:
         context.setattr(weight_publisher, "prune", failing)
         prune_old(incarnation)
-        (failed,) = incarnation._prunes
-        assert failed.future.exception(timeout=60) is not None
+        ((_, failed),) = incarnation._pruner.tasks
+        assert failed.exception(timeout=60) is not None
     with pytest.raises(UserError, match="the file system fails at .*step_1"):
         hear(incarnation)
     incarnation.publish(5)

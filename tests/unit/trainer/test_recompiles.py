@@ -14,13 +14,13 @@ from torch._dynamo.utils import counters
 
 from conftest import make_tiny_model
 from prime_rl.config.trainer import DefaultLoss, GSPOLoss, LossConfig
-from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.lm_head import TokenLoss, _differentiated
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, make_loss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.sharded_optimizer import local_part
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step, warm_up
 from support import trainer as support
@@ -87,7 +87,7 @@ def test_after_a_warm_up_no_step_compiles(
     warm_up(policy, loss_of, config, world, support.VOCABULARY, 1)
     compiled = counters["stats"]["unique_graphs"]
     assert compiled > 0, "nothing was compiled"
-    scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, torch.bfloat16)
+    scorer = ReferenceScorer(policy, world, support.VOCABULARY, torch.float32, torch.bfloat16)
     for batches in packs(len(STREAMS)):
         forward_backward(policy, batches, loss_of, world)
         optimizer_step(policy, optimizer, 1e-3, 1.0)

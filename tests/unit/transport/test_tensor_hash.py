@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from prime_rl.inference.staging import Staging
-from prime_rl.trainer.weight_files import Range, hash_files, write_ranges
+from prime_rl.trainer.weight_copy import Range, hash_files, write_ranges
 from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import Subscriber
@@ -63,7 +63,9 @@ def test_writers_and_readers_agree(tmp_path: Path) -> None:
 
     data = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(bytes(len(data)))
-    write_ranges(memoryview(data), directory, {"model.safetensors": [Range(0, len(data), 0)]})
+    write_ranges(
+        torch.frombuffer(bytearray(data), dtype=torch.uint8), directory, {"model.safetensors": [Range(0, len(data), 0)]}
+    )
     hashed = hash_files(directory, ["model.safetensors"])
     assert {name: entry["xxh3"] for name, entry in hashed.items()} == want
 

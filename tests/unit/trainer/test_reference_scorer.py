@@ -1,4 +1,4 @@
-"""The trainer's canary: what it says of a version is what the version's files compute, and scoring it leaves no trace."""
+"""The trainer's reference for the logprob check: what it says of a version is what the version's files compute, and scoring it leaves no trace."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +13,11 @@ from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import DefaultLoss
 from prime_rl.errors import UserError
-from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.loss import STREAMS, make_loss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate
-from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parallel import ToHost, World
+from prime_rl.trainer.reference_scorer import ReferenceScorer, finite_reference
 from prime_rl.trainer.training_loop import forward_backward
 from prime_rl.transport.weights import REFERENCE_TOKENS, LogprobReference, reference_tokens, weights_manifest
 from support import trainer as support
@@ -37,16 +37,15 @@ def reference(directory: Path, tokens: tuple[int, ...]) -> torch.Tensor:
 
 def check(directory: Path) -> None:
     manifest = weights_manifest(directory)
-    canary = manifest.canary
-    assert canary is not None
-    assert canary.tokens == tuple(reference_tokens(support.VOCABULARY))
-    assert len(canary.tokens) == REFERENCE_TOKENS
-    expected = reference(manifest.files, canary.tokens)
-    assert torch.allclose(torch.tensor(canary.logprobs), expected, atol=2e-5), torch.tensor(canary.logprobs) - expected
+    scored = manifest.reference
+    assert scored is not None
+    assert scored.tokens == tuple(reference_tokens(support.VOCABULARY))
+    assert len(scored.tokens) == REFERENCE_TOKENS
+    expected = reference(manifest.files, scored.tokens)
+    assert torch.allclose(torch.tensor(scored.logprobs), expected, atol=2e-5), torch.tensor(scored.logprobs) - expected
 
 
-@pytest.mark.parametrize("which", ["tied", "untied", "experts"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("which", "dtype"), [("tied", "float32"), ("untied", "bfloat16"), ("experts", "bfloat16")])
 def test_every_version_says_what_its_files_compute(which: str, dtype: str, run_training: Run, tmp_path: Path) -> None:
     """Contract: base, trained and resumed versions alike, also where they are rounded for the export: the prompt's log-probabilities are those
     of the files, to float32's accuracy."""
@@ -58,15 +57,15 @@ def test_every_version_says_what_its_files_compute(which: str, dtype: str, run_t
     run_training(support.make_config(tmp_path, model, max_steps=4, weights=weights, ckpt=resumed))
     for version in range(5):
         check(tmp_path / "weights" / f"step_{version}")
-    scored = [weights_manifest(tmp_path / "weights" / f"step_{version}").canary for version in range(5)]
-    assert len({canary.logprobs for canary in scored if canary}) == 5
+    scored = [weights_manifest(tmp_path / "weights" / f"step_{version}").reference for version in range(5)]
+    assert len({each.logprobs for each in scored if each}) == 5
 
 
 def test_who_is_not_served_scores_nothing(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """On random data manifests carry no canary."""
+    """On random data manifests carry no reference."""
     run_training(support.make_config(tmp_path, tied_model, max_steps=1, data={"fake": {"batch_size": 2}}))
     for version in (0, 1):
-        assert weights_manifest(tmp_path / "weights" / f"step_{version}").canary is None
+        assert weights_manifest(tmp_path / "weights" / f"step_{version}").reference is None
 
 
 @pytest.mark.parametrize("exported", [torch.bfloat16, torch.float32])
@@ -82,16 +81,16 @@ def test_scoring_leaves_no_trace(
     found = []
     for scores in (False, True):
         policy = make_policy(model)
-        scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, exported)
+        scorer = ReferenceScorer(policy, world, support.VOCABULARY, torch.float32, exported)
         if scores:
-            base = scorer.score(as_exported=False).read()
+            base = scorer.score(as_exported=False)()
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.mul_(1.001)  # no longer what bfloat16 can hold
         before = [parameter.detach().clone() for parameter in policy.parameters()]
         if scores:
             first, again = scorer.score(), scorer.score(compiled=True)
-            assert first.read() == again.read() != base
+            assert first() == again() != base
         assert all(map(torch.equal, policy.parameters(), before))
         sums = forward_backward(policy, [collate(documents, len(STREAMS))], loss, world)
         loads = [block.clone() for name, block in policy.named_buffers() if name.endswith("load")]
@@ -100,7 +99,7 @@ def test_scoring_leaves_no_trace(
             for parameter in policy.parameters():
                 parameter.mul_(1.001)
         if scores:
-            assert scorer.score(compiled=True).read() != first.read(), "scored with weights of an earlier step"
+            assert scorer.score(compiled=True)() != first(), "scored with weights of an earlier step"
     assert len(found[0]) > 3
     assert all(map(torch.equal, *found))
 
@@ -119,7 +118,7 @@ def test_scoring_compiles_no_step_again(
     steps = []
     for scores in (False, True):
         policy = make_policy(tied_model, compile=True)
-        scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, torch.float32)
+        scorer = ReferenceScorer(policy, world, support.VOCABULARY, torch.float32, torch.float32)
         torch._dynamo.reset()
         counters.clear()
         scorer.score(as_exported=False)
@@ -141,7 +140,7 @@ def test_scoring_compiles_no_step_again(
 
 def test_weights_that_compute_no_numbers_are_not_committed() -> None:
     """Contract: what a step made is not served when it computes no numbers, however finite its gradient was."""
-    assert Scored((1, 2), torch.tensor([-0.5])).read() == LogprobReference((1, 2), (-0.5,))
+    assert finite_reference((1, 2), ToHost(torch.tensor([-0.5]))) == LogprobReference((1, 2), (-0.5,))
     for bad in (torch.nan, -torch.inf):
-        with pytest.raises(UserError, match="canary prompt"):
-            Scored((1, 2, 3), torch.tensor([-0.5, bad])).read()
+        with pytest.raises(UserError, match="fixed prompt"):
+            finite_reference((1, 2, 3), ToHost(torch.tensor([-0.5, bad])))

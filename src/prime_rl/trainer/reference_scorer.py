@@ -1,0 +1,98 @@
+"""The trainer's half of the logprob check: score the fixed prompt with every version that it commits.
+
+Between two steps this must be short: uncompiled blocks are so many kernels that the GPU would wait for the next step
+(32 ms of 619: Qwen3-0.6B, one 16k document a micro-batch, H200). Nothing waits for the device before the result of
+`ReferenceScorer.score` is called, by the thread that commits the version.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from prime_rl.errors import UserError
+from prime_rl.trainer import moe
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.packing import Document, collate, pads_to, pinned, to_device
+from prime_rl.trainer.parallel import ToHost, World
+from prime_rl.trainer.parameters import local_rows
+from prime_rl.transport.weights import LogprobReference, reference_tokens
+
+
+class ReferenceScorer:
+    """Score the fixed prompt with the policy as it is exported. Every rank calls it, at the same point of the run.
+
+    Args:
+        vocabulary: Token ids of the model.
+        computed: The dtype that the policy computes in, and `exported` that of exported weights.
+    """
+
+    def __init__(
+        self, policy: Policy, world: World, vocabulary: int, computed: torch.dtype, exported: torch.dtype
+    ) -> None:
+        self._policy, self._world, self._exported = policy, world, exported
+        self._tokens = tuple(reference_tokens(vocabulary))
+        ids = np.array(self._tokens)
+        document = Document(ids, np.ones(len(ids), dtype=np.bool_), 1.0, np.zeros((1, len(ids)), dtype=np.float32))
+        batch = collate([document], 1, pads_to(world.device))
+        self._batch = to_device(pinned([batch], world.device)[0], world.device)
+        routers = {block.gate.weight for block in moe.sparse_blocks(policy)}  # always computed in float32
+        self._rounded = [
+            parameter
+            for parameter in policy.parameters()
+            if (torch.float32 if parameter in routers else computed).itemsize > exported.itemsize
+        ]
+
+    @torch.no_grad()
+    def score(self, *, as_exported: bool = True, compiled: bool = False) -> Callable[[], LogprobReference]:
+        """Enqueue a forward pass of the weights as they are now; return what waits for its result.
+
+        Args:
+            as_exported: Round the weights to the exported dtype meanwhile. The base model is not exported.
+            compiled: Blocks may be compiled for this, too: there has been a step.
+        """
+        try:
+            with _blocks(compiled), self._rounding(self._rounded if as_exported else []):
+                logprobs, _ = self._policy(self._batch)
+        finally:
+            # Without a backward pass the gathered weights would stay, and the next forward would use them.
+            for unit in self._policy.units:
+                unit.reshard()
+        moe.load_sums(self._policy)  # discarded: the loads of experts are those of steps
+        return partial(finite_reference, self._tokens, ToHost(logprobs))
+
+    @contextmanager
+    def _rounding(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Round parameters meanwhile. Their copies take the memory that gradients take in a step."""
+        rows = [local_rows(parameter, self._world)[0] for parameter in parameters]
+        originals = [each.clone() for each in rows]
+        try:
+            for each in rows:
+                each.copy_(each.to(self._exported))
+            yield
+        finally:
+            for each, original in zip(rows, originals, strict=True):
+                each.copy_(original)
+
+
+def finite_reference(tokens: tuple[int, ...], logprobs: ToHost) -> LogprobReference:
+    """Wait for log-probabilities. Raises UserError if one is not finite: such weights must not be committed."""
+    values = tuple(logprobs.read().tolist())
+    if not all(map(math.isfinite, values)):
+        raise UserError("the new weights give the fixed prompt of the logprob check non-finite log-probabilities")
+    return LogprobReference(tokens, values)
+
+
+def _blocks(compiled: bool) -> AbstractContextManager[object]:
+    """How blocks that were compiled for training run here: eagerly, or as one more graph of each kind of block.
+
+    That graph, for this number of tokens, must not be the first: the second number of tokens that a block sees makes it
+    a variable of what is compiled then, and training is faster with a number.
+    """
+    if not compiled:
+        return torch.compiler.set_stance("force_eager")
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
