@@ -5,9 +5,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Self
 
 from prime_rl.monitor import read_status
@@ -26,24 +27,28 @@ _LOOK_SECONDS = 0.25
 _MEMORY_SECONDS = 5.0
 _PATIENCE_SECONDS = 10.0  # a wait shorter than this is normal and not worth a line
 _PATIENCE_WHILE_STEPPING_SECONDS = 60.0
-LINE_COLUMNS = 120  # of a step's line, with the time before it
-_CLOCK_COLUMNS = len("00:00:00 ")
+_LINE_COLUMNS = 120 - len("00:00:00 ")  # of a step's line, without the time before it
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
 _KEPT_STEPS = 100  # more than lie between two recovery checkpoints
 _EVAL_PREFIX, _EVAL_SUFFIX = "eval/", "/reward/mean"
+_BENCH_ROWS = {
+    "perf/throughput": "throughput (tokens/s)",
+    "perf/mfu": "MFU (%)",
+    "time/step": "step time (s)",
+    "perf/peak_memory": "peak memory (GiB)",
+}
 
 
 class Console:
-    """Prints what metrics and status files say. `say` and `tick` are the supervisor's callbacks."""
+    """Print what metrics and status files say. `say` and `tick` are the supervisor's callbacks."""
 
     def __init__(self, output_dir: Path, max_steps: int | None, bench_steps: Mapping[str, int] | None = None) -> None:
         self.steps = StepLines(output_dir, max_steps, bench_steps)
         self.peak_memory = 0  # bytes, of this process and all below it
         self._output_dir = output_dir
         self._began = time.monotonic()
-        self._next_look = 0.0
-        self._next_memory = 0.0
+        self._next_look = self._next_memory = 0.0
         self._phases: dict[str, str] = {}
         self._waits_shown: set[tuple[str, str, float]] = set()
         self._live: Live | None = None
@@ -68,14 +73,14 @@ class Console:
 
     def say(self, text: str) -> None:
         line = f"{time.strftime('%H:%M:%S')} {text}"
-        with self._terminal_may_go():
+        with self._terminal_may_close():
             if self._live is None:
                 print(line, flush=True)
             else:
                 self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def tick(self) -> None:
-        """Call it as often as you like: it looks at the files four times a second."""
+        """Look at the files, four times a second however often it is called."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
@@ -89,23 +94,24 @@ class Console:
         # Without ranks.
         statuses = [status for name, status in read_status(self._output_dir).items() if "." not in name]
         for status in statuses:
-            self._show_phase(status)
-            self._show_wait(status)
+            self._show(status)
         for line in self.steps.new_lines():
             self.say(line)
         if self._live is None:
             return
         from rich.text import Text
 
-        waits = {status.process: f"waits for {status.waiting.subject}" for status in statuses if status.waiting}
-        doing = [f"{status.process}: {waits.get(status.process, status.phase)}" for status in statuses]
+        doing = [
+            f"{status.process}: {f'waits for {status.waiting.subject}' if status.waiting else status.phase}"
+            for status in statuses
+        ]
         line = f"{minutes(self.seconds)}  {' · '.join(doing)}"
-        with self._terminal_may_go():
+        with self._terminal_may_close():
             self._live.update(Text(line, style="dim", overflow="ellipsis", no_wrap=True), refresh=True)
 
     @contextmanager
-    def _terminal_may_go(self) -> Iterator[None]:
-        """A closed terminal or pipe (`rl … | head`) must not end the run: what is left to say is dropped."""
+    def _terminal_may_close(self) -> Iterator[None]:
+        """Let the run go on when its terminal or pipe is closed (`rl … | head`): what is left to say is dropped."""
         try:
             yield
         except OSError as error:
@@ -116,33 +122,28 @@ class Console:
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
 
-    def _show_phase(self, status: ProcessStatus) -> None:
-        """Print the phases of a process until the first step; from then on there is a line for each step."""
-        name = phase_name(status.phase)
-        if self._phases.get(status.process) == name:
+    def _show(self, status: ProcessStatus) -> None:
+        """Print a new phase until the first step (from then on there is a line a step), and a long wait once."""
+        name, wait = phase_name(status.phase), status.waiting
+        if self._phases.get(status.process) != name:
+            self._phases[status.process] = name
+            if not self.steps.begun and name not in ("starting", "done"):
+                self.say(f"{status.process}: {name}")
+        if wait is None or (key := (status.process, wait.subject, wait.since)) in self._waits_shown:
             return
-        self._phases[status.process] = name
-        if not self.steps.begun and name not in ("starting", "done"):
-            self.say(f"{status.process}: {name}")
-
-    def _show_wait(self, status: ProcessStatus) -> None:
-        wait = status.waiting
-        if wait is None or (status.process, wait.subject, wait.since) in self._waits_shown:
-            return
-        patience = _PATIENCE_WHILE_STEPPING_SECONDS if self.steps.begun else _PATIENCE_SECONDS
         now = time.time()
-        if now - wait.since >= patience:
-            self._waits_shown.add((status.process, wait.subject, wait.since))
-            left = max(0.0, wait.deadline - now)
-            self.say(f"{status.process} waits for {wait.subject} from {wait.owner} (gives up in {minutes(left)})")
+        if now - wait.since >= (_PATIENCE_WHILE_STEPPING_SECONDS if self.steps.begun else _PATIENCE_SECONDS):
+            self._waits_shown.add(key)
+            left = minutes(max(0.0, wait.deadline - now))
+            self.say(f"{status.process} waits for {wait.subject} from {wait.owner} (gives up in {left})")
 
 
 class StepLines:
-    """Joins the metrics of orchestrator and trainer by step, into one line per step and one per evaluation.
+    """Join the metrics of orchestrator and trainer by step, into one line per step and one per evaluation.
 
     Args:
         max_steps: How many steps the run makes; None: until it is stopped.
-        bench_steps: How many each process makes, by name, in a benchmark: they have no steps in common, and each has lines of its own.
+        bench_steps: Steps of each process, by name, in a benchmark: they have none in common, and each has its own lines.
     """
 
     def __init__(self, output_dir: Path, max_steps: int | None, bench_steps: Mapping[str, int] | None = None) -> None:
@@ -154,9 +155,8 @@ class StepLines:
             "trainer": {},
         }
         self._limits = LimitWatch(output_dir)
-        self._max_steps = max_steps
-        self._bench_steps = bench_steps or {}
-        self._ends: dict[str, list[float]] = {}  # unix times at which steps ended; by process in a benchmark
+        self._max_steps, self._bench_steps = max_steps, bench_steps or {}
+        self._times: dict[str, list[float]] = {}  # unix times at which steps ended; by process in a benchmark
         self._shown: set[int] = set()
         self._output_dir = output_dir
         self._incarnations = _incarnations(output_dir)
@@ -169,57 +169,52 @@ class StepLines:
     @property
     def begun(self) -> bool:
         """Whether a step was printed, in a benchmark one of each process."""
-        return bool(self._shown) and self._ends.keys() >= self._bench_steps.keys()
+        return bool(self._shown) and self._times.keys() >= self._bench_steps.keys()
 
     def new_lines(self) -> list[str]:
-        """Lines for what happened since the last call. A step has one once both sides have reported it."""
+        """Return lines for what happened since the last call. A step has one once both sides have reported it."""
         lines = self._lines_of_restarts()
         for name, tail in self._tails.items():
+            rows, bench_steps = self._rows[name], self._bench_steps.get(name)
             for row in tail.read():
                 lines += eval_lines(row)
                 if not is_step(row):
                     continue
                 step = int(row["step"])
                 # The trainer adds what it knows late, such as the time to save: that makes no line of its own.
-                late = name == "trainer" and "loss/mean" not in row
-                if name in self._bench_steps:
-                    if not late:
-                        text = self._line(name, step, self._bench_steps[name], row, row)
-                        lines.append(f"{name}: {text}")
-                elif not late:
-                    self._rows[name][step] = row
-                elif step in self._rows[name]:
-                    self._rows[name][step] = {**self._rows[name][step], **row}
-        for step in sorted(self._rows["orchestrator"].keys() & self._rows["trainer"].keys()):
-            # A trainer that recovers takes the same batch again, and there is a line again: the batch's row is kept for a while.
-            sides = self._rows["orchestrator"][step], self._rows["trainer"].pop(step)
-            self._rows["orchestrator"].pop(step - _KEPT_STEPS, None)
+                if name == "trainer" and "loss/mean" not in row:
+                    if step in rows:
+                        rows[step] = {**rows[step], **row}
+                elif bench_steps is None:
+                    rows[step] = row
+                else:
+                    lines.append(f"{name}: {self._line(name, step, bench_steps, row, row)}")
+        batches, updates = self._rows["orchestrator"], self._rows["trainer"]
+        for step in sorted(batches.keys() & updates.keys()):
+            # A trainer that recovers trains on the same batch again, and has a line again: keep the batch's row.
+            batches.pop(step - _KEPT_STEPS, None)
             limit = self._limits.look(self._incarnations.values())
-            lines.append(self._line("", step, self._max_steps, *sides, limit))
+            lines.append(self._line("", step, self._max_steps, batches[step], updates.pop(step), limit))
         return lines
 
     def _lines_of_restarts(self) -> list[str]:
-        """Where a trainer that was restarted, or resumed, goes on from."""
-        incarnations = _incarnations(self._output_dir)
-        new, self._incarnations = sorted(incarnations.keys() - self._incarnations.keys()), incarnations
-        lines = []
-        for number in filter(None, new):
-            self._ends.clear()  # the time until it was back is nobody's pace
+        """Say where a trainer that was restarted, or resumed, goes on from."""
+        incarnations, lines = _incarnations(self._output_dir), []
+        for number in sorted(incarnations.keys() - self._incarnations.keys() - {0}):
+            self._times.clear()  # the time until it was back says nothing about the pace
             start = incarnations[number]
             repeated = sum(step >= start for step in self._shown)
-            lines.append(
-                f"trainer goes on from step {start}" + (f": {repeated} steps are made again" if repeated else "")
-            )
+            lines.append(f"trainer goes on from step {start}{f': {repeated} steps are made again' if repeated else ''}")
+        self._incarnations = incarnations
         return lines
 
     def _line(
         self, name: str, step: int, max_steps: int | None, orchestrator: Row, trainer: Row, limit: Limit | None = None
     ) -> str:
         self._shown.add(step)
-        ends = self._ends.setdefault(name, [])
-        ends.append(trainer["time"])
-        recent = ends[-_ETA_STEPS - 1 :]
-        remaining = None
+        times = self._times.setdefault(name, [])
+        times.append(trainer["time"])
+        recent, remaining = times[-_ETA_STEPS - 1 :], None
         # The first step waited for the start-up: its duration says nothing about the pace.
         if max_steps is not None and len(recent) > 1:
             remaining = (recent[-1] - recent[0]) / (len(recent) - 1) * (max_steps - step - 1)
@@ -227,10 +222,10 @@ class StepLines:
 
 
 def _incarnations(output_dir: Path) -> dict[int, int]:
-    """The first step of each incarnation of the trainer."""
+    """Return the first step of each incarnation of the trainer."""
     try:
         return read_incarnations(output_dir)
-    except CommitError:  # the trainer says so
+    except CommitError:  # the trainer reports it
         return {}
 
 
@@ -249,7 +244,7 @@ def step_line(
 ) -> str:
     """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done.
 
-    What does not fit into `LINE_COLUMNS` is left to the trainer's log: first the loss, then throughput, entropy and mismatch KL.
+    What does not fit into 120 columns is left to the trainer's log: first the loss, then throughput, entropy and KL.
     """
 
     def metric(row: Row, key: str, form: str) -> str:
@@ -269,13 +264,13 @@ def step_line(
     for dispensable in ("", "loss", "throughput", "entropy", "mismatch"):
         parts.pop(dispensable, None)
         line = " | ".join(filter(None, parts.values()))
-        if len(line) <= LINE_COLUMNS - _CLOCK_COLUMNS:
+        if len(line) <= _LINE_COLUMNS:
             break
     return line
 
 
 def limit_line(output_dir: Path) -> str | None:
-    """What limits a run, by its last steps; None where too few were made to say."""
+    """Return what limits a run, by its last steps; None where too few were made to say."""
     limit = LimitWatch(output_dir).look(_incarnations(output_dir).values())
     return None if limit is None else str(limit)
 
@@ -287,81 +282,71 @@ def eval_lines(row: Row) -> list[str]:
 
 
 def _eval_name(key: str) -> str:
-    """The evaluation whose reward this metric is; "" for other metrics."""
+    """Return the evaluation whose reward this metric is; "" for other metrics."""
     is_reward = key.startswith(_EVAL_PREFIX) and key.endswith(_EVAL_SUFFIX)
     return key.removeprefix(_EVAL_PREFIX).removesuffix(_EVAL_SUFFIX) if is_reward else ""
 
 
 def summary(output_dir: Path, since: float) -> list[str]:
-    """Reward of the run's first steps and of its last, every evaluation's first and last value, where the time went, where the weights are.
+    """Compare the run's first and last rewards and evaluations; say where the time went, and where the weights are.
 
     `since`: unix time at which the launcher began: times are of the steps made since, all else is of the whole run.
     """
     rows = read_metrics(metrics_path(output_dir, "orchestrator"))
-    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    lines = []
+    rewards, lines = [row["reward/mean"] for row in rows if "reward/mean" in row], []
+
+    def compare(name: str, before: float, after: float) -> None:
+        lines.append(f"{name}: {before:.4f} → {after:.4f} ({after - before:+.4f})")
+
     if rewards:
         count = max(1, min(_SUMMARY_STEPS, len(rewards) // 2))  # never the same steps twice, where there are two
-        name = f"reward, first {count} steps → last {count}"
-        lines.append(_change(name, mean(rewards[:count]), mean(rewards[-count:])))
+        compare(f"reward, first {count} steps → last {count}", fmean(rewards[:count]), fmean(rewards[-count:]))
     for key in sorted({key for row in rows for key in row if _eval_name(key)}):
         values = [row[key] for row in rows if key in row]
         if len(values) > 1:
-            lines.append(_change(f"eval {_eval_name(key)}, first → last", values[0], values[-1]))
+            compare(f"eval {_eval_name(key)}, first → last", values[0], values[-1])
         else:
             lines.append(f"eval {_eval_name(key)}: {values[0]:.4f}")
     lines += _time_lines(output_dir, since)
-    root = output_dir / "weights"
-    for version in sorted(list_steps(root), reverse=True):
+    for version in sorted(list_steps(output_dir / "weights"), reverse=True):
         # Version 0 is the base model and has no files, nor have versions that went from memory.
+        path = version_dir(output_dir / "weights", version)
         with suppress(CommitError):  # pruned meanwhile, or damaged
-            if version and weights_manifest(version_dir(root, version)).publisher is None:
-                return [*lines, f"weights  {version_dir(root, version)}"]
+            if version and weights_manifest(path).publisher is None:
+                return [*lines, f"weights  {path}"]
     return lines
 
 
 def _time_lines(output_dir: Path, since: float) -> list[str]:
-    """When the first step began, and how long both sides worked and waited in the steps after it."""
+    """Say when the first step began, and how long both sides worked and waited in the steps after it."""
     rows_since = {
         process: [row for row in read_metrics(metrics_path(output_dir, process)) if row["time"] >= since]
         for process in ("orchestrator", "trainer")
     }
     starts = [row["time"] - row["time/step"] for row in rows_since["orchestrator"] if "time/step" in row]
-    steps = Steps(most=max(map(len, rows_since.values()), default=0) + 1)
+    steps = Steps(most=max(map(len, rows_since.values())) + 1)
     for process, rows in rows_since.items():
         steps.add(process, rows)
-    start = f"time, start: {max(starts[0] - since, 0.0):.0f} s" if starts else ""
-    shares = steps.shares(_incarnations(output_dir).values())
-    if shares is None:
-        return [start] if start else []
-    shares_text = (
-        f"trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}; "
+    line = f"time, start: {max(starts[0] - since, 0.0):.0f} s" if starts else ""
+    if (shares := steps.shares(_incarnations(output_dir).values())) is None:
+        return [line] if line else []
+    line += (
+        f"; trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}; "
         f"engines: sample {shares.sampled:.0%}, load weights {shares.paused:.0%}, idle {shares.idle:.0%}"
     )
-    return [*([f"{start}; {shares_text}"] if start else []), str(limit_of(shares))]
+    return [line, str(limit_of(shares))]
 
 
 def bench_table(output_dir: Path, since: float) -> list[str]:
-    """Throughput, MFU, step time and peak memory of both sides. The first step warms up and is left out."""
+    """Show throughput, MFU, step time and peak memory of both sides. The first step warms up and is left out."""
     lines = [f"{'':<14}{'':<24}{'mean':>12}{'min':>12}{'max':>12}"]
-    columns = (
-        ("perf/throughput", "throughput (tokens/s)"),
-        ("perf/mfu", "MFU (%)"),
-        ("time/step", "step time (s)"),
-        ("perf/peak_memory", "peak memory (GiB)"),
-    )
     for process in ("trainer", "orchestrator"):
         rows = [row for row in read_metrics(metrics_path(output_dir, process)) if row["time"] >= since and is_step(row)]
-        measured = rows[1:] or rows
-        for key, label in columns:
-            if values := [row[key] for row in measured if key in row]:
-                cells = "".join(f"{value:>12,.2f}" for value in (mean(values), min(values), max(values)))
+        for key, label in _BENCH_ROWS.items():
+            if values := [row[key] for row in rows[1:] or rows if key in row]:
+                cells = "".join(f"{value:>12,.2f}" for value in (fmean(values), min(values), max(values)))
                 lines.append(f"{process:<14}{label:<24}{cells}")
     return lines
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def minutes(seconds: float) -> str:
@@ -369,7 +354,3 @@ def minutes(seconds: float) -> str:
     whole = math.floor(seconds + 0.5)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
-
-
-def _change(name: str, before: float, after: float) -> str:
-    return f"{name}: {before:.4f} → {after:.4f} ({after - before:+.4f})"

@@ -8,9 +8,9 @@ import socket
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -37,13 +37,13 @@ _LOCK_SECONDS = 60.0  # long enough for another process to remove a large run
 _PROCESSES = ("rl", "trainer", "sft", "orchestrator", "eval", "inference", "inference-*")
 _OF_ONE_RUN = {"trainer", "sft", "orchestrator"}  # servers outlive runs
 _COMMITTED = ("step_*", ".step_*")
-_ASIDE = ("given_up_*_step_*", ".given_up_*")  # renamed by a new incarnation of the trainer
+_SUPERSEDED = ("given_up_*_step_*", ".given_up_*")  # renamed by a new incarnation of the trainer
 _REPLACED = ("*.json", ".*.json.tmp-*")  # small files, each replaced as a whole; a dead writer may have left its half
 _WRITTEN: dict[str, tuple[str, ...]] = {
     "rollouts": _COMMITTED,
-    "weights": (*_COMMITTED, *_ASIDE, *_REPLACED),
-    "checkpoints": (*_COMMITTED, *_ASIDE),
-    "recovery": (*_COMMITTED, *_ASIDE),
+    "weights": (*_COMMITTED, *_SUPERSEDED, *_REPLACED),
+    "checkpoints": (*_COMMITTED, *_SUPERSEDED),
+    "recovery": (*_COMMITTED, *_SUPERSEDED),
     "incarnations": ("*",),
     "leases": _REPLACED,
     "settings": _REPLACED,
@@ -72,7 +72,7 @@ class Claim:
 
 
 class Owner:
-    """Claim the run directory for this process; the `with` block releases it. Call `beat()` now and then."""
+    """Claim the run directory for this process; leaving the `with` block releases it. Call `beat()` now and then."""
 
     def __init__(self, output_dir: Path) -> None:
         """Raises UserError when another living launcher holds it. A dead one's claim is taken over."""
@@ -81,11 +81,10 @@ class Owner:
             output_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the output directory {output_dir}: {error.strerror}") from error
-        self._path = output_dir / _OWNER
-        itself = me()
-        self._claim = Claim(itself.pid, itself.started, socket.gethostname(), boot_id(), uuid.uuid4().hex, time.time())
+        self._output_dir, itself, nonce = output_dir, me(), uuid.uuid4().hex
+        self._claim = Claim(itself.pid, itself.started, socket.gethostname(), boot_id(), nonce, time.time())
         with _locked(output_dir):
-            other = read_claim(self._path.parent)
+            other = read_claim(output_dir)
             if other is not None and is_held(other):
                 raise UserError(
                     f"{output_dir} is in use by another rl (pid {other.pid} on {other.host}): "
@@ -94,69 +93,64 @@ class Owner:
             try:
                 self._write()
             except IsADirectoryError as error:
-                raise UserError(f"{self._path} is a directory, and in the way: move it") from error
+                raise UserError(f"{output_dir / _OWNER} is a directory, and in the way: move it") from error
 
     def beat(self) -> None:
-        """Tell launchers on other hosts that we live. Raises UserError when one of them has taken over."""
+        """Refresh the claim for launchers on other hosts. Raises UserError when one of them has taken over."""
         if time.time() - self._claim.heartbeat < HEARTBEAT_SECONDS:
             return
-        current = read_claim(self._path.parent)
+        current = read_claim(self._output_dir)
         if current is not None and current.nonce != self._claim.nonce:
-            raise UserError(f"{self._path.parent} was taken over by pid {current.pid} on {current.host}")
-        self._claim = Claim(**{**asdict(self._claim), "heartbeat": time.time()})
+            raise UserError(f"{self._output_dir} was taken over by pid {current.pid} on {current.host}")
+        self._claim = replace(self._claim, heartbeat=time.time())
         with unless_full():
             self._write()
-
-    def release(self) -> None:
-        """Give the directory up. One that was made for us and stayed empty goes as well: bad input leaves nothing."""
-        current = read_claim(self._path.parent)
-        if current is not None and current.nonce == self._claim.nonce:
-            self._path.unlink()
-        if self._made and not any(self._path.parent.iterdir()):
-            self._path.parent.rmdir()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.release()
+        current = read_claim(self._output_dir)
+        if current is not None and current.nonce == self._claim.nonce:
+            (self._output_dir / _OWNER).unlink()
+        if self._made and not any(self._output_dir.iterdir()):  # bad input leaves nothing behind
+            self._output_dir.rmdir()
 
     def _write(self) -> None:
-        temporary = self._path.with_name(f".{_OWNER}.tmp-{self._claim.nonce}")
+        temporary = self._output_dir / f".{_OWNER}.tmp-{self._claim.nonce}"
         temporary.write_text(json.dumps(asdict(self._claim)))
-        temporary.replace(self._path)
+        temporary.replace(self._output_dir / _OWNER)
 
 
 def results(output_dir: Path) -> list[str]:
-    """Names of an earlier run's results that took work. A run that failed at its start left none."""
-    steps = {
-        name: list((output_dir / name).glob("step_*")) for name in ("rollouts", "weights", "checkpoints", "recovery")
-    }
-    steps["weights"] = [
-        path for path in steps["weights"] if path.name != "step_0"
-    ]  # no more than the base model's name
-    measured = [
-        path for name in _OF_ONE_RUN for path in (output_dir / "metrics").glob(f"{name}.jsonl") if path.stat().st_size
-    ]
-    found = [name for name, found in {**steps, "metrics": measured}.items() if found]
-    return found or ([_LEDGER] if _holds_episodes(output_dir / _LEDGER) else [])
+    """Name an earlier run's results that took work. A run that failed at its start left none."""
+    names = []
+    for name in ("rollouts", "weights", "checkpoints", "recovery"):
+        steps = {path.name for path in (output_dir / name).glob("step_*")}
+        if steps - ({"step_0"} if name == "weights" else set()):  # no more than the base model's name
+            names.append(name)
+    metrics = [path for name in _OF_ONE_RUN for path in (output_dir / "metrics").glob(f"{name}.jsonl")]
+    if any(path.stat().st_size for path in metrics):
+        names.append("metrics")
+    return names or ([_LEDGER] if _holds_episodes(output_dir / _LEDGER) else [])
 
 
 def _holds_episodes(ledger: Path) -> bool:
-    """Whether the ledger records a finished episode. One that cannot be read counts as if it did."""
+    """Whether the ledger has a finished episode. One that cannot be read counts as if it did."""
     from prime_rl.orchestrator.ledger import open_copy  # imports numpy and pyarrow, which `--help` does not wait for
 
     if not any(ledger.parent.glob(f"{ledger.name}*")):
         return False
+    query = "SELECT 1 FROM episodes WHERE state IN ('finished', 'batched', 'trained') LIMIT 1"
     try:
         with open_copy(ledger) as db:
-            return db.execute("SELECT 1 FROM episodes WHERE state IN ('finished', 'batched', 'trained') LIMIT 1").fetchone() is not None  # fmt: skip
+            return db.execute(query).fetchone() is not None
     except (UserError, OSError, sqlite3.Error):
         return True
 
 
 def newest_steps(output_dir: Path) -> tuple[int, int]:
-    """The numbers of the run's newest batch and of its newest version; -1 where there is none, or none can be seen."""
+    """Return the numbers of the run's newest batch and version; -1 where there is none, or none can be seen."""
     return _newest(output_dir / "rollouts"), _newest(output_dir / "weights")
 
 
@@ -168,18 +162,16 @@ def _newest(parent: Path) -> int:
 
 
 def recoverable(output_dir: Path) -> bool:
-    """Whether an interrupted run has begun to commit: its trainer had opened an incarnation, or a batch, a state or an episode is there."""
-    began = (("incarnations", "*.json"), ("rollouts", "step_*"), ("recovery", "step_*"))
-    return any(any((output_dir / name).glob(pattern)) for name, pattern in began) or _holds_episodes(
-        output_dir / _LEDGER
-    )
+    """Whether an interrupted run has begun to commit: it has an incarnation, a batch, a state or an episode."""
+    begun = ("incarnations/*.json", "rollouts/step_*", "recovery/step_*")
+    return any(any(output_dir.glob(pattern)) for pattern in begun) or _holds_episodes(output_dir / _LEDGER)
 
 
 def refuse_results(output_dir: Path) -> None:
     """Raises UserError when the directory holds an earlier run's results."""
-    if found := results(output_dir):
+    if names := results(output_dir):
         ways = ways_out(output_dir, saved=_newest(output_dir / "checkpoints") >= 0)
-        raise UserError(f"{output_dir} holds an earlier run ({', '.join(found)}): {ways}")
+        raise UserError(f"{output_dir} holds an earlier run ({', '.join(names)}): {ways}")
 
 
 @contextmanager
@@ -192,29 +184,25 @@ def cleaned(output_dir: Path, process: str, keep_evals: bool = False) -> Iterato
         UserError: a live `rl`, the same process, or a run that has come further than its start is at work here.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
+    elsewhere = "or choose another --output-dir"
     with _locked(output_dir):
-        owner = read_claim(output_dir)
+        owner, others = read_claim(output_dir), sorted(at_work(output_dir) & _OF_ONE_RUN)
         if owner is not None and owner.pid != os.getpid() and is_held(owner):
-            raise UserError(
-                f"`rl` (pid {owner.pid} on {owner.host}) runs in {output_dir}: stop it, or choose another --output-dir"
-            )
-        others = sorted(at_work(output_dir) & _OF_ONE_RUN)
+            raise UserError(f"`rl` (pid {owner.pid} on {owner.host}) runs in {output_dir}: stop it, {elsewhere}")
         if process in others:
-            raise UserError(
-                f"another {process} is at work in {output_dir}: stop that one, or choose another --output-dir"
-            )
+            raise UserError(f"another {process} is at work in {output_dir}: stop that one, {elsewhere}")
         if not others:
             clean(output_dir, process, keep_evals)
-        elif found := results(output_dir):
+        elif names := results(output_dir):
             raise UserError(
-                f"--clean would remove what {' and '.join(others)} is at work on in {output_dir} ({', '.join(found)}): "
-                "stop that first, or choose another --output-dir"
+                f"--clean would remove what {' and '.join(others)} is at work on in {output_dir} ({', '.join(names)}): "
+                f"stop that first, {elsewhere}"
             )
         yield
 
 
 def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False) -> None:
-    """Remove what a run wrote; keep the files of running processes, the open log of `writer` and, if asked to, what an `eval` made.
+    """Remove what a run wrote; keep the files of running processes, the open log of `writer` and, if asked, evaluations.
 
     Raises:
         UserError: a directory is a link: what it leads to is not ours to empty.
@@ -238,32 +226,23 @@ def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False)
             directory.rmdir()
 
 
-def forget_status(output_dir: Path) -> None:
-    """Remove all status files: a resumed run starts without those of the earlier one."""
-    _unlink(output_dir / "status", _WRITTEN["status"])
-
-
-def forget_dead(output_dir: Path) -> None:
-    """Remove status files of dead processes of this host (an `eval` that was killed), which the console would show as waiting."""
-    for name, status in read_status(output_dir).items():
-        if status.host == socket.gethostname() and not is_alive(status.id):
-            forget_status_of(output_dir, name)
-
-
-def forget_status_of(output_dir: Path, process: str) -> None:
-    """Of one process and its ranks."""
-    _unlink(output_dir / "status", (f"{process}.json", f"{process}.*.json"))
-
-
-def _unlink(directory: Path, patterns: Iterable[str]) -> None:
-    for pattern in patterns:
-        for path in directory.glob(pattern):
+def forget_status(output_dir: Path, process: str = "*") -> None:
+    """Remove the status files of a process and its ranks, or all: a restarted one begins without the earlier ones."""
+    for pattern in (f"{process}.json", f"{process}.*.json", f".{process}.*"):
+        for path in (output_dir / "status").glob(pattern):
             with unless_full():
                 path.unlink(missing_ok=True)
 
 
+def forget_dead(output_dir: Path) -> None:
+    """Remove status files of dead processes of this host (an `eval` that was killed), which would be shown as waiting."""
+    for name, status in read_status(output_dir).items():
+        if status.host == socket.gethostname() and not is_alive(status.id):
+            forget_status(output_dir, name)
+
+
 def read_claim(output_dir: Path) -> Claim | None:
-    """The present holder of a run directory, dead or alive; None where there is none, or a power cut left nothing that is one."""
+    """Return the present holder of a run directory, dead or alive; None where there is none, or a damaged one."""
     return build(Claim, read_table(output_dir / _OWNER))
 
 
@@ -297,7 +276,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def bench_dir(output_dir: Path) -> Path:
-    """The directory of benchmarks, `bench/` in the run directory; a process that is given that directory itself stays in it.
+    """Return the directory of benchmarks, `bench/` in the run directory; one that is that directory itself stays.
 
     Raises:
         UserError: it holds a run.
@@ -311,9 +290,10 @@ def bench_dir(output_dir: Path) -> Path:
 
 
 def separate_bench(config: Config, say: Callable[[str], None]) -> Config:
-    """The config of a benchmark of one process, or of all: no run is touched, neither the one in its `output_dir` nor one in W&B.
+    """Return the config of a benchmark of one process, or of all, which touches no run in `output_dir` or W&B.
 
-    Nothing is evaluated (no trainer commits what the server could be verified against); a whole run saves nothing and resumes from nothing.
+    Nothing is evaluated (no trainer commits what the server could be verified against); a whole run saves nothing and
+    resumes from nothing.
 
     Args:
         say: Shows where the benchmark writes, unless that is the given directory.
@@ -324,17 +304,16 @@ def separate_bench(config: Config, say: Callable[[str], None]) -> Config:
     directory = bench_dir(config.output_dir)
     if directory != config.output_dir:
         say(f"benchmark: what it writes goes to {directory}, no run is touched")
-    changes: dict[str, Any] = {"output_dir": directory}
+    update: dict[str, Any] = {"output_dir": directory}
     if isinstance(config, RLConfig):
-        sections = {
-            "trainer": config.trainer.model_copy(update={**changes, "ckpt": None}),
-            "orchestrator": config.orchestrator.model_copy(update={**changes, "ckpt": None, "eval": None}),
-            "inference": config.inference and config.inference.model_copy(update=changes),
-        }
-        return config.model_copy(update={**changes, **sections, "ckpt": None, "recover": False})
+        update |= {"ckpt": None, "recover": False}
+        sections = {"trainer": {"ckpt": None}, "orchestrator": {"ckpt": None, "eval": None}, "inference": {}}
+        for name, more in sections.items():
+            if (section := getattr(config, name)) is not None:
+                update[name] = section.model_copy(update={"output_dir": directory, **more})
+        return config.model_copy(update=update)
     if (wandb := config.monitor.wandb) is not None:
-        update = {"wandb": wandb.model_copy(update={"id": None})}
-        changes["monitor"] = config.monitor.model_copy(update=update)
+        update["monitor"] = config.monitor.model_copy(update={"wandb": wandb.model_copy(update={"id": None})})
     if isinstance(config, OrchestratorConfig):
-        changes["eval"] = None
-    return config.model_copy(update=changes)
+        update["eval"] = None
+    return config.model_copy(update=update)

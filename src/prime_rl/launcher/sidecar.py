@@ -17,7 +17,7 @@ from prime_rl.config.loader import child_env
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.plan import ProcessSpec, gpus_of_a_server, visible_gpus
-from prime_rl.launcher.rundir import forget_status_of
+from prime_rl.launcher.rundir import forget_status
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import read_status
@@ -96,7 +96,7 @@ class EvalSidecar:
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
             log = output_dir / "logs" / f"{name}.log"
             processes.append(ProcessSpec(name, argv, log, self._variables(name), service=name == SERVER))
-            forget_status_of(output_dir, name)  # an earlier run's
+            forget_status(output_dir, name)  # an earlier run's
             logger.info("starting {} (log: {})", name, log)
         self._supervisor = Supervisor(
             processes, (), output_dir, logger.info, policy=RestartPolicy(_MAX_RESTARTS), environ=self._environ

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from prime_rl.config import RLConfig, child_env
 from prime_rl.launcher.plan import RECOVER, ProcessSpec, ServerSpec
-from prime_rl.launcher.rundir import forget_status_of, newest_steps
+from prime_rl.launcher.rundir import forget_status, newest_steps
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, Waiting, say_for, unless_full
@@ -498,7 +498,7 @@ class Supervisor:
         recover = child.was_ready and child.is_job
         child.state, child.due = ChildState.PENDING, self._now + seconds
         child.options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
-        forget_status_of(self._output_dir, name)
+        forget_status(self._output_dir, name)
         reason = failure.reason
         if reason.startswith("failed") and failure.last_words:
             reason += f" ({failure.last_words[-1].strip()})"

@@ -49,8 +49,9 @@ def test_second_owner_is_refused_and_a_dead_one_replaced(tmp_path: Path) -> None
     edit_claim(tmp_path, started=1)  # the same pid, but another process: the old one has died
     second = Owner(tmp_path)
     edit_claim(tmp_path, nonce="somebody else")
-    first.release()
-    second.release()
+    for owner in (first, second):
+        with owner:
+            pass
     assert (tmp_path / "launcher.json").exists()  # not theirs any more
 
 
