@@ -5,16 +5,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
+from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.shared import BENCH_STEPS, EnvConfig, how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
 from prime_rl.inference.arguments import guarded_host
-from prime_rl.inference.checks import model_size
+from prime_rl.inference.checks import check_port, model_size
 from prime_rl.launcher import doctor, preflight, rundir, slurm
 from prime_rl.launcher.console import Console, bench_table, minutes, summary
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, memory_gib, visible_gpus
@@ -26,15 +25,17 @@ from prime_rl.transport.commit import list_steps
 from prime_rl.transport.settings import dry_path
 from prime_rl.transport.tmpfs import check_place
 
-_Sections = TypeVar("_Sections", TrainerConfig, OrchestratorConfig)
-
 _PORT_SECONDS = 3.0
+_PUBLIC_KEY = (
+    "warning: the key is on the command line, which every user of this machine can read: "
+    "set PRIME_INFERENCE__API_KEY or VLLM_API_KEY instead"
+)
 
 
 def run(config: RLConfig) -> int:
-    """Run to the end; returns the exit status. Raises UserError for what cannot work, before anything is started."""
-    if (warning := preflight.public_key(sys.argv)) is not None:
-        print(warning, file=sys.stderr)
+    """Run to the end; return the exit status. Raises UserError for what cannot work, before anything is started."""
+    if any(argument.partition("=")[0].replace("_", "-") == "--inference.api-key" for argument in sys.argv):
+        print(_PUBLIC_KEY, file=sys.stderr)
     if config.bench:
         config = rundir.separate_bench(config, print)
     if config.recover and not rundir.recoverable(config.output_dir):
@@ -55,8 +56,8 @@ def run(config: RLConfig) -> int:
     venv.prepare(_environments(config))
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
-        _await_ports(plan)
-        if _goes_on(config):
+        _check_ports(plan, _PORT_SECONDS)
+        if _resumes(config):
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
@@ -84,15 +85,15 @@ def _show(config: RLConfig, plan: Plan, sections: Mapping[Path, BaseConfig]) -> 
             print(f"note: now a run would be refused: {error}", file=sys.stderr)
     text = describe(plan)
     for path, section in sections.items():
-        place = dry_path(config.output_dir, path.stem)
-        write_toml(section, place)
-        text = text.replace(str(path), str(place))
+        target = dry_path(config.output_dir, path.stem)
+        write_toml(section, target)
+        text = text.replace(str(path), str(target))
     print(text)
     return RunOutcome.SUCCESS.value
 
 
 def resume_at(config: RLConfig) -> RLConfig:
-    """`config` with `ckpt.resume_step -1` resolved into the number of the newest complete checkpoint, once for all processes.
+    """Replace `ckpt.resume_step -1` by the number of the newest complete checkpoint, once for all processes.
 
     Raises:
         UserError: there is none, or it cannot be resumed from.
@@ -104,14 +105,12 @@ def resume_at(config: RLConfig) -> RLConfig:
     step = checkpoints.find(root, -1, "trainer", config.trainer.max_steps)
     if checkpoints.part_dir(root, step, "orchestrator").exists():
         checkpoints.check(root, step, "orchestrator")
-
-    def resolved(section: _Sections) -> _Sections:
+    sections = {}
+    for name, section in (("trainer", config.trainer), ("orchestrator", config.orchestrator)):
         assert section.ckpt is not None
-        return section.model_copy(update={"ckpt": section.ckpt.model_copy(update={"resume_step": step})})
-
-    return config.model_copy(
-        update={"trainer": resolved(config.trainer), "orchestrator": resolved(config.orchestrator)}
-    )
+        resolved = section.ckpt.model_copy(update={"resume_step": step})
+        sections[name] = section.model_copy(update={"ckpt": resolved})
+    return config.model_copy(update=sections)
 
 
 def _checkpoints_root(config: RLConfig) -> Path:
@@ -154,33 +153,37 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
 
 
 def drained(config: RLConfig) -> str:
-    """What a run that is asked to stop still does, as far as it is set up to save anything."""
+    """Say what a run that is asked to stop still does, as far as it is set up to save anything."""
     if config.bench:
         return "the current step will be finished; a benchmark saves nothing"
     if config.trainer.ckpt is not None:
         return "the current step will be finished and saved"
-    return f"the current step will be finished; without [ckpt] its training state is not saved, and --recover goes on {_recovery(config)}"
+    unsaved = "without [ckpt] its training state is not saved"
+    return f"the current step will be finished; {unsaved}, and --recover goes on {_recovery(config)}"
 
 
 def ways_on(config: RLConfig, to_correct: bool = False) -> str:
-    """How to go on with a run that ended too early, by what was committed. `to_correct`: it ended by an error that only the user can correct."""
-    go_on = "once the error above is corrected" if to_correct else "to go on"
-    again = "the same command without --clean and with" if config.clean else "the same command with"
+    """Say how to go on with a run that ended too early, by what was committed.
+
+    `to_correct`: it ended by an error that only the user can correct.
+    """
+    text = "once the error above is corrected" if to_correct else "to go on"
+    text += f": the same command {'without --clean and ' if config.clean else ''}with --recover"
     root = _checkpoints_root(config)
-    if _seen(lambda: checkpoints.complete_steps(root)):
-        return f"{go_on}: {again} --recover, or from a checkpoint with --ckpt.resume-step -1"
-    saved = _seen(lambda: checkpoints.steps_with(root, "trainer"))  # a part is enough for --recover
-    return f"{go_on}: {again} --recover" + ("" if saved else f" ({_recovery(config)})")
+    if _committed(lambda: checkpoints.complete_steps(root)):
+        return f"{text}, or from a checkpoint with --ckpt.resume-step -1"
+    saved = _committed(lambda: checkpoints.steps_with(root, "trainer"))  # a part is enough for --recover
+    return text if saved else f"{text} ({_recovery(config)})"
 
 
 def _recovery(config: RLConfig) -> str:
-    """Where a run without checkpoints would go on from."""
-    if steps := _seen(lambda: list_steps(config.output_dir / "recovery")):
+    """Say where a run without checkpoints would go on from."""
+    if steps := _committed(lambda: list_steps(config.output_dir / "recovery")):
         return f"from the recovery checkpoint of step {max(steps)}"
     return "from the start, on the rollouts that are there: no recovery checkpoint was saved yet"
 
 
-def _seen(steps: Callable[[], list[int]]) -> list[int]:
+def _committed(steps: Callable[[], list[int]]) -> list[int]:
     """Return no steps while the file system is unavailable: the run then ends with less advice."""
     try:
         return steps()
@@ -189,32 +192,27 @@ def _seen(steps: Callable[[], list[int]]) -> list[int]:
 
 
 def policy(config: RLConfig) -> RestartPolicy:
-    """When a process counts as stalled, and how often it is started again. A benchmark that had to be started again measures nothing."""
+    """Return the limits of stalls and restarts. A benchmark that had to be restarted measures nothing."""
     restarts = 0 if config.bench else config.max_restarts
     return RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
 
 
 def restarts_summary(restarts: Sequence[Restart]) -> list[str]:
-    """One line a process that was started again: how often, and why."""
-    lines = []
-    for name in dict.fromkeys(restart.process for restart in restarts):
-        reasons = [restart.reason for restart in restarts if restart.process == name]
-        lines.append(f"restarts of {name}: {len(reasons)} ({'; '.join(reasons)})")
-    return lines
+    """Return one line a process that was restarted: how often, and why."""
+    reasons: dict[str, list[str]] = {}
+    for restart in restarts:
+        reasons.setdefault(restart.process, []).append(restart.reason)
+    return [f"restarts of {name}: {len(texts)} ({'; '.join(texts)})" for name, texts in reasons.items()]
 
 
 def _sum_up(output_dir: Path, began: float, outcome: RunOutcome, console: Console, bench: bool) -> None:
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}[outcome]
     steps, whole = console.steps.count, len(read_metrics(metrics_path(output_dir, "trainer")))
     earlier = f" ({whole} of the whole run)" if whole > steps and not bench else ""
-    console.say(
-        f"{words}: {steps} steps{earlier} in {minutes(console.seconds)}, peak memory {console.peak_memory / 2**30:.1f} GiB"
-    )
-    if outcome is not RunOutcome.FAILURE and not bench:
-        for line in summary(output_dir, began):
-            console.say(line)
-    if bench:
-        for line in bench_table(output_dir, began):
+    memory = f"peak memory {console.peak_memory / 2**30:.1f} GiB"
+    console.say(f"{words}: {steps} steps{earlier} in {minutes(console.seconds)}, {memory}")
+    if bench or outcome is not RunOutcome.FAILURE:
+        for line in (bench_table if bench else summary)(output_dir, began):
             console.say(line)
 
 
@@ -246,35 +244,26 @@ def _environments(config: RLConfig) -> list[EnvConfig]:
     return [*config.orchestrator.environments, *(evaluated.environments if evaluated else [])]
 
 
-def _check_ports(plan: Plan) -> None:
-    for server in plan.servers:
-        if server.port is not None:
-            preflight.check_port(server.host, server.port)
-
-
-def _await_ports(plan: Plan) -> None:
-    """What an earlier run was killed with may take a moment to be gone.
-
-    Raises:
-        UserError: a port is taken after that, too.
-    """
-    deadline = time.monotonic() + _PORT_SECONDS
+def _check_ports(plan: Plan, seconds: float = 0.0) -> None:
+    """Raises UserError when a port is still taken after `seconds`: a killed run's processes may take a moment to be gone."""
+    deadline = time.monotonic() + seconds
     while True:  # bounded: by the deadline
         try:
-            return _check_ports(plan)
+            for server in plan.servers:
+                if server.port is not None:
+                    check_port(server.host, server.port, "--inference.server.port")
+            return
         except UserError:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 raise
         time.sleep(0.1)
 
 
 def _check_directory(config: RLConfig) -> None:
-    if not config.clean and not config.bench and not _goes_on(config):
+    if not config.clean and not config.bench and not _resumes(config):
         rundir.refuse_results(config.output_dir)
 
 
-def _goes_on(config: RLConfig) -> bool:
-    return config.recover or any(
-        ckpt is not None and ckpt.resume_step is not None
-        for ckpt in (config.ckpt, config.trainer.ckpt, config.orchestrator.ckpt)
-    )
+def _resumes(config: RLConfig) -> bool:
+    sections = (config.ckpt, config.trainer.ckpt, config.orchestrator.ckpt)
+    return config.recover or any(ckpt is not None and ckpt.resume_step is not None for ckpt in sections)

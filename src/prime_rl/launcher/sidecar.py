@@ -1,11 +1,10 @@
-"""What runs beside `sft`: an `eval` that follows its versions, and the server for it where one is to be started. They end with it."""
+"""What runs beside `sft`: an `eval` that follows its versions, and a server for it if one is to be started."""
 
 import os
 import signal
 import sys
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from loguru import logger
@@ -32,7 +31,7 @@ _TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE
 
 
 def eval_config(config: SFTConfig) -> EvalConfig:
-    """The configuration of the evaluation that follows the run."""
+    """Return the configuration of the evaluation that follows the run."""
     section = config.eval
     assert section is not None
     return EvalConfig(
@@ -52,7 +51,7 @@ def eval_config(config: SFTConfig) -> EvalConfig:
 
 
 def server_config(config: SFTConfig) -> InferenceConfig | None:
-    """The configuration of the server that is started, if one is."""
+    """Return the configuration of the server that is started, if one is."""
     if config.inference is None:
         return None
     paths = {"output_dir": config.output_dir, "weights_root": config.output_dir / "weights", "log": config.log}
@@ -61,7 +60,7 @@ def server_config(config: SFTConfig) -> InferenceConfig | None:
 
 
 class EvalSidecar:
-    """`with EvalSidecar(config) as sidecar: train(config); sidecar.finish()`. Nothing is started where nothing is to be evaluated.
+    """`with EvalSidecar(config) as sidecar: train(config); sidecar.finish()`. Starts nothing without `[eval]`.
 
     A supervisor in a thread of its own restarts what fails; leaving the `with` block ends it with all that it started.
     """
@@ -69,38 +68,32 @@ class EvalSidecar:
     def __init__(self, config: SFTConfig, environ: Mapping[str, str] = os.environ) -> None:
         """Raises UserError: there is no GPU for the server."""
         self._config = config
-        self._environ = {
-            name: value
-            for name, value in child_env(environ, SFTConfig).items()
-            if not name.startswith(_TORCHRUN_PREFIXES)
-        }
+        inherited = child_env(environ, SFTConfig).items()
+        self._environ = {name: value for name, value in inherited if not name.startswith(_TORCHRUN_PREFIXES)}
         self._gpus = self._gpus_of_server(environ)
         self._supervisor: Supervisor | None = None
         self._thread = threading.Thread(target=self._supervise, name="evaluation", daemon=True)
         self._outcome: RunOutcome | None = None
 
     def __enter__(self) -> Self:
-        output_dir = self._config.output_dir
+        output_dir, processes = self._config.output_dir, []
         if self._config.eval is None:
             drop_lease(output_dir, EVAL)  # a killed run's: nothing would be removed any more
             return self
         Status(output_dir, "sft")  # replaces an earlier run's outcome
         # Before anything is committed: the evaluation takes seconds to begin.
         write_lease(output_dir, first_lease(None), EVAL)
-        processes = []
         for name, config in {EVAL: eval_config(self._config), SERVER: server_config(self._config)}.items():
             if config is None:
                 continue
-            path = output_dir / "configs" / f"{name}.toml"
+            path, log = output_dir / "configs" / f"{name}.toml", output_dir / "logs" / f"{name}.log"
             write_toml(config, path)
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
-            log = output_dir / "logs" / f"{name}.log"
             processes.append(ProcessSpec(name, argv, log, self._variables(name), service=name == SERVER))
             forget_status(output_dir, name)  # an earlier run's
             logger.info("starting {} (log: {})", name, log)
-        self._supervisor = Supervisor(
-            processes, (), output_dir, logger.info, policy=RestartPolicy(_MAX_RESTARTS), environ=self._environ
-        )
+        policy = RestartPolicy(_MAX_RESTARTS)
+        self._supervisor = Supervisor(processes, (), output_dir, logger.info, policy=policy, environ=self._environ)
         self._thread.start()
         return self
 
@@ -108,16 +101,14 @@ class EvalSidecar:
         assert self._supervisor is not None
         self._outcome = self._supervisor.run(signals=False)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._supervisor is not None:
             self._supervisor.stop()
             self._thread.join(_STOP_SECONDS)
             drop_lease(self._config.output_dir, EVAL)  # of one that did not come to its end
 
     def finish(self) -> None:
-        """After the training: wait until its last version is evaluated, unless it was stopped.
+        """Wait, after the training, until its last version is evaluated, unless it was stopped.
 
         Raises:
             UserError: the evaluation failed, or its server is gone; the weights are there.
@@ -134,14 +125,12 @@ class EvalSidecar:
         while self._thread.is_alive():
             self._thread.join(_POLL_SECONDS)
         if self._outcome is not RunOutcome.SUCCESS:
-            # It follows a run that has ended: what is chosen, and the last version, are evaluated, and nothing is waited for.
-            configs = output_dir / "configs"
+            # It follows a run that has ended: it evaluates what is chosen, and the last version, and waits for nothing.
+            configs, failures = output_dir / "configs", "\n".join(self._supervisor.failures)
             server = f"uv run inference @ {configs / f'{SERVER}.toml'}, and then " if self._config.inference else ""
             raise UserError(
-                "\n".join(
-                    ["the training is complete, but " + self._supervisor.failures[0], *self._supervisor.failures[1:]]
-                )
-                + f"\nwhat is missing: {server}uv run eval @ {configs / f'{EVAL}.toml'} (weights: {output_dir / 'weights'})"
+                f"the training is complete, but {failures}\nwhat is missing: {server}uv run eval @ "
+                f"{configs / f'{EVAL}.toml'} (weights: {output_dir / 'weights'})"
             )
         report = output_dir / "evals" / "report.md"
         logger.info("evaluated, see {}\n{}", report, report.read_text() if report.is_file() else "nothing")
@@ -153,8 +142,8 @@ class EvalSidecar:
         wanted, ranks = gpus_of_a_server(server), int(environ.get("LOCAL_WORLD_SIZE", 1))
         if ranks + wanted > len(visible):
             raise UserError(
-                f"inference needs {wanted} GPU(s) beside the {ranks} that train, and {len(visible)} are visible: start a server elsewhere and "
-                "name it in eval.client.base_url"
+                f"inference needs {wanted} GPU(s) beside the {ranks} that train, and {len(visible)} are visible: "
+                "start a server elsewhere and name it in eval.client.base_url"
             )
         return visible[ranks : ranks + wanted]
 

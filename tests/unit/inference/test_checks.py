@@ -16,7 +16,6 @@ from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat
 from prime_rl.inference.server import plugin_context, prepare_environment
-from prime_rl.launcher import preflight
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
@@ -163,7 +162,7 @@ def test_a_second_server_on_a_port_is_refused_before_the_first_listens(held: lis
     with pytest.raises(UserError, match=f"port {PORT} is taken by another inference server"):
         checks.hold_port(PORT)
     with pytest.raises(UserError, match=rf"port {PORT} is taken by another .* --inference.server.port$"):
-        preflight.check_port("0.0.0.0", PORT)
+        checks.check_port("0.0.0.0", PORT, "--inference.server.port")
     checks.hold_port(PORT + 1)
 
 
