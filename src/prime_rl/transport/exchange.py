@@ -28,6 +28,8 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -83,9 +85,12 @@ def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, tuple[int, int
 
 def tensor_views(buffer: Tensor, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor as a view of the buffer, in the order of the manifest."""
-    for name, (start, size) in layout(tensors)[0].items():
-        entry = tensors[name]
-        yield name, buffer[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape)
+    by_dtype = {dtype: buffer.view(DTYPES[dtype]) for dtype in {entry.dtype for entry in tensors.values()}}
+    for name, (start, _) in layout(tensors)[0].items():
+        entry, typed = tensors[name], by_dtype[tensors[name].dtype]
+        strides = [*accumulate(reversed(entry.shape[1:]), mul, initial=1)][::-1] if entry.shape else []
+        # One operation a tensor, since a worker shares its interpreter with the engine.
+        yield name, typed.as_strided(entry.shape, strides, start // typed.itemsize)
 
 
 # ---- the connection
