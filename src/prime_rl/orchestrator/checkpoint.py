@@ -17,10 +17,8 @@ from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import (
     MANIFEST,
     CommitError,
-    clean_stages,
     disk_errors,
     list_steps,
-    prune,
     read_manifest,
     stage,
 )
@@ -182,14 +180,8 @@ class JointCheckpoints:
         self._untidy = not self._resumed
 
     def clean(self) -> None:
-        """Remove what an earlier incarnation left half-done: its staged parts, manifests that were not renamed, checkpoints removed in part."""
-        clean_stages(self.root)  # parts are staged inside of their checkpoint
-        for step in list_steps(self.root):
-            directory = checkpoints.step_dir(self.root, step)
-            for path in directory.glob(f".{PART}.*"):
-                prune(path)
-            for path in directory.glob(f".{MANIFEST}.tmp-*"):
-                path.unlink(missing_ok=True)
+        """Remove what an earlier incarnation left half-done: its staged parts, checkpoints removed in part."""
+        checkpoints.clean(self.root, PART)
 
     def join(self, incarnations: Mapping[int, int]) -> list[int]:
         """Complete every checkpoint whose trainer part is committed and belongs to the present history. Returns their steps.

@@ -33,6 +33,7 @@ from prime_rl.transport.commit import (
     list_steps,
     prune,
     read_manifest,
+    step_dir,
     subject_of,
     supersede,
 )
@@ -379,7 +380,7 @@ class Checkpoints:
 
     def _give_up_after(self, start: int) -> None:
         checkpoints.clean(self.root, PART)
-        for path in checkpoints.set_aside_after(self.root, start, self.incarnation, self.run):
+        for path in checkpoints.supersede_after(self.root, start, self.incarnation, self.run):
             logger.warning("a checkpoint beyond step {} is given up; it lies in {} now", start, path)
         clean_stages(self.recovery)
         self._spare_recovery(start)
@@ -393,7 +394,7 @@ class Checkpoints:
     def _saved_by(self) -> list[int]:
         """The incarnations that saved what stands there."""
         places = [checkpoints.part_dir(self.root, step, PART) for step in self._own()]
-        places += [checkpoints.step_dir(self.recovery, step) for step in list_steps(self.recovery)]
+        places += [step_dir(self.recovery, step) for step in list_steps(self.recovery)]
         incarnations = set()
         for place in places:
             try:
@@ -408,12 +409,12 @@ class Checkpoints:
         for step in list_steps(self.recovery):
             if step > start:
                 try:
-                    manifest = read_manifest(checkpoints.step_dir(self.recovery, step))
+                    manifest = read_manifest(step_dir(self.recovery, step))
                     given_up[step] = checkpoints.saved_by(manifest)
                 except CommitError:  # damaged: not worth keeping
                     continue
         newest = spared(given_up, sparing_incarnations(self.output_dir))
-        if newest is not None and (aside := supersede(checkpoints.step_dir(self.recovery, newest), self.incarnation)):
+        if newest is not None and (aside := supersede(step_dir(self.recovery, newest), self.incarnation)):
             logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, aside)
 
     def _use_device(self) -> None:
@@ -427,7 +428,7 @@ class Checkpoints:
     def _final(self, step: int, kind: Kind) -> Path:
         if kind == "checkpoint":
             return checkpoints.part_dir(self.root, step, PART)
-        return checkpoints.step_dir(self.recovery, step)
+        return step_dir(self.recovery, step)
 
     def _write_copy(self, copy: dcp.State, progress: Progress, final: Path, recorded: Callable[[], bool]) -> None:
         """In the thread."""
@@ -489,7 +490,7 @@ class Checkpoints:
     def _remove_recovery_but(self, kept: int | None) -> None:
         for step in list_steps(self.recovery):
             if step != kept:
-                prune(checkpoints.step_dir(self.recovery, step))
+                prune(step_dir(self.recovery, step))
 
 
 def refuse_earlier(output_dir: Path, root: Path, *, recover: bool) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -25,9 +25,11 @@ from prime_rl.transport import commit
 from prime_rl.transport.commit import CommitError, Manifest, disk_errors, hash_file, open_file, read_manifest
 from prime_rl.transport.tmpfs import InTmpfs, check_tmpfs, read_in_tmpfs
 
-INDEX = "model.safetensors.index.json"  # where there are several files: which holds which tensor
-ASIDE = ".durable"  # files of a version that is being made durable
+INDEX = "model.safetensors.index.json"  # if there are several files: which holds which tensor
 HASH_CHUNK_BYTES = 8 << 20  # part of every manifest: other chunks give other hashes
+REFERENCE_TOKENS = 64  # of the fixed prompt
+UNREACHABLE = "does not reach the trainer's publisher"
+"""Part of a server's error when it cannot connect: files may help then (`incarnations.ask_for_files`)."""
 _BLOCK = 1 << 24  # bytes read at once
 _HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers, too
 
@@ -38,7 +40,7 @@ class TensorEntry:
 
     Attributes:
         file: The file that holds it, and `xxh3` the hash of its bytes; both are empty while no file does.
-        checksum: Of versions that were published from memory (`exchange.checksums`), also once they are durable; else empty.
+        checksum: Of versions that were published from memory (`exchange.checksums`), also once they are durable.
     """
 
     file: str
@@ -48,44 +50,24 @@ class TensorEntry:
     checksum: str = ""
 
 
-REFERENCE_TOKENS = 64  # of the fixed prompt
+class TensorRange(NamedTuple):
+    """A tensor in a safetensors file, without its hash: bytes `start` to `stop` of the file."""
+
+    entry: TensorEntry
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class LogprobReference:
     """A fixed prompt of T token ids and the trainer's log-probability (nats, temperature 1) of all but the first: T - 1.
 
-    It goes along in a version's manifest. A hash says what was read, this says what is computed: whoever serves the version
-    scores the same prompt and compares.
+    It is in a version's manifest. A hash verifies what was read; this verifies what is computed: whoever serves the
+    version scores the same prompt and compares.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-
-
-def reference_tokens(vocabulary: int) -> list[int]:
-    """Return the prompt for a model with so many token ids, always the same. It is drawn from all ids: no tokenizer is needed."""
-    digests = (xxhash.xxh3_64_intdigest(f"canary/{place}".encode()) for place in range(REFERENCE_TOKENS))
-    return [digest % vocabulary for digest in digests]
-
-
-def read_reference(extra: Mapping[str, Any]) -> LogprobReference | None:
-    """Return the reference in a manifest's `extra`; None if its writer scored none.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is malformed.
-    """
-    entry = extra.get("reference", extra.get("canary"))  # the latter: its name until November 2026
-    if entry is None:
-        return None
-    reference = LogprobReference(tuple(map(int, entry["tokens"])), tuple(map(float, entry["logprobs"])))
-    if len(reference.logprobs) != len(reference.tokens) - 1 or not all(map(math.isfinite, reference.logprobs)):
-        raise ValueError("a reference needs one finite log-probability for every token but the first")
-    return reference
-
-
-UNREACHABLE = "does not reach the trainer's publisher"
-"""Part of a server's error when it cannot connect: files may help then (`incarnations.ask_for_files`)."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +76,7 @@ class PublisherAddress:
 
     Attributes:
         timeout: Seconds without progress after which either side ends a transfer.
-        fallback: Servers that cannot reach it may ask for files (`transport = "auto"`, see `ask_for_files`).
+        fallback: Servers that cannot reach it may ask for files (`transport = "auto"`).
     """
 
     host: str
@@ -134,26 +116,49 @@ class WeightsManifest:
 
 
 def version_dir(root: Path, version: int) -> Path:
-    """The directory of a version under the weights root."""
-    return root / f"step_{version}"
+    """Return the directory of a version under the weights root."""
+    return commit.step_dir(root, version)
+
+
+# ---- what a manifest holds
+
+
+def reference_tokens(vocabulary: int) -> list[int]:
+    """Return the fixed prompt for a model with so many token ids, drawn from all of them: no tokenizer is needed."""
+    digests = (xxhash.xxh3_64_intdigest(f"canary/{place}".encode()) for place in range(REFERENCE_TOKENS))
+    return [digest % vocabulary for digest in digests]
+
+
+def read_reference(extra: Mapping[str, Any]) -> LogprobReference | None:
+    """Return the reference in a manifest's `extra`; None if its writer scored none.
+
+    Raises:
+        KeyError, TypeError, ValueError: the entry is malformed.
+    """
+    entry = extra.get("reference", extra.get("canary"))  # the latter: its name until November 2026
+    if entry is None:
+        return None
+    reference = LogprobReference(tuple(map(int, entry["tokens"])), tuple(map(float, entry["logprobs"])))
+    if len(reference.logprobs) != len(reference.tokens) - 1 or not all(map(math.isfinite, reference.logprobs)):
+        raise ValueError("a reference needs one finite log-probability for every token but the first")
+    return reference
 
 
 def chunks(size: int) -> list[tuple[int, int]]:
-    """The start and end of every chunk of a tensor of so many bytes, which threads may hash side by side."""
+    """Return the start and end of every chunk of a tensor of so many bytes, which threads may hash side by side."""
     starts = range(0, max(size, 1), HASH_CHUNK_BYTES)
     return [(start, min(start + HASH_CHUNK_BYTES, size)) for start in starts]
 
 
 def of_chunks(digests: Sequence[bytes]) -> str:
-    """The hash of a tensor, in hex: its xxh3-128 or, if it has several chunks, that of their hashes in order."""
+    """Return a tensor's hash in hex: its xxh3-128 or, if it has several chunks, that of their hashes in order."""
     return (digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))).hex()
 
 
 def version_hash(tensors: Mapping[str, TensorEntry]) -> str:
-    """One hash over the tensors' names, dtypes, shapes and checksums or hashes, in the order of the names."""
+    """Hash the tensors' names, dtypes, shapes and checksums or hashes, in the order of the names."""
     digest = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        entry = tensors[name]
+    for name, entry in sorted(tensors.items()):
         shape = ",".join(map(str, entry.shape))
         digest.update(f"{name}\0{entry.dtype}\0{shape}\0{entry.checksum or entry.xxh3}\n".encode())
     return digest.hexdigest()
@@ -167,12 +172,12 @@ def manifest_extra(
     reference: LogprobReference | None = None,
     publisher: PublisherAddress | None = None,
 ) -> dict[str, Any]:
-    """The `extra` of a version's manifest."""
+    """Return the `extra` of a version's manifest."""
     return {
         **(
             {}
             if reference is None
-            else {"reference": {"tokens": list(reference.tokens), "logprobs": list(reference.logprobs)}}
+            else {"reference": {"tokens": [*reference.tokens], "logprobs": [*reference.logprobs]}}
         ),
         **({} if publisher is None else {"publisher": asdict(publisher)}),
         "version": version,
@@ -191,24 +196,26 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
     """
     extra = (committed or read_manifest(directory)).extra
     try:
-        other_hashes = "tensors" in extra and extra.get("hash_chunk") != HASH_CHUNK_BYTES
-        if other_hashes or (extra.get("delta") or {}).get("version") is not None:
+        delta = (extra.get("delta") or {}).get("version") is not None
+        if "tensors" in extra and (delta or extra.get("hash_chunk") != HASH_CHUNK_BYTES or "sender" in extra):
             raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
-        tensors = {name: TensorEntry(**entry) for name, entry in extra["tensors"].items()}
-        published = extra.get("publisher", extra.get("sender"))
+        publisher = extra.get("publisher")
         return WeightsManifest(
             extra["version"],
             extra["incarnation"],
             extra["hash"],
-            tensors,
+            {name: TensorEntry(**entry) for name, entry in extra["tensors"].items()},
             extra["base"],
             directory,
             read_reference(extra),
             read_in_tmpfs(extra),
-            None if published is None else PublisherAddress(**published),
+            None if publisher is None else PublisherAddress(**publisher),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
+
+
+# ---- verification
 
 
 def verify_weights(directory: Path) -> WeightsManifest:
@@ -221,7 +228,7 @@ def verify_weights(directory: Path) -> WeightsManifest:
 
 
 def never_written(directory: Path) -> str:
-    """The message for a version that was published from memory and has no files."""
+    """Return the message for a version that was published from memory and has no files."""
     return (
         f"{directory} holds no tensors: they went to the servers from the trainer's memory and were never written "
         "(trainer.weights.transport memory)"
@@ -229,7 +236,7 @@ def never_written(directory: Path) -> str:
 
 
 def without_tensors(directory: Path) -> str:
-    """The message for any directory without safetensors files."""
+    """Return the message for any directory without safetensors files."""
     with suppress(CommitError):
         if weights_manifest(directory).publisher is not None:
             return never_written(directory)
@@ -263,7 +270,7 @@ def check_tensors(manifest: WeightsManifest, actual: Mapping[str, TensorEntry]) 
 
 
 def other_tensor(manifest: WeightsManifest, name: str) -> CommitError:
-    """The error for a tensor that is missing, not listed, or has other bytes, another type or another shape."""
+    """Return the error for a tensor that is missing, not listed, or has other bytes, another type or shape."""
     return CommitError(f"{manifest.directory}: tensor {name} is not the one its manifest describes")
 
 
@@ -286,39 +293,27 @@ def hash_directory(directory: Path, progress: Callable[[], None] = lambda: None)
 
 def hash_tensors(file: Path, progress: Callable[[], None] = lambda: None) -> dict[str, TensorEntry]:
     """Hash every tensor of one safetensors file, as `hash_directory`."""
+    hashed = {}
     with open_file(file) as data:
-        return {
-            name: replace(stored.entry, xxh3=_hash_range(data, stored, file, progress))
-            for name, stored in read_header(file).items()
-        }
-
-
-def _hash_range(data: BinaryIO, stored: "TensorRange", file: Path, progress: Callable[[], None]) -> str:
-    data.seek(stored.start)
-    digests = []
-    for start, stop in chunks(stored.stop - stored.start):
-        digest, left = xxhash.xxh3_128(), stop - start
-        while left:
-            progress()
-            block = data.read(min(left, _BLOCK))
-            if not block:
-                raise CommitError(f"{file} ended while it was read")
-            digest.update(block)
-            left -= len(block)
-        digests.append(digest.digest())
-    return of_chunks(digests)
-
-
-class TensorRange(NamedTuple):
-    """A tensor in a safetensors file, without its hash: bytes `start` to `stop` of the file."""
-
-    entry: TensorEntry
-    start: int
-    stop: int
+        for name, (entry, start, stop) in read_header(file).items():
+            data.seek(start)
+            digests = []
+            for first, last in chunks(stop - start):
+                digest, left = xxhash.xxh3_128(), last - first
+                while left:
+                    progress()
+                    block = data.read(min(left, _BLOCK))
+                    if not block:
+                        raise CommitError(f"{file} ended while it was read")
+                    digest.update(block)
+                    left -= len(block)
+                digests.append(digest.digest())
+            hashed[name] = replace(entry, xxh3=of_chunks(digests))
+    return hashed
 
 
 def read_header(file: Path) -> dict[str, TensorRange]:
-    """The tensors in a safetensors file, by name. Raises CommitError if it is truncated or malformed."""
+    """Return the tensors in a safetensors file, by name. Raises CommitError if it is truncated or malformed."""
     try:
         with open_file(file) as data:
             size = os.fstat(data.fileno()).st_size
@@ -344,19 +339,20 @@ def read_header(file: Path) -> dict[str, TensorRange]:
     return stored
 
 
+# ---- writing
+
+
 def write_base_version(root: Path, model: Path, reference: LogprobReference | None = None) -> WeightsManifest:
     """Commit version 0, the base model at `model`, unless it is. Raises CommitError if another base model is."""
     directory = version_dir(root, 0)
-    tensors = hash_directory(model)
-    extra = manifest_extra(0, 0, tensors, str(model.resolve()), reference)
-    if 0 in commit.list_steps(root):
-        existing = weights_manifest(directory)
-        if existing.hash != extra["hash"]:
-            raise CommitError(f"{directory} belongs to another base model ({existing.base}), not to {model}")
-        return existing
-    with commit.stage(directory, step=0, producer="trainer", extra=extra):
-        pass
-    return weights_manifest(directory)
+    extra = manifest_extra(0, 0, hash_directory(model), str(model.resolve()), reference)
+    if 0 not in commit.list_steps(root):
+        with commit.stage(directory, step=0, producer="trainer", extra=extra):
+            pass
+    existing = weights_manifest(directory)
+    if existing.hash != extra["hash"]:
+        raise CommitError(f"{directory} belongs to another base model ({existing.base}), not to {model}")
+    return existing
 
 
 def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
@@ -371,25 +367,25 @@ def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
     """
     committed = read_manifest(directory)
     manifest = weights_manifest(directory, committed)
-    aside = directory / ASIDE
+    staging = directory / ".durable"
     with disk_errors(directory, "the version is in no file" if manifest.publisher else "the version stays in memory"):
-        shutil.rmtree(aside, ignore_errors=True)  # left by a trainer that was killed
-        aside.mkdir()
+        shutil.rmtree(staging, ignore_errors=True)  # left by a trainer that was killed
+        staging.mkdir()
         try:
-            write(aside)
-            hashed = hash_directory(aside)
+            write(staging)
+            hashed = hash_directory(staging)
             if manifest.publisher is None:
                 check_tensors(manifest, hashed)
-            for path in aside.iterdir():
+            for path in staging.iterdir():
                 commit.sync(path)
             faults.point(f"lasting:{commit.subject_of(directory)}")
             files = dict(committed.files)
-            for path in sorted(aside.iterdir()):
+            for path in sorted(staging.iterdir()):
                 files[path.name] = {"size": path.stat().st_size, "xxh3": hash_file(path)}
                 os.rename(path, directory / path.name)
             commit.sync(directory)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
         tensors = {
             name: vars(replace(hashed[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
         }

@@ -28,7 +28,7 @@ from prime_rl.monitor import Status, read_status
 from prime_rl.processes import ProcessId, boot_id, identify, is_alive
 from prime_rl.transport.incarnations import open_incarnation, run_id
 from prime_rl.transport.settings import agree
-from prime_rl.transport.tmpfs import note_tmpfs, tmpfs_dir
+from prime_rl.transport.tmpfs import open_tmpfs, tmpfs_dir
 from support import partners
 from support.ledgers import ScriptedLedger, finish_group, open_group
 from support.partners import belongs_to
@@ -149,10 +149,11 @@ def test_clean_empties_the_memory_that_no_version_names(tmp_path: Path, whose: s
     own = run_id(output_dir)
     assert own is not None
     root = tmpfs_dir(tmpfs, output_dir, own if whose == "its own" else "0123456789abcdef")
-    (root / ".step_1.tmp-x").mkdir(parents=True)
-    (root / ".step_1.tmp-x" / "model.safetensors").write_bytes(b"x")
     (output_dir / "weights").mkdir()
-    note_tmpfs(root, output_dir)
+    tmpfs.mkdir()
+    open_tmpfs(root, output_dir, ())
+    (root / ".step_1.tmp-x").mkdir()
+    (root / ".step_1.tmp-x" / "model.safetensors").write_bytes(b"x")
     clean(output_dir)
     assert root.exists() == (whose == "another run's")
     assert list(output_dir.rglob("*")) == []

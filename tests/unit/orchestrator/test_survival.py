@@ -76,7 +76,7 @@ async def train(
     """
     root = world.directory / "checkpoints"
     if replaced:
-        checkpoints.set_aside_after(root, start, incarnation)
+        checkpoints.supersede_after(root, start, incarnation)
     for step in range(start, until_step):
         await until(has_batch(world, step), timeout=60)
         world.trainer.commit(step + 1, incarnation)

@@ -106,9 +106,9 @@ def test_keep_and_keep_interval(tmp_path: Path) -> None:
 
 def test_set_aside_is_not_deleted(root: Path) -> None:
     """What lies beyond the resumed step is renamed, complete or not, and may be asked for twice."""
-    moved = checkpoints.set_aside_after(root, 2, incarnation=3)
+    moved = checkpoints.supersede_after(root, 2, incarnation=3)
     assert [path.name for path in moved] == ["given_up_3_step_4", "given_up_3_step_6"]
-    assert checkpoints.set_aside_after(root, 2, incarnation=3) == []
+    assert checkpoints.supersede_after(root, 2, incarnation=3) == []
     assert checkpoints.complete_steps(root) == [2]
     assert (root / "given_up_3_step_4" / "trainer" / "state").read_text() == "state 4"
 
@@ -123,7 +123,7 @@ def test_foreign_directories_are_left_alone(root: Path) -> None:
     assert checkpoints.find(root, -1, "trainer") == 4
     checkpoints.clean(root, "trainer")
     checkpoints.remove_expendable(root, 1, None)
-    checkpoints.set_aside_after(root, 0, incarnation=1)
+    checkpoints.supersede_after(root, 0, incarnation=1)
     assert (root / "step_1" / "notes.txt").read_text() == "mine"
     assert (root / "step_9" / "trainer" / "weights.bin").read_text() == "theirs"
 
@@ -132,12 +132,13 @@ def test_clean_removes_ones_own_remains(root: Path) -> None:
     """What a dead writer of the part left goes, its empty step directory with it; the other process may be at work still."""
     for name in ("step_8/.trainer.tmp-1", "step_4/.trainer.tmp-2", "step_4/.orchestrator.tmp-3"):
         (root / name).mkdir(parents=True)
-    (root / "step_4" / f".{MANIFEST}.tmp-4").write_text("{")
     (root / "step_6" / f".{MANIFEST}.tmp-5").write_text("{")
     checkpoints.clean(root, "trainer")
     left = {path.relative_to(root).as_posix() for path in root.rglob(".*")}
     assert left == {"step_4/.orchestrator.tmp-3", f"step_6/.{MANIFEST}.tmp-5"}
     assert not (root / "step_8").exists()
+    checkpoints.join(root, 6, ALONE, "test")  # by the owner of the joint manifest
+    assert list((root / "step_6").glob(".*")) == []
 
 
 def found(root: Path, incarnations: dict[int, int]) -> list[tuple[str, bool]]:
@@ -187,9 +188,9 @@ def test_who_owns_the_joint_manifest(tmp_path: Path) -> None:
 
 def test_incarnations_of_the_same_number_set_aside_side_by_side(root: Path) -> None:
     """A second run on the same root counts its incarnations from the start again: what the first has set aside stays as it is."""
-    checkpoints.set_aside_after(root, 2, incarnation=1)
+    checkpoints.supersede_after(root, 2, incarnation=1)
     save(root, 4, incarnation=1)
-    moved = checkpoints.set_aside_after(root, 2, incarnation=1)
+    moved = checkpoints.supersede_after(root, 2, incarnation=1)
     assert [path.name for path in moved] == ["given_up_1_step_4.2"]
     assert len(list(root.glob("given_up_1_step_4*/trainer/state"))) == 2
 
@@ -205,5 +206,5 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
     assert checkpoints.remove_expendable(root, 1, None, run="ours") == [1]
     assert [step for step, _, _ in checkpoints.recoverable(root, recovery, {0: 0}, "ours")] == [3]
     assert [step for step, _, _ in checkpoints.recoverable(root, recovery, {0: 2}, "ours")] == [3, 2]
-    assert [path.name for path in checkpoints.set_aside_after(root, 2, 1, "ours")] == ["given_up_1_step_3"]
+    assert [path.name for path in checkpoints.supersede_after(root, 2, 1, "ours")] == ["given_up_1_step_3"]
     assert list_steps(root) == [2, 4, 6]
