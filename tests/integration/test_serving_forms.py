@@ -14,7 +14,7 @@ import pytest
 from prime_rl.config import InferenceConfig, parse
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.arguments import arguments
+from prime_rl.inference.server import arguments
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 COMMANDS = re.findall(r"^uv run inference ([^#\n]+?)\s*(?:#.*)?$", PAGE.read_text(), re.MULTILINE)

@@ -8,6 +8,7 @@ as if it had been asked to.
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -28,73 +29,63 @@ def engine_died() -> bool:
     return _died
 
 
-class EngineWatch:
-    """`asyncio.create_task(EngineWatch(client, status).run())` in the server's event loop, in the main thread.
+async def watch_engine(
+    client: Any,
+    status: Status,
+    on_stop: Callable[[], None] = lambda: None,
+    end: Callable[[], None] = lambda: os._exit(1),
+) -> None:
+    """Ask and look until cancelled or until the engine is dead. Runs in the server's event loop, in the main thread.
 
     Args:
         client: vLLM's engine client.
         status: Progresses with each answer.
-        end: Called once the engine is dead; ends the process with status 1 by default.
         on_stop: Called when a signal asks to stop.
+        end: Called once the engine is dead; ends the process with status 1 by default.
     """
+    stopping, handlers = False, []
 
-    def __init__(
-        self,
-        client: Any,
-        status: Status,
-        end: Callable[[], None] = lambda: os._exit(1),
-        on_stop: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._client, self._status, self._end, self._on_stop = client, status, end, on_stop
-        self._asked_to_stop = False
-        self._handlers: list[Callable[[int, FrameType | None], None]] = []
-
-    async def run(self) -> None:
-        """Ask and look until cancelled or until the engine is dead."""
-        try:
-            while True:  # bounded: ends with the server's event loop
-                # One question at a time, however long it takes.
-                question = asyncio.create_task(self._client.collective_rpc("prime_served"))
-                while not question.done():  # bounded: by the engine's end
-                    await self._look()
-                    await asyncio.wait({question}, timeout=LOOK_SECONDS)
-                if question.exception() is None:
-                    self._status.progress()
-                for _ in range(round(ASK_SECONDS / LOOK_SECONDS)):
-                    await self._look()
-                    await asyncio.sleep(LOOK_SECONDS)
-        finally:
-            self._note_death()  # vLLM may have noticed first, and be ending the loop
-
-    async def _look(self) -> None:
-        self._watch_signals()
-        if self._note_death():
-            await asyncio.sleep(GRACE_SECONDS)
-            self._end()
-
-    def _note_death(self) -> bool:
-        """Return whether the engine is dead: a client that was asked to stop counts as errored, too, but is not."""
-        global _died
-        dead = self._client.errored and not self._asked_to_stop
-        if dead and not _died:
-            _died = True
-            logger.error("the engine died; its own last words are above")
-            self._status.done("failed: the engine died")
-        return dead
-
-    def _watch_signals(self) -> None:
+    def watch_signals() -> None:
         """Notice a stop beside the handlers that vLLM gives its event loop, which stay in force."""
         for number in (signal.SIGTERM, signal.SIGINT):
             current = signal.getsignal(number)
-            if current in self._handlers:
+            if current in handlers:
                 continue
 
             def note_stop(signum: int, frame: FrameType | None, previous: Any = current) -> None:
-                if not self._asked_to_stop:
-                    self._on_stop()
-                self._asked_to_stop = True
+                nonlocal stopping
+                if not stopping:
+                    on_stop()
+                stopping = True
                 if callable(previous):
                     previous(signum, frame)
 
-            self._handlers.append(note_stop)
+            handlers.append(note_stop)
             signal.signal(number, note_stop)
+
+    def note_death() -> bool:
+        """Whether the engine is dead. A client that was asked to stop counts as errored, too, but its engine is not dead."""
+        global _died
+        dead = bool(client.errored) and not stopping
+        if dead and not _died:
+            _died = True
+            logger.error("the engine died; its own last words are above")
+            status.done("failed: the engine died")
+        return dead
+
+    question, due = None, 0.0
+    try:
+        while True:  # bounded: ends with the server's event loop
+            watch_signals()
+            if note_death():
+                await asyncio.sleep(GRACE_SECONDS)
+                end()
+            if question is not None and question.done():
+                if question.exception() is None:
+                    status.progress()
+                question, due = None, time.monotonic() + ASK_SECONDS
+            if question is None and time.monotonic() >= due:  # one question at a time, however long it takes
+                question = asyncio.create_task(client.collective_rpc("prime_served"))
+            await asyncio.sleep(LOOK_SECONDS)
+    finally:
+        note_death()  # vLLM may have noticed first, and be ending the loop

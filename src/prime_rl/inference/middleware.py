@@ -9,17 +9,15 @@ So there is one lock and one identity, however many processes answer.
 
 import asyncio
 import fcntl
-import json
 import os
 import secrets
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
+import uvicorn
 from fastapi.responses import JSONResponse
-from loguru import logger
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -43,7 +41,6 @@ ANSWER_SECONDS = LOCK_SECONDS + DRAIN_SECONDS + 2 * (PAUSE_SECONDS + 2 * LOAD_SE
 POLL_SECONDS = 0.1
 BODY_BYTES = 64 << 10  # of a request to one of these routes: a path of the greatest length, in escapes
 TOO_LONG = f"the request is longer than {BODY_BYTES >> 10} KiB"
-_MOST_BYTES = 1 << 20  # of a request or an answer on one line
 
 _held: list[int] = []  # the leader's lock, for as long as this process lives
 
@@ -69,9 +66,9 @@ class Guard:
     def _rejection(self, scope: Scope) -> JSONResponse | None:
         path = route_path(scope)
         if path not in OPEN and self._keys and not self._has_key(scope):
-            return _answer(401, "this route needs the server's API key: `Authorization: Bearer …`")
+            return error_answer(401, "this route needs the server's API key: `Authorization: Bearer …`")
         if not is_served(path):
-            return _answer(404, "no such route here; docs/guides/security.md lists those that are served")
+            return error_answer(404, "no such route here; docs/guides/security.md lists those that are served")
         return None
 
     def _has_key(self, scope: Scope) -> bool:
@@ -92,7 +89,7 @@ def route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
-def _answer(status: int, message: str) -> JSONResponse:
+def error_answer(status: int, message: str) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse({"error": {"message": message, "code": status}}, status, headers)
 
@@ -109,78 +106,50 @@ def lead(directory: Path) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class ForwardedRequest:
-    """A request on its way to the leader; one line of JSON each way."""
+class LeaderServer(uvicorn.Server):
+    """Serves the leader's application to the other processes, who must have the key like anybody else."""
 
-    method: str
-    path: str
-    body: str
-    authorization: str
+    def __init__(self, app: ASGIApp, directory: Path) -> None:
+        socket = str(directory / "socket")
+        super().__init__(uvicorn.Config(app, uds=socket, lifespan="off", access_log=False, log_config=None))
 
-
-async def listen(app: ASGIApp, directory: Path) -> asyncio.Server:
-    """Serve the leader's side: answer forwarded requests as if they had come by HTTP."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                line = await reader.readline()
-            request = ForwardedRequest(**json.loads(line))
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://leader", timeout=ANSWER_SECONDS
-            ) as client:
-                headers = {"authorization": request.authorization} if request.authorization else {}
-                headers["content-type"] = "application/json"
-                response = await client.request(request.method, request.path, content=request.body, headers=headers)
-            writer.write(json.dumps([response.status_code, response.text]).encode() + b"\n")
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await writer.drain()
-        except (OSError, TimeoutError, ValueError) as error:
-            logger.warning("a forwarded request got no answer: {!r}", error)
-        finally:
-            writer.close()
-
-    return await asyncio.start_unix_server(answer, directory / "socket", limit=_MOST_BYTES)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the server that everybody reaches."""
+        yield
 
 
 class ForwardToLeader:
     """ASGI middleware of the other processes: requests about weights go to the leader."""
 
     def __init__(self, app: ASGIApp, directory: Path) -> None:
-        self._app, self._socket = app, directory / "socket"
+        self._app, self._socket = app, str(directory / "socket")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or route_path(scope) not in WEIGHT_ROUTES:
             await self._app(scope, receive, send)
             return
-        request = Request(scope, receive)
-        body = (await request.body()).decode(errors="replace")
+        answer = await self._forward(Request(scope, receive), route_path(scope))
+        await answer(scope, receive, send)
+
+    async def _forward(self, request: Request, path: str) -> Response:
+        body = await request.body()
         if len(body) > BODY_BYTES:
-            await _answer(413, TOO_LONG)(scope, receive, send)
-            return
-        forwarded = ForwardedRequest(request.method, route_path(scope), body, request.headers.get("authorization", ""))
-        await (await self._ask(forwarded))(scope, receive, send)
-
-    async def _ask(self, forwarded: ForwardedRequest) -> Response:
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                reader, writer = await self._connect()
+            return error_answer(413, TOO_LONG)
+        kept = ("authorization", "content-type")
+        headers = {name: value for name, value in request.headers.items() if name in kept}
+        transport = httpx.AsyncHTTPTransport(uds=self._socket)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + CONNECT_SECONDS
+        async with httpx.AsyncClient(transport=transport, base_url="http://leader", timeout=ANSWER_SECONDS) as client:
+            while True:  # bounded: by `until`, then by the client's timeout
                 try:
-                    writer.write(json.dumps(asdict(forwarded)).encode() + b"\n")
-                    await writer.drain()
-                    status, text = json.loads(await reader.readline())
-                finally:
-                    writer.close()
-        except (OSError, TimeoutError, ValueError) as error:
-            return _answer(503, f"the process that owns the weights did not answer: {error!r}")
-        return Response(text, status, media_type="application/json")
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, Any]:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            while True:  # bounded: by the timeout
-                try:
-                    return await asyncio.open_unix_connection(self._socket, limit=_MOST_BYTES)
-                except (FileNotFoundError, ConnectionRefusedError):
-                    await asyncio.sleep(POLL_SECONDS)
+                    answer = await client.request(request.method, path, content=body, headers=headers)
+                    return Response(answer.content, answer.status_code, media_type="application/json")
+                except httpx.ConnectError as error:
+                    failure: httpx.HTTPError = error
+                except httpx.HTTPError as error:
+                    failure, until = error, 0.0
+                if loop.time() >= until:
+                    return error_answer(503, f"the process that owns the weights did not answer: {failure!r}")
+                await asyncio.sleep(POLL_SECONDS)

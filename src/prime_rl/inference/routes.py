@@ -1,23 +1,32 @@
-"""The weight routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
+"""Our routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}, POST /reload_weights likewise
     GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "engines", "leaving"}      POST /pause {"mode", "clear_cache"}, POST /resume
     POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
-    POST /v1/generate, an alias of /inference/v1/generate                     POST /v1/sample: rollouts, see `sample`
+    POST /v1/generate, an alias of /inference/v1/generate
+    POST /v1/sample {"token_ids", "sampling_params", "cache_salt", "model"} -> vLLM's answer of /inference/v1/generate
 
 Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. `middleware` asks for the API key.
+
+Rollouts are sampled by /v1/sample: tokens in, tokens out, and no more than that. vLLM's own token route can do more, and
+pays for it with every token (0.26 makes an output for each of them, both releases detokenize and build two objects a
+log-probability). Here one output is made, when the last token is there; no text is made, unless stop strings need it;
+and the answer holds the sampled ids and their log-probabilities under the distribution that was sampled from.
 """
 
 import argparse
 import asyncio
 import faulthandler
+import json
 import os
+import secrets
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from loguru import logger
@@ -28,10 +37,17 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
-from prime_rl.inference.engine_watch import EngineWatch
-from prime_rl.inference.middleware import BODY_BYTES, TOO_LONG, ForwardToLeader, Guard, lead, listen, route_path
-from prime_rl.inference.sample import SAMPLE_ROUTE
-from prime_rl.inference.sample import router as sample_router
+from prime_rl.inference.engine_watch import watch_engine
+from prime_rl.inference.middleware import (
+    BODY_BYTES,
+    TOO_LONG,
+    ForwardToLeader,
+    Guard,
+    LeaderServer,
+    error_answer,
+    lead,
+    route_path,
+)
 from prime_rl.inference.server import PluginContext, plugin_context
 from prime_rl.inference.service import PauseMode, WeightService
 from prime_rl.inference.version_files import AllowedRoots, Rejected
@@ -39,12 +55,17 @@ from prime_rl.lifeline import follow
 from prime_rl.monitor import Status
 from prime_rl.processes import identify
 
-TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
+TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE = "/inference/v1/generate", "/v1/generate", "/v1/sample"
 FOLLOW_SECONDS = 60.0
 STOP_SECONDS = 20.0  # from a signal to the end, at most; vLLM's own time for requests in flight comes on top
 EXPERTS_MOVE = (
     "with enable_eplb vLLM moves experts between GPUs, and its reload would put new ones where they were at first"
 )
+_SAMPLING_PARAMETERS = {
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
+    *("logprobs", "skip_special_tokens", "detokenize"),
+}  # fmt: skip
 
 
 class _Body(BaseModel):
@@ -61,6 +82,15 @@ class PauseBody(_Body):
     clear_cache: bool = False
 
 
+class SampleBody(_Body):
+    """`sampling_params` are vLLM's, of which `_SAMPLING_PARAMETERS` are taken."""
+
+    token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    sampling_params: dict[str, Any]
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    model: str | None = None
+
+
 async def limit_body(request: Request) -> None:
     """What a request says may be repeated in answers and logs; this runs before it is looked at."""
     if len(await request.body()) > BODY_BYTES:
@@ -72,23 +102,24 @@ def _service(request: Request) -> WeightService:
 
 
 Service = Annotated[WeightService, Depends(_service)]
-router = APIRouter(dependencies=[Depends(limit_body)])
+router = APIRouter()
+weights_router = APIRouter(dependencies=[Depends(limit_body)])
 
 
-@router.post("/update_weights")
+@weights_router.post("/update_weights")
 async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
-    answer = asdict(await service.update(body.weight_dir, body.version))
+    change = await service.update(body.weight_dir, body.version)
     if faults.point(f"update-answered:v{body.version}") == "error":
         raise Rejected(500, "fault injection")
-    return answer
+    return asdict(change)
 
 
-@router.post("/reload_weights")
+@weights_router.post("/reload_weights")
 async def reload_weights(service: Service) -> dict[str, Any]:
     return asdict(await service.reload())
 
 
-@router.get("/weights")
+@weights_router.get("/weights")
 async def weights(request: Request, service: Service) -> dict[str, Any]:
     state = request.app.state
     models = [*state.prime_models, *compat.adapters(state)]
@@ -96,7 +127,7 @@ async def weights(request: Request, service: Service) -> dict[str, Any]:
     return asdict(await service.served()) | more
 
 
-@router.post("/leave")
+@weights_router.post("/leave")
 async def leave(request: Request) -> dict[str, Any]:
     """Ask for no new episodes. Requests are answered on; only a restart takes it back, as clients may have removed the server already."""
     state = request.app.state
@@ -106,22 +137,113 @@ async def leave(request: Request) -> dict[str, Any]:
     return {"leaving": True}
 
 
-@router.post("/pause")
+@weights_router.post("/pause")
 async def pause(service: Service, body: PauseBody | None = None) -> dict[str, Any]:
     body = body or PauseBody()
     await service.pause(body.mode, body.clear_cache)
     return {"paused": True}
 
 
-@router.post("/resume")
+@weights_router.post("/resume")
 async def resume(service: Service) -> dict[str, Any]:
     await service.resume()
     return {"paused": False}
 
 
-async def _rejected(_: Request, error: Exception) -> JSONResponse:
+@router.post(SAMPLE_ROUTE)
+async def sample(body: SampleBody, request: Request) -> Response:
+    """Sample one reply. Ends when the client goes away.
+
+    Raises:
+        Rejected: 400 or 404 for what this route does not do, 500 when the engine fails.
+        ValueError: from vLLM, for a prompt that it does not take; its own handler makes 400 of it.
+    """
+    state = request.app.state
+    if body.model is not None and body.model not in state.prime_models:
+        raise Rejected(404, f"the model {body.model!r} is not served; this server has {', '.join(state.prime_models)}")
+    params = sampling_params(body.sampling_params, len(body.token_ids), state.engine_client.model_config.max_model_len)
+    output = await _while_wanted(request, _generate(state.engine_client, body, params))
+    if output is None:
+        return Response(status_code=499)  # nobody reads it
+    if output.finish_reason == "error":
+        raise Rejected(500, "the engine failed while it sampled")
+    return Response(sample_answer(body.token_ids, output), media_type="application/json")
+
+
+def sampling_params(requested: dict[str, Any], prompt: int, most: int) -> Any:
+    """vLLM's parameters for one output with the log-probabilities of the sampled tokens, in flat lists, without text.
+
+    Args:
+        prompt: Tokens of the prompt.
+        most: Tokens of prompt and reply; the reply's bound where none is requested.
+
+    Raises:
+        Rejected: a parameter that this route does not take, or a value that vLLM does not take (400).
+    """
+    import msgspec
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    if unknown := sorted(requested.keys() - _SAMPLING_PARAMETERS):
+        raise Rejected(400, f"sampling_params.{unknown[0]} is not taken by {SAMPLE_ROUTE}")
+    if (logprobs := requested.get("logprobs")) not in (None, 0, 1):
+        raise Rejected(
+            400, f"{SAMPLE_ROUTE} answers with the log-probability of each sampled token, not with {logprobs}"
+        )
+    chosen = {"max_tokens": max(most - prompt, 1)} | {k: value for k, value in requested.items() if value is not None}
+    chosen |= {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(requested.get("stop"))}
+    chosen["output_kind"] = RequestOutputKind.FINAL_ONLY.value
+    try:
+        params = msgspec.convert(chosen, SamplingParams)
+        # As it goes to the engine: vLLM would forget to clean up after a number that is too large.
+        msgspec.msgpack.encode(params)
+    except (msgspec.ValidationError, OverflowError, TypeError, ValueError) as error:
+        raise Rejected(400, f"sampling_params: {error}") from error
+    return params
+
+
+async def _generate(engine: Any, body: SampleBody, params: Any) -> Any:
+    from vllm.inputs import tokens_input
+
+    prompt = tokens_input(body.token_ids, cache_salt=body.cache_salt)
+    outputs = [output async for output in engine.generate(prompt, params, f"sample-{secrets.token_hex(16)}")]
+    return outputs[-1].outputs[0]  # the only one
+
+
+async def _while_wanted(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result, or None once the client has gone away: vLLM drops a request whose generator is cancelled."""
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(disconnect())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)  # bounded: by the client's patience
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+def sample_answer(prompt: Sequence[int], output: Any) -> bytes:
+    """The JSON of vLLM's token route for one finished output with flat log-probabilities; without what a rollout does not read.
+
+    Raises:
+        Rejected: the log-probabilities are not those of the sampled tokens (500).
+    """
+    ids, logprobs = list(output.token_ids), output.logprobs
+    if logprobs is None or list(logprobs.token_ids) != ids:
+        raise Rejected(500, "the engine gave log-probabilities of other tokens than it sampled")
+    pairs = zip(ids, logprobs.logprobs, strict=True)
+    content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+    choice = {"index": 0, "finish_reason": output.finish_reason or "stop", "token_ids": ids, "logprobs": {"content": content}}  # fmt: skip
+    lengths = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
+    return json.dumps({"request_id": "", "choices": [choice], "usage": lengths}, separators=(",", ":")).encode()
+
+
+async def answer_rejected(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Rejected)
-    return JSONResponse({"error": {"message": error.message, "code": error.status}}, status_code=error.status)
+    return error_answer(error.status, error.message)
 
 
 class PrimeRoutes:
@@ -131,9 +253,9 @@ class PrimeRoutes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        app.include_router(weights_router)
         app.include_router(router)
-        app.include_router(sample_router)
-        app.add_exception_handler(Rejected, _rejected)
+        app.add_exception_handler(Rejected, answer_rejected)
         add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
         self._app = app
         self._context = plugin_context()  # None without a server: when vLLM writes its API's description
@@ -162,7 +284,7 @@ class PrimeRoutes:
         # Of the server, whichever of its processes answers: the engines are its children, and it is what is signalled.
         status = Status(config.output_dir, config.process, of=identify(context.server))
         state.prime_leaving = False
-        state.prime_service = WeightService(
+        state.prime_service = service = WeightService(
             compat.AllEngines(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),
             roots=AllowedRoots(config.weights_root, config.weights_tmpfs),
@@ -178,10 +300,10 @@ class PrimeRoutes:
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(context.server,))
         if context.shared is not None:
-            state.prime_listener = await listen(self._app, context.shared)
+            state.prime_leader = asyncio.create_task(LeaderServer(self._app, context.shared).serve())
         status.phase("serving")
         status.ready()
-        loop, service = asyncio.get_running_loop(), state.prime_service
+        loop = asyncio.get_running_loop()
 
         def end_soon() -> None:
             """From a signal's handler. The process ends in time whatever hangs, and then says where; waiting requests do not hold it up."""
@@ -189,7 +311,7 @@ class PrimeRoutes:
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
             loop.call_soon_threadsafe(service.stop)
 
-        state.prime_watch = asyncio.create_task(EngineWatch(engine_client, status, on_stop=end_soon).run())
+        state.prime_watch = asyncio.create_task(watch_engine(engine_client, status, on_stop=end_soon))
         logger.info("serving {} on port {}", args.model, args.port)
 
 
@@ -200,27 +322,18 @@ class FaultyGenerate:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["type"] == "http" and route_path(scope) in (TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE)
-        if asked and faults.point("generate") == "error":
-            answer = JSONResponse({"error": {"message": "fault injection", "code": 500}}, status_code=500)
-            await answer(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        generates = scope["type"] == "http" and route_path(scope) in (TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE)
+        faulty = generates and faults.point("generate") == "error"
+        await (error_answer(500, "fault injection") if faulty else self._app)(scope, receive, send)
 
 
 def add_alias(app: FastAPI, path: str, alias: str) -> None:
     """Answer `alias` as `path` is answered."""
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.path == path:
-            app.add_api_route(
-                alias,
-                route.endpoint,
-                methods=sorted(route.methods),
-                dependencies=route.dependencies,
-                response_model=route.response_model,
-            )
-            return
-    raise UserError(f"this vLLM has no token route {path}")
+    route = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == path), None)
+    if route is None:
+        raise UserError(f"this vLLM has no token route {path}")
+    kept = {"dependencies": route.dependencies, "response_model": route.response_model}
+    app.add_api_route(alias, route.endpoint, methods=sorted(route.methods), **kept)
 
 
 def resolve_base(model: str, revision: str | None) -> Path:

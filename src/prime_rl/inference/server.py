@@ -1,6 +1,8 @@
-"""Start vLLM's OpenAI server in this process, from our config, with the weight routes."""
+"""Start vLLM's OpenAI server in this process, with our routes, from our config as vLLM's command line and environment."""
 
 import atexit
+import ipaddress
+import json
 import os
 import shlex
 import shutil
@@ -10,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from loguru import logger
 from pydantic import TypeAdapter
@@ -18,11 +21,43 @@ from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
 from prime_rl.importing import quick_imports
 from prime_rl.inference import checks, compat, engine_watch
-from prime_rl.inference.arguments import arguments, environment, guarded_host
+from prime_rl.inference.checks import gpu_count, local_model, read_json, tiny_cache_bytes
 from prime_rl.monitor import Status, log
+from prime_rl.redact import is_secret
 from prime_rl.transport.settings import agree, dry_path
 
+WORKER_EXTENSION = "prime_rl.inference.staging.WeightsExtension"
+LOOPBACK, ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"
 _CONTEXT = "PRIMERL_SERVER"
+
+# Options of vLLM that `[vllm]` may not hold, and why.
+_REJECTED = {
+    "api_server_count": "how many processes answer is set by server.api_servers",
+    "worker_extension_cls": "the weight routes need their own",
+    "api_key": "the key is given by VLLM_API_KEY or --api-key",
+    "model": "is an option of its own, model.name",
+    # The launcher counts GPUs by these.
+    **{
+        name: f"is an option of its own, {name}"
+        for name in (
+            "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local",
+            "data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "headless",
+        )
+    },
+    **dict.fromkeys(("host", "port", "uds"), "where the server listens is set by [server]"),
+}  # fmt: skip
+_REJECTED_UNLESS_OFF = {
+    "grpc": "vLLM's gRPC server asks for no key and has no weight routes: leave it out",
+    # They have to be paused together and know nothing of each other's servers.
+    **dict.fromkeys(
+        ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_multi_port_external_lb"),
+        "replicas at addresses of their own are started as servers of their own, which client.base_url lists; experts that "
+        "are spread over nodes have one address, with data_parallel_size and headless nodes",
+    ),
+}  # fmt: skip
+_REJECTED_ON_CPU = {
+    "enable_chunked_prefill": "a request with a seed would kill a CPU engine that computes prompts in chunks"
+}
 
 
 @dataclass(frozen=True)
@@ -31,19 +66,16 @@ class PluginContext:
 
     Args:
         server: Process id of the server, which the engine ends with.
-        shared: Directory of the API processes if there are several, see `leader`; None for one.
+        shared: Directory of the API processes if there are several, see `middleware`; None for one.
     """
 
     config: InferenceConfig
     server: int
     shared: Path | None
 
-    def export(self) -> None:
-        os.environ[_CONTEXT] = TypeAdapter(PluginContext).dump_json(self).decode()
-
 
 def plugin_context() -> PluginContext | None:
-    """Return what the server that started this process exported; None if no server did."""
+    """Return what the server that started this process passes on; None if no server did."""
     return TypeAdapter(PluginContext).validate_json(os.environ[_CONTEXT]) if _CONTEXT in os.environ else None
 
 
@@ -57,8 +89,7 @@ def run(config: InferenceConfig) -> None:
     log.setup(config.log.level, config.process)
     engine = compat.require_engine()
     compat.require_plugin()
-    host = guarded_host(config)
-    checks.check(config, engine, host)
+    checks.check(config, engine, guarded_host(config))
     if not config.headless:
         checks.hold_port(config.server.port)
     argv = arguments(config, engine)
@@ -98,26 +129,14 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
         compat.serve(args)
     except (ValueError, OSError, RuntimeError) as error:
         # vLLM and its engine process have printed their tracebacks above; this is the line to read first.
-        raise UserError(f"vLLM stopped: {_first_line(error)}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UserError(f"vLLM stopped: {' '.join(lines[:2]) or type(error).__name__}") from error
     if engine_watch.engine_died():
         raise UserError("vLLM stopped: its engine died")
 
 
-def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
-    """Set what vLLM and our plugin read from the environment; what the user has set stays."""
-    os.environ.update(environment(config, engine))
-    allowed = os.environ["VLLM_PLUGINS"].split(",")
-    if compat.PLUGIN not in allowed:  # the user's own list
-        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, compat.PLUGIN]))
-    several = config.server.api_servers > 1 and not config.headless
-    shared = Path(tempfile.mkdtemp(prefix="prime-inference-")) if several else None
-    if shared is not None:
-        atexit.register(shutil.rmtree, shared, ignore_errors=True)
-    paths = {name: getattr(config, name) for name in ("output_dir", "weights_root", "weights_tmpfs")}
-    absolute = {name: path and path.expanduser().resolve() for name, path in paths.items()}
-    PluginContext(config.model_copy(update={**absolute, "api_key": None}), os.getpid(), shared).export()
-    if config.api_key:
-        os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def dry_run(config: InferenceConfig) -> None:
@@ -140,10 +159,158 @@ def dry_run(config: InferenceConfig) -> None:
     sys.stdout.write(f"vllm serve   {shlex.join(argv)}\nconfig       {path}\n")
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def guarded_host(config: InferenceConfig) -> str:
+    """Return the address to listen on: loopback unless a host is set or a key guards the server.
+
+    Raises UserError if other hosts would reach a server without a key: who reaches the weight routes decides what is served.
+    """
+    key = config.api_key or os.environ.get("VLLM_API_KEY")
+    host = config.server.host or (ALL_ADDRESSES if key else LOOPBACK)
+    if config.headless or key or is_loopback(host):
+        return host
+    raise UserError(
+        f"server.host {host} would open the weight routes to every host that reaches it: set a key (VLLM_API_KEY, which clients need "
+        "too), or leave server.host out to listen on loopback"
+    )
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) or type(error).__name__
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:
+    """Whether to serve on CPU: as asked, else what the installed vLLM was built for, else what the machine has."""
+    if config.device != "auto":
+        return config.device == "cpu"
+    return gpu_count() == 0 if engine is None else engine.device == "cpu"
+
+
+def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str]:
+    """Return vLLM's argument list. `[vllm]` of the config wins over everything chosen here.
+
+    Raises UserError if a setting in `[vllm]` would break the weight routes or hold a secret, or as `guarded_host`.
+    """
+    model, cpu = local_model(config.model.name), on_cpu(config, engine)
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    places = (
+        "data_parallel_size_local",
+        "data_parallel_address",
+        "data_parallel_rpc_port",
+        "data_parallel_start_rank",
+    )
+    flags: dict[str, Any] = {
+        "model": config.model.name,
+        "served_model_name": config.model.name,
+        "trust_remote_code": config.model.trust_remote_code or None,
+        "dtype": config.model.dtype,
+        "chat_template": config.model.chat_template,
+        "max_model_len": config.max_model_len,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        # Servers of one run that drew the same random numbers would sample the same replies to one prompt.
+        "seed": config.seed + config.replica,
+        "worker_extension_cls": WORKER_EXTENSION,
+        # The log-probability under the distribution that was sampled from, temperature and truncation included:
+        # what an importance ratio needs.
+        "logprobs_mode": "processed_logprobs",
+        # A model's generation_config.json must not change how a request that does not name a parameter is sampled.
+        "generation_config": "vllm",
+        "disable_uvicorn_access_log": True,
+        **{name: size for name in sizes if (size := getattr(config, name)) > 1},
+        **{name: getattr(config, name) for name in places},
+        **compat.release_flags(engine),
+    }
+    if config.quantization is not None:
+        # Of a model on the hub vLLM finds out by itself.
+        already = model is not None and "quantization_config" in read_json(model / "config.json")
+        flags["quantization"] = compat.quantization(config.quantization, already)
+    if config.headless:
+        flags["headless"] = True
+    else:
+        # vLLM would choose as many processes that answer as there are replicas.
+        listen = {"host": guarded_host(config), "port": config.server.port}
+        flags |= listen | {"api_server_count": config.server.api_servers}
+    if cpu:
+        # float32: the trainer computes in it here, and both must agree to 1e-4.
+        flags["dtype"] = "float32" if config.model.dtype == "auto" else config.model.dtype
+        flags["enforce_eager"] = True if config.enforce_eager is None else config.enforce_eager
+        # As long as the KV cache allows, where nothing is asked for: a model's full context seldom fits.
+        flags["max_model_len"] = config.max_model_len or "auto"
+        # vLLM sets a request's generator back after a chunk, which CPU generators cannot do: a seed kills the engine.
+        flags["enable_chunked_prefill"] = False
+    elif config.kv_cache_gib is not None:
+        flags["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+    elif model is not None:
+        flags["kv_cache_memory_bytes"] = tiny_cache_bytes(model)
+    if config.deterministic:
+        # One sequence at a time, computed the same way whatever came before: equal seeds give equal tokens.
+        flags |= {"max_num_seqs": 1, "enable_chunked_prefill": False, "enable_prefix_caching": False}
+    extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
+    for name, value in extra.items():
+        rejected = {} if value is None or value is False else _REJECTED_UNLESS_OFF | (_REJECTED_ON_CPU if cpu else {})
+        if why := (rejected | _REJECTED).get(name):
+            raise UserError(f"vllm.{name}: {why}")
+        if isinstance(value, str) and is_secret(name, value):
+            raise UserError(f"vllm.{name}: a secret is given by an environment variable (HF_TOKEN, …), not in a config")
+    return to_argv(flags | extra)
+
+
+def to_argv(flags: dict[str, Any]) -> list[str]:
+    """`{"a_b": 1}` as `["--a-b", "1"]`: booleans as switches, lists as repeated values, dicts as JSON, None left out."""
+    argv: list[str] = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None and value != "None":
+            values = value if isinstance(value, list | tuple) else [value]
+            argv += [f"--{flag}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
+    return argv
+
+
+def environment(config: InferenceConfig, engine: compat.Engine | None) -> dict[str, str]:
+    """Variables to set before vLLM is imported, unless the user has set them."""
+    values = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+        "VLLM_PLUGINS": compat.plugin_allowlist(),
+    }
+    if "VLLM_CONFIGURE_LOGGING" not in os.environ:
+        values["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("logging.json"))
+    if engine is not None:
+        # Releases that share a cache of model descriptions evict each other's, which costs 12 s at every start.
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        values["VLLM_CACHE_ROOT"] = str(cache / f"vllm-{engine.release}")
+    if local_model(config.model.name) is not None:
+        values["HF_HUB_OFFLINE"] = "1"
+    if on_cpu(config, engine):
+        values["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu.kvcache_gib)
+        if config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size == 1:
+            # The worker lives in the engine's process, which halves the start; its threads must then be few, or they starve
+            # each other (7 tokens/s instead of 600 on two cores).
+            values |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+        if config.enforce_eager is not False:
+            values["TORCHDYNAMO_DISABLE"] = "1"
+    return {name: value for name, value in values.items() if name not in os.environ}
+
+
+def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
+    """Set what vLLM and our plugin read from the environment; what the user has set stays."""
+    os.environ.update(environment(config, engine))
+    allowed = os.environ["VLLM_PLUGINS"].split(",")
+    if compat.PLUGIN not in allowed:  # the user's own list
+        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, compat.PLUGIN]))
+    shared = None
+    if config.server.api_servers > 1 and not config.headless:
+        shared = Path(tempfile.mkdtemp(prefix="prime-inference-"))
+        atexit.register(shutil.rmtree, shared, ignore_errors=True)
+    paths = {name: getattr(config, name) for name in ("output_dir", "weights_root", "weights_tmpfs")}
+    absolute = {name: path and path.expanduser().resolve() for name, path in paths.items()}
+    context = PluginContext(config.model_copy(update={**absolute, "api_key": None}), os.getpid(), shared)
+    os.environ[_CONTEXT] = TypeAdapter(PluginContext).dump_json(context).decode()
+    if config.api_key:
+        os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it

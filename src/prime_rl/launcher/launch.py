@@ -12,8 +12,8 @@ from prime_rl.config.shared import BENCH_STEPS, EnvConfig, how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
-from prime_rl.inference.arguments import guarded_host
 from prime_rl.inference.checks import check_port, model_size
+from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import doctor, preflight, rundir, slurm
 from prime_rl.launcher.console import Console, bench_table, minutes, summary
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, memory_gib, visible_gpus

@@ -9,7 +9,7 @@ import pytest
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.arguments import arguments, environment, is_loopback, listen_host, to_argv
+from prime_rl.inference.server import arguments, environment, is_loopback, to_argv
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
@@ -178,7 +178,6 @@ def test_who_can_reach_the_server(
     """Contract: loopback unless a host is given or a key is set; the key is never an argument, which all users can read."""
     if key_in_environment:
         monkeypatch.setenv("VLLM_API_KEY", key_in_environment)
-    assert listen_host(config(**settings)) == host
     argv = arguments(config(**settings), CPU)
     assert flags(argv)["--host"] == host
     assert "k" not in argv

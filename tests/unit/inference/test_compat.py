@@ -16,7 +16,7 @@ from torch import nn
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.arguments import arguments
+from prime_rl.inference.server import arguments
 
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 

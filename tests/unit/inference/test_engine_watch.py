@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prime_rl.inference import engine_watch
-from prime_rl.inference.engine_watch import EngineWatch, engine_died
+from prime_rl.inference.engine_watch import engine_died, watch_engine
 from prime_rl.monitor.status import Status, read_status
 
 
@@ -47,7 +47,7 @@ async def beating(
 ) -> AsyncIterator[FakeEngine]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     engine, status = FakeEngine(), Status(directory, "inference")
-    task = asyncio.create_task(EngineWatch(engine, status, ended, on_stop).run())
+    task = asyncio.create_task(watch_engine(engine, status, on_stop, ended))
     try:
         yield engine
     finally:

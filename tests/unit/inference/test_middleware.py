@@ -3,6 +3,8 @@
 import asyncio
 import multiprocessing
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -178,6 +180,15 @@ def owner() -> FastAPI:
     return app
 
 
+@asynccontextmanager
+async def listening(directory: Path) -> AsyncIterator[None]:
+    server = middleware.LeaderServer(owner(), directory)
+    task = asyncio.create_task(server.serve())
+    yield
+    server.should_exit = True
+    await task
+
+
 def follower(directory: Path, root_path: str = "") -> httpx.AsyncClient:
     app = FastAPI(root_path=root_path)
     app.get("/health")(lambda: {"own": True})
@@ -188,7 +199,7 @@ def follower(directory: Path, root_path: str = "") -> httpx.AsyncClient:
 
 async def test_what_concerns_the_weights_is_passed_on(tmp_path: Path) -> None:
     """Contract: the owner answers with its own status and body, sees the caller's key, and gets the body as it was sent; all else stays."""
-    async with await middleware.listen(owner(), tmp_path), follower(tmp_path) as client:
+    async with listening(tmp_path), follower(tmp_path) as client:
         assert (await client.get("/health")).json() == {"own": True}
         assert (await client.get("/weights")).status_code == 401
         key = {"Authorization": "Bearer secret"}
@@ -201,7 +212,7 @@ async def test_what_concerns_the_weights_is_passed_on(tmp_path: Path) -> None:
 
 async def test_behind_a_proxy_with_a_prefix(tmp_path: Path) -> None:
     """Contract: with `root_path` it is passed on as well, by the owner's own name for it."""
-    async with await middleware.listen(owner(), tmp_path), follower(tmp_path, "/api") as client:
+    async with listening(tmp_path), follower(tmp_path, "/api") as client:
         key = {"Authorization": "Bearer secret"}
         assert (await client.get("/api/weights", headers=key)).json() == {"key": "Bearer secret"}
 
@@ -219,7 +230,7 @@ async def test_the_owner_may_come_later(tmp_path: Path) -> None:
     async with follower(tmp_path) as client:
         early = asyncio.create_task(client.post("/update_weights", json={"version": 5}))
         await asyncio.sleep(0.2)
-        async with await middleware.listen(owner(), tmp_path):
+        async with listening(tmp_path):
             async with asyncio.timeout(60):
                 assert (await early).json()["version"] == 5
 

@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from renderers.client import _parse_completion_logprobs, parse_generate_response
 
-from prime_rl.inference import sample
-from prime_rl.inference.routes import _rejected
+from prime_rl.inference import routes
+from prime_rl.inference.routes import SAMPLE_ROUTE, answer_rejected, sample_answer
 from prime_rl.inference.version_files import Rejected
 
 
@@ -31,7 +31,7 @@ def output(ids: list[int], logprobs: list[float], **changed: Any) -> Output:
 def test_the_answer_is_read_as_vllms() -> None:
     """Contract: the reader of vLLM's token route gets the sampled ids and exactly their log-probabilities out of our answer."""
     logprobs = [-0.10000000149011612, -9.5, 0.0]
-    found = parse_generate_response(sample.answer([1, 2], output([7, 8, 9], logprobs)))
+    found = parse_generate_response(sample_answer([1, 2], output([7, 8, 9], logprobs)))
     choice = found["choices"][0]
     assert (choice["token_ids"], choice["finish_reason"]) == ([7, 8, 9], "length")
     assert _parse_completion_logprobs(choice, choice["token_ids"]) == logprobs
@@ -42,7 +42,7 @@ def test_the_answer_is_read_as_vllms() -> None:
 def test_log_probabilities_of_other_tokens_are_no_answer(others: Any) -> None:
     """Contract: an output whose log-probabilities are not those of the sampled tokens is an error of the server."""
     with pytest.raises(Rejected) as refused:
-        sample.answer([1], Output([7, 8], others))
+        sample_answer([1], Output([7, 8], others))
     assert refused.value.status == 500
 
 
@@ -54,7 +54,7 @@ def test_what_the_route_does_not_do_is_rejected(given: dict[str, Any], monkeypat
     fake = SimpleNamespace(RequestOutputKind=None, SamplingParams=None)
     monkeypatch.setitem(__import__("sys").modules, "vllm.sampling_params", fake)
     with pytest.raises(Rejected) as refused:
-        sample.sampling_params(given, 4, 16)
+        routes.sampling_params(given, 4, 16)
     assert refused.value.status == 400
 
 
@@ -79,10 +79,10 @@ class Engine:
 def client(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     inputs = SimpleNamespace(tokens_input=lambda ids, cache_salt: {"ids": ids, "salt": cache_salt})
     monkeypatch.setitem(__import__("sys").modules, "vllm.inputs", inputs)
-    monkeypatch.setattr(sample, "sampling_params", lambda given, prompt, most: given)
+    monkeypatch.setattr(routes, "sampling_params", lambda given, prompt, most: given)
     app = FastAPI()
-    app.include_router(sample.router)
-    app.add_exception_handler(Rejected, _rejected)
+    app.include_router(routes.router)
+    app.add_exception_handler(Rejected, answer_rejected)
     app.state.prime_models, app.state.engine_client = ["m"], engine
     return TestClient(app)
 
@@ -91,11 +91,11 @@ def test_requests_are_answered_or_rejected(monkeypatch: pytest.MonkeyPatch) -> N
     """Contract: one output is one answer; another model is 404, an unknown field 422, an engine that failed 500."""
     served = client(Engine(output([5], [-1.0])), monkeypatch)
     body = {"token_ids": [1, 2], "sampling_params": {}}
-    assert json.loads(served.post(sample.SAMPLE_ROUTE, json=body).content)["choices"][0]["token_ids"] == [5]
+    assert json.loads(served.post(SAMPLE_ROUTE, json=body).content)["choices"][0]["token_ids"] == [5]
     for changed, status in (({"model": "m"}, 200), ({"model": "x"}, 404), ({"features": {}}, 422), ({"token_ids": []}, 422)):  # fmt: skip
-        assert served.post(sample.SAMPLE_ROUTE, json=body | changed).status_code == status, changed
+        assert served.post(SAMPLE_ROUTE, json=body | changed).status_code == status, changed
     failed = client(Engine(output([5], [-1.0], finish_reason="error")), monkeypatch)
-    assert failed.post(sample.SAMPLE_ROUTE, json=body).status_code == 500
+    assert failed.post(SAMPLE_ROUTE, json=body).status_code == 500
 
 
 async def test_a_client_that_goes_away_cancels_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ async def test_a_client_that_goes_away_cancels_its_request(monkeypatch: pytest.M
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": sample.SAMPLE_ROUTE, "headers": headers, "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": SAMPLE_ROUTE, "headers": headers, "query_string": b""}
     async with asyncio.timeout(60):
         await app(scope, receive, send)  # type: ignore[operator]
         await asyncio.sleep(0)  # the cancelled request's own turn

@@ -115,8 +115,8 @@ def test_processes_of_an_engine_log_as_their_server(tmp_path: Path) -> None:
     """vLLM sets up each of its processes by `logging.json`."""
     code = """
 import json, logging.config, sys
-from prime_rl.inference import arguments
-logging.config.dictConfig(json.loads(open(arguments.__file__.replace("arguments.py", "logging.json")).read()))
+from prime_rl.inference import server
+logging.config.dictConfig(json.loads(open(server.__file__.replace("server.py", "logging.json")).read()))
 logging.getLogger("vllm.core").info("engine"); logging.getLogger("vllm.core").debug("not shown")
 """
     env = {**os.environ, "PRIMERL_LOG": json.dumps(["info", "inference", str(tmp_path)])}
