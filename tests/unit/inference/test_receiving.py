@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 
 from prime_rl.errors import UserError
 from prime_rl.inference import staging
-from prime_rl.inference.staging import DroppedError, Staging, WeightsExtension, files_of
+from prime_rl.inference.staging import DroppedError, Staging, files_of
 from prime_rl.transport import exchange
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber
@@ -76,40 +75,6 @@ def test_what_is_received_is_what_was_published(trainer: PublishingTrainer, subs
     """Contract: every version arrives bit by bit, with its dtypes and shapes, one after the other over one connection."""
     for version in (1, 2, 3):
         assert_received(trainer.publish(version, tensors(version)), subscriber)
-
-
-def test_several_receive_at_the_same_time(trainer: PublishingTrainer) -> None:
-    """Contract: workers do not wait for each other, nor know of each other."""
-    directory = trainer.publish(1, tensors(1))
-    subscribers = [Subscriber() for _ in range(3)]
-    reads = [begin(directory, subscriber) for subscriber in subscribers]
-    for read in reads:
-        read.wait(SECONDS)
-        assert all(torch.equal(dict(read.tensors)[name], tensor) for name, tensor in tensors(1).items())
-    for subscriber in subscribers:
-        subscriber.close()
-
-
-def test_a_superseded_version(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
-    """Contract: a version that the trainer holds no more, or of another incarnation, is not given; another attempt may succeed, and the newest
-    arrives."""
-    first = trainer.publish(1, tensors(1))
-    newest = trainer.publish(2, tensors(2))
-    assert_fails(first, subscriber, "superseded", ExchangeError)
-    assert_received(newest, subscriber)
-
-
-def test_another_runs_trainer(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
-    """Contract: what listens at the manifest's address, and does not know its token, gives nothing."""
-    address = replace(trainer.publisher.address(fallback=False), token="0" * 32)
-    assert_fails(trainer.publish(1, tensors(1), address=address), subscriber, "token", ExchangeError)
-
-
-def test_no_trainer(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
-    """Contract: the reason names the address that does not answer."""
-    directory, port = trainer.publish(1, tensors(1)), trainer.publisher.address(fallback=False).port
-    trainer.close()
-    assert_fails(directory, subscriber, f"127.0.0.1:{port}", ExchangeError)
 
 
 def test_wrong_bytes_are_rejected(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
@@ -208,19 +173,3 @@ def test_going_back_to_a_version_that_was_received(trainer: PublishingTrainer) -
     make_durable(directory, lambda aside: save_file(tensors(1), aside / "model.safetensors"))
     assert files_of(directory, identity) == directory
     assert files_of(directory.parent / "base", None) == directory.parent / "base"
-
-
-def test_a_worker_stages_and_drops(trainer: PublishingTrainer) -> None:
-    """Contract: a worker stages a version when it is asked to, says when it is ready, and frees it."""
-    worker = object.__new__(WeightsExtension)
-    worker.device, worker.rank = CPU, 0
-    worker.vllm_config = type("Config", (), {"parallel_config": type("Parallel", (), {"world_size": 1})})
-    assert worker.prime_staged()["state"] == "failed"
-    for version in (1, 2):
-        directory = trainer.publish(version, tensors(version))
-        worker.prime_stage(str(directory), weights_manifest(directory).hash, True)
-        assert worker.prime_staging is not None
-        worker.prime_staging.wait(SECONDS)
-        assert worker.prime_staged()["state"] == "ready"
-        worker.prime_unstage()
-        assert worker.prime_staged()["state"] == "failed"

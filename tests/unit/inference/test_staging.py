@@ -3,10 +3,12 @@
 import gc
 import itertools
 import json
+import shutil
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -17,10 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prime_rl.inference import staging
-from prime_rl.inference.staging import Staging
+from prime_rl.inference.staging import Staging, files_of
+from prime_rl.inference.version_files import AllowedRoots, Rejected
 from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import Subscriber, layout
+from prime_rl.transport.tmpfs import in_tmpfs
 from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, weights_manifest
 from prime_rl.wait import wait
 
@@ -233,3 +237,57 @@ def test_a_tensor_that_lies_askew(tmp_path: Path) -> None:
     read = begin(version_dir(tmp_path, 1))
     read.wait(SECONDS)
     assert [tensor.tolist() for _, tensor in read.tensors] == [[0, 0, 0], [0.0, 0.0]]
+
+
+# Versions whose tensors lie in a tmpfs.
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Path:
+    place, final = tmp_path / "tmpfs" / "run" / "step_5", tmp_path / "weights" / "step_5"
+    with stage(place, step=5, producer="trainer") as tmp:
+        for file, tensors in FILES.items():
+            save_file(tensors, tmp / file)
+        nonce = tmp.name.rpartition("-")[2]
+    extra = manifest_extra(5, 0, hash_directory(place)) | {"tmpfs": asdict(in_tmpfs(place, nonce))}
+    with stage(final, step=5, producer="trainer", extra=extra) as tmp:
+        (tmp / "config.json").write_text("{}")
+    return final
+
+
+def test_tensors_are_read_from_a_tmpfs(in_memory: Path, tmp_path: Path) -> None:
+    """Contract: they are staged, and restored, from there."""
+    read = begin(in_memory)
+    read.wait(SECONDS)
+    expected = {name: tensor for tensors in FILES.values() for name, tensor in tensors.items()}
+    assert {name for name, tensor in read.tensors if torch.equal(tensor, expected[name])} == expected.keys()
+    identity = {"version": 5, "hash": weights_manifest(in_memory).hash}
+    assert files_of(in_memory, identity) == tmp_path / "tmpfs" / "run" / "step_5"
+
+
+def test_a_tmpfs_is_allowed_by_name(in_memory: Path, tmp_path: Path) -> None:
+    """Contract: a manifest leads a server no further than it may go."""
+    allowed = AllowedRoots(in_memory.parent, tmpfs=tmp_path / "tmpfs")
+    for roots in (allowed, AllowedRoots(None)):
+        assert roots.check(str(in_memory), 5)[0].version == 5
+    with pytest.raises(Rejected, match="--weights-tmpfs"):
+        AllowedRoots(in_memory.parent).check(str(in_memory), 5)
+    file = tmp_path / "tmpfs" / "run" / "step_5" / "model-1.safetensors"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Rejected, match="outside"):
+        allowed.check(str(in_memory), 5)
+
+
+def test_a_server_that_does_not_see_the_tmpfs_says_so(in_memory: Path, tmp_path: Path) -> None:
+    """Contract: one line, which names the host, on another one as well as where they are gone."""
+    shutil.rmtree(tmp_path / "tmpfs")
+    with pytest.raises(Rejected, match="is not there: they are gone"):
+        AllowedRoots(None).check(str(in_memory), 5)
+    with pytest.raises((CommitError, FileNotFoundError)):
+        begin(in_memory).wait(SECONDS)
+    manifest, tmpfs = in_memory / "manifest.json", weights_manifest(in_memory).tmpfs
+    assert tmpfs is not None
+    manifest.write_text(manifest.read_text().replace(f'"{tmpfs.host}"', '"another"'))
+    with pytest.raises(Rejected, match="of another, and .* is not there: .* is for servers on"):
+        AllowedRoots(None).check(str(in_memory), 5)
