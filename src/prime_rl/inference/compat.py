@@ -197,7 +197,7 @@ def without_false_alarms(model: Any) -> Iterator[None]:
 
     def is_news(record: logging.LogRecord) -> bool:
         alarm = record.msg == "%s: Failed to load weights" and isinstance(record.args, tuple)
-        return not alarm or record.args[0] in loaded  # type: ignore[index]
+        return not alarm or next(iter(record.args or ())) in loaded
 
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     logger.addFilter(is_news)
@@ -277,10 +277,12 @@ class AllEngines:
             for engine in client.core_engines
         ]
         answers = await asyncio.gather(*calls, return_exceptions=True)  # bounded: by the caller, as vLLM's own is
+        ranks: list[Any] = []
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        return [rank for answer in answers for rank in answer]
+            ranks += answer
+        return ranks
 
 
 async def label_weights(engine: Engine, client: Any, version: int) -> None:
