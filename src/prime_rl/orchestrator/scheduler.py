@@ -35,17 +35,20 @@ _TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how lo
 class State(StrEnum):
     """State of a slot of a group."""
 
-    PENDING = "pending"  # its present attempt has not started
+    PENDING = "pending"
     RUNNING = "running"
     FINISHED = "finished"  # with a result
     FAILED = "failed"  # without a result, and no attempt is left
     RETRY = "retry"  # was running when an earlier orchestrator ended: the same attempt starts again
 
 
+_HELD = (State.RUNNING, State.FINISHED, State.RETRY)  # issued, neither dropped nor in a batch
+
+
 class Drop(StrEnum):
     """Why an episode was not trained."""
 
-    STALE = "stale"  # beyond the off-policy bound, or sampled by weights that were given up or never proven
+    STALE = "stale"  # beyond the off-policy bound, or sampled by superseded or unverified weights
     FILTERED = "filtered"  # it carries no learning signal, or a filter leaves it out
     ERRORED = "errored"  # the environment failed, or no attempt was left
     TRUNCATED = "truncated"  # none of its sampled tokens fits a sample
@@ -72,8 +75,7 @@ class Limits:
     max_off_policy_steps: int
     max_concurrent: int
     max_steps: int | None = None
-    # Each death of a server or worker costs all episodes there one, whoever was at fault: so many that a run with several deaths in a row loses
-    # none, and so few that a task which kills its worker every time is given up.
+    # Each death of a server or worker costs all episodes there one, whoever was at fault.
     max_attempts: int = 5
 
     def __post_init__(self) -> None:
@@ -138,7 +140,6 @@ class Group(Generic[Result]):
     task: Task
     slots: dict[int, GroupSlot] = field(default_factory=dict)  # by their number
     finished: list[Finished[Result]] = field(default_factory=list)
-    admitted: bool = False  # complete, and not turned away
 
     @property
     def complete(self) -> bool:
@@ -146,12 +147,9 @@ class Group(Generic[Result]):
 
     @property
     def next_slot(self) -> GroupSlot | None:
-        """What is to be started next: what an earlier orchestrator had started before what is new."""
-        for state in (State.RETRY, State.PENDING):
-            for slot in self.slots.values():
-                if slot.state is state:
-                    return slot
-        return None
+        """The slot to start next: one that an earlier orchestrator had started before one that is new."""
+        startable = [slot for slot in self.slots.values() if slot.state in (State.RETRY, State.PENDING)]
+        return min(startable, key=lambda slot: slot.state is State.PENDING, default=None)
 
 
 @dataclass(frozen=True)
@@ -236,8 +234,7 @@ class Scheduler(Generic[Result]):
         incarnation: The trainer's present incarnation.
         groups_opened: Groups opened before, in a resumed run.
         emit: Called with every event, in order.
-        gate: Says of a complete group why it should not be trained, or None where it may be. What it turns away leaves room for another group, so
-            that batches stay full.
+        gate: Returns why a complete group should not be trained, or None. A group that it turns away leaves room for another, so that batches stay full.
     """
 
     def __init__(
@@ -253,34 +250,34 @@ class Scheduler(Generic[Result]):
     ) -> None:
         self.limits = limits
         self.step = step
-        self.version = version
-        self.announced = version
+        self.version = self.announced = version
         self.incarnation = incarnation
-        self.must_go_back = False  # what the engines serve was given up: nothing starts until `go_back`
-        # When a group may be opened that nothing but the pace held back at the last `next_start`.
-        self.opens_at: float | None = None
+        self.must_go_back = (
+            False  # the served version was superseded by another incarnation: nothing starts until `go_back`
+        )
+        self.opens_at: float | None = (
+            None  # when a group may be opened that only the pace held back at the last `next_start`
+        )
         self.groups_opened = groups_opened
         self.ended = 0  # episodes that ran to their end, whatever it was: for rates
-        self._gate = gate
-        self._tasks = tasks
-        self._emit = emit
-        self._groups: dict[int, Group[Result]] = {}  # open or complete, not yet in a batch; in the order of opening
-        self._numbers: list[int] = []  # their numbers, ascending; so are the two lists below
-        self._startable: list[int] = []  # groups with an episode to start
-        self._complete: list[int] = []  # and not looked at by the gate
-        self._admitted: list[int] = []  # complete ones that may be trained
+        self._tasks, self._emit, self._gate = tasks, emit, gate
+        self._groups: dict[int, Group[Result]] = {}  # in no batch yet, in the order of opening
+        # The scheduler is asked thousands of times a second about thousands of groups, so these are kept up to date by `_reindex`.
+        self._numbers: list[int] = []  # of all groups, ascending
+        self._startable: set[int] = set()  # groups with an episode to start
+        self._complete: set[int] = set()  # and not looked at by the gate
+        self._admitted: set[int] = set()  # complete, and let through by the gate
         # When groups were opened: those of the last turns, and one more.
         self._opened: deque[float] = deque(maxlen=_TURNS * (limits.async_level + 1) * limits.groups_per_batch + 1)
         self._running: dict[str, Start] = {}
         self._unverified: dict[str, Finished[Result]] = {}  # finished since the servers were last verified
-        self._looked_for_stale = False  # among what has finished, since something in it or the step changed
+        self._stale_checked = False  # since the step or something that has finished changed
 
     def restore(self, groups: Iterable[Group[Result]]) -> None:
-        """Go on with the open groups that an earlier orchestrator left, in the order of opening. What is finished in them was verified.
+        """Go on with the open groups of an earlier orchestrator, in the order of opening. What is finished in them was verified.
 
-        Call `begin_incarnation` afterwards: versions may have been given up meanwhile.
+        Call `begin_incarnation` afterwards: versions may have been superseded meanwhile.
         """
-        self._looked_for_stale = False
         for group in groups:
             self._add(group)
             self._settle(group)
@@ -288,7 +285,7 @@ class Scheduler(Generic[Result]):
     # -- what may start ------------------------------------------------------------------------------------------------------
 
     def next_start(self, now: float = 0.0) -> Start | None:
-        """The next episode that may start now, or None. Opened groups are continued before a new one is opened.
+        """Start the next episode that may start now. Opened groups are continued before a new one is opened.
 
         Args:
             now: Seconds on the caller's clock. While it stands still there is no pace.
@@ -296,8 +293,11 @@ class Scheduler(Generic[Result]):
         self.opens_at = None
         if self.must_go_back or len(self._running) >= self.limits.max_concurrent:
             return None
-        group = self._first_startable()
-        if group is None:
+        if self._startable:
+            group = self._groups[min(self._startable)]
+            if not self._may_start(bisect_left(self._numbers, group.number)):  # after going back
+                return None
+        else:
             if not self.may_open():
                 return None
             if (paced := self.paced_until()) is not None and paced > now:
@@ -315,10 +315,8 @@ class Scheduler(Generic[Result]):
 
     def may_open(self) -> bool:
         """Whether a group opened now would be for a step that `max_steps` and the served version allow."""
-        step = self._planned_step(len(self._groups))
-        if self.limits.max_steps is not None and step >= self.limits.max_steps:
-            return False
-        return may_start(step, self.version, self.limits.async_level)
+        position, last = len(self._groups), self.limits.max_steps
+        return (last is None or self._planned_step(position) < last) and self._may_start(position)
 
     def paced_until(self) -> float | None:
         """Earliest time at which the next group may be opened; None: at any time.
@@ -332,27 +330,27 @@ class Scheduler(Generic[Result]):
         if len(self._running) < self.limits.batch_size or len(opened) <= turn:
             return None
         turns = [opened[index] for index in range(-1, -len(opened) - 1, -turn)]
-        took = min(later - earlier for later, earlier in pairwise(turns))
-        return opened[-batch] + PACE * took / (level + 1)
+        seconds = min(later - earlier for later, earlier in pairwise(turns))
+        return opened[-batch] + PACE * seconds / (level + 1)
 
     def allow(self, max_concurrent: int) -> None:
-        """So many episodes may be in flight from now on; what is beyond it ends by itself."""
+        """Set how many episodes may be in flight from now on; those beyond it end by themselves."""
         self.limits = replace(self.limits, max_concurrent=max_concurrent)
 
     # -- what happened -------------------------------------------------------------------------------------------------------
 
     def finish(self, episode: str, result: Result) -> None:
-        """An episode ended with a result that can be trained once the servers are verified (`verify`)."""
+        """Take the result of an episode; it can be trained once the servers are verified (`verify`)."""
         start, group = self._end(episode)
         finished = Finished(start, start.version, self.announced, result, self.incarnation)
         group.slots[start.number].state = State.FINISHED
         group.finished.append(finished)
         self._unverified[episode] = finished
-        self._looked_for_stale = self._looked_for_stale and not self._too_old(finished.first)
+        self._stale_checked = self._stale_checked and not self._too_old(finished.first)
         self._reindex(group)
 
     def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
-        """An episode ended without a result. With `retry` it is issued again, unless it was the last of `max_attempts`. Returns whether it will be."""
+        """End an episode without a result. Returns whether it will be issued again: with `retry`, up to `max_attempts`."""
         start, group = self._end(episode)
         retried = retry and start.attempt + 1 < self.limits.max_attempts
         self._drop(group, start, reason, detail, retried)
@@ -360,18 +358,18 @@ class Scheduler(Generic[Result]):
         return retried
 
     def announce(self, version: int) -> None:
-        """An update to `version` begins: tokens sampled from now on may be of it, though `serve` has not been called yet."""
+        """Begin an update to `version`: tokens sampled from now on may be of it, though `serve` has not been called yet."""
         if version < self.version:
             raise ValueError(f"version {version} is older than the served {self.version}")
         self.announced = max(self.announced, version)
 
     def serve(self, version: int) -> None:
-        """The engines serve `version` from now on."""
+        """End the update: the engines serve `version` from now on."""
         self.announce(version)
         self.version = version
 
     def stale(self) -> list[Start]:
-        """Episodes in flight that could only be trained beyond the off-policy bound; the shell cancels them and reports `fail(STALE)`."""
+        """Episodes in flight that could only be trained beyond the off-policy bound; the loop cancels them and reports `fail(STALE)`."""
         return [start for start in self._running.values() if self._too_old(start.version)]
 
     # -- what the servers served ---------------------------------------------------------------------------------------------
@@ -381,7 +379,7 @@ class Scheduler(Generic[Result]):
         return list(self._unverified)
 
     def verify(self, episodes: Iterable[str]) -> None:
-        """The servers were verified after these had finished: they count."""
+        """Count these: the servers were verified after they had finished."""
         for episode in episodes:
             if (finished := self._unverified.pop(episode, None)) is not None:
                 self._emit(finished)
@@ -391,49 +389,43 @@ class Scheduler(Generic[Result]):
         return {*self._running, *self._unverified}
 
     def invalidate(self, detail: str, episodes: Collection[str]) -> list[Start]:
-        """A server failed its verification: what it sampled since the last one, finished or in flight, is made again.
+        """Make again what a server sampled since its last verification, finished or in flight: it failed the next one.
 
         Args:
             episodes: What it sampled; those that are neither in flight nor unverified are passed over.
 
         Returns:
-            What was in flight; the shell cancels it.
+            What was in flight; the loop cancels it.
         """
-        for finished in [one for one in self._unverified.values() if one.start.episode in episodes]:
-            self._give_up(self._groups[finished.start.group], finished, detail)
-        return self._give_up_running([start for name, start in self._running.items() if name in episodes], detail)
+        unverified = [finished for name, finished in self._unverified.items() if name in episodes]
+        return self._retry(unverified, [start for name, start in self._running.items() if name in episodes], detail)
 
     def retract(self) -> None:
-        """The update that was announced has come to nothing, and nothing is left that it could have reached."""
+        """Take back an announced update that failed, once nothing is left that it could have reached."""
         self.announced = self.version
 
     def begin_incarnation(self, incarnation: int, incarnations: Mapping[int, int]) -> list[Start]:
-        """The trainer's present incarnation is `incarnation`: what versions sampled that it gave up is made again.
+        """Enter the trainer's incarnation `incarnation`: what superseded versions sampled is made again.
 
         Returns:
-            What was in flight and is given up; the shell cancels it. If `must_go_back` is set afterwards, nothing starts before `go_back`.
+            What was in flight; the loop cancels it. If `must_go_back` is set afterwards, nothing starts before `go_back`.
         """
-        detail = f"version given up in incarnation {incarnation}"
-        for group in self._groups.values():
-            for finished in list(group.finished):
-                if not may_batch(finished.first, finished.last, finished.incarnation, incarnations):
-                    self._give_up(group, finished, detail)
-        given_up = self._give_up_running(
-            [
-                start
-                for start in self._running.values()
-                if not may_batch(start.version, self.announced, self.incarnation, incarnations)
-            ],
-            detail,
+
+        def counts(first: int, last: int, incarnation: int) -> bool:
+            return may_batch(first, last, incarnation, incarnations)
+
+        finished = [one for group in self._groups.values() for one in group.finished]
+        running = self._retry(
+            [one for one in finished if not counts(one.first, one.last, one.incarnation)],
+            [one for one in self._running.values() if not counts(one.version, self.announced, self.incarnation)],
+            f"version given up in incarnation {incarnation}",
         )
-        self.must_go_back = self.must_go_back or not may_batch(
-            self.version, self.announced, self.incarnation, incarnations
-        )
+        self.must_go_back = self.must_go_back or not counts(self.version, self.announced, self.incarnation)
         self.incarnation = incarnation
-        return given_up
+        return running
 
     def go_back(self, version: int) -> None:
-        """The engines serve `version` now, of the present incarnation; it may be older than what they served before."""
+        """Serve `version` of the present incarnation; it may be older than what was served before."""
         if self._running and version < self.announced:
             raise ValueError(f"{len(self._running)} episodes in flight were sampled by later versions than {version}")
         self.version = self.announced = version
@@ -444,14 +436,23 @@ class Scheduler(Generic[Result]):
     def ready_batch(self) -> Batch[Result] | None:
         """The batch of the current step if enough groups are complete, independent of the order in which their episodes came back.
 
-        What is too old is dropped, and what the gate turns away; nothing else changes until `advance` or `discard`.
+        Finished episodes that are too old are dropped, and groups that the gate turns away; nothing else changes until `advance` or `discard`.
         """
-        self._drop_stale()
-        self._pass_gate()
+        if not self._stale_checked:
+            self._drop_stale()
+        for group in [self._groups[number] for number in sorted(self._complete)]:
+            if (reason := self._gate(group)) is None:
+                self._complete.remove(group.number)
+                self._admitted.add(group.number)
+            else:
+                self.verify(
+                    [finished.start.episode for finished in group.finished]
+                )  # the ledger has what is dropped, too
+                self._discard(group, Drop.FILTERED, reason)
         count = self.limits.groups_per_batch
         if len(self._admitted) < count:
             return None
-        groups = [self._groups[number] for number in self._admitted[:count]]
+        groups = [self._groups[number] for number in sorted(self._admitted)[:count]]
         for group in groups:
             group.finished.sort(key=lambda finished: finished.start.number)
         return Batch(self.step, groups)
@@ -464,7 +465,7 @@ class Scheduler(Generic[Result]):
         truncated: Collection[str] = (),
         details: Mapping[str, str] | None = None,
     ) -> None:
-        """The batch is committed: go on to the next step.
+        """Go on to the next step: the batch is committed.
 
         Args:
             trained: Episodes with samples in it.
@@ -482,29 +483,28 @@ class Scheduler(Generic[Result]):
                 f"step {batch.step}: the server that sampled {', '.join(sorted(unverified))} is not verified"
             )
         for group in batch.groups:
-            self._leave(group)
+            self._remove(group)
         self.step += 1
-        self._looked_for_stale = False
+        self._stale_checked = False
         numbers = [group.number for group in batch.groups]
         self._emit(Batched(batch.step, numbers, list(trained), list(filtered), list(truncated), dict(details or {})))
 
     def discard(self, batch: Batch[Result], truncated: Collection[str] = ()) -> None:
-        """The batch carries no learning signal at all: collect another one for the same step. Its episodes are verified before."""
+        """Collect another batch for the same step: this one, whose episodes are verified, carries no learning signal at all."""
         for group in batch.groups:
-            self._leave(group)
             for finished in group.finished:
                 if finished.start.episode in truncated:
                     self._emit(Dropped(finished.start, Drop.TRUNCATED, NO_SIGNAL))
-            self._emit(Discarded(group.number, self.step, Drop.FILTERED, NO_SIGNAL))
+            self._discard(group, Drop.FILTERED, NO_SIGNAL)
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> list[Start]:
-        """The run ends for good: what is in no batch will be in none. Returns what was in flight; the shell cancels it."""
+        """End the run for good: what is in no batch will be in none. Returns what was in flight; the loop cancels it."""
         running = list(self._running.values())
         for group in list(self._groups.values()):
             for slot in group.slots.values():
-                if slot.state not in (State.PENDING, State.FAILED):
+                if slot.state in _HELD:
                     start = Start(group.number, slot.number, slot.attempt, group.task, self.version)
                     self._emit(Dropped(start, Drop.CANCELLED))
                 slot.state = State.FAILED
@@ -527,8 +527,7 @@ class Scheduler(Generic[Result]):
     @property
     def held(self) -> int:
         """Episodes that were issued and are neither dropped nor in a committed batch."""
-        states = (State.RUNNING, State.FINISHED, State.RETRY)
-        return sum(slot.state in states for group in self._groups.values() for slot in group.slots.values())
+        return sum(slot.state in _HELD for group in self._groups.values() for slot in group.slots.values())
 
     @property
     def open_groups(self) -> dict[int, Task]:
@@ -538,16 +537,14 @@ class Scheduler(Generic[Result]):
     # -- private -------------------------------------------------------------------------------------------------------------
 
     def _planned_step(self, position: int) -> int:
-        """The step that the group at `position` among the unbatched ones will be trained at."""
+        """The step that the group at `position` among those in no batch will be trained at."""
         return planned_step(self.step, position, self.limits.groups_per_batch)
 
-    def _first_startable(self) -> Group[Result] | None:
-        """The first open group with an episode to start, if the gate lets it through. It is closed for one again after going back."""
-        if not self._startable:
-            return None
-        number = self._startable[0]
-        step = self._planned_step(bisect_left(self._numbers, number))
-        return self._groups[number] if may_start(step, self.version, self.limits.async_level) else None
+    def _may_start(self, position: int) -> bool:
+        return may_start(self._planned_step(position), self.version, self.limits.async_level)
+
+    def _too_old(self, version: int) -> bool:
+        return too_old(self.step, version, self.limits.max_off_policy_steps)
 
     def _open(self, now: float) -> Group[Result]:
         task = next(self._tasks)
@@ -564,94 +561,66 @@ class Scheduler(Generic[Result]):
         return start, self._groups[start.group]
 
     def _drop(self, group: Group[Result], start: Start, reason: Drop, detail: str = "", retried: bool = False) -> None:
-        """An episode of `group` ends untrained; with `retried` its slot is tried once more."""
+        """End an episode of `group` untrained; with `retried` its slot is tried once more."""
         slot = group.slots[start.number]
         slot.state = State.PENDING if retried else State.FAILED
         slot.attempt += retried
         self._reindex(group)
         self._emit(Dropped(start, reason, detail, retried))
 
-    def _give_up(self, group: Group[Result], finished: Finished[Result], detail: str) -> None:
-        group.finished.remove(finished)
-        self._unverified.pop(finished.start.episode, None)
-        self._drop(group, finished.start, Drop.STALE, detail, retried=True)
-
-    def _give_up_running(self, starts: list[Start], detail: str) -> list[Start]:
-        for start in starts:
+    def _retry(self, finished: Iterable[Finished[Result]], running: list[Start], detail: str) -> list[Start]:
+        """Drop these episodes as stale and try their slots once more. Returns `running`."""
+        for one in finished:
+            group = self._groups[one.start.group]
+            group.finished.remove(one)
+            self._unverified.pop(one.start.episode, None)
+            self._drop(group, one.start, Drop.STALE, detail, retried=True)
+        for start in running:
             _, group = self._end(start.episode)
             self._drop(group, start, Drop.STALE, detail, retried=True)
-        return starts
+        return running
 
     def _settle(self, group: Group[Result]) -> None:
         """Discard a complete group in which no episode has a result; another one takes its place."""
         if group.complete and not group.finished:
-            self._leave(group)
-            self._emit(Discarded(group.number, self.step, Drop.ERRORED, "no episode of the group has a result"))
+            self._discard(group, Drop.ERRORED, "no episode of the group has a result")
 
-    def _too_old(self, version: int) -> bool:
-        return too_old(self.step, version, self.limits.max_off_policy_steps)
+    def _discard(self, group: Group[Result], reason: Drop, detail: str) -> None:
+        self._remove(group)
+        self._emit(Discarded(group.number, self.step, reason, detail))
 
     def _drop_stale(self) -> None:
-        if self._looked_for_stale:
-            return
-        self._looked_for_stale = True
+        self._stale_checked = True
         for group in list(self._groups.values()):
-            for finished in [episode for episode in group.finished if self._too_old(episode.first)]:
-                self.verify([finished.start.episode])  # it is dropped at once, but what it was like should be known
+            for finished in [one for one in group.finished if self._too_old(one.first)]:
+                self.verify([finished.start.episode])  # the ledger has what is dropped, too
                 group.finished.remove(finished)
-                group.admitted = False  # what is left of it is another group
+                self._admitted.discard(group.number)  # what is left of it is another group
                 self._drop(group, finished.start, Drop.STALE, "beyond max_off_policy_steps")
             self._settle(group)
 
-    def _pass_gate(self) -> None:
-        for group in [self._groups[number] for number in self._complete]:
-            reason = self._gate(group)
-            group.admitted = reason is None
-            if reason is None:
-                self._reindex(group)
-                continue
-            self.verify([finished.start.episode for finished in group.finished])  # as above
-            self._leave(group)
-            self._emit(Discarded(group.number, self.step, Drop.FILTERED, reason))
-
-    # The scheduler is asked thousands of times a second about thousands of groups: what may start and what is complete is kept, not looked for.
-
     def _add(self, group: Group[Result]) -> None:
-        """The group, whose number is the highest, is not in a batch yet."""
+        """Add a group, whose number is the highest."""
         self._groups[group.number] = group
         self._numbers.append(group.number)
         self._reindex(group)
 
-    def _leave(self, group: Group[Result]) -> None:
+    def _remove(self, group: Group[Result]) -> None:
         del self._groups[group.number]
-        for numbers in (self._numbers, self._startable, self._complete, self._admitted):
-            _discard(numbers, group.number)
+        self._numbers.remove(group.number)
+        for numbers in (self._startable, self._complete, self._admitted):
+            numbers.discard(group.number)
 
     def _reindex(self, group: Group[Result]) -> None:
-        """What may be done with the group has changed."""
-        if group.number not in self._groups:
-            return
-        group.admitted = group.admitted and group.complete  # what is made again is looked at again
+        """Note that slots of the group have changed. One that is complete again is the gate's to look at again."""
+        number, complete = group.number, group.complete
+        if not complete:
+            self._admitted.discard(number)
         for numbers, belongs in (
             (self._startable, group.next_slot is not None),
-            (self._complete, group.complete and not group.admitted),
-            (self._admitted, group.admitted),
+            (self._complete, complete and number not in self._admitted),
         ):
             if belongs:
-                _include(numbers, group.number)
+                numbers.add(number)
             else:
-                _discard(numbers, group.number)
-
-
-def _include(numbers: list[int], number: int) -> None:
-    """Into an ascending list, once."""
-    place = bisect_left(numbers, number)
-    if place == len(numbers) or numbers[place] != number:
-        numbers.insert(place, number)
-
-
-def _discard(numbers: list[int], number: int) -> None:
-    """Out of an ascending list, if it is there."""
-    place = bisect_left(numbers, number)
-    if place < len(numbers) and numbers[place] == number:
-        del numbers[place]
+                numbers.discard(number)

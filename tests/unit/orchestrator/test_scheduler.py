@@ -97,9 +97,10 @@ class World:
         """What the core keeps to answer quickly is what it would find by looking at every group."""
         groups = self.core._groups
         assert self.core._numbers == sorted(groups) == list(self.core.open_groups)
-        assert self.core._startable == [n for n, group in groups.items() if group.next_slot is not None]
-        assert self.core._complete == [n for n, group in groups.items() if group.complete and not group.admitted]
-        assert self.core._admitted == [n for n, group in groups.items() if group.complete and group.admitted]
+        assert self.core._startable == {n for n, group in groups.items() if group.next_slot is not None}
+        complete = {n for n, group in groups.items() if group.complete}
+        assert self.core._complete | self.core._admitted == complete
+        assert self.core._complete.isdisjoint(self.core._admitted)
 
     def fill(self) -> None:
         self.clock += self.random.choice([0.0, 0.1, 1.0, 30.0])
@@ -318,7 +319,7 @@ def test_what_is_left_of_a_group_that_grew_stale_is_looked_at_again():
     assert core.ready_batch() is None
     group = core._groups[0]
     group.finished[0] = replace(group.finished[0], first=-1)
-    core._looked_for_stale = False
+    core._stale_checked = False
     assert core.ready_batch() is None
     assert sizes == [2, 1]
     assert not core.open_groups
