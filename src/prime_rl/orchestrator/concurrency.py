@@ -100,7 +100,9 @@ class Concurrency:
         self._calm = 0  # turns at the ceiling, with room for more
         self._servers = 0
         self._preempted = 0.0
-        self._begin_turn(0)
+        # Of this turn: looks, those that reached the limit and those that found a queue; the fullest cache, the most that ran.
+        self._turn_ends = self._looks = self._reached = self._queued = 0
+        self._fullest = self._ran = 0.0
 
     def look(
         self,

@@ -40,7 +40,7 @@ from prime_rl.orchestrator.resume import open_ledger, restore
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, count, request_seed, task_stream, tasks_of_env
-from prime_rl.orchestrator.teachers import Teachers, listed
+from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.transport.commit import clean_stages
 from prime_rl.transport.protocol import Incarnation
@@ -408,7 +408,8 @@ class Orchestrator:
         elif quiet > _QUIET_SECONDS:
             subject = f"one of {self.scheduler.in_flight} episodes to end"
             patience = self.config.rollout_timeout + self.teachers.patience
-            self.status.waiting(subject, listed(["inference", "environments", *self.teachers.names]), patience)
+            *owners, last = ["inference", "environments", *self.teachers.names]
+            self.status.waiting(subject, f"{', '.join(owners)} and {last}", patience)
         else:
             self.status.phase("making rollouts")
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import openai
+import httpx
 import pytest
 from aiohttp import web
 
@@ -159,7 +159,7 @@ async def test_a_server_that_fails(status: int, error: type[Exception], asked: i
 
 
 async def test_the_key_of_another_api_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: openai's client would take it from its own variable; a teacher gets what `api_key_var` names, or a word that is no key."""
+    """Contract: a teacher gets what `api_key_var` names, or none."""
     sent = []
 
     async def seeing(request: web.Request) -> web.Response:
@@ -171,7 +171,7 @@ async def test_the_key_of_another_api_is_not_sent(monkeypatch: pytest.MonkeyPatc
         await (await started(url)).close()
         monkeypatch.setenv("TEACHER_API_KEY", "mine")
         await (await started(url)).close()
-    assert sent == ["Bearer EMPTY", "Bearer mine"]
+    assert sent == [None, "Bearer mine"]
 
 
 @pytest.mark.parametrize("broken", ["garbled", "endless"])
@@ -301,23 +301,23 @@ async def test_teachers_are_shared_where_all_their_settings_are_equal(monkeypatc
     """Contract: limits hold for who asked for them, and every client that is made is closed."""
     made, closed = [], []
 
-    class Client(openai.AsyncOpenAI):
+    class Client(httpx.AsyncClient):
         def __init__(self, **settings: Any) -> None:
             made.append(self)
             super().__init__(**settings)
 
-        async def close(self) -> None:
+        async def aclose(self) -> None:
             closed.append(self)
-            await super().close()
+            await super().aclose()
 
-    monkeypatch.setattr(openai, "AsyncOpenAI", Client)
+    monkeypatch.setattr(httpx, "AsyncClient", Client)
     limits = {"a": 3, "b": 5, "c": 3}
     kinds = [
         {"id": name, "algorithm": {"type": kind, "teacher": {"base_url": "http://t", "max_concurrent": most}}, "name": f"{name}-{kind}"}
         for name, most in limits.items() for kind in ("opd", "sft")
     ]  # fmt: skip
     found = Teachers(OrchestratorConfig(environments=kinds))
-    for clients, kind in ((found._by_env, "opd"), (found._samplers, "sft")):
+    for clients, kind in ((found._scorers, "opd"), (found._samplers, "sft")):
         assert {name: clients[f"{name}-{kind}"].config.max_concurrent for name in limits} == limits
         assert clients[f"a-{kind}"] is clients[f"c-{kind}"]
     await found.close()

@@ -79,11 +79,7 @@ async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkey
         await asyncio.sleep(0.1)
         return [0.0, *[-1.0] * (len(tokens) - 1)]
 
-    async def any_number(self: teachers.Teacher, before: int) -> None:
-        pass
-
     monkeypatch.setattr(teachers.Teacher, "_ask", slowly)
-    monkeypatch.setattr(teachers.Teacher, "_room", any_number)
     monkeypatch.setattr(loop, "_QUIET_SECONDS", -1.0)
     monkeypatch.setattr(loop, "_WAKE_SECONDS", 0.02)
     told: list[tuple[str, float]] = []
@@ -132,14 +128,12 @@ async def test_a_teacher_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Contract: what it does not score is made again, then dropped and counted; where it stays silent the run ends, and says who is to blame."""
     asked = []
 
-    async def dying(self: teachers.Teacher, ask: Any) -> Any:
-        asked.append(ask)
+    async def dying(self: teachers.Teacher, route: str, body: Any) -> Any:
+        asked.append(route)
         if len(asked) > 5:
             raise teachers.TeacherTrouble("http://teacher did not answer")
-        prompt = getattr(ask, "keywords", {}).get("prompt")
-        if prompt is None:
-            return {"data": [{"id": "big"}]}
-        return {"choices": [{"prompt_logprobs": [None, *({str(one): {"logprob": -1.0}} for one in prompt[1:])]}]}
+        logprobs = [None, *({str(one): {"logprob": -1.0}} for one in body["prompt"][1:])]
+        return {"choices": [{"prompt_logprobs": logprobs}]}
 
     monkeypatch.setattr(teachers.Teacher, "_request", dying)
     orchestrator = make_world(tmp_path, "opd").orchestrator()
