@@ -18,7 +18,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals.versions import EvalPolicy, OnWait
 from prime_rl.fleet.client import InferenceClient, Served, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
-from prime_rl.fleet.replicas import Replica, ReplicaPool
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Status
 
@@ -104,11 +104,11 @@ class EvalServers:
     @property
     def used(self) -> list[Replica]:
         """Those that were let in."""
-        return [replica for replica in self.fleet.replicas if replica.given is not None]
+        return [replica for replica in self.fleet.replicas if replica.loaded is not None]
 
     def as_served(self) -> EvalPolicy:
         """What they serve now, to be evaluated as it is."""
-        (served, *_) = [replica.given for replica in self.used]
+        (served, *_) = [replica.loaded for replica in self.used]
         assert served is not None
         self._policy = EvalPolicy(f"step_{served.version}", served.version, served.hash)
         return self._policy
@@ -121,7 +121,7 @@ class EvalServers:
         """
         self._policy = policy
         await asyncio.gather(*(self._load(replica, policy) for replica in self.used))
-        served = {(one.version, one.hash) for replica in self.used if (one := replica.given) is not None}
+        served = {(one.version, one.hash) for replica in self.used if (one := replica.loaded) is not None}
         if len(served) != 1:
             raise UserError(f"the servers say of {policy.name} that they serve different weights: {sorted(served)}")
         ((version, hash_),) = served
@@ -136,9 +136,9 @@ class EvalServers:
         """
         used = self.used
         verified = await asyncio.gather(*(replica.verify() for replica in used))
-        failed = [replica for replica, ok in zip(used, verified, strict=True) if not (ok and replica.serving)]
+        failed = [replica for replica, ok in zip(used, verified, strict=True) if not (ok and replica.ready)]
         for replica in failed:
-            self.fleet.lose(replica)
+            self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its verification")
         return not any([await self._bring_back(replica) for replica in failed])
 
     async def restore(self) -> None:
@@ -169,19 +169,19 @@ class EvalServers:
             except ServerError:
                 if not left:
                     raise
-        same = served == replica.given
+        same = served == replica.loaded
         if not same:
             logger.warning("{} was started again, or given other weights: what it sampled meanwhile is made again", replica.name)  # fmt: skip
             if policy.weights is not None or policy.base:
                 await self._load(replica, policy)
             elif (served.version, served.hash) == (policy.version, policy.hash):
-                replica.given = served
+                replica.loaded = served
             else:
                 raise UserError(
                     f"{replica.name} was started again or given other weights: it serves version {served.version} ({served.hash[:12]}), "
                     f"not {policy.version} ({policy.hash[:12]}); what is finished is kept"
                 )
-        self.fleet.admit(replica)
+        self.fleet.move(replica, ReplicaState.READY)
         return not same
 
     async def _load(self, replica: Replica, policy: EvalPolicy) -> None:
@@ -204,7 +204,7 @@ async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -
     """
     logprob_check = LogprobCheck(any_base=True) if config.logprob_check and config.weights_dir is not None else None
     fleet = ReplicaPool(connect_all(config.client, partial(_connect, stack, config.client, logprob_check)))
-    ready = await fleet.wait_ready(status.waiting, config.client.ready_timeout)
+    ready = await fleet.wait_ready(status.waiting)
     await admit(fleet, ready, config.model.name, same=config.weights_dir is None)
     return EvalServers(fleet, status.waiting)
 
@@ -237,8 +237,8 @@ async def admit(fleet: ReplicaPool, ready: Sequence[Replica], model: str, same: 
         raise UserError(f"the servers do not serve the same weights: {listed}")
     for replica in fleet.replicas:
         if replica in served:
-            replica.given = served[replica]
-            fleet.admit(replica)
+            replica.loaded = served[replica]
+            fleet.move(replica, ReplicaState.READY)
         else:
             what = "is to leave" if replica in ready else "does not answer"
             logger.warning("{} {}: evaluating without it", replica.name, what)

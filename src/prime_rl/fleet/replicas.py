@@ -1,8 +1,9 @@
-"""The inference servers: which of them may be given work, which one an episode goes to, and what each of them can prove.
+"""The inference servers of a run or an evaluation: which of them get work, which one an episode goes to, and whose samples count.
 
-A *replica* is one server as the orchestrator knows it. It is away until it has answered and proven that it serves what it was given; then it
-is `serving`, and gets episodes. What a replica sampled counts once that replica, not another one, has proven what it served meanwhile. One that
-is to leave is `draining`: it gets nothing new and keeps the version that it has, while what is in flight there ends.
+A *replica* is one server as its clients know it. It is quarantined until it answers and is verified to serve what it
+was given; then it is ready, and gets episodes. What a replica sampled counts once that replica, not another one, is
+verified to have served its version meanwhile. One that is to leave drains: it gets nothing new and keeps the version
+that it has, while its episodes end.
 """
 
 import asyncio
@@ -12,8 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from typing import Any
+
+from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
@@ -22,33 +26,42 @@ from prime_rl.fleet.client import Served
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.router import ServerClient
 from prime_rl.transport.weights import WeightsManifest
-from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
+from prime_rl.wait import WaitTimeout, wait_async
 
 _HOMES = 65_536  # groups whose server is remembered
-_GRACE_SECONDS = 30.0  # for a wait that has a deadline of its own
+_CANCEL_SECONDS = 30.0
 _FIRST_REST_SECONDS = 1.0  # of a server that fails what it is given, again and again; doubled with each further time
 _LONGEST_REST_SECONDS = 60.0
 
 
+class ReplicaState(StrEnum):
+    """Status of a replica: what it is given."""
+
+    QUARANTINED = "quarantined"  # nothing, until it answers and is verified
+    READY = "ready"  # episodes, and every newer version
+    DRAINING = "draining"  # nothing new; its episodes go on, on the version that it has
+    LEFT = "left"  # nothing; it is not of the pool any more
+
+
 @dataclass(eq=False)
 class Replica:
-    """One server.
+    """One server. Only `ReplicaPool.move` changes its state.
 
     Attributes:
-        serving: Whether it gets work. It does not while it is not heard of, gone, or serving something else.
-        draining: Whether it only ends what it has in flight. It then stays on the version that it has: what it samples is of a version that
-            the episodes' stamps cover, and a proof of that version is a proof of them.
-        unverified: Episodes that it samples, or has sampled since it proved what it serves.
-        invalid: Those that it sampled before it was found to have been started again: no proof is of them any more.
+        number: Counts the replicas of a pool.
+        unverified: Episodes that it samples, or has sampled since it was last verified.
+        invalid: Those that it sampled before it was found to have been started again: no verification covers them.
         silent: How many times in a row it did not answer.
-        losses: How many times it could not prove itself.
-        failures: How many times in a row it was lost by an episode that failed there, with none between them that ended well.
-        released: Whether it has left, and had proven all that it sampled.
+        losses: How many times its episodes were invalidated.
+        failures: How many times in a row an episode failed there, with none between them that ended well.
+        released: Whether it has left, and was verified for all that it sampled.
+        loaded: The last version that it loaded.
+        loading: The version that it is loading.
     """
 
     engine: ServerClient
-    serving: bool = False
-    draining: bool = False
+    number: int = 0
+    state: ReplicaState = ReplicaState.QUARANTINED
     in_flight: int = 0
     unverified: set[str] = field(default_factory=set)
     invalid: set[str] = field(default_factory=set)
@@ -56,138 +69,127 @@ class Replica:
     losses: int = 0
     failures: int = 0
     released: bool = False
-    given: Served | None = None  # the last version that it loaded
-    coming: Served | None = None  # what it is loading
-    _loaded: asyncio.Event = field(default_factory=asyncio.Event)  # the load has ended, one way or the other
+    loaded: Served | None = None
+    loading: Served | None = None
+    _load_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
         return self.engine.root
 
     @property
+    def ready(self) -> bool:
+        return self.state is ReplicaState.READY
+
+    @property
+    def draining(self) -> bool:
+        return self.state is ReplicaState.DRAINING
+
+    @property
     def on_trial(self) -> bool:
-        """Whether it answers and proves itself, but failed what it was given more than once in a row: it gets one episode at a time until one
-        ends well. As it fails them fast it would else always be the least loaded one, and draw all of them to it."""
+        """Whether it failed what it was given more than once in a row: it gets one episode at a time until one ends well. As it fails them
+        fast it would else always be the least loaded one, and draw all of them to it."""
         return self.failures > 1
 
     async def load(self, manifest: WeightsManifest | None) -> None:
-        """Have the server load a committed version and prove it, or its base weights (None), where nothing is ever committed. If it is not the one that was asked before, but was started again and served
-        its base model meanwhile, what it had sampled is `invalid`.
+        """Have the server load a committed version and verify it, or its base weights (None). If it was started again and sampled with its base
+        model meanwhile, what it had sampled is `invalid`.
 
         Raises:
-            LogprobCheckFailed: it computes something else. It gets no work any more, and nothing that it says proves anything.
-            UserError: it refused; the earlier version is still expected.
+            LogprobCheckFailed: it computes something else, so that nothing that it reports verifies anything.
+            UserError: it rejected the version; the earlier one is still expected.
         """
-        before = self.given
-        self._loaded.clear()
+        before = self.loaded
+        self._load_ended.clear()
         if manifest is not None:
-            self.coming = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
+            self.loading = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
         try:
-            self.given = await (self.engine.reload() if manifest is None else self.engine.update(manifest))
+            self.loaded = await (self.engine.reload() if manifest is None else self.engine.update(manifest))
         except LogprobCheckFailed:
-            self.serving = False
-            self.given = None if before is None else replace(before, hash="")
+            self.loaded = None if before is None else replace(before, hash="")
             raise
         finally:
-            self.coming = None
-            self._loaded.set()
-        if before is not None and before.boot != self.given.boot:  # at once: from here on it proves what it serves now
+            self.loading = None
+            self._load_ended.set()
+        if (
+            before is not None and before.boot != self.loaded.boot
+        ):  # at once: from here on `verify` is of what it serves now
             self.invalid |= self.unverified
             self.unverified.clear()
 
     async def verify(self) -> bool:
-        """Whether the server answers, is the one that was asked before, and serves what it was given; or left when it did. During an update it
-        may serve the new version already, which is proven when the update has succeeded."""
+        """Whether the server answers, was not started again, and serves what it was given; or left when it did. During an update it may
+        serve the new version already, which counts when the update has succeeded."""
         try:
             if self.released:
                 return True
             served = await self.engine.served()
         except UserError:
             return False
-        if served == self.coming != self.given:
-            await self._loaded.wait()  # bounded: the requests that a load consists of are
-        return served == self.given
+        if served == self.loading != self.loaded:
+            await self._load_ended.wait()  # bounded: the requests that a load consists of are
+        return served == self.loaded
 
 
 class ReplicaPool:
-    """All servers of a run. Which one an episode goes to: the one its group is at, unless that has more than `slack` episodes more than the one
-    with the fewest; attempts at one task share their prompt, which a server computes once.
-    """
+    """All servers of a run. An episode goes where its group is, unless that replica has more than `slack` episodes more than the one with the
+    fewest; attempts at one task share their prompt, which a server computes once."""
 
     def __init__(self, engines: Iterable[ServerClient], slack: int = 1) -> None:
         self.replicas: list[Replica] = []
         self._slack = slack
-        self._loads: list[
-            tuple[int, int]
-        ] = []  # a heap of (episodes, number of the replica); all but the last of each are out of date
-        self._numbers: dict[Replica, int] = {}
-        self._at: dict[int, Replica] = {}  # by number
+        # A heap of (episodes, number, replica); all but the last of each replica are out of date. Among a thousand the
+        # least loaded one is kept, not looked for.
+        self._loads: list[tuple[int, int, Replica]] = []
         self._joined = 0
+        self._homes: OrderedDict[Hashable, Replica] = OrderedDict()
+        self._sampled_by: dict[str, Replica] = {}  # episodes that are not verified
         for engine in engines:
             self.add(engine)
-        self._homes: OrderedDict[Hashable, Replica] = OrderedDict()
-        self._where: dict[str, Replica] = {}  # of episodes that are not proven
 
-    def __contains__(self, replica: Replica) -> bool:
-        return replica in self._numbers
-
-    # -- who serves ------------------------------------------------------------------------------------------------------------
+    # -- who gets work -------------------------------------------------------------------------------------------------
 
     @property
-    def serving(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.serving]
+    def ready(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.ready]
 
     @property
-    def draining(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.draining]
-
-    @property
-    def away(self) -> list[Replica]:
-        return [replica for replica in self.replicas if not (replica.serving or replica.draining)]
+    def quarantined(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.state is ReplicaState.QUARANTINED]
 
     @property
     def loading(self) -> int | None:
-        """The version that a serving replica is loading now, if one is."""
-        return next((replica.coming.version for replica in self.serving if replica.coming is not None), None)
+        """The version that a ready replica is loading now, if one is."""
+        return next((replica.loading.version for replica in self.ready if replica.loading is not None), None)
 
     def where(self) -> str:
         """For the log, where there are several servers: on how many of them."""
         count = len(self.replicas)
-        return f" on {len(self.serving)} of {count} servers" if count > 1 else ""
+        return f" on {len(self.ready)} of {count} servers" if count > 1 else ""
 
     def add(self, engine: ServerClient) -> Replica:
-        """A server joins. It is away until it is admitted."""
-        replica = Replica(engine)
-        self.replicas.append(replica)
-        self._numbers[replica], self._at[self._joined] = self._joined, replica
+        """A server joins, quarantined."""
         self._joined += 1
+        replica = Replica(engine, self._joined)
+        self.replicas.append(replica)
         return replica
 
-    def remove(self, replica: Replica) -> None:
-        """A server leaves for good. What it has not proven by now is to be made again, or given up, by the caller."""
-        self.lose(replica)
-        self.replicas.remove(replica)
-        del self._at[self._numbers.pop(replica)]
-        self.forget(replica.unverified | replica.invalid)
-
-    def admit(self, replica: Replica) -> None:
-        """It has proven itself: it gets work, if it is still of the fleet."""
-        if replica in self._numbers:
-            replica.serving = True
+    def move(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
+        """Change the state of a replica. One that has left stays so; what it was not verified for is to be made again by the caller."""
+        if replica.state in (state, ReplicaState.LEFT):
+            return
+        logger.debug("{} is {}{}", replica.name, state, reason and f": {reason}")
+        replica.state = state
+        if state is ReplicaState.READY:
             replica.silent = 0
             self._weigh(replica)
-
-    def lose(self, replica: Replica) -> None:
-        """It gets no work until it has proven itself again."""
-        replica.serving = replica.draining = False
-
-    def drain(self, replica: Replica) -> None:
-        """A serving replica gets nothing new, and no newer version; what is in flight there goes on."""
-        replica.serving, replica.draining = False, True
+        elif state is ReplicaState.LEFT:
+            self.replicas.remove(replica)
+            self.forget(replica.unverified | replica.invalid)
 
     def failed(self, replica: Replica) -> None:
-        """An episode failed there for want of a server. Of those that fail together only the first counts: call it before `lose`."""
-        if replica.serving:
+        """An episode failed there for want of a server. Of those that fail together only the first counts: call it before `move`."""
+        if replica.ready:
             replica.failures += 1
 
     def succeeded(self, replica: Replica) -> None:
@@ -196,92 +198,63 @@ class ReplicaPool:
             replica.failures = 0
             self._weigh(replica)
 
-    async def wait_ready(self, on_wait: Callable[[str, str, float], None], seconds: float) -> list[Replica]:
-        """Wait until one server at least is healthy; each is given `seconds`, also one that joins meanwhile. Returns those that are.
+    async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> list[Replica]:
+        """Wait until one server at least is healthy. Returns those that are.
 
         Raises:
             UserError: none came up in time.
         """
-        waits: dict[Replica, asyncio.Task[None]] = {}
-
-        def decided() -> bool:
-            for replica in self.replicas:
-                if replica not in waits:
-                    waits[replica] = asyncio.create_task(replica.engine.wait_ready(on_wait))
-            errors = [waits[replica].exception() for replica in self.replicas if waits[replica].done()]
-            if None in errors:
-                return True
-            if errors and len(errors) == len(self.replicas):
-                raise UserError("; ".join(str(error) for error in errors))
-            return False
-
+        waits = {asyncio.create_task(replica.engine.wait_ready(on_wait)): replica for replica in self.replicas}
+        pending, healthy = set(waits), set[Replica]()
         try:
-            subject, limit = "a healthy server", seconds + _GRACE_SECONDS
-            await wait_async(decided, subject=subject, owner="inference", seconds=limit, poll=LEAST_POLL_SECONDS)
-            healthy = {replica for replica, wait in waits.items() if wait.done() and wait.exception() is None}
+            while pending and not healthy:  # bounded: each of them has its deadline
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                healthy = {waits[task] for task in done if task.exception() is None}
         finally:
-            for wait in waits.values():
-                wait.cancel()
-            if waits:
-                await asyncio.wait(waits.values(), timeout=_GRACE_SECONDS)
-        if others := [replica for replica in self.replicas if replica not in healthy]:
-            answers = await asyncio.gather(*(replica.engine.answers() for replica in others))
-            healthy |= {replica for replica, answer in zip(others, answers, strict=True) if answer}
+            for task in pending:
+                task.cancel()
+            if pending:
+                await asyncio.wait(pending, timeout=_CANCEL_SECONDS)
+        if not healthy:
+            raise UserError("; ".join(str(task.exception()) for task in waits))
+        others = [replica for replica in self.replicas if replica not in healthy]
+        answers = await asyncio.gather(*(replica.engine.answers() for replica in others))
+        healthy |= {replica for replica, answer in zip(others, answers, strict=True) if answer}
         return [replica for replica in self.replicas if replica in healthy]
 
-    # -- where an episode goes -------------------------------------------------------------------------------------------------
+    # -- where an episode goes -----------------------------------------------------------------------------------------
 
-    def place(self, group: Hashable, again: bool = False) -> Replica | None:
-        """The server for an episode of `group`; None where none serves. One that was tried before (`again`) goes to no server that has
-        failed the last one it was given, if there is another."""
+    def place(self, group: Hashable, retry: bool = False) -> Replica | None:
+        """The server for an episode of `group`; None where none is ready. A `retry` goes to no server that has failed the last one it was
+        given, if there is another."""
         chosen = self._least_loaded()
-        if chosen is None or (again and chosen.failures):
-            chosen = least_loaded(self.serving, sound=again)
+        if chosen is None or (retry and chosen.failures):
+            chosen = least_loaded(self.ready, sound=retry)
         if chosen is None:
             return None
         home = self._homes.pop(group, None)
-        if (
-            home is not None
-            and home.serving
-            and not (home.failures if again else home.on_trial)
-            and home.in_flight <= chosen.in_flight + self._slack
-        ):
-            chosen = home
+        if home is not None and home.ready and home.in_flight <= chosen.in_flight + self._slack:
+            chosen = chosen if (home.failures if retry else home.on_trial) else home
         self._homes[group] = chosen
         if len(self._homes) > _HOMES:
             self._homes.popitem(last=False)
         return chosen
 
     def start(self, episode: str, replica: Replica) -> None:
-        """`replica` samples the episode, until `end`: it counts once that replica has proven itself afterwards."""
+        """`replica` samples the episode, until `end`: it counts once that replica is verified afterwards."""
         replica.in_flight += 1
         self._weigh(replica)
         replica.unverified.add(episode)
-        self._where[episode] = replica
+        self._sampled_by[episode] = replica
 
     def end(self, replica: Replica) -> None:
         """An episode is not in flight there any more, whatever ended it."""
         replica.in_flight -= 1
         self._weigh(replica)
 
-    def forget(self, episodes: Iterable[str]) -> None:
-        """These are proven, or will never count."""
-        for episode in episodes:
-            replica = self._where.pop(episode, None)
-            if replica is not None:
-                replica.unverified.discard(episode)
-                replica.invalid.discard(episode)
-
-    def keep(self, episodes: Collection[str]) -> None:
-        """Only these are without a proof."""
-        for replica in self.replicas:
-            replica.unverified.intersection_update(episodes)
-            replica.invalid.intersection_update(episodes)
-        self._where = {episode: replica for episode, replica in self._where.items() if episode in episodes}
-
     @contextmanager
     def busy(self, replica: Replica) -> Iterator[None]:
-        """An episode is in flight there that needs no proof of its own."""
+        """An episode is in flight there that is not verified by itself."""
         replica.in_flight += 1
         self._weigh(replica)
         try:
@@ -289,71 +262,74 @@ class ReplicaPool:
         finally:
             self.end(replica)
 
-    # Among a thousand servers the least loaded one is kept, not looked for.
+    def forget(self, episodes: Iterable[str]) -> None:
+        """These are verified, or will never count."""
+        for episode in episodes:
+            replica = self._sampled_by.pop(episode, None)
+            if replica is not None:
+                replica.unverified.discard(episode)
+                replica.invalid.discard(episode)
+
+    def keep(self, episodes: Collection[str]) -> None:
+        """Forget all but these."""
+        self.forget(self._sampled_by.keys() - episodes)
 
     def _weigh(self, replica: Replica) -> None:
-        if not self._has_room(replica):
+        if not _has_room(replica):
             return  # it is weighed again once it has
-        heapq.heappush(self._loads, (replica.in_flight, self._numbers[replica]))
+        heapq.heappush(self._loads, (replica.in_flight, replica.number, replica))
         if len(self._loads) > 8 * len(self.replicas) + 64:
-            self._loads = [
-                (serving.in_flight, self._numbers[serving]) for serving in self.serving if self._has_room(serving)
-            ]
+            self._loads = [(one.in_flight, one.number, one) for one in self.ready if _has_room(one)]
             heapq.heapify(self._loads)
-
-    def _has_room(self, replica: Replica) -> bool:
-        return replica in self._numbers and not (replica.on_trial and replica.in_flight)
 
     def _least_loaded(self) -> Replica | None:
         while self._loads:
-            load, number = self._loads[0]
-            replica = self._at.get(number)
-            if replica is not None and replica.serving and replica.in_flight == load and self._has_room(replica):
+            load, _, replica = self._loads[0]
+            if replica.ready and replica.in_flight == load and _has_room(replica):
                 return replica
             heapq.heappop(self._loads)
         return None
 
-    # -- what they can prove ---------------------------------------------------------------------------------------------------
-
     async def verify(self, finished: Collection[str]) -> tuple[list[str], list[Replica]]:
-        """Ask every replica that serves or drains what it serves.
+        """Ask every replica that is ready or drains what it serves.
 
         Args:
             finished: Episodes that had ended before the question.
 
         Returns:
-            Those of them that now count, and the replicas that could not prove themselves.
+            Those of them that now count, and the replicas that failed.
         """
-        asked = [*self.serving, *self.draining]
-        waiting = {replica: replica.unverified.intersection(finished) for replica in asked}
-        proofs = await asyncio.gather(*(replica.verify() for replica in asked))
+        asked = [replica for replica in self.replicas if replica.ready or replica.draining]
+        waiting = [replica.unverified.intersection(finished) for replica in asked]
+        verified = await asyncio.gather(*(replica.verify() for replica in asked))
+        answers = list(zip(asked, waiting, verified, strict=True))
         counting = [
-            episode
-            for replica, proof in zip(asked, proofs, strict=True)
-            if proof and (replica.serving or replica.draining)
-            for episode in waiting[replica]
+            episode for one, episodes, ok in answers if ok and (one.ready or one.draining) for episode in episodes
         ]
-        return counting, [replica for replica, proof in zip(asked, proofs, strict=True) if not proof]
+        return counting, [replica for replica, _, ok in answers if not ok]
+
+
+def _has_room(replica: Replica) -> bool:
+    return replica.state is not ReplicaState.LEFT and not (replica.on_trial and replica.in_flight)
 
 
 def rest_seconds(failures: int) -> float:
-    """How long a server rests that was lost by a failed episode so many times in a row: none after the first, which may have been a restart."""
+    """How long a server rests that was lost by a failed episode so many times in a row: not after the first, which may have been a restart."""
     return min(_FIRST_REST_SECONDS * 2.0 ** (failures - 2), _LONGEST_REST_SECONDS) if failures > 1 else 0.0
 
 
 def least_loaded(replicas: Sequence[Replica], sound: bool = False) -> Replica | None:
-    """The one with the fewest episodes; one that is tried with a single episode at a time only if there is no other, nor, with `sound`, one
-    that failed the last one that it was given."""
-    order = [(replica.on_trial, sound and replica.failures > 0, replica.in_flight) for replica in replicas]
-    return min(zip(order, replicas, strict=True), key=lambda pair: pair[0], default=(None, None))[1]
+    """The one with the fewest episodes; one that is on trial only if there is no other, nor, with `sound`, one that failed the last one
+    that it was given."""
+    return min(replicas, key=lambda one: (one.on_trial, sound and one.failures > 0, one.in_flight), default=None)
 
 
 class RoutedEnvPool:
-    """An environment pool whose every episode goes to the least loaded serving replica: for one attempt at an evaluation.
+    """An environment pool whose every episode goes to the least loaded ready replica: for one attempt at an evaluation.
 
     Args:
         avoid: Replicas that failed their verification after an earlier attempt: they are used if there is no other one.
-        hopeless: Whether none that is away will serve this version again.
+        superseded: Whether no quarantined replica will serve this version again.
     """
 
     def __init__(
@@ -361,9 +337,9 @@ class RoutedEnvPool:
         pool: EnvPool,
         fleet: ReplicaPool,
         avoid: Collection[Replica] = (),
-        hopeless: Callable[[], bool] = lambda: False,
+        superseded: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._pool, self._fleet, self._avoid, self._hopeless = pool, fleet, avoid, hopeless
+        self._pool, self._fleet, self._avoid, self._superseded = pool, fleet, avoid, superseded
         self._used: dict[Replica, int] = {}  # and how often each had been lost before
         self.turned_away = 0  # episodes for which there was no server
 
@@ -371,24 +347,20 @@ class RoutedEnvPool:
         return self._pool.tasks(env)
 
     async def run(self, *, episode_id: str, env: str, deadline: float, **arguments: Any) -> EpisodeResult:
-        """See `EnvPool.run`. What fails for want of the server is tried once with each other one that serves."""
+        """See `EnvPool.run`. What fails for want of the server is tried once with each other one that is ready."""
         tried: set[Replica] = set()
         while True:  # each server is tried once
-            subject, seconds = "server that serves", deadline - time.monotonic()
+            trouble = "the version is superseded"
             try:
                 replica = await wait_async(
-                    partial(self._choose, tried),
-                    subject=subject,
-                    owner="inference",
-                    seconds=seconds,
-                    stop=self._hopeless,
-                )
+                    partial(self._choose, tried), subject="server that serves", owner="inference",
+                    seconds=deadline - time.monotonic(), stop=self._superseded,
+                )  # fmt: skip
             except WaitTimeout as error:
-                self.turned_away += 1
-                return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, str(error))
+                replica, trouble = None, str(error)
             if replica is None:
                 self.turned_away += 1
-                return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, "the version is superseded")
+                return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, trouble)
             self._used.setdefault(replica, replica.losses)
             with self._fleet.busy(replica):
                 result = await self._pool.run(
@@ -398,18 +370,18 @@ class RoutedEnvPool:
                 if result.ok:
                     self._fleet.succeeded(replica)
                 return result
-            if not replica.on_trial:  # many may fail together here, where none is lost by it
+            if not replica.on_trial:  # many may fail together here, where none is quarantined for it
                 self._fleet.failed(replica)
             tried.add(replica)
-            if tried.issuperset(self._fleet.serving) or time.monotonic() >= deadline:
+            if tried.issuperset(self._fleet.ready) or time.monotonic() >= deadline:
                 return result
 
     async def unverified(self) -> list[Replica]:
-        """Replicas that cannot prove that they served the same all the time."""
-        proofs = await asyncio.gather(*(replica.verify() for replica in self._used))
-        used = zip(self._used.items(), proofs, strict=True)
-        return [replica for (replica, before), proof in used if not proof or replica.losses != before]
+        """Replicas that are not verified to have served the same all the time."""
+        verified = await asyncio.gather(*(replica.verify() for replica in self._used))
+        used = zip(self._used.items(), verified, strict=True)
+        return [replica for (replica, before), ok in used if not ok or replica.losses != before]
 
     def _choose(self, tried: Collection[Replica]) -> Replica | None:
-        serving = [replica for replica in self._fleet.serving if replica not in tried] or self._fleet.serving
-        return least_loaded([replica for replica in serving if replica not in self._avoid] or serving)
+        ready = [replica for replica in self._fleet.ready if replica not in tried] or self._fleet.ready
+        return least_loaded([replica for replica in ready if replica not in self._avoid] or ready)

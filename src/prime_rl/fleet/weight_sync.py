@@ -1,17 +1,21 @@
 """Keep the replicas on the newest version of the weights: publish → announce → stage → pause → load → resume → verify.
 
-The trainer publishes by committing incarnations and versions to the run directory; `PublishedVersions` reads them, `WeightSync.follow` has every
-serving replica load the newest one. Episodes that were sampled by weights that do not count, because the trainer gave them up or a replica failed
-its verification, are invalidated in the scheduler and sampled again. A replica that does not load what the others load, or fails its
-verification, is lost: `recovery.py` brings it back.
+The trainer publishes by committing incarnations and versions to the run directory; `PublishedVersions` reads them.
+`WeightSync.follow` has every ready replica load the newest one (`POST /update_weights` stages, pauses, loads and resumes;
+the client verifies). Episodes that were sampled by weights that do not count, because the trainer gave them up or a
+replica failed its verification, are invalidated in the scheduler and sampled again.
+
+A replica that does not load what the others load, does not answer, or fails its verification is quarantined: it is probed
+until it answers, loads what the others serve, is verified, and gets work again. One that was asked to leave
+(`POST /leave`) drains, is verified once more and leaves; it joins again when it is restarted at the same address.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
@@ -19,7 +23,7 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import NoWeightsServed, ServerError, VersionNotSent
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
-from prime_rl.fleet.replicas import Replica, ReplicaPool
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, rest_seconds
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.incarnations import (
@@ -49,11 +53,19 @@ from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
+    from prime_rl.orchestrator.orchestrator import Orchestrator
+    from prime_rl.orchestrator.resume import ResumePoint
+    from prime_rl.orchestrator.scheduler import Scheduler, Start
 
 POLL_SECONDS = 0.1
-_ATTEMPTS = 5  # to load a version that may be removed
-_RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
-_LOOK_SECONDS = 0.5  # between two looks at who was lost while it loads
+PROBE_SECONDS = 5.0  # between two looks at all replicas, and at one that drains
+RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
+MAX_RETRY_SECONDS = 15.0  # between two attempts to bring a replica back, while others are ready
+_ATTEMPTS = 5  # to load a version that may be removed, or what the run serves on its only replica
+_LOOK_SECONDS = 0.5  # between two looks at which replicas were quarantined during a load
+_SILENT_PROBES = 3  # unanswered in a row, until the others take over
+_DRAIN_POLL_SECONDS = 0.25
+_CLOSE_SECONDS = 30.0
 
 LoadError = UserError | CommitError
 
@@ -71,21 +83,21 @@ class PublishedVersions:
 
     @property
     def incarnation(self) -> Incarnation:
-        """The trainer's present incarnation, at the last look."""
+        """The trainer's present incarnation."""
         return current_incarnation(self.incarnations)
 
     @property
     def newest(self) -> int | None:
-        """The newest version of the present history, at the last look."""
+        """The newest version of the present history."""
         return newest_version(self.versions, self.incarnations)
 
     def look(self) -> None:
-        """Read what stands in the run directory. Versions first: a version is never seen without the incarnation that made it."""
+        """Read the run directory. Versions first: a version is never seen without the incarnation that made it."""
         self.versions = read_versions(self.weights_dir, self._seen)
         self.incarnations = read_incarnations(self.output_dir)
 
     def valid(self, version: int) -> bool:
-        """Whether `version` is committed and belongs to the present history, at the last look."""
+        """Whether `version` is committed and belongs to the present history."""
         return version in self.versions and valid(version, self.versions[version], self.incarnations)
 
     def manifest(self, version: int) -> WeightsManifest:
@@ -97,7 +109,7 @@ class PublishedVersions:
         return weights_manifest(version_dir(self.weights_dir, version))
 
     def hold(self, lease: Lease) -> None:
-        """Tell the trainer what may still be read, so that it does not remove it."""
+        """Write down what may still be read, so that the trainer does not remove it."""
         if lease != self.lease:
             write_lease(self.output_dir, lease)
             self.lease = lease
@@ -108,136 +120,81 @@ class PublishedVersions:
         self.lease = None
 
 
-class RunningEpisode(Protocol):
-    """An episode in flight."""
-
-    @property
-    def episode(self) -> str: ...
-
-
-class EpisodeScheduler(Protocol):
-    """The part of the orchestrator's scheduler that depends on what is served."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def incarnation(self) -> int: ...
-    @property
-    def must_go_back(self) -> bool: ...
-    def announce(self, version: int) -> None: ...
-    def serve(self, version: int) -> None: ...
-    def retract(self) -> None: ...
-    def begin_incarnation(self, incarnation: int, incarnations: Mapping[int, int]) -> Sequence[RunningEpisode]: ...
-    def go_back(self, version: int) -> None: ...
-    def unverified(self) -> list[str]: ...
-    def verify(self, episodes: Iterable[str]) -> None: ...
-    def running_or_unverified(self) -> set[str]: ...
-    def invalidate(self, detail: str, episodes: set[str]) -> Sequence[RunningEpisode]: ...
-
-
-class RunStart(Protocol):
-    """Where the run goes on; see `orchestrator.checkpoint.ResumePoint`."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def resumed(self) -> bool: ...
-    @property
-    def recovered(self) -> bool: ...
-
-
-class RunLoop(Protocol):
-    """Callbacks of the orchestrator's loop."""
-
-    def cancel(self, episodes: Sequence[str]) -> None:
-        """Cancel these; the scheduler has given them up."""
-
-    def drop_stale(self) -> list[str]:
-        """Fail what is in flight and is beyond `max_off_policy_steps` now. Returns it."""
-
-    def began_incarnation(self, incarnation: Incarnation) -> None:
-        """The trainer began a new incarnation."""
-
-    async def serves(self, version: int) -> None:
-        """A newer version is served."""
-
-    def keeps(self, version: int) -> bool:
-        """Whether `version` must still be served when the run is resumed, so that no newer one may be served."""
-
-    def replica_lost(self, replica: Replica) -> None:
-        """It is gone, or serves something else: it is to get no work from now on."""
-
-    def wake(self) -> None:
-        """Something may start now."""
-
-    def note_failure(self, task: "asyncio.Task[None]") -> None:
-        """A task ended; its exception is the run's."""
-
-
-def _worst(errors: Iterable[LoadError]) -> LoadError:
-    """The one that decides: a refusal, which another attempt will not mend, before what the trainer owes, before trouble."""
-
-    def weight(error: LoadError) -> int:
-        return 1 if isinstance(error, VersionNotSent) else 2 if isinstance(error, ServerError | CommitError) else 0
-
-    return min(errors, key=weight)
-
-
 class WeightSync:
-    """What the servers serve. `begin` comes before `follow`.
+    """What the replicas of a run serve. `start` comes first, then `begin`, then `follow` and `watch`.
 
     Attributes:
-        scheduler: What it decides is served, from `begin` on.
-        lock: Held while what is served must not change.
-        shipping: Held while finished episodes must not be given up.
-        seconds: Spent on updates since somebody took them.
-        parts: Of these, what each part took the slowest server (`inference.service.WeightUpdate`).
+        history: What the trainer has published.
+        scheduler: Of the run; its version is what the replicas serve.
+        lock: Held while the version that is served must not change.
+        shipping: Held while finished episodes must not be invalidated.
+        seconds: Spent on updates since `take_times`.
+        parts: Of these, what each part took the slowest server (`inference.service.UpdateMetrics`).
     """
 
-    def __init__(self, config: "OrchestratorConfig", fleet: ReplicaPool, status: Status, loop: RunLoop) -> None:
-        self.config = config
-        self.fleet = fleet
-        self.status = status
+    scheduler: "Scheduler[Any]"
+
+    def __init__(self, config: "OrchestratorConfig", fleet: ReplicaPool, status: Status, loop: "Orchestrator") -> None:
+        self.config, self.fleet, self.status, self._loop = config, fleet, status, loop
         self.history = PublishedVersions(config.output_dir)
         self.lock = asyncio.Lock()  # bounded: every wait of its holders is
         self.shipping = asyncio.Lock()  # bounded: every wait of its holders is
         self.seconds = 0.0
         self.parts: dict[str, float] = {}
-        self.scheduler: EpisodeScheduler
-        self._failures = 0  # to load, in a row
-        self._failed_updates = 0  # in a row, after which no server was left; loads of earlier versions do not count
-        self._unsent: tuple[int, float] | None = (
-            None  # a version that was not sent, since when; none as new was loaded since
-        )
-        self._wanted: int | None = None  # the version that a server that comes back was not sent last
-        self._loop = loop
-        self._settled = asyncio.Event()
+        self._settled = asyncio.Event()  # cleared while the ready replicas are given another version
         self._settled.set()
-        self._reading: dict[Replica, int] = {}  # versions that are loaded by servers that come back
-
-    @property
-    def moving(self) -> bool:
-        """Whether the servers that serve are given another version at this moment."""
-        return not self._settled.is_set()
-
-    async def settled(self) -> None:
-        """Wait until no version is being loaded by the servers that serve."""
-        await self._settled.wait()  # bounded: by the requests' deadlines
+        # Failures to load.
+        self._failures = 0  # in a row
+        self._failed_updates = 0  # in a row, after which no replica was left; loads of earlier versions do not count
+        # A version that the trainer did not send, and since when; None once one as new was loaded.
+        self._unsent: tuple[int, float] | None = None
+        self._wanted: int | None = None  # the version that a quarantined replica was not sent last
+        # Quarantined and leaving replicas.
+        self._alone = len(fleet.replicas) == 1  # no other replica takes over from it
+        self._recoveries: dict[Replica, asyncio.Task[None]] = {}
+        self._recovery_loads: dict[Replica, int] = {}  # versions that quarantined replicas are loading
+        self._troubles: dict[Replica, str] = {}  # why each that is quarantined is not back
+        self._reported: dict[Replica, int] = {}  # the version that each was reported not to serve any more
+        self._empty_since: float | None = None  # when the last ready one was quarantined
+        self._drains: dict[Replica, asyncio.Task[None]] = {}
+        self._departed: dict[Replica, str] = {}  # replicas that have left, and the boot of each that did
 
     @property
     def recovering(self) -> bool:
-        """Whether no server serves; nothing may start."""
-        return not self.fleet.serving
+        """Whether no replica is ready; nothing may start."""
+        return not self.fleet.ready
 
     @property
     def superseded(self) -> bool:
-        """Whether no server serves, and none can be given what was served: the run is about to go on with a newer version."""
-        return self.history.newest is not None and self._is_superseded(self.history.newest)
+        """Whether no replica is ready, and none can be given what was served: the run is about to go on with a newer version."""
+        newest = self.history.newest
+        unavailable = self.recovering and not self.scheduler.must_go_back and self._unsent is not None
+        return newest is not None and unavailable and newest > self.scheduler.version == self._wanted
 
-    # -- the first version ---------------------------------------------------------------------------------------------------
+    def begin(self, scheduler: "Scheduler[Any]") -> None:
+        """`scheduler` decides from now on; replicas that do not answer yet get work once they do."""
+        self.scheduler = scheduler
+        for replica in self.fleet.quarantined:
+            self._bring_back_soon(replica)
 
-    async def start(self, progress: RunStart, owes: Callable[[int], bool]) -> int:
-        """Have the servers that are up load the version that the run goes on from, and prove it. One of them is enough.
+    async def close(self) -> None:
+        """End all recoveries and drains."""
+        tasks = [*self._recoveries.values(), *self._drains.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+
+    def take_times(self) -> tuple[float, dict[str, float]]:
+        """Return what updates took since this was asked last: altogether, and in parts."""
+        seconds, parts = self.seconds, self.parts
+        self.seconds, self.parts = 0.0, {}
+        return seconds, parts
+
+    # -- the first version ---------------------------------------------------------------------------------------------
+
+    async def start(self, progress: "ResumePoint", owes: Callable[[int], bool]) -> int:
+        """Have the servers that are up load the version that the run goes on from, and verify it. One of them is enough.
 
         Args:
             owes: Whether something has still to be done on the version that was served last.
@@ -250,8 +207,8 @@ class WeightSync:
             await self._await_history(progress)
         owed: Callable[[int], bool] | None = owes
         while True:  # `_may_retry` raises after a few failures
-            ready = await self.fleet.wait_ready(self.status.waiting, self.config.client.ready_timeout)
-            version, incarnation = self._choose(owed), self.history.incarnation.number
+            ready = await self.fleet.wait_ready(self.status.waiting)
+            version, incarnation = self._first_version(owed), self.history.incarnation.number
             self._lease_to_load(incarnation, version)
             try:
                 failures = await self._check_bases(ready, version)
@@ -261,41 +218,59 @@ class WeightSync:
                 await self._may_retry(error, version)
                 continue
             if len(failures) == len(ready):
-                failure = _worst(failures.values())
                 if any(isinstance(error, VersionNotSent) for error in failures.values()):
                     owed = None  # it is not to be had any more: the newest is
-                await self._may_retry(failure, version)
+                await self._may_retry(_worst(failures.values()), version)
                 continue
             for replica in ready:
-                if replica not in failures:
-                    self.fleet.admit(replica)
-            for replica, failure in failures.items():
-                logger.warning("the run begins without {}: {}", replica.name, failure)
+                if replica in failures:
+                    logger.warning("the run begins without {}: {}", replica.name, failures[replica])
+                else:
+                    self.fleet.move(replica, ReplicaState.READY)
             self.history.hold(lease_to_hold(incarnation, version))
             return version
 
-    def begin(self, scheduler: EpisodeScheduler) -> None:
-        """What `scheduler` decides is served from now on."""
-        self.scheduler = scheduler
+    async def _await_history(self, progress: "ResumePoint") -> None:
+        """Until the trainer has begun the incarnation that the run goes on with. A resumed run must not follow the incarnation that it gives up."""
+
+        def begun() -> bool:
+            self.history.look()
+            newest = self.history.newest
+            if newest is None or progress.recovered:
+                return newest is not None
+            resumed = not progress.resumed or goes_on_from(progress.version, self.history.incarnations)
+            return newest >= progress.version and resumed
+
+        subject = f"weights/step_{progress.version}"
+        if progress.resumed:
+            subject += f", of an incarnation that goes on from step {progress.version},"
+        await self._until(begun, "version of the weights" if progress.recovered else subject)
+
+    def _first_version(self, owes: Callable[[int], bool] | None) -> int:
+        if not self.config.trainer:
+            return BASE
+        newest, lease = self.history.newest, self.history.lease
+        assert newest is not None
+        if lease is not None and owes is not None and self.history.valid(lease.version) and owes(lease.version):
+            return lease.version
+        return newest
 
     async def _check_bases(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
         """Returns the servers that failed to say what they serve.
 
         Raises:
-            UserError: one is not ours: it holds another base model, refuses the key, or has no such route.
+            UserError: one is not ours: it holds another base model, rejects the key, or has no such route.
         """
-        outcomes = await asyncio.gather(
-            *(self.check_base(replica, version) for replica in replicas), return_exceptions=True
-        )
+        checks = (self._check_base(replica, version) for replica in replicas)
         failures: dict[Replica, LoadError] = {}
-        for replica, outcome in zip(replicas, outcomes, strict=True):
-            if isinstance(outcome, ServerError):
-                failures[replica] = outcome
-            elif isinstance(outcome, BaseException):
-                raise outcome
+        for replica, error in zip(replicas, await asyncio.gather(*checks, return_exceptions=True), strict=True):
+            if isinstance(error, ServerError):
+                failures[replica] = error
+            elif error is not None:
+                raise error
         return failures
 
-    async def check_base(self, replica: Replica, version: int) -> None:
+    async def _check_base(self, replica: Replica, version: int) -> None:
         """Before anything is loaded: a server that holds another base model than the trainer is not ours to overwrite.
 
         Raises:
@@ -314,32 +289,6 @@ class WeightSync:
                 )
         served.check_name(replica.name, self.config.model.name)
 
-    async def _await_history(self, progress: RunStart) -> None:
-        """Until the trainer has begun the incarnation that the run goes on with. A resumed run must not follow the incarnation that it gives up."""
-
-        def begun() -> bool:
-            self.history.look()
-            newest = self.history.newest
-            if newest is None or progress.recovered:
-                return newest is not None
-            return newest >= progress.version and (
-                not progress.resumed or goes_on_from(progress.version, self.history.incarnations)
-            )
-
-        subject = f"weights/step_{progress.version}"
-        if progress.resumed:
-            subject += f", of an incarnation that goes on from step {progress.version},"
-        await self._until(begun, "version of the weights" if progress.recovered else subject)
-
-    def _choose(self, owes: Callable[[int], bool] | None) -> int:
-        if not self.config.trainer:
-            return BASE
-        newest, lease = self.history.newest, self.history.lease
-        assert newest is not None
-        if lease is not None and owes is not None and self.history.valid(lease.version) and owes(lease.version):
-            return lease.version
-        return newest
-
     async def _until(self, condition: Callable[[], bool], subject: str) -> None:
         """Wait for the trainer, at most `weights_timeout`."""
         seconds = self.config.weights_timeout
@@ -348,7 +297,7 @@ class WeightSync:
             on_wait=lambda _: self.status.waiting(subject, "trainer", seconds),
         )  # fmt: skip
 
-    # -- following -----------------------------------------------------------------------------------------------------------
+    # -- every newer version -------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
         """Serve every newer version as soon as the trainer commits it, until it is cancelled."""
@@ -356,16 +305,13 @@ class WeightSync:
             async with self.shipping:
                 self.notice_incarnation()
             newest = self.history.newest
-            if newest is not None and self._is_superseded(newest):  # none serves
-                await self._go_on_with(newest)
+            if newest is not None and self.superseded:
+                await self._skip_to(newest)
             elif not self.recovering:
+                served = self.scheduler.version
                 if self.scheduler.must_go_back:
                     await self._go_back()
-                elif (
-                    newest is not None
-                    and newest > self.scheduler.version
-                    and not self._loop.keeps(self.scheduler.version)
-                ):
+                elif newest is not None and newest > served and not self._loop.keeps(served):
                     await self._serve(newest)
             await asyncio.sleep(POLL_SECONDS)
 
@@ -376,15 +322,48 @@ class WeightSync:
         if incarnation.number <= self.scheduler.incarnation:
             return
         served = self.scheduler.version
-        self._give_up(self.scheduler.begin_incarnation(incarnation.number, self.history.incarnations))
+        self._drop(self.scheduler.begin_incarnation(incarnation.number, self.history.incarnations))
         back = f": back from version {served}" if self.scheduler.must_go_back else ""
         logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
         if not self.scheduler.must_go_back:
             self._hold(incarnation.number, served)
         self._loop.began_incarnation(incarnation)
 
+    async def _serve(self, version: int) -> None:
+        """Have every ready replica load `version`."""
+        async with self.lock:
+            if self.recovering or self.scheduler.must_go_back or version <= self.scheduler.version:
+                return  # found while this waited for the lock
+            began = time.monotonic()
+            self.scheduler.announce(version)
+            self._lease_to_load(self.scheduler.incarnation, version)
+            if not await self._load_all(version) or self.scheduler.must_go_back:
+                return
+            seconds = time.monotonic() - began
+            self.seconds += seconds
+            reports = [replica.loaded.seconds for replica in self.fleet.ready if replica.loaded is not None]
+            for part in {part for parts in reports for part in parts}:
+                self.parts[part] = self.parts.get(part, 0.0) + max(parts.get(part, 0.0) for parts in reports)
+            logger.info("serving version {} after {:.2f} s{}", version, seconds, self.fleet.where())
+            self._served(version)
+        self._loop.wake()
+        await self._loop.serves(version)
+
+    async def _skip_to(self, version: int) -> None:
+        """No replica is ready, and what was served is not to be had any more: go on with the newest version. Replicas that come back load that;
+        until then nothing starts."""
+        async with self.lock:
+            if not self.superseded:
+                return  # found while this waited for the lock
+            before = self.scheduler.version
+            logger.warning("version {} cannot be had any more: the run goes on with version {}", before, version)
+            self.scheduler.announce(version)
+            self._lease_to_load(self.scheduler.incarnation, version)
+            self._served(version)
+        await self._loop.serves(version)
+
     async def _go_back(self) -> None:
-        """The trainer went on from an earlier step: what is served was given up."""
+        """The trainer went on from an earlier step, and gave up what is served: load the newest version of its new incarnation."""
         async with self.lock:
             incarnation = self.history.incarnation
 
@@ -398,47 +377,14 @@ class WeightSync:
             if self.history.incarnation != incarnation:
                 return  # it began again meanwhile
             self._lease_to_load(incarnation.number, version)
-            if await self._move(version) and self.scheduler.incarnation == incarnation.number:
+            if await self._load_all(version) and self.scheduler.incarnation == incarnation.number:
                 self.scheduler.go_back(version)
                 self._hold(incarnation.number, version)
         self._loop.wake()
         if not self.scheduler.must_go_back:
             await self._loop.serves(self.scheduler.version)  # it may be one that was made again meanwhile
 
-    async def _go_on_with(self, version: int) -> None:
-        """None serves, and what was served is nowhere to be had any more: the run goes on with the newest version. Servers that come back are given
-        that; until then nothing starts."""
-        async with self.lock:
-            if not self._is_superseded(version):
-                return  # found while this waited for the lock
-            logger.warning(
-                "version {} cannot be had any more: the run goes on with version {}", self.scheduler.version, version
-            )
-            self.scheduler.announce(version)
-            self._lease_to_load(self.scheduler.incarnation, version)
-            self._note_served(version)
-        await self._loop.serves(version)
-
-    def _is_superseded(self, newest: int) -> bool:
-        unavailable = self.recovering and not self.scheduler.must_go_back and self._unsent is not None
-        return unavailable and newest > self.scheduler.version == self._wanted
-
-    async def _serve(self, version: int) -> None:
-        async with self.lock:
-            if self.recovering or self.scheduler.must_go_back or version <= self.scheduler.version:
-                return  # found while this waited for the lock
-            began = time.monotonic()
-            self.scheduler.announce(version)
-            self._lease_to_load(self.scheduler.incarnation, version)
-            if not await self._move(version) or self.scheduler.must_go_back:
-                return
-            self._count(time.monotonic() - began)
-            logger.info("serving version {} after {:.2f} s{}", version, time.monotonic() - began, self.fleet.where())
-            self._note_served(version)
-        self._loop.wake()
-        await self._loop.serves(version)
-
-    def _note_served(self, version: int) -> None:
+    def _served(self, version: int) -> None:
         self.scheduler.serve(version)
         self._hold(self.scheduler.incarnation, version)
         self.status.progress()
@@ -446,82 +392,55 @@ class WeightSync:
         self.fleet.forget(stale)
         self._loop.cancel(stale)
 
-    def _count(self, seconds: float) -> None:
-        self.seconds += seconds
-        reports = [replica.given.seconds for replica in self.fleet.serving if replica.given is not None]
-        for part in {part for parts in reports for part in parts}:
-            self.parts[part] = self.parts.get(part, 0.0) + max(parts.get(part, 0.0) for parts in reports)
+    def _lease_to_load(self, incarnation: int, version: int) -> None:
+        assert self.history.lease is not None  # `start` has taken one
+        self.history.hold(lease_to_load(self.history.lease, incarnation, version))
 
-    def take_times(self) -> tuple[float, dict[str, float]]:
-        """What updates took since this was asked last: altogether, and in parts."""
-        taken = self.seconds, self.parts
-        self.seconds, self.parts = 0.0, {}
-        return taken
+    def _hold(self, incarnation: int, version: int) -> None:
+        """`version` is served: nothing older is read, but by replicas that come back."""
+        self.history.hold(lease_to_hold(incarnation, version, self._recovery_loads.values()))
 
-    async def _move(self, version: int) -> bool:
-        """Have every serving server load a version, which may be removed meanwhile, or which one of them may not survive. Returns whether it
-        is served: by all that are left."""
+    # -- one load, and its failures ------------------------------------------------------------------------------------
+
+    async def _load_all(self, version: int) -> bool:
+        """Have every ready replica load a version, which may be removed meanwhile, or which one of them may not survive. Returns whether it
+        is served: by all that are still ready."""
         self._settled.clear()
         try:
-            return await self._try(version)
+            asked = self.fleet.ready
+            try:
+                failures = await self._load(asked, version)
+            except CommitError as removed:
+                failures = dict.fromkeys(asked, removed)
+            return await self._settle(asked, failures, version)
         finally:
             self._settled.set()
 
-    async def _try(self, version: int) -> bool:
-        asked = self.fleet.serving
-        try:
-            failures = await self._load(asked, version)
-        except CommitError as gone:  # removed meanwhile
-            failures = dict.fromkeys(asked, gone)
-        if len(failures) < len(asked):
-            for replica, error in failures.items():
-                logger.warning(
-                    "{} did not load version {}, the run goes on without it: {}", replica.name, version, error
-                )
-                self._loop.replica_lost(replica)
-            self._failed_updates = 0
-            return True
-        for replica in list(failures):
-            if not await replica.verify():
-                self._loop.replica_lost(replica)
-        worst = _worst(failures.values())
-        server_failed = isinstance(worst, ServerError | CommitError) and not isinstance(worst, VersionNotSent)
-        if self.fleet.serving or not server_failed:
-            await self._may_retry(worst, version)
-        else:
-            self._count_failed_update(failures.values(), version)
-        return False
-
-    def _count_failed_update(self, errors: Iterable[LoadError], version: int) -> None:
-        """Servers that are lost over an update come back with the version before it and are given the newest once more, but not for ever; less
-        often where they compute something else than the trainer."""
-        error = next((error for error in errors if isinstance(error, LogprobCheckFailed)), None)
-        self._failed_updates += 1
-        if self._failed_updates >= (_ATTEMPTS if error else 2 * _ATTEMPTS):
-            raise error or _worst(errors)
-        logger.warning("version {} is not served, trying again: {}", version, error or _worst(errors))
-
     async def _load(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
-        """All of them at once. Returns those that did not load it, and why.
+        """Load `version` on all of them at once. Returns those that did not, and why.
 
         Raises:
             CommitError: the version is not committed (any more).
         """
         faults.point(f"update:v{version}")
         manifest = self.history.manifest(version) if self.config.trainer else None
-        loads = {replica: asyncio.create_task(replica.load(manifest)) for replica in replicas}
+        loads = {replica: asyncio.create_task(self._load_one(replica, manifest)) for replica in replicas}
+        pending, ready = set(loads.values()), [replica for replica in loads if replica.ready]
         try:
-            await self._until_loaded(loads)
+            while pending:  # bounded: by the requests' deadlines; not of those that stop being ready while others are
+                _, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS)
+                if self.fleet.ready:
+                    pending -= {loads[replica] for replica in ready if not replica.ready}
         finally:
             for load in loads.values():
                 load.cancel()
         failures: dict[Replica, LoadError] = {}
         for replica, load in loads.items():
-            failure = load.exception() if load.done() and not load.cancelled() else ServerError("lost meanwhile")
-            if isinstance(failure, UserError | CommitError):
-                failures[replica] = failure
-            elif failure is not None:
-                raise failure
+            error = load.exception() if load.done() and not load.cancelled() else ServerError("lost meanwhile")
+            if isinstance(error, UserError | CommitError):
+                failures[replica] = error
+            elif error is not None:
+                raise error
             elif replica.invalid:
                 async with self.shipping:
                     self.invalidate(replica, "the server was started again")
@@ -532,15 +451,255 @@ class WeightSync:
         faults.point(f"updated:v{version}")
         return failures
 
-    async def load_again(self, replica: Replica) -> None:
-        """Have a server that is away load what the others serve; what they read is held for it meanwhile.
+    async def _load_one(self, replica: Replica, manifest: WeightsManifest | None) -> None:
+        try:
+            await replica.load(manifest)
+        except LogprobCheckFailed:
+            self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its logprob check")  # at once
+            raise
+
+    async def _settle(self, asked: Sequence[Replica], failures: Mapping[Replica, LoadError], version: int) -> bool:
+        """Deal with the replicas that did not load `version`: the one place for failures of an update. Returns whether it is served.
+
+        Raises:
+            LoadError: the run cannot go on.
+        """
+        if len(failures) < len(asked):
+            for replica, error in failures.items():
+                logger.warning(
+                    "{} did not load version {}, the run goes on without it: {}", replica.name, version, error
+                )
+                self.quarantine(replica, "it did not load the version")
+            self._failed_updates = 0
+            return True
+        for replica in failures:
+            if not await replica.verify():
+                self.quarantine(replica, "it failed its verification")
+        worst = _worst(failures.values())
+        if self.fleet.ready or isinstance(worst, VersionNotSent) or not isinstance(worst, ServerError | CommitError):
+            await self._may_retry(worst, version)
+            return False
+        # Replicas that are lost over an update come back with the version before it and are given the newest once more, but
+        # not for ever; less often where they compute something else than the trainer.
+        wrong = next((error for error in failures.values() if isinstance(error, LogprobCheckFailed)), None)
+        self._failed_updates += 1
+        if self._failed_updates >= (_ATTEMPTS if wrong else 2 * _ATTEMPTS):
+            raise wrong or worst
+        logger.warning("version {} is not served, trying again: {}", version, wrong or worst)
+        return False
+
+    async def _may_retry(self, error: LoadError, version: int) -> None:
+        """After a failure to load `version`: return after a pause if another attempt may succeed, else raise `error`."""
+        if isinstance(error, VersionNotSent):
+            await self._await_sender(error, version)
+            return
+        self._failures += 1
+        self.history.look()
+        removed = not self.history.valid(version)  # while it was read: there is another one
+        if self._failures >= _ATTEMPTS or not (removed or isinstance(error, ServerError)):
+            raise error
+        logger.warning("version {} was not loaded, trying again: {}", version, error)
+        await asyncio.sleep(RETRY_SECONDS * self._failures)
+
+    async def _await_sender(self, error: VersionNotSent, version: int) -> None:
+        """Replicas go on as they are while the trainer owes them this version, a newer one or its next incarnation: for at most `weights_timeout`."""
+        self.history.look()
+        seconds = self.config.weights_timeout
+        if time.monotonic() - self._note_unsent(version, error) > seconds:
+            raise error
+        self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
+        await asyncio.sleep(RETRY_SECONDS)
+
+    def _note_unsent(self, version: int, error: VersionNotSent) -> float:
+        """Returns since when. A trainer that cannot reach a server is asked once an incarnation, under `weights.transport = "auto"`, to go on with files."""
+        incarnation = self.history.incarnation.number
+        if UNREACHABLE in str(error):
+            with suppress(CommitError):  # removed meanwhile
+                publisher = self.history.manifest(version).publisher
+                asked = call_for_files(self.config.output_dir, incarnation) is not None
+                if publisher is not None and publisher.fallback and not asked:
+                    ask_for_files(self.config.output_dir, incarnation, str(error))
+        if self._unsent is None:
+            logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
+        before, since = self._unsent or (version, time.monotonic())
+        self._unsent = (max(before, version), since)
+        return since
+
+    # -- whose samples count -------------------------------------------------------------------------------------------
+
+    async def verify(self) -> None:
+        """Ask the replicas what they serve: what had finished before counts then. Those that fail are quarantined."""
+        counting, wrong = await self.fleet.verify(self.scheduler.unverified())
+        self.scheduler.verify(counting)
+        self.fleet.keep(self.scheduler.running_or_unverified())
+        for replica in wrong:
+            self.quarantine(replica, "it failed its verification")
+
+    def invalidate(self, replica: Replica, detail: str) -> None:
+        """Have made again what a replica sampled since it was last verified. Call it with `shipping` held."""
+        replica.losses += 1
+        episodes = replica.unverified | replica.invalid
+        running = self.scheduler.invalidate(detail, episodes)
+        if len(self.fleet.replicas) == 1 and self._settled.is_set():
+            self.scheduler.retract()
+        self.fleet.forget(episodes)
+        self._drop(running)
+
+    def _drop(self, running: "Sequence[Start]") -> None:
+        episodes = [each.episode for each in running]
+        self.fleet.forget(episodes)
+        self._loop.cancel(episodes)
+
+    # -- quarantined replicas ------------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Probe all replicas every few seconds, until it is cancelled: quarantine those that do not answer, drain those that are to leave, and
+        let those that left join once they are restarted."""
+        while True:  # bounded: the run cancels it at its end
+            await asyncio.sleep(PROBE_SECONDS)
+            ready, departed = self.fleet.ready, list(self._departed)
+            await asyncio.gather(*map(self._probe, ready), *map(self._rejoin, departed))
+            if self.recovering and all(task.done() for task in self._recoveries.values()):
+                self._check_hope()
+
+    async def _probe(self, replica: Replica) -> None:
+        # Of the only one the episodes fail, or the loads of versions do.
+        if not self._alone and not await replica.engine.answers():
+            replica.silent += 1
+            if replica.silent >= _SILENT_PROBES and replica.ready:
+                self.quarantine(replica, "it does not answer")
+            return
+        replica.silent = 0
+        try:
+            served = await replica.engine.served()
+        except UserError:
+            return  # whatever is wrong is found when it is verified
+        if served.leaving and replica not in self._drains and replica.ready:
+            self._drains[replica] = self._watched(self._leave(replica, served.boot))
+
+    def episode_failed(self, replica: Replica) -> None:
+        """An episode failed there for want of a server: others take over, and one that goes on failing rests longer and longer."""
+        if not replica.draining:  # its drain probes it
+            self.fleet.failed(replica)
+            self.quarantine(replica, "an episode failed there")
+
+    def quarantine(self, replica: Replica, reason: str) -> None:
+        """Give it no work until it answers and is verified. One that drains does not come back."""
+        if replica.state is ReplicaState.LEFT:
+            return
+        draining = replica.draining
+        self.fleet.move(replica, ReplicaState.QUARANTINED, reason)
+        self._note_empty()
+        if not draining:
+            self._bring_back_soon(replica)
+
+    def _note_empty(self) -> None:
+        if self.recovering:
+            self._empty_since = self._empty_since or time.monotonic()
+
+    def _bring_back_soon(self, replica: Replica) -> None:
+        present = self._recoveries.get(replica)
+        if present is None or present.done():
+            self._recoveries[replica] = self._watched(self._bring_back(replica))
+
+    def _watched(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._loop.note_failure)
+        return task
+
+    async def _bring_back(self, replica: Replica) -> None:
+        """The others go on, and take over what it had. The run ends when none was ready for `ready_timeout`, or the only replica cannot be given
+        what the run serves."""
+        delay, rest, failures = RETRY_SECONDS, rest_seconds(replica.failures), 0
+        while replica.state is not ReplicaState.LEFT:  # bounded: `_check_hope`, and the run's end cancels it
+            await self._hand_over(replica)
+            if rest:
+                rest = rest if self.fleet.ready else min(rest, RETRY_SECONDS)
+                logger.warning(
+                    "{} gets no work for {:.0f} s{}: it failed what it was given {} times in a row",
+                    replica.name, rest, self.fleet.where(), replica.failures,
+                )  # fmt: skip
+                await asyncio.sleep(rest)
+                rest = 0.0
+            trouble, failed = "it does not answer", False
+            if await replica.engine.answers():
+                try:
+                    if await self._catch_up(replica):
+                        logger.info("{} serves version {}{}", replica.name, self.scheduler.version, self.fleet.where())
+                        return
+                    trouble = ""
+                except VersionNotSent as error:
+                    trouble = str(error)
+                    if self._alone:
+                        await self._await_sender(error, self.scheduler.version)
+                        continue
+                except (UserError, CommitError) as error:
+                    trouble, failed, failures = str(error), True, failures + 1
+                    if self._alone and failures == _ATTEMPTS:
+                        raise
+            if trouble and trouble != self._troubles.get(replica):
+                self._troubles[replica] = trouble
+                where = self.fleet.where()
+                logger.warning("{} gets no work: {}{}", replica.name, trouble, where and f" (serving{where})")
+            self._check_hope()
+            await asyncio.sleep(delay if trouble else POLL_SECONDS)
+            patient = bool(self.fleet.ready) or (self._alone and failed)
+            delay = min(2 * delay, MAX_RETRY_SECONDS if patient else RETRY_SECONDS)
+
+    async def _hand_over(self, replica: Replica) -> None:
+        """Have made again by the others, if there are any, what a quarantined replica cannot be verified for."""
+        if replica.unverified | replica.invalid and self.fleet.ready and not self.config.bench:
+            if replica.unverified and not replica.invalid and await replica.verify():
+                return
+            async with self.shipping:
+                if not replica.ready:
+                    self.invalidate(replica, "the server is gone")
+            self._loop.wake()
+
+    async def _catch_up(self, replica: Replica) -> bool:
+        """Have a healthy replica load what the others serve, and let it in. False: what they serve has changed meanwhile."""
+        await self._settled.wait()  # bounded: by the requests' deadlines
+        scheduler = self.scheduler
+        if not (
+            self.config.bench or scheduler.must_go_back
+        ):  # else there is nothing to verify, or `follow` loads what counts
+            version, incarnation = scheduler.version, scheduler.incarnation
+            if replica.loaded is None:
+                await self._check_base(replica, 0)
+            verified = replica.loaded is not None and await replica.verify()
+            if not verified:
+                await self._note_loss(replica)
+            if not verified or replica.invalid or (replica.loaded is not None and replica.loaded.version != version):
+                await self._load_again(replica)
+            changed = not self._settled.is_set() or (version, incarnation) != (scheduler.version, scheduler.incarnation)
+            if changed or replica.invalid:
+                return False
+        self.fleet.move(replica, ReplicaState.READY)
+        self._empty_since = None
+        self._troubles.pop(replica, None)
+        self._reported.pop(replica, None)
+        self._loop.wake()
+        return True
+
+    async def _note_loss(self, replica: Replica) -> None:
+        async with self.shipping:
+            self.notice_incarnation()
+            if replica.loaded is not None:
+                version = replica.loaded.version
+                if self._reported.get(replica) != version:  # each attempt finds it so
+                    self._reported[replica] = version
+                    logger.warning("{} does not serve version {} any more", replica.name, version)
+                self.invalidate(replica, "the server lost the weights it was given")
+
+    async def _load_again(self, replica: Replica) -> None:
+        """Have a quarantined replica load what the others serve, which is held for it meanwhile.
 
         Raises:
             LoadError: it did not.
         """
         if self.scheduler.must_go_back:
             return  # `follow` loads what counts now
-        version = self._reading[replica] = self.scheduler.version
+        version = self._recovery_loads[replica] = self.scheduler.version
         try:
             for error in (await self._load([replica], version)).values():
                 raise error
@@ -549,91 +708,96 @@ class WeightSync:
             self._note_unsent(version, error)
             raise
         finally:
-            del self._reading[replica]
-            if not (self.moving or self.scheduler.must_go_back):
+            del self._recovery_loads[replica]
+            if self._settled.is_set() and not self.scheduler.must_go_back:
                 self._hold(self.scheduler.incarnation, self.scheduler.version)
 
-    async def _until_loaded(self, loads: "Mapping[Replica, asyncio.Task[None]]") -> None:
-        """Until all have ended, but for those of servers that stop serving meanwhile, while others serve."""
-        pending, served = set(loads.values()), [replica for replica in loads if replica.serving]
-        while pending:  # bounded: by the requests' deadlines
-            _, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS)
-            if self.fleet.serving:
-                pending -= {loads[replica] for replica in served if not replica.serving}
+    def _check_hope(self) -> None:
+        """While none is ready: one must come back in time.
 
-    async def _may_retry(self, error: LoadError, version: int) -> None:
-        """After a failure to load `version`: return after a pause if another attempt may succeed, else raise `error`."""
-        if isinstance(error, VersionNotSent):
-            await self.await_sender(error, version)
+        Raises:
+            UserError: none did.
+        """
+        if self._empty_since is None:
             return
-        self._failures += 1
-        self.history.look()
-        gone = not self.history.valid(version)  # removed while it was read: there is another one
-        if self._failures >= _ATTEMPTS or not (gone or isinstance(error, ServerError)):
-            raise error
-        logger.warning("version {} was not loaded, trying again: {}", version, error)
-        await asyncio.sleep(_RETRY_SECONDS * self._failures)
+        client, seconds = self.config.client, self.config.client.ready_timeout
+        self.status.waiting("a healthy server", "inference", seconds)
+        if time.monotonic() - self._empty_since > seconds:
+            listed = "; ".join(f"{replica.name}: {trouble}" for replica, trouble in self._troubles.items())
+            raise UserError(f"no inference server for {seconds:.0f} s ({client.source}, client.ready_timeout): {listed or 'all have left'}")  # fmt: skip
 
-    async def await_sender(self, error: VersionNotSent, version: int) -> None:
-        """Servers go on as they are while the trainer owes them this version, a newer one or its next incarnation: for at most `weights_timeout`."""
-        self.history.look()
-        seconds = self.config.weights_timeout
-        if time.monotonic() - self._note_unsent(version, error) > seconds:
-            raise error
-        self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
-        await asyncio.sleep(_RETRY_SECONDS)
+    async def wait_recovered(self) -> None:
+        """Wait until a replica is ready, or what is served is superseded."""
+        for replica in self.fleet.quarantined:
+            self._bring_back_soon(replica)
+        pending = [task for task in self._recoveries.values() if not task.done()]
+        client = self.config.client
+        await wait_async(
+            lambda: not self.recovering or any(task.done() for task in pending),
+            subject="healthy server", owner="inference", seconds=_ATTEMPTS * (client.ready_timeout + client.timeout),
+            poll=POLL_SECONDS, stop=lambda: self.superseded,
+        )  # fmt: skip
 
-    def _ask_for_files(self, error: VersionNotSent, version: int) -> None:
-        """Under `weights.transport = "auto"`, once for every incarnation of the trainer: it goes on with files."""
-        incarnation = self.history.incarnation.number
-        with suppress(CommitError):  # removed meanwhile
-            publisher = self.history.manifest(version).publisher
-            if (
-                publisher is not None
-                and publisher.fallback
-                and call_for_files(self.config.output_dir, incarnation) is None
-            ):
-                ask_for_files(self.config.output_dir, incarnation, str(error))
+    # -- replicas that leave -------------------------------------------------------------------------------------------
 
-    def _note_unsent(self, version: int, error: VersionNotSent) -> float:
-        """Returns since when."""
-        if UNREACHABLE in str(error):
-            self._ask_for_files(error, version)
-        if self._unsent is None:
-            logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
-        before, since = self._unsent or (version, time.monotonic())
-        self._unsent = (max(before, version), since)
-        return since
+    async def _leave(self, replica: Replica, boot: str) -> None:
+        """Drain it between two updates, so that what is in flight there stays of the version that it serves; then let it leave."""
+        try:
+            await self._settled.wait()  # bounded: by the requests' deadlines
+            if replica.ready:
+                self.fleet.move(replica, ReplicaState.DRAINING, "it is to leave")
+                self._note_empty()
+                count = replica.in_flight
+                logger.info(
+                    "{} is to leave: it gets nothing new, {} episodes in flight there go on", replica.name, count
+                )
+            silent, probed = 0, time.monotonic()
+            while replica.draining and replica.in_flight and silent < _SILENT_PROBES:  # bounded: by episodes' deadlines
+                await asyncio.sleep(_DRAIN_POLL_SECONDS)
+                if time.monotonic() - probed >= PROBE_SECONDS:
+                    silent, probed = 0 if await replica.engine.answers() else silent + 1, time.monotonic()
+            await self._release(replica, boot, ask=silent < _SILENT_PROBES)
+        finally:
+            del self._drains[replica]
 
-    def _lease_to_load(self, incarnation: int, version: int) -> None:
-        assert self.history.lease is not None  # `start` has taken one
-        self.history.hold(lease_to_load(self.history.lease, incarnation, version))
+    async def _release(self, replica: Replica, boot: str, ask: bool) -> None:
+        """Remove a replica. What it is verified for counts, if it is there to be asked; the rest is made again."""
+        recovery = self._recoveries.pop(replica, None)
+        if recovery is not None and not recovery.done():
+            recovery.cancel()
+            await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
+        self._troubles.pop(replica, None)
+        self._reported.pop(replica, None)
+        async with self.shipping:
+            finished = replica.unverified.intersection(self.scheduler.unverified())
+            if ask and (self.config.bench or await replica.verify()):
+                self.scheduler.verify(finished)
+                self.fleet.forget(finished)
+                replica.released = True
+            void = (replica.unverified | replica.invalid) & self.scheduler.running_or_unverified()
+            if void:
+                replica.released = False
+                self.invalidate(replica, "the server left")
+            self.fleet.move(replica, ReplicaState.LEFT)
+            self._departed[replica] = boot
+            self._note_empty()
+        self._loop.wake()
+        made_again = f"{len(void)} episodes that it had are made again" if void else "nothing of it is made again"
+        ready = len(self.fleet.ready)
+        logger.info("{} has left, and may be stopped: {} ({} servers left to serve)", replica.name, made_again, ready)
 
-    def _hold(self, incarnation: int, version: int) -> None:
-        """`version` is served: nothing older is read, but by servers that come back."""
-        self.history.hold(lease_to_hold(incarnation, version, self._reading.values()))
+    async def _rejoin(self, departed: Replica) -> None:
+        """Let a server that has left join again, once it was restarted."""
+        try:
+            served = await departed.engine.served()
+        except UserError:
+            return
+        if served.boot != self._departed[departed] and not served.leaving:
+            del self._departed[departed]
+            self._bring_back_soon(self.fleet.add(departed.engine))
+            logger.info("{} joins", departed.name)
 
-    # -- what counts -----------------------------------------------------------------------------------------------------------
 
-    async def verify(self) -> None:
-        """Ask the servers what they serve: what had finished before counts then. One that cannot say so is lost."""
-        counting, wrong = await self.fleet.verify(self.scheduler.unverified())
-        self.scheduler.verify(counting)
-        self.fleet.keep(self.scheduler.running_or_unverified())
-        for replica in wrong:
-            self._loop.replica_lost(replica)
-
-    def invalidate(self, replica: Replica, detail: str) -> None:
-        """What a server sampled since it last proved itself is made again. Call it with `shipping` held."""
-        replica.losses += 1
-        episodes = replica.unverified | replica.invalid
-        running = self.scheduler.invalidate(detail, episodes)
-        if len(self.fleet.replicas) == 1 and not self.moving:
-            self.scheduler.retract()
-        self.fleet.forget(episodes)
-        self._give_up(running)
-
-    def _give_up(self, running: Sequence[RunningEpisode]) -> None:
-        episodes = [each.episode for each in running]
-        self.fleet.forget(episodes)
-        self._loop.cancel(episodes)
+def _worst(errors: Iterable[LoadError]) -> LoadError:
+    """The one that decides: a rejection, which another attempt will not mend, before what the trainer owes, before trouble."""
+    return min(errors, key=lambda error: 1 if isinstance(error, VersionNotSent) else 2 if isinstance(error, ServerError | CommitError) else 0)  # fmt: skip

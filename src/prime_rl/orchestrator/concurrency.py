@@ -236,7 +236,7 @@ class LoadWatch:
     async def look(self, fetch: Fetch) -> None:
         """Look at all servers once; change nothing where one of them does not answer."""
         try:
-            roots = [root for replica in self._fleet.serving for root in self._behind.get(replica.name, [replica.name])]
+            roots = [root for replica in self._fleet.ready for root in self._behind.get(replica.name, [replica.name])]
             loads = [read_load(text) for text in await asyncio.gather(*(fetch(f"{root}/metrics") for root in roots))]
         except (httpx.HTTPError, ValueError) as error:
             if not self._warned:

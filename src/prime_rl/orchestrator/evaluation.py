@@ -11,7 +11,6 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults
 from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of
-from prime_rl.fleet.recovery import Recovery
 from prime_rl.fleet.replicas import Replica, RoutedEnvPool
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
@@ -36,13 +35,12 @@ class Evaluations:
         monitor: Monitor,
         status: Status,
         weight_sync: WeightSync,
-        recovery: Recovery,
     ) -> None:
         self.config = config
         self._section = config.eval
         self._pool = pool
         self._monitor, self._status = monitor, status
-        self._weight_sync, self._recovery = weight_sync, recovery
+        self._weight_sync = weight_sync
         self._plans = list(eval_plans(config))
         self._running: asyncio.Task[None] | None = None
         self._stopping = False
@@ -106,7 +104,7 @@ class Evaluations:
         avoid: set[Replica] = set()
         for _ in range(_ATTEMPTS):
             if weight_sync.recovering:
-                await self._recovery.brought_back()
+                await weight_sync.wait_recovered()
             if weight_sync.superseded:
                 return  # whoever waits for this goes on with a newer version, which is evaluated in its place
             async with weight_sync.lock:
@@ -127,8 +125,8 @@ class Evaluations:
             logger.warning("the server was lost during the evaluation of version {}: it is made again", version)
             avoid.update(unverified)
             for replica in unverified:
-                self._recovery.recover(replica)
-            await self._recovery.brought_back()
+                weight_sync.quarantine(replica, "it was lost during an evaluation")
+            await weight_sync.wait_recovered()
             if weight_sync.scheduler.must_go_back or weight_sync.superseded:
                 return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")

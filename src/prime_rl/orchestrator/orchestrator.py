@@ -18,8 +18,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.runner import wire_sampling
-from prime_rl.fleet.recovery import Recovery
-from prime_rl.fleet.replicas import Replica, ReplicaPool
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import ServerClient
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
@@ -90,8 +89,7 @@ class Orchestrator:
             self.progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
         self.fleet = ReplicaPool(engines, slack=config.rollouts_per_example)
         self.weight_sync = WeightSync(config, self.fleet, status, self)
-        self.recovery = Recovery(config, self.weight_sync, status, self)
-        self.evaluations = Evaluations(config, pool, monitor, status, self.weight_sync, self.recovery)
+        self.evaluations = Evaluations(config, pool, monitor, status, self.weight_sync)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.limits = LimitWatch(config.output_dir)
         self.ledger: Ledger
@@ -123,7 +121,7 @@ class Orchestrator:
             if self.evaluations.owed(self.scheduler.version):
                 await self._evaluate()
             background = (
-                [] if self.config.bench else [self.weight_sync.follow(), self.recovery.watch(), self._keep_ledger()]
+                [] if self.config.bench else [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
             )
             if self.config.max_concurrent == "auto":
                 background.append(self._watch_load())
@@ -135,7 +133,7 @@ class Orchestrator:
                 await self._finish()
             finally:
                 await _end([*tasks, *self._take_running()])
-                await self.recovery.close()
+                await self.weight_sync.close()
         finally:
             self.ledger.close()
 
@@ -184,11 +182,11 @@ class Orchestrator:
             self._log_missing()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._start_environments())
-            ready = group.create_task(self.fleet.wait_ready(self.status.waiting, config.client.ready_timeout))
+            ready = group.create_task(self.fleet.wait_ready(self.status.waiting))
         version = 0
         if config.bench:
             for replica in ready.result():  # bounded: the group has awaited it
-                self.fleet.admit(replica)
+                self.fleet.move(replica, ReplicaState.READY)
         else:
             if not config.trainer:
                 logger.info("no trainer takes part: all batches come from the base model (version 0)")
@@ -220,7 +218,6 @@ class Orchestrator:
             gate=self.admission.gate,
         )
         self.weight_sync.begin(self.scheduler)
-        self.recovery.begin()
         if not config.bench:
             newest = version if history.newest is None else history.newest
             before = restore(
@@ -246,7 +243,7 @@ class Orchestrator:
                 or (start := self.scheduler.next_start(time.monotonic())) is None
             ):
                 return False
-            replica = self.fleet.place(start.group, again=start.attempt > 0)
+            replica = self.fleet.place(start.group, retry=start.attempt > 0)
             assert replica is not None  # one serves, or nothing starts
             self.fleet.start(start.episode, replica)
             task = asyncio.create_task(self._run_episode(start, replica))
@@ -278,7 +275,7 @@ class Orchestrator:
         if answered is Outcome.OK:
             self.fleet.succeeded(replica)
         elif answered is Outcome.ENGINE_UNAVAILABLE:
-            self.recovery.failed(replica)
+            self.weight_sync.episode_failed(replica)
 
     def _left(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self.fleet.end(replica)
@@ -318,7 +315,7 @@ class Orchestrator:
         running, self._running = list(self._running.values()), {}
         return running
 
-    # -- what weight_sync and recovery tell: see `RunLoop` -------------------------------------------------------------------------------
+    # -- called by `WeightSync` ------------------------------------------------------------------------------------------------
 
     def cancel(self, episodes: Sequence[str]) -> None:
         """These were in flight, and the scheduler has given them up."""
@@ -347,10 +344,6 @@ class Orchestrator:
     def keeps(self, version: int) -> bool:
         """Whether the run is stopped before `version` is evaluated, as it should be: a resumed run does so."""
         return self.stopping and self.evaluations.owed(version)
-
-    def replica_lost(self, replica: Replica) -> None:
-        """It is gone, or serves something else."""
-        self.recovery.recover(replica)
 
     def wake(self) -> None:
         """Something may start now."""
@@ -402,7 +395,7 @@ class Orchestrator:
             subject = f"version {loading} to be loaded"
             self.status.waiting(
                 subject,
-                f"inference at {', '.join(replica.name for replica in self.fleet.serving)}",
+                f"inference at {', '.join(replica.name for replica in self.fleet.ready)}",
                 self.config.client.timeout,
             )
         elif quiet > _QUIET_SECONDS:
@@ -577,7 +570,7 @@ class Orchestrator:
         await self._save(last=True)
         if self._failure is not None:
             raise self._failure
-        await self.recovery.close()
+        await self.weight_sync.close()
         self.weight_sync.history.release()
 
     @property

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from prime_rl.errors import UserError
-from prime_rl.fleet import recovery
+from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served
+from support.fleet import FleetWorld, Server
 from support.ledgers import conserved
 from support.scripted import has_batch, until
-from unit.fleet.test_replicas import FleetWorld, Server
 
 
 class Leaver(Server):
@@ -23,8 +23,8 @@ class Leaver(Server):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, seconds in {"_PROBE_SECONDS": 0.05, "_DRAIN_POLL_SECONDS": 0.02, "_RETRY_SECONDS": 0.05}.items():
-        monkeypatch.setattr(recovery, name, seconds)
+    for name, seconds in {"PROBE_SECONDS": 0.05, "_DRAIN_POLL_SECONDS": 0.02, "RETRY_SECONDS": 0.05}.items():
+        monkeypatch.setattr(weight_sync, name, seconds)
 
 
 class LeavingWorld(FleetWorld):
@@ -86,7 +86,7 @@ async def test_a_server_that_asks_to_leave_is_drained(tmp_path, moment, heard):
         await asyncio.sleep(0.2)
         in_flight = replica.in_flight
         drained.set()
-        await until(lambda: replica not in orchestrator.fleet, run=running)
+        await until(lambda: replica not in orchestrator.fleet.replicas, run=running)
         leaver.up = False
         at["done"] = True
         assert in_flight > 0
@@ -115,7 +115,7 @@ async def test_what_ended_last_on_a_leaving_server_is_verified_before_it_goes(tm
         replica = orchestrator.fleet.replicas[1]
         await until(lambda: replica.in_flight > 0, run=running)
         leaver.leaving = True
-        await until(lambda: replica not in orchestrator.fleet, run=running)
+        await until(lambda: replica not in orchestrator.fleet.replicas, run=running)
         leaver.up, world.pool.seconds = False, 0.02
         left.append(True)
 
@@ -138,7 +138,7 @@ async def test_a_server_that_dies_while_it_drains_takes_only_its_own_with_it(tmp
         await until(lambda: replica.draining, run=running)
         leaver.up = False
         leaver.base()
-        await until(lambda: replica not in orchestrator.fleet, run=running)
+        await until(lambda: replica not in orchestrator.fleet.replicas, run=running)
         world.pool.seconds = 0.02
         left.append(True)
 
@@ -158,7 +158,7 @@ async def test_when_the_last_one_leaves_the_run_waits_and_a_later_incarnation_of
         assert not orchestrator.fleet.replicas  # the incarnation that has left does not come back
         server.leaving = False
         server.base()  # started again
-        await until(lambda: bool(orchestrator.fleet.serving), run=running)
+        await until(lambda: bool(orchestrator.fleet.ready), run=running)
         seen.append(True)
 
     orchestrator = await world.go(5, story, lambda: bool(seen))
@@ -202,7 +202,7 @@ async def test_an_evaluation_stands_that_a_leaving_server_had_a_part_in(tmp_path
         await until(lambda: orchestrator.evaluations.running, run=running)
         replica = orchestrator.fleet.replicas[1]
         leaver.leaving = True
-        await until(lambda: replica not in orchestrator.fleet, run=running)
+        await until(lambda: replica not in orchestrator.fleet.replicas, run=running)
         leaver.up = False
         left.append(True)
 

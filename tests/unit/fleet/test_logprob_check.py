@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import prime_rl.fleet.weight_sync as serving
 from prime_rl.errors import UserError
+from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import CannotScore, NoWeightsServed, Served, ServerError
 from prime_rl.fleet.logprob_check import (
     FACTOR,
@@ -37,8 +37,8 @@ from prime_rl.transport.weights import (
     version_dir,
     weights_manifest,
 )
+from support.fleet import FleetWorld, Server, run
 from support.scripted import until
-from unit.fleet.test_replicas import FleetWorld, Server, run
 
 LOGPROBS = (-1.0, -2.0, -3.0)
 TOKENS = (5, 6, 7, 8)
@@ -421,13 +421,13 @@ async def test_one_of_two_servers_that_computes_something_else_gets_no_work_and_
         "nothing was sampled wrongly: the test shows nothing"
     )
     assert any("the run goes on without it" in message for message in heard.messages)
-    assert len(orchestrator.fleet.serving) == 2
+    assert len(orchestrator.fleet.ready) == 2
 
 
 async def test_the_only_server_is_given_the_version_a_few_times_and_then_the_run_ends(tmp_path, monkeypatch):
     """Contract: it goes back to the earlier version in between, which it computes well; still the attempts are counted. The error is the canary's
     line."""
-    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
     world = wrong_world(tmp_path, 1, max_error_rate=1.0)
     (wrong,) = world.servers
     wrong.wrong = set(range(2, 9))
@@ -435,17 +435,17 @@ async def test_the_only_server_is_given_the_version_a_few_times_and_then_the_run
         await run(world)
     given = [version for version, _ in wrong.updates]
     first = next(place for place, version in enumerate(given) if version >= 2)
-    assert sum(version >= 2 for version in given) == serving._ATTEMPTS
+    assert sum(version >= 2 for version in given) == weight_sync._ATTEMPTS
     assert any(version < 2 for version in given[first:]), "it was not given an earlier version in between"
 
 
 async def test_a_run_does_not_begin_with_a_server_that_computes_something_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
     world = wrong_world(tmp_path, 1)
     world.servers[0].wrong = {0}
     with pytest.raises(UserError, match="does not compute version 0"):
         await run(world)
-    assert len(world.servers[0].updates) == serving._ATTEMPTS
+    assert len(world.servers[0].updates) == weight_sync._ATTEMPTS
     assert not world.pool.sent
 
 

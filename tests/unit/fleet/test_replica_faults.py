@@ -4,15 +4,14 @@ import asyncio
 
 import pytest
 
-import prime_rl.fleet.recovery as recovery
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.fleet import weight_sync as serving
+from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served, ServerError
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.transport.incarnations import read_lease
+from support.fleet import FleetWorld, run
 from support.scripted import World, has_batch, until
-from unit.fleet.test_replicas import FleetWorld, run
 
 EVAL = {"interval": 2, "at_start": False, "environments": [{"id": "env", "name": "held-out"}]}
 
@@ -84,7 +83,7 @@ async def test_a_server_that_proves_itself_once_more_and_then_goes_for_good(tmp_
         await asyncio.sleep(1e6)
 
     victim.wait_ready = never
-    orchestrator.recovery.recover(replica)  # an episode failed there
+    orchestrator.weight_sync.quarantine(replica, "scripted")  # an episode failed there
     await asyncio.sleep(0.05)
     victim.up = False
     async with asyncio.timeout(60):
@@ -139,8 +138,8 @@ async def test_an_evaluation_waits_for_a_server(tmp_path):
 
 async def test_a_server_of_another_base_does_not_end_the_run_when_the_good_one_restarts(tmp_path, monkeypatch):
     """A server of another base came late: refused again and again; then the good one is restarted."""
-    monkeypatch.setattr(recovery, "_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(recovery, "_REST_SECONDS", 0.3)
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(weight_sync, "MAX_RETRY_SECONDS", 0.3)
     world = FleetWorld(tmp_path, servers=2, max_steps=6, max_error_rate=1.0)
     good, bad = world.servers
     bad.up = False
@@ -235,7 +234,7 @@ async def test_a_server_that_dies_after_the_request_to_stop(tmp_path):
     orchestrator.stop()
     await asyncio.sleep(1.5)
     world.servers[1].up = False
-    orchestrator.recovery.recover(orchestrator.fleet.replicas[1])  # what `watch` does after 15 s
+    orchestrator.weight_sync.quarantine(orchestrator.fleet.replicas[1], "scripted")  # what `watch` does after 15 s
     await asyncio.sleep(1.5)
     st.done("stopped")
     async with asyncio.timeout(60):
@@ -261,7 +260,7 @@ async def test_a_server_that_is_healthy_and_fails_every_request(tmp_path):
 
 async def test_one_that_cannot_say_what_it_serves_does_not_keep_the_others(tmp_path, monkeypatch):
     """It is left out, with a warning."""
-    monkeypatch.setattr(recovery, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.02)
     world = FleetWorld(tmp_path, servers=3)
 
     async def served():
@@ -306,7 +305,7 @@ async def test_a_lost_server_that_takes_long_to_load_comes_back(tmp_path):
     trainer = asyncio.create_task(world.train(5, lambda: victim.boots > 1 and world.all_serve))
     await until(has_batch(world, 1), run=running)
     victim.base()
-    orchestrator.recovery.recover(orchestrator.fleet.replicas[1])
+    orchestrator.weight_sync.quarantine(orchestrator.fleet.replicas[1], "scripted")
     async with asyncio.timeout(40):
         await running
         await trainer
@@ -316,7 +315,7 @@ async def test_a_lost_server_that_takes_long_to_load_comes_back(tmp_path):
 
 async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeypatch):
     """The others serve the version as soon as it is known to be lost."""
-    monkeypatch.setattr(recovery, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(weight_sync, "PROBE_SECONDS", 0.1)
     world = FleetWorld(tmp_path, servers=3, max_steps=4, max_error_rate=1.0)
     bad = world.servers[1]
     hung, released = asyncio.Event(), asyncio.Event()
@@ -358,8 +357,8 @@ async def test_the_end_of_hope_is_heard_during_an_evaluation(tmp_path, when):
 
 async def test_a_version_that_all_servers_are_lost_over_again_and_again(tmp_path, monkeypatch):
     """They come back with the one before it and are given this one once more: ten times, then the run ends with what they said."""
-    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(recovery, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
     world = FleetWorld(tmp_path, servers=2, max_steps=2, weights_timeout=60)
     asked = []
     for server in world.servers:
@@ -379,4 +378,4 @@ async def test_a_version_that_all_servers_are_lost_over_again_and_again(tmp_path
     with pytest.raises(ServerError, match="died of it"):
         async with asyncio.timeout(60):
             await running
-    assert len(asked) >= 2 * serving._ATTEMPTS
+    assert len(asked) >= 2 * weight_sync._ATTEMPTS

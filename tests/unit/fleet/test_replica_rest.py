@@ -6,17 +6,17 @@ import random
 import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
-from prime_rl.fleet.replicas import ReplicaPool, RoutedEnvPool, rest_seconds
+from prime_rl.fleet.replicas import ReplicaPool, ReplicaState, RoutedEnvPool, rest_seconds
+from support.fleet import FleetWorld, Server, ready_fleet, run
 from support.ledgers import conserved
-from unit.fleet.test_replicas import FleetWorld, Server, run, serving_fleet
 
 
 def fail(fleet: ReplicaPool, replica, times: int) -> None:
     """Lost by a failed episode, and back, so often."""
     for _ in range(times):
         fleet.failed(replica)
-        fleet.lose(replica)
-        fleet.admit(replica)
+        fleet.move(replica, ReplicaState.QUARANTINED)
+        fleet.move(replica, ReplicaState.READY)
 
 
 def test_the_first_failure_costs_nothing_and_further_ones_more_and_more():
@@ -28,13 +28,13 @@ def test_the_first_failure_costs_nothing_and_further_ones_more_and_more():
 
 def test_of_episodes_that_fail_together_one_counts():
     """A restart fails all that is in flight at once: that is one failure."""
-    fleet = serving_fleet(2, slack=0)
+    fleet = ready_fleet(2, slack=0)
     victim = fleet.replicas[0]
     for _ in range(50):
         fleet.failed(victim)
-        fleet.lose(victim)
+        fleet.move(victim, ReplicaState.QUARANTINED)
     assert victim.failures == 1
-    fleet.admit(victim)
+    fleet.move(victim, ReplicaState.READY)
     assert not victim.on_trial
 
 
@@ -43,37 +43,37 @@ def test_a_server_on_trial_has_one_episode_while_others_serve(seed):
     """Whatever happens: who is on trial is given an episode only where it has none, or where nobody else serves that is not on trial; an
     episode that has failed before goes to one that has not failed, if there is one; who does not serve gets nothing."""
     chance = random.Random(seed)
-    fleet = serving_fleet(3, slack=2)
+    fleet = ready_fleet(3, slack=2)
     flying = []
     for _ in range(500):
         replica = chance.choice(fleet.replicas) if fleet.replicas else fleet.add(Server("http://new"))
         match chance.choices(["place", "end", "fail", "good", "join", "leave", "drain"], [10, 6, 2, 1, 1, 1, 1])[0]:
             case "place":
-                sound = [r for r in fleet.serving if r.failures < 2]
-                clean = [r for r in fleet.serving if not r.failures]
-                again = chance.random() < 0.3
-                chosen = fleet.place(chance.randint(0, 3), again)
-                assert (chosen is None) == (not fleet.serving)
+                sound = [r for r in fleet.ready if r.failures < 2]
+                clean = [r for r in fleet.ready if not r.failures]
+                retry = chance.random() < 0.3
+                chosen = fleet.place(chance.randint(0, 3), retry)
+                assert (chosen is None) == (not fleet.ready)
                 if chosen is not None:
-                    assert chosen.serving
+                    assert chosen.ready
                     assert not (chosen.failures > 1 and chosen.in_flight and sound)
-                    assert not (again and chosen.failures and clean)
+                    assert not (retry and chosen.failures and clean)
                     fleet.start("episode", chosen)
                     flying.append(chosen)
             case "end" if flying:
                 fleet.end(flying.pop(chance.randrange(len(flying))))
-            case "fail" if replica.serving:
+            case "fail" if replica.ready:
                 fail(fleet, replica, chance.randint(1, 3))
             case "good":
                 fleet.succeeded(replica)
             case "join":
-                fleet.admit(fleet.add(Server("http://new")))
+                fleet.move(fleet.add(Server("http://new")), ReplicaState.READY)
             case "leave":
-                fleet.remove(replica)
-                assert replica not in fleet
-            case "drain" if replica.serving:
-                fleet.drain(replica)
-        with_room = [r.in_flight for r in fleet.serving if r.failures < 2 or not r.in_flight]
+                fleet.move(replica, ReplicaState.LEFT)
+                assert replica not in fleet.replicas
+            case "drain" if replica.ready:
+                fleet.move(replica, ReplicaState.DRAINING)
+        with_room = [r.in_flight for r in fleet.ready if r.failures < 2 or not r.in_flight]
         fresh = fleet.place(object())
         assert with_room == [] or fresh.in_flight == min(with_room)
 
@@ -125,7 +125,7 @@ async def test_a_server_that_is_mended_gets_its_share_again(tmp_path):
 @pytest.mark.parametrize("sick", [1, 3])
 async def test_an_evaluation_is_not_swallowed_either(sick):
     """What one server fails is made by another; only what all of them fail is a failure."""
-    fleet = serving_fleet(3, slack=0)
+    fleet = ready_fleet(3, slack=0)
 
     class Pool:
         async def run(self, *, episode_id, server, env, **rest):

@@ -2,125 +2,21 @@
 
 import asyncio
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals import servers as eval_servers
-from prime_rl.fleet.client import Served, ServerError
-from prime_rl.fleet.replicas import ReplicaPool
-from prime_rl.monitor import Monitor, Status, read_metrics
-from prime_rl.orchestrator.orchestrator import Orchestrator
+from prime_rl.fleet.client import Served
+from prime_rl.fleet.replicas import ReplicaPool, ReplicaState
+from prime_rl.monitor import read_metrics
+from support.fleet import FleetWorld, Server, ready_fleet, run
 from support.ledgers import conserved
-from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
-
-
-class Server(ScriptedEngine):
-    """One of several. `up`: whether it answers; `silent`: it was started again, and no request failed; `refuses`: versions that it does not load."""
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self.up = True
-        self.silent = False
-        self.refuses: set[int] = set()
-        super().__init__()
-
-    async def wait_ready(self, on_wait) -> None:
-        while not self.up:
-            await asyncio.sleep(0.01)
-
-    async def answers(self) -> bool:
-        return self.up
-
-    async def served(self) -> Served:
-        if not self.up:
-            raise ServerError(f"{self.root} is down")
-        return await super().served()
-
-    async def update(self, weights) -> Served:
-        if not self.up or weights.version in self.refuses:
-            await asyncio.sleep(0.01)
-            raise ServerError(f"{self.root} failed")
-        return await super().update(weights)
-
-
-class FleetPool(ScriptedPool):
-    """What an episode gives depends on what the very server serves that it was sent to; a server that is down fails it."""
-
-    def __init__(self, servers: list[Server]) -> None:
-        super().__init__(servers[0])
-        self.pools = {server.root: ScriptedPool(server) for server in servers}
-        self.sent: dict[str, str] = {}  # episode -> server
-
-    async def run(self, *, episode_id: str, server: str, env: str, **rest) -> EpisodeResult:
-        self.sent[episode_id] = server
-        pool = self.pools[server]
-        pool.before, pool.seconds, pool.sampled, pool.evaluated = (
-            self.before,
-            self.seconds,
-            self.sampled,
-            self.evaluated,
-        )
-        began, boot = pool.engine.up, pool.engine.boots
-        result = await pool.run(episode_id=episode_id, env=env, **rest)
-        if not (began and pool.engine.up) or (pool.engine.boots != boot and not pool.engine.silent):
-            return EpisodeResult(episode_id, env, "task", Outcome.ENGINE_UNAVAILABLE, "scripted")
-        return result
-
-
-class FleetWorld(World):
-    def __init__(self, directory, servers: int = 3, **settings) -> None:
-        super().__init__(directory, **({"batch_size": 6, "async_level": 1, "max_steps": 4} | settings))
-        self.servers = [Server(f"http://server{number}") for number in range(servers)]
-        self.pool = FleetPool(self.servers)
-        self.trainer.live(0, 0)
-        self.trainer.commit(0)
-
-    def orchestrator(self):
-        monitor = Monitor(self.directory, "orchestrator", self.config.monitor, {})
-        status = Status(self.directory, "orchestrator")
-        self.current = Orchestrator(self.config, self.pool, self.servers, status, monitor)
-        return self.current
-
-    @property
-    def all_serve(self) -> bool:
-        return len(self.current.fleet.serving) == len(self.servers)
-
-    async def train(self, until_step: int = 4, last: Callable[[], bool] = lambda: True) -> None:
-        """Commit a version for every batch, the last one not before `last`."""
-        for step in range(until_step):
-            await until(has_batch(self, step), timeout=30)
-            if step + 1 == until_step:
-                await until(last, timeout=30)
-            self.trainer.commit(step + 1)
-
-    def check(self, steps: int = 4) -> None:
-        """What was trained was sampled by a version that its lineage names."""
-        for step in range(steps):
-            assert self.really_sampled(step) <= set(self.versions(step))
-
-
-async def run(world: FleetWorld, steps: int = 4, last: Callable[[], bool] = lambda: True):
-    orchestrator = world.orchestrator()
-    trainer = asyncio.create_task(world.train(steps, last))
-    async with asyncio.timeout(60):
-        await orchestrator.run()
-        await trainer
-    conserved(orchestrator.config.output_dir)
-    return orchestrator
-
+from support.scripted import has_batch, until
 
 # -- where an episode goes -------------------------------------------------------------------------------------------------------
-
-
-def serving_fleet(count: int, slack: int) -> ReplicaPool:
-    fleet = ReplicaPool([Server(f"http://{number}") for number in range(count)], slack=slack)
-    for replica in fleet.replicas:
-        fleet.admit(replica)
-    return fleet
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -129,23 +25,23 @@ def test_load_is_even_to_the_slack_and_groups_stay_together(seed):
     gets none; where loads allow it an attempt goes where its group went before."""
     chance = random.Random(seed)
     slack = chance.randint(0, 4)
-    fleet = serving_fleet(chance.randint(1, 6), slack)
+    fleet = ready_fleet(chance.randint(1, 6), slack)
     flying, homes = [], {}
     for _ in range(500):
         if chance.random() < 0.55 or not flying:
             if chance.random() < 0.05:
                 replica = chance.choice(fleet.replicas)
-                (fleet.lose if replica.serving else fleet.admit)(replica)
-            least = min((r.in_flight for r in fleet.serving), default=None)
+                fleet.move(replica, ReplicaState.QUARANTINED if replica.ready else ReplicaState.READY)
+            least = min((r.in_flight for r in fleet.ready), default=None)
             group = chance.randint(0, 5)
             chosen = fleet.place(group)
             if least is None:
                 assert chosen is None
                 continue
-            assert chosen.serving
+            assert chosen.ready
             assert chosen.in_flight <= least + slack
             home = homes.get(group)
-            if home is not None and home.serving and home.in_flight <= least + slack:
+            if home is not None and home.ready and home.in_flight <= least + slack:
                 assert chosen is home
             homes[group] = chosen
             fleet.start("episode", chosen)
@@ -156,10 +52,10 @@ def test_load_is_even_to_the_slack_and_groups_stay_together(seed):
 
 async def test_a_proof_is_of_one_server_alone():
     """What another one sampled does not count by it, nor what ended after the question."""
-    fleet = serving_fleet(2, slack=0)
+    fleet = ready_fleet(2, slack=0)
     one, two = fleet.replicas
     for replica in fleet.replicas:
-        replica.given = await replica.engine.served()
+        replica.loaded = await replica.engine.served()
     fleet.start("a", one)
     fleet.start("b", two)
     fleet.start("late", one)
@@ -170,14 +66,14 @@ async def test_a_proof_is_of_one_server_alone():
 
 async def test_a_server_that_drains_proves_what_it_has_on_the_version_that_it_has():
     """The others go on to a newer one meanwhile."""
-    fleet = serving_fleet(2, slack=0)
+    fleet = ready_fleet(2, slack=0)
     one, two = fleet.replicas
     for replica in fleet.replicas:
-        replica.given = await replica.engine.served()
+        replica.loaded = await replica.engine.served()
     fleet.start("a", one)
-    fleet.drain(one)
+    fleet.move(one, ReplicaState.DRAINING)
     assert fleet.place("group") is two
-    two.engine.now = two.given = Served(1, "newer", "1")
+    two.engine.now = two.loaded = Served(1, "newer", "1")
     assert await fleet.verify({"a"}) == (["a"], [])
     one.engine.base()  # started again
     assert await fleet.verify({"a"}) == ([], [one])
@@ -306,7 +202,7 @@ async def test_servers_of_different_weights_are_not_evaluated_together():
         await eval_servers.admit(fleet, fleet.replicas, "m")
     fleet.replicas[1].engine.base()
     assert await eval_servers.admit(fleet, fleet.replicas[:1], "m") == 0
-    assert [replica.serving for replica in fleet.replicas] == [True, False]
+    assert [replica.ready for replica in fleet.replicas] == [True, False]
 
 
 async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_another():
@@ -315,7 +211,7 @@ async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_anothe
         for number in leaving:
             fleet.replicas[number].engine.now = replace(fleet.replicas[number].engine.now, leaving=True)
         await eval_servers.admit(fleet, fleet.replicas, "m")
-        assert [replica.serving for replica in fleet.replicas] == expected
+        assert [replica.ready for replica in fleet.replicas] == expected
 
 
 async def test_a_server_of_another_model_evaluates_nothing():

@@ -15,8 +15,8 @@ from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.fleet.router import NO_VERSION, RouterClient, connect_all
 from prime_rl.monitor import Monitor, Status
 from prime_rl.orchestrator.orchestrator import Orchestrator
+from support.fleet import FleetPool, FleetWorld, Server, run
 from support.ledgers import conserved
-from unit.fleet.test_replicas import FleetPool, FleetWorld, Server, run
 
 
 class Router:

@@ -7,14 +7,13 @@ import pytest
 
 from prime_rl.config.orchestrator import EvalSection
 from prime_rl.envs.protocol import Outcome
-from prime_rl.fleet import recovery
-from prime_rl.fleet import weight_sync as serving
+from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served, VersionNotSent
 from prime_rl.monitor import read_metrics
 from prime_rl.orchestrator import evaluation
+from support.fleet import FleetWorld
 from support.ledgers import conserved
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
-from unit.fleet.test_replicas import FleetWorld
 
 
 class Receiving(ScriptedEngine):
@@ -34,7 +33,7 @@ class Receiving(ScriptedEngine):
 
 @pytest.fixture
 def world(tmp_path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
     world = World(tmp_path, async_level=1, max_steps=4)
     world.engine = Receiving()
     world.pool = ScriptedPool(world.engine)
@@ -65,7 +64,7 @@ async def test_servers_go_on_until_the_version_is_sent(world: World) -> None:
     run = asyncio.create_task(orchestrator.run())
     await until(has_batch(world, 0), run=run)
     world.trainer.commit(1)
-    await until(lambda: world.engine.refused.count(1) > 2 * serving._ATTEMPTS, run=run)
+    await until(lambda: world.engine.refused.count(1) > 2 * weight_sync._ATTEMPTS, run=run)
     await until(has_batch(world, 1), run=run)  # on version 0, as the async level allows
     assert world.engine.updates == [(0, 0)]
     world.engine.unsent = set()
@@ -99,9 +98,9 @@ async def test_a_server_that_starts_again_after_its_version_is_superseded(world:
     world.engine.unsent = {0, 1}
     world.engine.base()
     world.engine.now = Served(7, "of nobody", str(world.engine.boots))
-    orchestrator.recovery.recover(orchestrator.fleet.replicas[0])
+    orchestrator.weight_sync.quarantine(orchestrator.fleet.replicas[0], "scripted")
     await until(lambda: 0 in world.engine.refused, run=run)
-    assert not orchestrator.fleet.serving
+    assert not orchestrator.fleet.ready
     world.trainer.commit(2)
     await until(lambda: (2, 0) in world.engine.updates, run=run)
     await finish(world, run, first=2)
@@ -174,7 +173,7 @@ async def test_an_evaluation_whose_version_is_superseded(
             world.engine.base()
             world.engine.unsent = {1}
             world.trainer.commit(2)
-            orchestrator.recovery.recover(orchestrator.fleet.replicas[0])
+            orchestrator.weight_sync.quarantine(orchestrator.fleet.replicas[0], "scripted")
         lost.append(episode)
         return Outcome.ENGINE_UNAVAILABLE
 
@@ -193,8 +192,8 @@ async def test_an_evaluation_whose_version_is_superseded(
 
 async def test_two_servers_that_start_again_after_their_version_is_superseded(tmp_path: Path, monkeypatch) -> None:
     """Contract: while one of them serves it, nothing is superseded; once none does, both go on with the newest version."""
-    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(recovery, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
     world = FleetWorld(tmp_path, servers=2, max_steps=4)
     unsent: set[int] = set()
     for server in world.servers:
@@ -214,15 +213,15 @@ async def test_two_servers_that_start_again_after_their_version_is_superseded(tm
     unsent |= {1, 2}
     first, second = orchestrator.fleet.replicas
     world.servers[0].base()
-    orchestrator.recovery.recover(first)
+    orchestrator.weight_sync.quarantine(first, "scripted")
     await until(has_batch(world, 1), run=run)
     world.trainer.commit(2)  # nor is this one to be had
     await until(has_batch(world, 2), run=run)
     assert orchestrator.scheduler.version == 1
-    assert orchestrator.fleet.serving == [second]
+    assert orchestrator.fleet.ready == [second]
     unsent.discard(2)
     world.servers[1].base()
-    orchestrator.recovery.recover(second)
+    orchestrator.weight_sync.quarantine(second, "scripted")
     await until(lambda: orchestrator.scheduler.version == 2 and world.all_serve, run=run)
     for step in (2, 3):
         await until(has_batch(world, step), run=run)

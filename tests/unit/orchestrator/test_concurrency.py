@@ -256,7 +256,7 @@ def make(batch: int) -> tuple[LoadWatch, Scheduler[Any], Any]:
     tasks = (Task("env", index, str(index)) for index in range(10**6))
     core: Scheduler[Any] = Scheduler(Limits(batch, 2, 100, 100, 2 * batch, None), tasks)
     fleet: Any = SimpleNamespace(
-        serving=[SimpleNamespace(name="http://a"), SimpleNamespace(name="http://b")], loading=None, evaluating=False
+        ready=[SimpleNamespace(name="http://a"), SimpleNamespace(name="http://b")], loading=None, evaluating=False
     )
     return LoadWatch(fleet, core, most=64, evaluating=lambda: fleet.evaluating), core, fleet
 
@@ -318,7 +318,7 @@ async def test_servers_are_asked_with_the_key(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("prime_rl.orchestrator.concurrency.LOOK_SECONDS", 0.01)
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     watch, _, fleet = make(16)
-    fleet.serving = [SimpleNamespace(name=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")]
+    fleet.ready = [SimpleNamespace(name=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")]
     looking = asyncio.create_task(watch.run("secret"))
     await wait_async(lambda: heard, subject="question", owner="the watch", seconds=30)
     looking.cancel()

@@ -12,8 +12,7 @@ import xxhash
 from faults import audit
 from prime_rl import faults, wait
 from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, SampleTokens, TaskInfo
-from prime_rl.fleet import recovery
-from prime_rl.fleet import weight_sync as serving
+from prime_rl.fleet import weight_sync
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.checkpoint import read_state
@@ -34,8 +33,7 @@ EVERYTHING = {
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch):
     monkeypatch.setattr(wait, "LEAST_POLL_SECONDS", 0.01)
-    for module in (recovery, serving):
-        monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(weight_sync, "POLL_SECONDS", 0.01)
 
 
 class MixedPool(ScriptedPool):
