@@ -208,15 +208,17 @@ class ReplicaPool:
         pending, healthy = set(waits), set[Replica]()
         try:
             while pending and not healthy:  # bounded: each of them has its deadline
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                healthy = {waits[task] for task in done if task.exception() is None}
+                done, pending = await asyncio.wait(
+                    pending, return_when=asyncio.FIRST_COMPLETED, timeout=_CANCEL_SECONDS
+                )
+                healthy = {waits[task] for task in done if task.done() and task.exception() is None}
         finally:
             for task in pending:
                 task.cancel()
             if pending:
                 await asyncio.wait(pending, timeout=_CANCEL_SECONDS)
         if not healthy:
-            raise UserError("; ".join(str(task.exception()) for task in waits))
+            raise UserError("; ".join(str(task.exception()) for task in waits if task.done()))
         others = [replica for replica in self.replicas if replica not in healthy]
         answers = await asyncio.gather(*(replica.engine.answers() for replica in others))
         healthy |= {replica for replica, answer in zip(others, answers, strict=True) if answer}

@@ -261,9 +261,9 @@ class WeightSync:
         Raises:
             UserError: one is not ours: it holds another base model, rejects the key, or has no such route.
         """
-        checks = (self._check_base(replica, version) for replica in replicas)
         failures: dict[Replica, LoadError] = {}
-        for replica, error in zip(replicas, await asyncio.gather(*checks, return_exceptions=True), strict=True):
+        errors = await asyncio.gather(*(self._check_base(one, version) for one in replicas), return_exceptions=True)
+        for replica, error in zip(replicas, errors, strict=True):
             if isinstance(error, ServerError):
                 failures[replica] = error
             elif error is not None:
