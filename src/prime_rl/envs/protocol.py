@@ -15,9 +15,9 @@ Standard library and msgpack only: workers import this from their own virtual en
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -46,9 +46,7 @@ class Outcome(StrEnum):
     ENGINE_UNAVAILABLE = "engine_unavailable"  # connection refused, 5xx, 429: worth another attempt
     TEACHER_UNAVAILABLE = "teacher_unavailable"  # what it was to be scored by does not answer
     ENGINE_REFUSED = "engine_refused"  # 4xx or an unusable answer: another attempt gives the same
-    ENGINE_DENIED = (
-        "engine_denied"  # 401, 402, 403 of an API: its key or its budget, which fails every other episode too
-    )
+    ENGINE_DENIED = "engine_denied"  # 401, 402, 403 of an API: key or budget, which fails every other episode too
     INVALID = "invalid"  # ran to its end but gave nothing to train on: no tokens, no finite reward, misaligned
     WORKER_DIED = "worker_died"
 
@@ -87,12 +85,11 @@ class SampleTokens:
     agent: str = ""  # which of the environment's agents it is of
     part: int = 0  # which of the episode's parts it is of
     roles: bytes | None = (
-        None  # (T,) whose message each token belongs to: places in `ROLES`; 0 where an earlier sequence has it
+        None  # (T,) whose message a token belongs to: index into `ROLES`; 0: an earlier sequence has it
     )
     hint: "array[int] | None" = None  # tokens that a teacher reads before these
-    ref_logprobs: "array[float] | None" = (
-        None  # 32 bits, of a teacher, 0.0 for the first token; (T,), or of as many leading tokens as it scored
-    )
+    # Of a teacher: 32 bits, 0.0 for the first token; for all T tokens or the leading ones that it scored.
+    ref_logprobs: "array[float] | None" = None
 
     @classmethod
     def of(
@@ -105,14 +102,9 @@ class SampleTokens:
         agent: str = "",
         roles: Iterable[int] | None = None,
     ) -> "SampleTokens":
-        """Pack them.
-
-        Raises:
-            TypeError, OverflowError: an id is no whole number of 32 bits, a log-probability no number.
-        """
-        whose = None if roles is None else bytes(roles)
+        """Pack them. Raises TypeError, OverflowError: an id is no integer of 32 bits, a log-probability no number."""
         tokens = array("i", input_ids), bytes(loss_mask), array("f", logprobs)
-        return cls(*tokens, prompt_len, reward, agent, roles=whose)
+        return cls(*tokens, prompt_len, reward, agent, roles=None if roles is None else bytes(roles))
 
 
 @dataclass
@@ -181,9 +173,7 @@ class Setup:
     turn_timeout: float = 0.0  # seconds for one reply (0: the episode's time alone)
     overflow: str = "stop"
     trajectories: str = "interleaved"
-    chat: bool = (
-        False  # the model is asked by its chat route, as any OpenAI-compatible API: no tokens, nothing to train on
-    )
+    chat: bool = False  # ask the model by its chat route, as any OpenAI-compatible API: no tokens, nothing to train on
     request_timeout: float = 0.0  # seconds without a byte of an answer by that route
 
 
@@ -247,14 +237,11 @@ class Heartbeat:
 
 
 Message = Hello | Setup | Ready | LoadFailed | ListTasks | Tasks | Run | Cancel | Result | Heartbeat
-
-_KINDS: dict[str, type[Any]] = {
-    cls.kind: cls for cls in (Hello, Setup, Ready, LoadFailed, ListTasks, Tasks, Run, Cancel, Result, Heartbeat)
-}
+_ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"}  # of a sample: bytes on the wire
 
 
 def encode(message: Message) -> bytes:
-    """One frame. Not `dataclasses.asdict`: that would copy every token."""
+    """Make one frame. Not with `dataclasses.asdict`: that would copy every token."""
     data = {"kind": message.kind, **vars(message)}
     if isinstance(message, Result):
         episode = message.episode
@@ -264,22 +251,13 @@ def encode(message: Message) -> bytes:
 
 
 def pack_sample(sample: SampleTokens) -> dict[str, Any]:
-    """For msgpack: streams as bytes, little-endian as all machines are that we run on."""
-    return {
-        **vars(sample),
-        "input_ids": sample.input_ids.tobytes(),
-        "logprobs": sample.logprobs.tobytes(),
-        "hint": None if sample.hint is None else sample.hint.tobytes(),
-        "ref_logprobs": None if sample.ref_logprobs is None else sample.ref_logprobs.tobytes(),
-    }
+    """Prepare a sample for msgpack: streams as bytes, little-endian as all machines are that we run on."""
+    data = {**vars(sample)}
+    return data | {name: data[name].tobytes() for name in _ARRAYS if data[name] is not None}
 
 
 def unpack_sample(data: dict[str, Any]) -> SampleTokens:
-    """The inverse of `pack_sample`.
-
-    Raises:
-        ValueError: the bytes of a stream are no whole number of tokens.
-    """
+    """The inverse of `pack_sample`. Raises ValueError: the bytes of a stream are no whole number of tokens."""
     streams: dict[str, Any] = {}
     for name, kind in _ARRAYS.items():
         if (packed := data.get(name)) is not None:
@@ -289,50 +267,51 @@ def unpack_sample(data: dict[str, Any]) -> SampleTokens:
 
 
 def decode(frame: bytes) -> Message:
-    """The message in a frame. Raises ProtocolError for anything else; fields have their types, the items of lists are not checked."""
+    """Read one frame. Fields have their types; what is in lists and dicts is not checked, but for an episode's parts and samples.
+
+    Raises:
+        ProtocolError: not msgpack, an unknown kind, a missing or unknown field, a value of another type, streams that do not match.
+    """
     try:
         data = msgpack.unpackb(frame)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise ProtocolError(f"not msgpack: {error or type(error).__name__}") from error
-    if not isinstance(data, dict):
-        raise ProtocolError(f"a message is a map, not {type(data).__name__}")
-    kind = data.pop("kind", None)
-    cls = _KINDS.get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise ProtocolError(f"unknown message kind {kind!r}")
-    if cls is Result:
+    kind = str(data.pop("kind", None)) if isinstance(data, dict) else type(data).__name__
+    if kind not in _KINDS:
+        raise ProtocolError(f"unknown message kind {kind[:100]!r}")
+    if _KINDS[kind] is Result:
         data["episode"] = _episode(data.get("episode"))
-    return _build(cls, data)
+    return _build(_KINDS[kind], data)
 
 
 def _episode(data: Any) -> EpisodeResult:
-    episode = _build(EpisodeResult, data)
+    episode: EpisodeResult = _build(EpisodeResult, data)
     try:
         episode.outcome = Outcome(episode.outcome)
     except ValueError as error:
         raise ProtocolError(str(error)) from error
-    episode.parts = [_build(Part, data) for data in episode.parts]
-    episode.samples = [_sample(data) for data in episode.samples]
-    if wrong := [one.part for one in episode.samples if not 0 <= one.part < max(len(episode.parts), 1)]:
-        raise ProtocolError(f"a sample is of part {wrong[0]}, and there are {len(episode.parts)}")
+    episode.parts = [_build(Part, part) for part in episode.parts]
+    episode.samples = [_sample(sample, max(len(episode.parts), 1)) for sample in episode.samples]
     return episode
 
 
-def _sample(data: Any) -> SampleTokens:
+def _sample(data: Any, parts: int) -> SampleTokens:
     _check(SampleTokens, data)
     try:
         sample = unpack_sample(data)
     except ValueError as error:
         raise ProtocolError(f"a sample's streams: {error}") from error
-    streams = sample.input_ids, sample.loss_mask, sample.logprobs, sample.roles
-    if len({len(stream) for stream in streams if stream is not None}) != 1:
-        raise ProtocolError("tokens, mask and logprobs of a sample differ in length, or roles do")
-    if len(sample.ref_logprobs or ()) > len(sample.input_ids):
-        raise ProtocolError("a sample has more ref_logprobs than tokens")
-    if sample.roles is not None and max(sample.roles, default=0) >= len(ROLES):
-        raise ProtocolError("a sample's roles are unknown")
-    if sample.loss_mask.count(0) + sample.loss_mask.count(1) != len(sample.loss_mask):
-        raise ProtocolError("a sample's mask holds something else than 0 and 1")
+    tokens, mask = len(sample.input_ids), sample.loss_mask
+    for wrong, what in (
+        (not 0 <= sample.part < parts, f"a sample is of part {sample.part}, and there are {parts}"),
+        (not tokens == len(mask) == len(sample.logprobs), "tokens, mask and logprobs of a sample differ in length"),
+        (mask.count(0) + mask.count(1) != tokens, "a sample's mask holds something else than 0 and 1"),
+        (sample.roles is not None and len(sample.roles) != tokens, "tokens and roles of a sample differ in length"),
+        (max(sample.roles or b"\0") >= len(ROLES), "a sample's roles are unknown"),
+        (len(sample.ref_logprobs or ()) > tokens, "a sample has more ref_logprobs than tokens"),
+    ):
+        if wrong:
+            raise ProtocolError(what)
     return sample
 
 
@@ -345,30 +324,27 @@ def _check(cls: type[Any], data: Any) -> None:
     expected = _TYPES[cls]
     if not isinstance(data, dict):
         raise ProtocolError(f"{cls.__name__} is a map, not {type(data).__name__}")
-    if set(data) != set(expected):
-        lacks, unknown = sorted(set(expected) - set(data)), sorted(map(str, set(data) - set(expected)))
+    if data.keys() != expected.keys():
+        lacks, unknown = sorted(expected.keys() - data.keys()), sorted(map(str, data.keys() - expected.keys()))
         raise ProtocolError(f"{cls.__name__} lacks the fields {lacks} and has {unknown[:10]}, which it does not know")
-    for name, wanted in expected.items():
-        value = data[name]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-            raise ProtocolError(f"{cls.__name__}.{name} is a {type(value).__name__}")
+    for name, types in expected.items():
+        if not isinstance(data[name], types) or (isinstance(data[name], bool) and bool not in types):
+            raise ProtocolError(f"{cls.__name__}.{name} is a {type(data[name]).__name__}")
 
 
-def _accepted(annotation: Any) -> tuple[type, ...]:
-    """Types that a field may have on the wire: what is in a list or dict is not looked at, a whole number may stand for a float."""
+def _wire_types(annotation: Any) -> tuple[type, ...]:
+    """Types that a field may have on the wire; an `EpisodeResult` is built before it is checked."""
     plain = get_origin(annotation) or annotation
-    if plain is float:
-        return (float, int)
-    return (str,) if plain is Outcome else (object,) if plain is EpisodeResult else (plain,)
+    return {float: (float, int), Outcome: (str,)}.get(plain, (plain,))
 
 
+_KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in get_args(Message)}
 _TYPES: dict[type[Any], dict[str, tuple[type, ...]]] = {
-    cls: {f.name: _accepted(get_type_hints(cls)[f.name]) for f in fields(cls)}
+    cls: {name: _wire_types(hint) for name, hint in get_type_hints(cls).items() if name != "kind"}
     for cls in (*_KINDS.values(), EpisodeResult, Part)
 }
-_STREAM, _OPTIONAL = (bytes,), (bytes, type(None))
-_ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"}  # in bytes on the wire
+_BYTES, _OPTIONAL = (bytes,), (bytes, type(None))
 _TYPES[SampleTokens] = {
-    "input_ids": _STREAM, "loss_mask": _STREAM, "logprobs": _STREAM, "prompt_len": (int,), "reward": (float, int),
+    "input_ids": _BYTES, "loss_mask": _BYTES, "logprobs": _BYTES, "prompt_len": (int,), "reward": (float, int),
     "agent": (str,), "part": (int,), "roles": _OPTIONAL, "hint": _OPTIONAL, "ref_logprobs": _OPTIONAL,
 }  # fmt: skip

@@ -1,13 +1,14 @@
 """An environment worker: `python -m prime_rl.envs.worker --address ipc://… --identity …`, started by `pool`.
 
-One event loop runs the episodes; a thread sends heartbeats, so that code which blocks the loop is seen and named,
-not taken for a dead process. Imports the standard library, pyzmq and msgpack until it knows which adapter it needs.
+One event loop runs the episodes; a thread sends heartbeats, so that code which blocks the loop is named and not taken for a dead process. Imports the
+standard library, pyzmq and msgpack until it knows which adapter it needs.
 """
 
 import argparse
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import gc
 import logging
 import math
@@ -18,16 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from prime_rl import faults, lifeline, processes
 from prime_rl.envs.adapter import Adapter, load
-from prime_rl.envs.attribution import FATAL, Attribution, Page, describe, explain
+from prime_rl.envs.attribution import FATAL, Attribution, describe, explain
 from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import (
     MOST_BYTES,
@@ -50,7 +49,6 @@ from prime_rl.envs.protocol import (
     decode,
     encode,
 )
-from prime_rl.envs.threads import Threads
 
 HEARTBEAT_SECONDS = 1.0
 TICK_SECONDS = 0.2
@@ -84,32 +82,30 @@ class _WaitTimer(selectors.DefaultSelector):
 
 
 class WorkerServer:
+    """Serve one environment to the pool at `address`."""
+
     def __init__(
         self, address: str, identity: str, token: str, attribution: Attribution, hang_timeout: float, timer: _WaitTimer
     ) -> None:
-        self._address = address
-        self._timer = timer
-        self._attribution, self._hang_timeout = attribution, hang_timeout
-        self._identity = identity
-        self._token = token
+        self._address, self._identity, self._token = address, identity, token
+        self._attribution, self._hang_timeout, self._timer = attribution, hang_timeout, timer
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._ticked = time.monotonic()
-        self._loaded = False  # until then the loop is blocked by imports and downloads, and rightly so
+        self._loaded = False  # until then imports and downloads may block the loop
         self._stop = asyncio.Event()
         self._stopped = threading.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._deadlines: dict[int, float] = {}
-        self._threads = Threads()
 
     async def serve(self) -> None:
+        """Say hello, load the environment, and run episodes until SIGTERM or SIGINT."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         self._socket.connect(self._address)
-        main_thread = threading.get_ident()
-        threading.Thread(target=self._beat, args=(main_thread,), name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._beat, args=(threading.get_ident(),), name="heartbeat", daemon=True).start()
         ticker = asyncio.create_task(self._tick())
         try:
             await self._send(Hello(VERSION, self._token, os.getpid()))
@@ -125,28 +121,26 @@ class WorkerServer:
 
     async def _load_and_run(self, setup: Setup) -> None:
         _set_up_logging(setup.log_level)
-        exit_stack = contextlib.AsyncExitStack()
-        # verifiers and its dependencies take seconds to import: only after the hello.
-        try:
-            env = await exit_stack.enter_async_context(load(setup))
-        except (LoadError, ModuleNotFoundError) as error:
-            traceback.print_exc()
-            await self._send(LoadFailed(_not_loaded(setup, error)))
-            return
-        self._attribution.watch(self._overdue)
-        asyncio.get_running_loop().set_default_executor(self._threads)
-        # Modules and tasks stay to the end: a full collection over them would block the loop for 0.4 s, every few hundred episodes.
-        gc.collect()
-        gc.freeze()
-        async with exit_stack:
-            self._ticked = time.monotonic()
-            self._loaded = True
-            slots = asyncio.Semaphore(setup.max_concurrent)
+        async with contextlib.AsyncExitStack() as exit_stack:
+            try:  # verifiers and its dependencies take seconds to import: only after the hello
+                env = await exit_stack.enter_async_context(load(setup))
+            except (LoadError, ModuleNotFoundError) as error:
+                traceback.print_exc()
+                why, python = str(error), sys.executable
+                if isinstance(error, ModuleNotFoundError):
+                    why = f"environment {setup.env_id!r} needs the module {error.name!r}, which {python} does not have"
+                await self._send(LoadFailed(why))
+                return
+            self._attribution.watch(self._overdue)
+            # Modules and tasks stay to the end: a full collection over them would block the loop for 0.4 s, every few hundred episodes.
+            gc.collect()
+            gc.freeze()
+            self._ticked, self._loaded = time.monotonic(), True
             await self._send(Ready(env.renderer, env.arguments))
             stop = asyncio.create_task(self._stop.wait())
-            receive = asyncio.create_task(self._receive(env, setup.name, slots))
-            # The lifeline ends this process when the pool is gone.
+            receive = asyncio.create_task(self._receive(env, setup))
             either = {stop, receive}
+            # The lifeline ends this process when the pool is gone.
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)  # bounded: `stop` is SIGTERM
             for task in (stop, receive, *self._running.values()):
                 task.cancel()
@@ -154,12 +148,16 @@ class WorkerServer:
             if not receive.cancelled() and receive.exception() is not None:
                 raise RuntimeError("the command loop failed") from receive.exception()
 
-    async def _receive(self, env: Adapter, name: str, slots: asyncio.Semaphore) -> None:
+    async def _receive(self, env: Adapter, setup: Setup) -> None:
+        slots = asyncio.Semaphore(setup.max_concurrent)
         while True:
             frame = await self._socket.recv()  # bounded: the next command is the pool's to give; SIGTERM ends it
             match decode(frame):
                 case Run() as run:
-                    self._begin(run, self._episode(env, name, run, slots))
+                    self._deadlines[run.request] = time.monotonic() + run.timeout
+                    task = self._attribution.start(self._episode(env, setup.name, run, slots), run.request)
+                    self._running[run.request] = task
+                    task.add_done_callback(functools.partial(self._forget, run.request))
                 case Cancel(request=request):
                     if request in self._running:
                         self._running[request].cancel()
@@ -168,48 +166,50 @@ class WorkerServer:
                 case other:
                     raise RuntimeError(f"unexpected message {other.kind!r}")
 
-    def _begin(self, run: Run, episode: Coroutine[Any, Any, None]) -> None:
-        def ended(task: asyncio.Task[None]) -> None:  # also one that was cancelled before it began
-            self._running.pop(run.request, None)
-            self._deadlines.pop(run.request, None)
-
-        self._deadlines[run.request] = time.monotonic() + run.timeout
-        self._running[run.request] = self._attribution.start(episode, run.request)
-        self._running[run.request].add_done_callback(ended)
+    def _forget(self, request: int, _: asyncio.Task[None]) -> None:
+        del self._running[request], self._deadlines[request]
 
     async def _episode(self, env: Adapter, name: str, run: Run, slots: asyncio.Semaphore) -> None:
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
             return EpisodeResult(run.episode_id, name, run.task_id, outcome, message)
 
-        if env.stream:
-            known = [EndlessTasks(env.stream)[run.task_index].task_id]
-        else:
-            known = env.task_ids[run.task_index : run.task_index + 1]
-        if known != [run.task_id]:
-            message = f"task {run.task_index} is not {run.task_id!r} here: the environment loads other tasks each time"
-            result = failed(Outcome.ERRORED, message)
-        else:
-            try:
+        try:
+            if env.stream:
+                known = [EndlessTasks(env.stream)[run.task_index].task_id]
+            else:
+                known = env.task_ids[run.task_index : run.task_index + 1]
+            if known != [run.task_id]:
+                message = (
+                    f"task {run.task_index} is not {run.task_id!r} here: the environment loads other tasks each time"
+                )
+                result = failed(Outcome.ERRORED, message)
+            else:
                 async with asyncio.timeout(run.timeout), slots:
                     if faults.point(f"run:{name}") == "error":
                         raise RuntimeError("fault injection")
                     result = await env.run(
                         run.task_index, run.sampling, run.policy_version, run.episode_id, run.base_url
                     )
-            except TimeoutError:
-                result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
-            except asyncio.CancelledError:
-                result = failed(Outcome.CANCELLED, "cancelled")
-            except (*FATAL, Exception) as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
-                traceback.print_exc()
-                result = failed(Outcome.ERRORED, explain(error))
+        except TimeoutError:
+            result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
+        except asyncio.CancelledError:
+            result = failed(Outcome.CANCELLED, "cancelled")
+        except (*FATAL, Exception) as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
+            traceback.print_exc()
+            result = failed(Outcome.ERRORED, explain(error))
         fault = faults.point(f"result:{name}")
         if fault == "error":
             result = failed(Outcome.ERRORED, "fault injection")
+        try:  # an environment may have put anything into it
+            frame = encode(Result(run.request, result))
+            wrong = f"is of {len(frame) >> 20} MiB, {MOST_BYTES >> 20} are allowed" if len(frame) > MOST_BYTES else ""
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            traceback.print_exc()
+            wrong = f"cannot be sent: {type(error).__name__}: {error}"
+        if wrong:
+            frame = encode(Result(run.request, failed(Outcome.INVALID, f"the environment's result {wrong}")))
         for _ in range({"drop": 0, "duplicate": 2}.get(fault or "", 1)):
-            await self._socket.send(
-                _frame(run, name, result)
-            )  # bounded: the pool reads, or the lifeline ends this process
+            await self._socket.send(frame)  # bounded: the pool reads, or the lifeline ends this process
 
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))  # bounded: the pool reads, or the lifeline ends this process
@@ -227,7 +227,7 @@ class WorkerServer:
             await asyncio.sleep(TICK_SECONDS)
 
     def _beat(self, main_thread: int) -> None:
-        """Thread: sockets are not shared between threads, so heartbeats have their own."""
+        """Send heartbeats, from a thread: sockets are not shared between threads, so it has one of its own."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"{self._identity}#heartbeat".encode())
         socket.setsockopt(zmq.LINGER, 0)
@@ -237,43 +237,19 @@ class WorkerServer:
             now = self._counters()
             wall, computed, waited = (new - old for new, old in zip(now, before, strict=True))
             before = now
-            use = min(1.0, max(computed, wall - waited) / wall)
-            lag = time.monotonic() - self._ticked if self._loaded else 0.0
-            where = describe(sys._current_frames().get(main_thread)) if lag > LAG_SECONDS else ""
+            heartbeat = Heartbeat(0.0, "", 0.0)
             if self._loaded:
-                self._attribution.interrupt(main_thread)
-                self._threads.interrupt(lambda request: request not in self._running)
-            try:
-                socket.send(encode(Heartbeat(lag, where, use if self._loaded else 0.0)), zmq.NOBLOCK)
-            except zmq.Again:  # the pool does not read: it will judge by what it gets
-                continue
+                lag = time.monotonic() - self._ticked
+                where = describe(sys._current_frames().get(main_thread)) if lag > LAG_SECONDS else ""
+                heartbeat = Heartbeat(lag, where, min(1.0, max(computed, wall - waited) / wall))
+                self._attribution.interrupt(main_thread, self._running)
+            with contextlib.suppress(zmq.Again):  # the pool does not read: it judges by what it gets
+                socket.send(encode(heartbeat), zmq.NOBLOCK)
         socket.close()
 
     def _counters(self) -> tuple[float, float, float]:
         """Seconds: of the clock, of processor time of all threads, and of the event loop's waits."""
         return time.monotonic(), time.process_time(), self._timer.seconds
-
-
-def _frame(run: Run, name: str, result: EpisodeResult) -> bytes:
-    """What is sent of a result: an environment may have put anything into it."""
-    fault = ""
-    try:
-        frame = encode(Result(run.request, result))
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        traceback.print_exc()
-        fault = f"cannot be sent: {type(error).__name__}: {error}"
-    else:
-        if len(frame) <= MOST_BYTES:
-            return frame
-        fault = f"is of {len(frame) >> 20} MiB, {MOST_BYTES >> 20} are allowed"
-    message = f"the environment's result {fault}"
-    return encode(Result(run.request, EpisodeResult(run.episode_id, name, run.task_id, Outcome.INVALID, message)))
-
-
-def _not_loaded(setup: Setup, error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"environment {setup.env_id!r} needs the module {error.name!r}, which {sys.executable} does not have"
-    return str(error)
 
 
 def main() -> None:
@@ -288,9 +264,13 @@ def main() -> None:
     parser.add_argument("--hang-timeout", type=float, required=True, help="seconds that code may block the event loop")
     args = parser.parse_args()
     token = os.environ.pop(TOKEN_VAR, "")  # not for the programs that an environment starts
-    timer = _WaitTimer()
+    timer, attribution = _WaitTimer(), Attribution(args.page)
+
+    async def serve() -> None:
+        await WorkerServer(args.address, args.identity, token, attribution, args.hang_timeout, timer).serve()
+
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(timer)) as runner:
-        runner.run(_serve(args, token, timer))
+        runner.run(serve())
     zmq.asyncio.Context.instance().term()  # the last message leaves: waits for as long as the socket lingers, a second
     # All is closed. Taking the interpreter apart would collect verifiers' whole object graph: seconds on a busy machine.
     logging.shutdown()
@@ -314,12 +294,6 @@ def _set_up_logging(level: str) -> None:
         "DIAGNOSE": "0",
     }
     os.environ.update({f"LOGURU_{name}": value for name, value in lines.items()})
-
-
-async def _serve(args: argparse.Namespace, token: str, timer: _WaitTimer) -> None:
-    await WorkerServer(
-        args.address, args.identity, token, Attribution(Page(args.page)), args.hang_timeout, timer
-    ).serve()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import prime_rl
-from prime_rl.envs.attribution import Page
+from prime_rl.envs.attribution import PAGE_BYTES
 from prime_rl.envs.output import Log, Output
 from prime_rl.envs.protocol import EpisodeResult, Heartbeat, Ready
 from prime_rl.lifeline import Child, Lifeline
@@ -79,7 +79,7 @@ class WorkerProcess:
 
     def offending_request(self) -> int:
         """The request whose code it is in, or was when it died; 0 for none."""
-        request = Page.read(self.page)
+        request = int.from_bytes(self.page.read_bytes(), "little") if self.page.is_file() else 0
         return request if request in self.pending else 0
 
     def silent(self, now: float, seconds: float) -> bool:
@@ -110,7 +110,7 @@ def spawn(
     hang_timeout: float,
 ) -> WorkerProcess:
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
-    Page.make(page)
+    page.write_bytes(bytes(PAGE_BYTES))
     output = Output(log)
     argv = [
         python or sys.executable,

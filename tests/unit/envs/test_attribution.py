@@ -1,7 +1,8 @@
-"""Whose code runs in a worker's loop, and what happens to code that does not give way."""
+"""Whose code runs in a worker's loop and threads, and what happens to code that does not give way."""
 
 import asyncio
 import inspect
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -10,21 +11,20 @@ from typing import Any
 
 import pytest
 
-from prime_rl.envs.attribution import SIGNAL, Attribution, Blocked, Page, explain
+from prime_rl.envs import attribution as attribution_module
+from prime_rl.envs.attribution import PAGE_BYTES, SIGNAL, Attribution, Blocked, explain
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    Page.make(tmp_path / "page")
+    (tmp_path / "page").write_bytes(bytes(PAGE_BYTES))
     return tmp_path / "page"
 
 
 @pytest.fixture
 def attribution(page: Path) -> Iterator[Attribution]:
-    import signal
-
     before = signal.getsignal(SIGNAL)
-    yield Attribution(Page(page))
+    yield Attribution(page)
     signal.signal(SIGNAL, before)
 
 
@@ -33,17 +33,28 @@ def run(
 ) -> Any:
     async def watched() -> Any:
         attribution.watch(overdue)
-        return await main()
+        async with asyncio.timeout(60):
+            return await main()
 
     return asyncio.run(watched())
 
 
+def stubborn(until: list[bool]) -> str:
+    """Block, and catch exceptions."""
+    while not until:
+        try:
+            time.sleep(0.005)
+        except Exception:  # noqa: BLE001
+            continue
+    return "done"
+
+
 def test_every_step_of_an_episode_bears_its_number(attribution: Attribution, page: Path) -> None:
-    """Its own, those of tasks that it makes, and of theirs; between the steps nobody's; the pool's side reads the same."""
+    """Its own, those of tasks that it makes, and of theirs; between the steps no number; the pool reads the same from the file."""
 
     async def inner(seen: list[int]) -> None:
         await asyncio.sleep(0)
-        seen.append(Page.read(page))
+        seen.append(int.from_bytes(page.read_bytes(), "little"))
 
     async def episode(seen: list[int]) -> None:
         seen.append(attribution.running)
@@ -58,14 +69,14 @@ def test_every_step_of_an_episode_bears_its_number(attribution: Attribution, pag
         for _ in range(20):
             assert attribution.running == 0
             await asyncio.sleep(0)
-        await asyncio.wait(tasks, timeout=60)
+        await asyncio.gather(*tasks)
         assert seen == {1: [1] * 5, 2: [2] * 5}
 
     run(attribution, main)
 
 
 def test_what_would_end_the_loop_ends_the_task(attribution: Attribution) -> None:
-    """sys.exit and KeyboardInterrupt in an episode's tasks are errors of theirs; results, errors and cancellation go through as ever."""
+    """sys.exit and KeyboardInterrupt in an episode's tasks are its errors; other errors and cancellation pass unchanged."""
 
     async def raises(error: BaseException) -> None:
         raise error
@@ -74,13 +85,14 @@ def test_what_would_end_the_loop_ends_the_task(attribution: Attribution) -> None
         await asyncio.create_task(raises(error))
 
     async def main() -> None:
-        for error in (SystemExit(4), KeyboardInterrupt()):
-            with pytest.raises(RuntimeError, match="exit|KeyboardInterrupt"):
+        for error, wanted in (
+            (SystemExit(4), RuntimeError),
+            (KeyboardInterrupt(), RuntimeError),
+            (ValueError(), ValueError),
+            (asyncio.CancelledError(), asyncio.CancelledError),
+        ):
+            with pytest.raises(wanted):
                 await attribution.start(episode(error), 1)
-        with pytest.raises(ValueError, match="as ever"):
-            await attribution.start(episode(ValueError("as ever")), 1)
-        with pytest.raises(asyncio.CancelledError):
-            await attribution.start(episode(asyncio.CancelledError()), 1)
         task = attribution.start(asyncio.sleep(1000), 1)  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert inspect.getcoroutinestate(task.get_coro()) == inspect.CORO_SUSPENDED  # as anyio looks
@@ -92,26 +104,23 @@ def test_what_would_end_the_loop_ends_the_task(attribution: Attribution) -> None
 
 
 def test_code_that_does_not_give_way_is_interrupted(attribution: Attribution) -> None:
-    """The exception goes past `except Exception`, names the place, and leaves the loop and others running."""
+    """The exception goes past `except Exception`, names the place, and leaves the loop, others, and late signals' victims alone."""
     main_thread = threading.get_ident()
 
-    async def stubborn() -> None:
-        while True:
-            try:
-                time.sleep(0.01)
-            except Exception:  # noqa: BLE001
-                continue
-
     async def episode() -> None:
-        await asyncio.create_task(stubborn())
+        await asyncio.gather(blocks())
+
+    async def blocks() -> None:
+        stubborn([])
 
     async def main() -> None:
+        signal.pthread_kill(main_thread, SIGNAL)  # too late: no episode's code runs
         neighbour = attribution.start(asyncio.sleep(0.1, "fine"), 2)  # type: ignore[arg-type]
         done = threading.Event()
 
         def watch() -> None:
             while not done.wait(0.05):
-                attribution.interrupt(main_thread)
+                attribution.interrupt(main_thread, {1, 2})
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -124,23 +133,32 @@ def test_code_that_does_not_give_way_is_interrupted(attribution: Attribution) ->
     run(attribution, main, lambda request: "an age" if request == 1 else "")
 
 
-def test_nobody_is_interrupted_whose_time_is_not_over(attribution: Attribution) -> None:
-    """A signal that comes too late hits nobody, nor what is no episode's."""
-    main_thread = threading.get_ident()
+def test_threads_of_an_episode_that_has_ended(attribution: Attribution, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They alone are interrupted: not threads of episodes that run, nor of no episode."""
+    monkeypatch.setattr(attribution_module, "LATE_SECONDS", 0.05)
+    release: list[bool] = []
+
+    async def episode(results: list[str]) -> None:
+        results.append(await asyncio.to_thread(stubborn, release))
 
     async def main() -> None:
-        import signal
+        kept: list[str] = []
+        over, running = attribution.start(episode([]), 1), attribution.start(episode(kept), 2)
+        without = asyncio.create_task(asyncio.to_thread(stubborn, release))
+        while not over.done():
+            attribution.interrupt(threading.get_ident(), {2})
+            await asyncio.sleep(0.02)
+        with pytest.raises(TimeoutError, match="its episode had ended"):
+            await over
+        assert not running.done()
+        release.append(True)
+        await running
+        assert (kept, await without) == (["done"], "done")
 
-        signal.pthread_kill(main_thread, SIGNAL)
-        await asyncio.sleep(0)
-        attribution.interrupt(main_thread)
-        await asyncio.sleep(0)
-
-    run(attribution, main, lambda request: "an age")
+    run(attribution, main)
 
 
 def test_explanations() -> None:
-    """In words, whatever it was."""
-    assert explain(SystemExit(4)) == "the environment's code called sys.exit(4)"
-    assert explain(Blocked("its code …")) == "its code …"
-    assert explain(ValueError("x")) == "ValueError: x"
+    """Describe what an episode failed of, whatever it was."""
+    errors = SystemExit(4), Blocked("its code …"), ValueError("x")
+    assert [explain(error) for error in errors] == ["the environment's code called sys.exit(4)", "its code …", "ValueError: x"]  # fmt: skip

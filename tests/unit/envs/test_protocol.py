@@ -67,31 +67,29 @@ def test_round_trip(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-def test_outcome_is_restored() -> None:
-    """`result.ok` works on the receiving side for every outcome."""
-    for outcome in Outcome:
-        message = decode(encode(Result(1, EpisodeResult("e", "env", "t", outcome))))
-        assert isinstance(message, Result)
-        assert message.episode.outcome is outcome
-        assert message.episode.ok == (outcome is Outcome.OK)
+def foreign(**fields: object) -> dict[str, object]:
+    return {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "samples": [], **fields}}
+
+
+def spoilt(**streams: object) -> dict[str, object]:
+    return foreign(samples=[{**pack_sample(EPISODE.samples[0]), **streams}])
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        {"kind": "nonsense"},
-        {"request": 1},
-        {"kind": "cancel"},
-        {"kind": "cancel", "request": 1, "more": 2},
-        {"kind": "result", "request": 1, "episode": None},
-        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "outcome": "great", "samples": []}},
-        {"kind": ["cancel"], "request": 1},
-        [1, 2],
-        "cancel",
+        {"kind": "nonsense"}, {"request": 1}, {"kind": "cancel"}, {"kind": "cancel", "request": 1, "more": 2},
+        {"kind": "result", "request": 1, "episode": None}, {"kind": ["cancel"], "request": 1}, [1, 2], "cancel",
+        {"kind": "cancel", "request": [1]}, {"kind": "cancel", "request": True},
+        {"kind": "heartbeat", "lag": "long", "blocked_at": "", "use": 0}, {"kind": "tasks", "task_ids": "abc", "stream": ""},
+        foreign(outcome="great"), foreign(samples={}), foreign(parts=[{}]), spoilt(part=2), spoilt(roles=b"\1\2\x09"),
+        # no bytes; of two tokens; of no whole number of them
+        spoilt(logprobs=[0.0, -0.1, -0.2]), spoilt(logprobs=bytes(8)), spoilt(logprobs=bytes(11)),
+        spoilt(loss_mask=b"\0\1\2"), spoilt(ref_logprobs=bytes(16)), spoilt(roles=b"\1"),
     ],
-)
+)  # fmt: skip
 def test_foreign_messages_are_refused(data: object) -> None:
-    """Unknown kinds, missing or unknown fields (another version's) raise ProtocolError, not something else."""
+    """Unknown kinds, missing or unknown fields (another version's), other types, streams that do not match: ProtocolError."""
     with pytest.raises(ProtocolError):
         decode(msgpack.packb(data))
 
@@ -103,35 +101,10 @@ def test_garbage_is_refused(frame: bytes) -> None:
         decode(frame)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"kind": "cancel", "request": [1]},
-        {"kind": "cancel", "request": True},
-        {"kind": "heartbeat", "lag": "long", "blocked_at": "", "use": 0},
-        {"kind": "tasks", "task_ids": "abc"},
-        {"kind": "hello", "version": VERSION, "token": None, "pid": 1},
-        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "outcome": "ok", "samples": {}}},
-        *(
-            {
-                "kind": "result",
-                "request": 1,
-                "episode": {
-                    **vars(EPISODE),
-                    "parts": [],
-                    "samples": [{**pack_sample(EPISODE.samples[0]), "logprobs": wrong}],
-                },
-            }
-            for wrong in ([0.0, -0.1, -0.2], bytes(8), bytes(11))  # no bytes; of two tokens; of no whole number of them
-        ),
-    ],
-)
-def test_fields_of_another_type_are_refused(data: object) -> None:
-    """A value of another type would fail later, in the middle of the pool: it is refused at the door."""
-    with pytest.raises(ProtocolError):
-        decode(msgpack.packb(data))
-
-
-def test_a_whole_number_may_stand_for_a_float() -> None:
-    """msgpack and Python do not insist on 1.0 where 1 is meant."""
-    assert decode(msgpack.packb({"kind": "heartbeat", "lag": 0, "blocked_at": "", "use": 0}))
+def test_what_is_accepted() -> None:
+    """Every outcome, as an outcome, and a whole number where a float is meant."""
+    for outcome in Outcome:
+        message = decode(msgpack.packb(foreign(outcome=outcome.value, reward=1)))
+        assert isinstance(message, Result)
+        assert message.episode.outcome is outcome
+        assert message.episode.ok == (outcome is Outcome.OK)
