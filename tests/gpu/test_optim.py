@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
-from prime_rl.trainer import dcp, optim, sharded_optimizer
+from prime_rl.trainer import dcp, optim
 from prime_rl.trainer.optim import build_optimizer, is_hidden_matrix
 from prime_rl.trainer.parallel import World, close_world, init_world
 from support import optim as support
@@ -44,7 +44,7 @@ def toy_with_gradients(steps: int) -> tuple[nn.Module, list[list[Tensor]]]:
 @pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "muon"])
 def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five steps, one right after the other, in many more chunks than are under way at a time; the states lie in page-locked host memory."""
-    monkeypatch.setattr(sharded_optimizer, "CHUNK", 1 << 17)
+    monkeypatch.setattr(optim, "CHUNK", 1 << 17)
     monkeypatch.setattr(optim, "_TOGETHER", 1 << 18)
     results = []
     for offload in (False, True):

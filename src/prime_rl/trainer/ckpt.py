@@ -1,7 +1,7 @@
-"""The training state on disk over a run: where the run goes on from, what is saved when, and what later incarnations still need.
+"""The training state on disk over a run: what it resumes from, what is saved when, and what later incarnations need.
 
-`checkpoints/step_N/trainer` and `recovery/step_N` hold the state after N updates (model, optimizer, progress and random state; the learning rate
-is a function of the step), committed by rename. Either can be loaded by another number of ranks.
+`checkpoints/step_N/trainer` and `recovery/step_N` hold the state after N updates (model, optimizer, progress and random
+state; the learning rate is a function of the step), committed by rename. Any number of ranks can load either.
 """
 
 import secrets
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,7 +26,7 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, on_main, sum_over_ranks
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_publisher import WeightPublisher
-from prime_rl.transport import checkpoints
+from prime_rl.transport import checkpoints, incarnations
 from prime_rl.transport.commit import (
     CommitError,
     Stage,
@@ -37,14 +38,6 @@ from prime_rl.transport.commit import (
     subject_of,
     supersede,
 )
-from prime_rl.transport.incarnations import (
-    lost_versions,
-    read_incarnations,
-    read_versions,
-    refuse_outlived,
-    run_id,
-    sparing_incarnations,
-)
 from prime_rl.transport.protocol import current_incarnation, spared
 from prime_rl.transport.settings import ways_out
 from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
@@ -54,6 +47,7 @@ if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
 
 PART: checkpoints.Part = "trainer"
+Kind = Literal["checkpoint", "recovery checkpoint"]
 _STATE = "state"
 _FIRST = 3  # updates before the first recovery checkpoint by the clock: a run that is killed early has one
 _HELD_UP, _WRITING, _SELDOM = 0.01, 0.05, 3600.0
@@ -68,14 +62,11 @@ class Progress:
     samples: int = 0
 
 
-Kind = Literal["checkpoint", "recovery checkpoint"]
-
-
 def recovery_pause(held_up: float, writing: float) -> float:
-    """Seconds between two recovery checkpoints, of which the last held the loop up and was written for so many.
+    """Seconds until the next recovery checkpoint; the last one held the loop up and was written for so many.
 
-    They may hold the loop up for 1 % of the run's time, and be written during 5 % of it: writing takes a disk, and now and then the interpreter.
-    At least one an hour is made.
+    They may hold the loop up for 1 % of the run's time, and be written during 5 % of it: writing takes a disk, and now
+    and then the interpreter. At least one an hour is made.
     """
     return min(max(held_up / _HELD_UP, writing / _WRITING), _SELDOM)
 
@@ -83,30 +74,27 @@ def recovery_pause(held_up: float, writing: float) -> float:
 class Checkpoints:
     """Everything between the training state and the disk. Every rank calls every method, at the same point of the run.
 
-    The order: `choose`, `check_model`, `load`, `begin`; in each step `look`, `before_update`, and `save` where it is `due`; `finish`; however the
-    run ends, `close`. One save at most is under way; a failure in the background is raised by the next call, on every rank.
+    The order: `choose`, `check_model`, `load`, `begin`; in each step `look`, `before_update`, and `save` where it is
+    `due`; `finish`; `close` in any case. One save at most is under way; the next call raises what failed in the
+    background, on every rank.
 
     Args:
-        config: With `recover` it goes on from whatever was committed last; where no run has begun, as the rest says. Recovery checkpoints are
-            always written in the background; `recovery_interval` "auto": as `recovery_pause` says, and never while one is being written.
+        config: With `recover` the run resumes from its last committed state, if it has begun. Recovery checkpoints are
+            always written in the background; `recovery_interval` "auto": as `recovery_pause` says, and never while one
+            is being written.
         alone: Whether no other process takes part in the checkpoints, so that this one joins them.
     """
 
-    def __init__(
-        self,
-        config: "TrainingConfig",
-        world: World,
-        *,
-        alone: Callable[[], bool],
-    ) -> None:
+    def __init__(self, config: "TrainingConfig", world: World, *, alone: Callable[[], bool]) -> None:
         self.world, self.alone = world, alone
-        self._recoverable = isinstance(config, TrainerConfig)
-        self.recover = isinstance(config, TrainerConfig) and config.recover
-        self.recovery_interval = config.recovery_interval if isinstance(config, TrainerConfig) else None
+        rl = config if isinstance(config, TrainerConfig) else None
+        self.recover = rl is not None and rl.recover
+        self.recovery_interval = None if rl is None else rl.recovery_interval
+        self._recoverable = rl is not None
         self.output_dir, self.config, self.max_steps = config.output_dir, config.ckpt, config.max_steps
         self.root = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
-        self.recovery = config.output_dir / "recovery"
-        self.found: Path | None = None  # the state that this run goes on from
+        self.recovery, self.weights = config.output_dir / "recovery", config.output_dir / "weights"
+        self.resumed: Path | None = None  # the state that this run resumes from
         self.base: str | None = None  # hash of the base model
         self.incarnation = 0
         self.run: str | None = None  # tells this run's states from those of others
@@ -116,54 +104,47 @@ class Checkpoints:
         self._reservation: Future[None] | None = None
         self._closing = False
         self._scheduled: int | None = None  # the next recovery checkpoint by the clock
-        self._saved_at = self._held_up = self._writing = (
-            0.0  # of the last save: when; seconds of the loop, of the thread
-        )
+        # Of the last save: when it was, and the seconds that it took of the loop and of the thread.
+        self._saved_at = self._held_up = self._writing = 0.0
         if self.recovery_interval is not None or (self.config is not None and self.config.save_async):
             self._background = background_world(world, config.dist_timeout)
             self._copy = dcp.HostCopy(self._background)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=self._use_device)
 
     def choose(self, said_finished: bool = False) -> bool:
-        """Decide what to go on from, before anything is loaded or written. Rank 0 hashes that state's files, within `dist_timeout`.
+        """Decide what to resume from, before anything is loaded or written. Rank 0 hashes it, within `dist_timeout`.
 
         Args:
             said_finished: The run's last status was `finished`.
 
-        Returns whether a run that is to be recovered has nothing left to do: all that it ends with is committed.
-
-        Raises:
-            UserError: there is no such checkpoint, it is damaged or of a newer format; an earlier run or something foreign is in the way.
+        Returns whether a run that is to be recovered has nothing left to do: its last state and version are committed.
+        Raises UserError: there is no such checkpoint, it is damaged or of a newer format; an earlier run or something
+        foreign is in the way.
         """
-        found, is_finished = on_main(self.world, lambda: self._choose(said_finished))
-        self.found = None if found is None else Path(found)
+        resumed, is_finished = on_main(self.world, lambda: self._choose(said_finished))
+        self.resumed = None if resumed is None else Path(resumed)
         return is_finished
 
     def check_model(self, source: Source) -> None:
-        """The base model must be the one that the run, and the state it goes on from, began with. Rank 0 hashes it, within `dist_timeout`.
-
-        Raises:
-            UserError: it is another one.
-        """
+        """Raise UserError unless the base model is the one that the run, and the state it resumes from, began with."""
         on_main(self.world, lambda: self._check_model(source))
 
     def load(self, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
         """Put the chosen state into model and optimizer, which are the ones that are saved from now on.
 
-        Raises:
-            UserError: the state is damaged, or belongs to another model.
+        Raises UserError if the state is damaged, or belongs to another model.
         """
         self.policy, self.optimizer = policy, optimizer
-        return Progress() if self.found is None else load(self.found, policy, optimizer, self.world)
+        return Progress() if self.resumed is None else load(self.resumed, policy, optimizer, self.world)
 
     def begin(self, versions: WeightPublisher, start: int) -> None:
-        """Open an incarnation that goes on from step `start`, and set aside what it gives up."""
-        by_hand = not self.recover and self.found is not None
+        """Open an incarnation that goes on from step `start`, and rename or remove what it supersedes."""
+        by_hand = not self.recover and self.resumed is not None
         self.incarnation, self.base = versions.open(
-            start, spares=by_hand or self.found is None, saved_by=on_main(self.world, self._saved_by)
+            start, spares=by_hand or self.resumed is None, saved_by=on_main(self.world, self._saved_by)
         )
-        self.run = on_main(self.world, lambda: run_id(self.output_dir))
-        on_main(self.world, lambda: self._give_up_after(start))
+        self.run = on_main(self.world, lambda: incarnations.run_id(self.output_dir))
+        on_main(self.world, lambda: self._supersede_after(start))
         if self._thread is not None:
             self._reservation = self._thread.submit(self._copy.reserve, _state(self.policy, self.optimizer))
         self._scheduled = start + _FIRST
@@ -173,17 +154,15 @@ class Checkpoints:
         interval = None if self.config is None else self.config.interval
         if interval is not None and step % interval == 0:
             return "checkpoint"
-        if self.recovery_interval == "auto":
-            return "recovery checkpoint" if step == self._scheduled else None
-        if self.recovery_interval is not None and step % self.recovery_interval == 0:
-            return "recovery checkpoint"
-        return None
+        every = self.recovery_interval
+        recovers = step == self._scheduled if every == "auto" else every is not None and step % every == 0
+        return "recovery checkpoint" if recovers else None
 
     def holds_up(self, kind: Kind) -> bool:
         """Whether `save` will wait for a disk: what it waits for must not wait for the loop."""
-        return self._pending is not None or not self._beside(kind)
+        return self._pending is not None or not self._in_background(kind)
 
-    def _beside(self, kind: Kind) -> bool:
+    def _in_background(self, kind: Kind) -> bool:
         return kind != "checkpoint" or (self.config is not None and self.config.save_async)
 
     def will_need(self, version: int, async_level: int) -> bool:
@@ -191,18 +170,18 @@ class Checkpoints:
         return any(self.due(step) == "checkpoint" for step in range(version, version + async_level + 1))
 
     def save(self, progress: Progress, kind: Kind = "checkpoint", recorded: Callable[[], bool] = lambda: True) -> None:
-        """Commit the training state. Where that is done beside the loop, this returns once a copy of it is begun.
+        """Commit the training state. In the background: return once a copy of it is begun.
 
         Args:
-            recorded: Whether what must not be behind the state is committed (its row, its version). Only then is the state committed, by the thread.
+            recorded: Whether what must not be behind the state is committed (its row, its version). Only then is the
+                state committed, by the thread.
 
-        Raises:
-            UserError: the disk is full, or an earlier save failed; nothing half-written stands under a final name.
+        Raises UserError if the disk is full, or an earlier save failed; no final name holds anything half-written.
         """
         began = time.monotonic()
         self.settle()
         final = self._final(progress.step, kind)
-        if not self._beside(kind):
+        if not self._in_background(kind):
             self._write(self._saved_state(), progress, final, self.world, recorded)
         else:
             assert self._thread is not None
@@ -220,7 +199,7 @@ class Checkpoints:
             self._copy.before_update()
 
     def look(self, step: int) -> None:
-        """At the start of step `step`: whether the save in the background has ended, and when the next recovery checkpoint is due.
+        """At the start of step `step`: take the result of a save that has ended, and schedule recovery checkpoints.
 
         Raises what a save failed with, on every rank in the same step. The ranks agree on everything here, in one sum.
         """
@@ -243,11 +222,7 @@ class Checkpoints:
             self._scheduled += 1  # nobody waits for a recovery checkpoint
 
     def settle(self) -> None:
-        """Wait for the save in the background, if there is one, at most `dist_timeout`.
-
-        Raises:
-            UserError: it failed, or takes longer.
-        """
+        """Wait for the save in the background, at most `dist_timeout`. Raises UserError if it failed or takes longer."""
         if self._pending is None:
             return
         (final, saved), self._pending = self._pending, None
@@ -259,18 +234,17 @@ class Checkpoints:
         agree(self.world, result)
 
     def finish(self, progress: Progress) -> None:
-        """At the end of a run: a last checkpoint unless this step has one, and nothing is left under way."""
+        """At the end of a run: save a last checkpoint unless this step has one, with nothing left under way."""
         self.settle()
-        begun = (
-            checkpoints.part_dir(self.root, progress.step, PART) == self.found
-        )  # perhaps another run's: nothing is added
-        if self.config is None or progress.step == 0 or begun:
+        final = self._final(progress.step, "checkpoint")
+        # Nothing is added to the checkpoint that the run began with: it may be another run's.
+        if self.config is None or progress.step == 0 or final == self.resumed:
             return
         if progress.step not in on_main(self.world, self._own):
-            self._write(self._saved_state(), progress, self._final(progress.step, "checkpoint"), self.world)
+            self._write(self._saved_state(), progress, final, self.world)
 
     def close(self) -> None:
-        """Let the thread finish what it is at, for at most `dist_timeout`. What becomes of it is said where it fails: nobody asks any more."""
+        """Let the thread finish its work, for at most `dist_timeout`, and log what failed."""
         if self._thread is None:
             return
         self._copy.closed = self._closing = True
@@ -284,65 +258,48 @@ class Checkpoints:
             logger.error("{} was not committed: {}", subject_of(final), str(error) or type(error).__name__)
 
     def needed(self) -> set[int]:
-        """Steps of the checkpoints that are there or being written, whose weights must stay. Rank 0."""
+        """Steps of the checkpoints that are committed or being written, whose weights must stay. Rank 0."""
         final = None if self._pending is None else self._pending[0]
         pending = set() if final is None or final.name != PART else {int(final.parent.name.removeprefix("step_"))}
-        return {*self._saved(), *pending}
+        return {*checkpoints.steps_with(self.root, PART), *pending}
 
-    def _saved(self) -> list[int]:
-        return checkpoints.steps_with(self.root, PART)
+    # ---- what to resume from, on rank 0
 
     def _own(self) -> list[int]:
-        return [step for step in self._saved() if checkpoints.belongs(self.root, step, self.run)]
-
-    def _refuse_another_runs(self, step: int) -> None:
-        if not checkpoints.belongs(self.root, step, self.run):
-            place = checkpoints.part_dir(self.root, step, PART)
-            raise UserError(
-                f"{place} is a checkpoint of another run ({checkpoints.run_of(place)}; this one is {self.run}): give each run its own "
-                "ckpt.output_dir, then go on with --recover"
-            )
+        saved = checkpoints.steps_with(self.root, PART)
+        return [step for step in saved if checkpoints.belongs(self.root, step, self.run)]
 
     def _choose(self, said_finished: bool) -> tuple[str | None, bool]:
         resume = None if self.config is None else self.config.resume_step
-        refuse_foreign(self.output_dir / "weights", self.root)
+        refuse_foreign(self.weights, self.root)
         if self.recover and (resume is None or self._recover_decides(resume)):
-            is_finished = said_finished and self.max_steps in list_steps(self.output_dir / "weights")
+            is_finished = said_finished and self.max_steps in list_steps(self.weights)
             if is_finished and self.config is None:
                 return None, True
-            found = self._newest_whole()
-            last = checkpoints.part_dir(self.root, self.max_steps or 0, PART)
-            return found, is_finished and found == str(last)
+            newest = self._newest_whole()
+            return newest, is_finished and newest == str(self._final(self.max_steps or 0, "checkpoint"))
         if resume is not None:
             step = checkpoints.find(self.root, resume, PART, self.max_steps)
-            return str(checkpoints.part_dir(self.root, step, PART)), False
+            return str(self._final(step, "checkpoint")), False
         refuse_earlier(self.output_dir, self.root, recover=self._recoverable)
         return None, False
 
     def _recover_decides(self, resume: int) -> bool:
-        """Of --recover and ckpt.resume_step, given both. The launcher adds --recover when it starts a trainer again that was told to resume."""
-        incarnations, versions = read_incarnations(self.output_dir), list_steps(self.output_dir / "weights")
-        if incarnations or list_steps(self.recovery) or max(versions, default=0) > 0:
-            now = current_incarnation(incarnations)
-            incarnation = (
-                f"incarnation {now.number}, from step {now.start}" if incarnations else "its incarnation files are lost"
-            )
-            logger.info(
-                "--recover decides, not ckpt.resume_step {}: this run has begun already ({})", resume, incarnation
-            )
+        """Of --recover and ckpt.resume_step, given both: the launcher restarts a trainer that was told to resume so."""
+        opened, versions = incarnations.read_incarnations(self.output_dir), list_steps(self.weights)
+        if opened or list_steps(self.recovery) or max(versions, default=0) > 0:
+            now = current_incarnation(opened)
+            begun = f"incarnation {now.number}, from step {now.start}" if opened else "its incarnation files are lost"
+            logger.info("--recover decides, not ckpt.resume_step {}: this run has begun already ({})", resume, begun)
             return True
-        logger.warning(
-            "ckpt.resume_step {} decides, not --recover: no run has begun in {} that could be recovered",
-            resume,
-            self.output_dir,
-        )
+        message = "ckpt.resume_step {} decides, not --recover: no run has begun in {} that could be recovered"
+        logger.warning(message, resume, self.output_dir)
         return False
 
     def _newest_whole(self) -> str | None:
-        incarnations, damaged = read_incarnations(self.output_dir), []
-        for step, directory, problem in checkpoints.recoverable(
-            self.root, self.recovery, incarnations, run_id(self.output_dir)
-        ):
+        opened, damaged = incarnations.read_incarnations(self.output_dir), []
+        run = incarnations.run_id(self.output_dir)
+        for step, directory, problem in checkpoints.recoverable(self.root, self.recovery, opened, run):
             if problem is None:
                 logger.info("recovering from {}, after {} updates", subject_of(directory), step)
                 return str(directory)
@@ -350,72 +307,64 @@ class Checkpoints:
             damaged.append(f"{directory} ({problem})")
         if damaged:
             raise UserError(
-                f"cannot recover: no state is whole, {'; '.join(damaged)}: put back a copy, or move these out of the run directory to "
-                "start over from the base model"
+                f"cannot recover: no state is whole, {'; '.join(damaged)}: put back a copy, or move these out of the run "
+                "directory to start over from the base model"
             )
-        start = current_incarnation(incarnations).start
+        start = current_incarnation(opened).start
         if start > 0:
             raise UserError(
-                f"cannot recover: the run went on from step {start}, and neither that state nor a later one stands in {self.root}: put "
-                "it back, or go on from another one with --ckpt.resume-step"
+                f"cannot recover: the run went on from step {start}, and neither that state nor a later one stands in "
+                f"{self.root}: put it back, or go on from another one with --ckpt.resume-step"
             )
-        done = max(list_steps(self.output_dir / "weights"), default=0)
+        done = max(list_steps(self.weights), default=0)
         logger.warning("no state was saved: training starts over from the base model, {} updates are made again", done)
         return None
 
     def _check_model(self, source: Source) -> None:
-        """Reads the base model only where there is something to compare it with."""
-        run, saved = version_dir(self.output_dir / "weights", 0), None
-        if self.found is not None:
-            saved = read_manifest(self.found).extra.get("base")
+        """Hash the base model only where there is something to compare it with."""
+        run = version_dir(self.weights, 0)
         began = weights_manifest(run).hash if run.is_dir() else None
+        saved = None if self.resumed is None else read_manifest(self.resumed).extra.get("base")
         if source.directory is None or not (began or saved):
             return
         base = version_hash(hash_directory(source.directory))
-        for place, other in ((run, began), (self.found, saved)):
+        for directory, other in ((run, began), (self.resumed, saved)):
             if other not in (None, base):
                 raise UserError(
-                    f"{place} belongs to another base model than {source.name}: give the model.name it began with"
+                    f"{directory} belongs to another base model than {source.name}: give the model.name it began with"
                 )
 
-    def _give_up_after(self, start: int) -> None:
+    def _saved_by(self) -> list[int]:
+        """The incarnations that saved the existing states; nobody resumes from a damaged one."""
+        directories = [self._final(step, "checkpoint") for step in self._own()]
+        directories += [self._final(step, "recovery checkpoint") for step in list_steps(self.recovery)]
+        numbers = set()
+        for directory in directories:
+            with suppress(CommitError):
+                numbers.add(checkpoints.saved_by(read_manifest(directory)))
+        return sorted(numbers)
+
+    def _supersede_after(self, start: int) -> None:
         checkpoints.clean(self.root, PART)
         for path in checkpoints.supersede_after(self.root, start, self.incarnation, self.run):
             logger.warning("a checkpoint beyond step {} is given up; it lies in {} now", start, path)
         clean_stages(self.recovery)
-        self._spare_recovery(start)
-        kept = max((step for step in list_steps(self.recovery) if step <= start), default=None)
-        self._remove_recovery_but(kept)
-        if self.alone() and start in self._own():
-            checkpoints.join(
-                self.root, start, checkpoints.ALONE, PART
-            )  # where a crash came between part and joint manifest
-
-    def _saved_by(self) -> list[int]:
-        """The incarnations that saved what stands there."""
-        places = [checkpoints.part_dir(self.root, step, PART) for step in self._own()]
-        places += [step_dir(self.recovery, step) for step in list_steps(self.recovery)]
-        incarnations = set()
-        for place in places:
-            try:
-                incarnations.add(checkpoints.saved_by(read_manifest(place)))
-            except CommitError:  # damaged: nobody goes on from it
-                continue
-        return sorted(incarnations)
-
-    def _spare_recovery(self, start: int) -> None:
-        """Keep the newest recovery checkpoint beyond `start` aside, where somebody asked for `start`: it may have been a mistake."""
-        given_up = {}
+        # The newest recovery checkpoint beyond `start` is kept where somebody asked for `start`: perhaps by mistake.
+        saved = {}
         for step in list_steps(self.recovery):
-            if step > start:
-                try:
-                    manifest = read_manifest(step_dir(self.recovery, step))
-                    given_up[step] = checkpoints.saved_by(manifest)
-                except CommitError:  # damaged: not worth keeping
-                    continue
-        newest = spared(given_up, sparing_incarnations(self.output_dir))
-        if newest is not None and (aside := supersede(step_dir(self.recovery, newest), self.incarnation)):
-            logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, aside)
+            with suppress(CommitError):  # a damaged one is not worth keeping
+                if step > start:
+                    saved[step] = checkpoints.saved_by(read_manifest(self._final(step, "recovery checkpoint")))
+        newest = spared(saved, incarnations.sparing_incarnations(self.output_dir))
+        if newest is not None:
+            renamed = supersede(self._final(newest, "recovery checkpoint"), self.incarnation)
+            if renamed is not None:
+                logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, renamed)
+        self._remove_recovery_but(max((step for step in list_steps(self.recovery) if step <= start), default=None))
+        if self.alone() and start in self._own():  # where a crash came between part and joint manifest
+            checkpoints.join(self.root, start, checkpoints.ALONE, PART)
+
+    # ---- writing
 
     def _use_device(self) -> None:
         """In the thread, first: page-locked memory belongs to a GPU, the thread's current one."""
@@ -445,9 +394,9 @@ class Checkpoints:
         world: World,
         recorded: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Write and commit `state`. Rank 0 hashes its files while the others wait, within `dist_timeout`. May run in a thread of its own."""
+        """Write and commit `state`, in any thread. Rank 0 hashes its files within `dist_timeout`; the others wait."""
         if final.name == PART:
-            on_main(world, lambda: self._refuse_another_runs(progress.step))
+            on_main(world, lambda: self._refuse_another_runs(progress.step, final))
         nonce = broadcast(world, secrets.token_hex(8))
         stage = agree(world, lambda: Stage(final, nonce))
         extra = {
@@ -460,12 +409,19 @@ class Checkpoints:
         try:
             dcp.save(state, stage.path / _STATE, world.group)
             on_main(world, lambda: self._await_record(progress.step, final, recorded))
-            on_main(world, lambda: refuse_outlived(self.output_dir, self.incarnation))
+            on_main(world, lambda: incarnations.refuse_outlived(self.output_dir, self.incarnation))
             on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
         except BaseException:
             stage.abort()
             raise
         on_main(world, lambda: self._tidy(progress.step, final))
+
+    def _refuse_another_runs(self, step: int, final: Path) -> None:
+        if not checkpoints.belongs(self.root, step, self.run):
+            raise UserError(
+                f"{final} is a checkpoint of another run ({checkpoints.run_of(final)}; this one is {self.run}): give each "
+                "run its own ckpt.output_dir, then go on with --recover"
+            )
 
     def _await_record(self, step: int, final: Path, recorded: Callable[[], bool]) -> None:
         wait(
@@ -480,7 +436,7 @@ class Checkpoints:
             raise UserError(f"{subject_of(final)} is not committed: the run ended before what belongs to it was")
 
     def _tidy(self, step: int, final: Path) -> None:
-        """After a commit: what it makes superfluous goes."""
+        """Remove what a commit makes superfluous."""
         if final.name != PART:
             self._remove_recovery_but(step)
         elif self.alone() and self.config is not None:
@@ -490,32 +446,31 @@ class Checkpoints:
     def _remove_recovery_but(self, kept: int | None) -> None:
         for step in list_steps(self.recovery):
             if step != kept:
-                prune(step_dir(self.recovery, step))
+                prune(self._final(step, "recovery checkpoint"))
 
 
 def refuse_earlier(output_dir: Path, root: Path, *, recover: bool) -> None:
     """Raise UserError where a new run would mix its results with those of an earlier one."""
     versions = [version for version in list_steps(output_dir / "weights") if version > 0]
     saved = checkpoints.steps_with(root, PART)
-    for place, what, steps in ((root, "checkpoints", saved), (output_dir / "weights", "versions", versions)):
+    for directory, what, steps in ((root, "checkpoints", saved), (output_dir / "weights", "versions", versions)):
         if steps:
             ways = ways_out(output_dir, saved=bool(saved), recover=recover)
-            raise UserError(f"{place} holds {what} of an earlier run (up to step_{steps[-1]}): {ways}")
+            raise UserError(f"{directory} holds {what} of an earlier run (up to step_{steps[-1]}): {ways}")
 
 
 def refuse_foreign(weights_dir: Path, root: Path) -> None:
-    """Raise UserError where a directory bears the name of a version or a checkpoint and is none: nothing is mixed into it, nothing removed."""
-    ours = {*read_versions(weights_dir), *lost_versions(weights_dir)}
+    """Raise UserError where a directory has the name of a version or checkpoint but is none: nothing is mixed into it."""
+    ours = {*incarnations.read_versions(weights_dir), *incarnations.lost_versions(weights_dir)}
     versions = [version_dir(weights_dir, version) for version in list_steps(weights_dir) if version not in ours]
-    if found := [*versions, *checkpoints.foreign(root)]:
-        raise UserError(f"{found[0]} was not made by this program, or is damaged: move it out of the run directory")
+    if others := [*versions, *checkpoints.foreign(root)]:
+        raise UserError(f"{others[0]} was not made by this program, or is damaged: move it out of the run directory")
 
 
 def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, world: World) -> Progress:
     """Put a committed state, whose files have been verified, into model and optimizer. Every rank calls it.
 
-    Raises:
-        UserError: it is damaged, or belongs to another model.
+    Raises UserError if it is damaged, or belongs to another model.
     """
     extra = on_main(world, lambda: read_manifest(directory).extra)
     state = _state(policy, optimizer)
@@ -525,7 +480,10 @@ def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, worl
     dcp.load(state, directory / _STATE, world)
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if same_ranks:
-        _set_rng(state["rng"][str(world.rank)], world)
+        rng = state["rng"][str(world.rank)]
+        torch.set_rng_state(rng["cpu"])
+        if world.device.type == "cuda":
+            torch.cuda.set_rng_state(rng["cuda"], world.device)
     return Progress(**extra["progress"])
 
 
@@ -539,9 +497,3 @@ def _rng(world: World) -> dict[str, torch.Tensor]:
     if world.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(world.device)
     return states
-
-
-def _set_rng(states: dict[str, torch.Tensor], world: World) -> None:
-    torch.set_rng_state(states["cpu"])
-    if world.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], world.device)

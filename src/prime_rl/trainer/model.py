@@ -40,9 +40,8 @@ from prime_rl.trainer.memory import (
     use_expandable_segments,
 )
 from prime_rl.trainer.packing import MicroBatch
-from prime_rl.trainer.parallel import SingleRankReduction, World, agree
+from prime_rl.trainer.parallel import SingleRankReduction, World, agree, local_part
 from prime_rl.trainer.parameters import initialize_buffers, load_weights, randomize
-from prime_rl.trainer.sharded_optimizer import local_part
 from prime_rl.trainer.source import Source, one_line
 
 if TYPE_CHECKING:

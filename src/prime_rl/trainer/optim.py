@@ -1,58 +1,376 @@
 """The optimizer that a config asks for, gradient clipping, and the learning rate as a pure function of the step.
 
-Muon (Jordan et al. 2024) is steepest descent for matrices under the spectral norm, on momentum that is orthogonalized as a whole. Rows of a matrix
-lie on several ranks, so matrices of one shape are batched: every rank sends its rows of each to the rank that owns it, owners orthogonalize, and the
-rows go back. While a batch is orthogonalized the next one travels. Experts [E, rows, columns] are whole on their rank.
+One optimizer for groups of parameters, each with a rule of its own; every rank updates its own rows. States lie one
+behind the other in flat buffers, on the device or in page-locked host memory. Those in host memory visit the device in
+chunks while the update runs: one chunk comes in, one is in use, one goes out, on streams of their own.
+
+Muon (Jordan et al. 2024) is steepest descent for matrices under the spectral norm, on momentum that is orthogonalized as
+a whole. Rows of a matrix lie on several ranks, so matrices of one shape are batched: every rank sends its rows of each to
+the rank that owns it, owners orthogonalize, and the rows go back. While a batch is orthogonalized the next one travels.
+Experts [E, rows, columns] are whole on their rank.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from prime_rl.trainer.parallel import SHARD
-from prime_rl.trainer.sharded_optimizer import (
-    Chunk,
-    Part,
-    Piece,
-    Settings,
-    ShardedOptimizer,
-    Steps,
-    adamw,
-    has_grad,
-    local_part,
-    sgd,
-)
+from prime_rl.errors import UserError
+from prime_rl.trainer.parallel import SHARD, local_part, page_lock
 
 if TYPE_CHECKING:
-    from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig, SchedulerConfig
+    from prime_rl.config.trainer import AdamW, Muon, OptimConfig, SchedulerConfig
 
-
-STATES = ("momentum_buffer",)
+CHUNK = 1 << 24  # elements of the parameters whose states visit the device together: 64 MiB of each float32 state
+_UNDER_WAY = 3
+_ALIGNED = 1024  # elements: where a parameter's states begin, so that kernels read them in wide words
+_EPS = 1e-8
+_MEANS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 _TOGETHER = 1 << 24  # elements that one rank orthogonalizes at a time
 _ITERATIONS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: singular values in (0, 1] end up between about 0.7 and 1.2
 _SMALLEST_NORM = 1e-30
 
+Settings = Mapping[str, Any]
+Steps = Mapping[nn.Parameter, Tensor]
+
+
+# ---- states, and what visits the device together
+
+
+class Elements(NamedTuple):
+    """Elements [start, end) of this rank's part of a parameter, counted row by row."""
+
+    parameter: nn.Parameter
+    start: int
+    end: int
+
+    def value(self) -> Tensor:
+        """A view of the parameter, [end - start]."""
+        return local_part(self.parameter).view(-1)[self.start : self.end]
+
+    def grad(self) -> Tensor:
+        """Of its gradient, [end - start]."""
+        assert self.parameter.grad is not None
+        return local_part(self.parameter.grad).reshape(-1)[self.start : self.end]
+
+
+class Item(NamedTuple):
+    """Elements and their states, flat, on the device. What is written into them is kept."""
+
+    elements: Elements
+    states: list[Tensor]
+
+
+Chunk = list[Item]
+
+
+def has_grad(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None
+
+
+def with_grad(chunk: Chunk) -> Chunk:
+    return [item for item in chunk if has_grad(item.elements.parameter)]
+
+
+def in_chunks(parameters: Sequence[nn.Parameter], size: int) -> list[list[Elements]]:
+    """All parameters in chunks of about `size` elements, which may begin and end within a parameter."""
+    chunks: list[list[Elements]] = [[]]
+    room = size
+    for parameter in parameters:
+        start, total = 0, local_part(parameter).numel()
+        while start < total:
+            end = min(start + room, total)
+            chunks[-1].append(Elements(parameter, start, end))
+            room -= _aligned(end - start)
+            start = end
+            if room <= 0:
+                chunks.append([])
+                room = size
+    return [chunk for chunk in chunks if chunk]
+
+
+class States:
+    """The states `names` of `parameters`, zero at first; all are float32, and parameters are on one device.
+
+    Args:
+        chunks: What is updated together, in the order of `parameters` (None: elements may be updated one by one).
+        host: The states lie in host memory.
+
+    Raises UserError if there is not as much host memory.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        chunks: list[list[Elements]] | None = None,
+        *,
+        host: bool,
+    ) -> None:
+        self._names, self._host = names, host
+        if chunks is None:
+            chunks = in_chunks(parameters, CHUNK if host else 1 << 62)
+        self.chunks = chunks
+        self._offsets, total = dict[nn.Parameter, int](), 0
+        for parameter in parameters:
+            self._offsets[parameter] = total
+            total += _aligned(local_part(parameter).numel())
+        self._device = local_part(parameters[0]).device
+        self._buffers = [torch.zeros(total, device="cpu" if host else self._device) for _ in names]
+        self._resident = [] if host else [self._items(chunk, self._buffers, 0) for chunk in chunks]
+        self._inbound: torch.cuda.Stream | None = None
+        self._outbound: torch.cuda.Stream | None = None
+        if host and self._device.type == "cuda":
+            for buffer in self._buffers:
+                if page_lock(buffer, owner=self):
+                    raise UserError(
+                        f"optim.offload: {buffer.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked: free "
+                        "some, raise `ulimit -l`, or leave it out"
+                    )
+            self._inbound, self._outbound = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+
+    def of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """A parameter's states by name, sharded as it is: views of the buffers. Call `settle` before reading them."""
+        local, offset = local_part(parameter), self._offsets[parameter]
+        views = (buffer[offset : offset + local.numel()].view(local.shape) for buffer in self._buffers)
+        return {name: _sharded_as(parameter, view) for name, view in zip(self._names, views, strict=True)}
+
+    def walk(self) -> Iterator[Chunk]:
+        """Yield the chunks in order, each to be updated by the current stream before the next one is asked for."""
+        if not self._host:
+            yield from self._resident
+            return
+        computing = None if self._inbound is None else torch.cuda.current_stream(self._device)
+        self._follow(self._inbound, computing)  # which used the slots' memory until now
+        self._follow(self._inbound, self._outbound)  # what left in the last step has arrived before it comes back
+        slots = [self._slot() for _ in self.chunks[:_UNDER_WAY]]
+        arrived = [self._bring(*visit) for visit in zip(self.chunks, slots, strict=False)]
+        for i, chunk in enumerate(self.chunks):
+            slot, event = slots[i % _UNDER_WAY], arrived[i]
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+            yield self._items(chunk, slot, self._range(chunk)[0])
+            self._follow(self._outbound, computing)
+            with _on(self._outbound):
+                for inside, outside in self._pairs(chunk, slot):
+                    outside.copy_(inside, non_blocking=True)
+            if i + _UNDER_WAY < len(self.chunks):
+                self._follow(self._inbound, self._outbound)
+                arrived.append(self._bring(self.chunks[i + _UNDER_WAY], slot))
+
+    def settle(self) -> None:
+        """Wait until states that are on their way to host memory have arrived there."""
+        if self._outbound is not None:
+            self._outbound.synchronize()
+
+    def _items(self, chunk: list[Elements], buffers: list[Tensor], begin: int) -> Chunk:
+        """`buffers` hold the states from element `begin` on."""
+        items = []
+        for elements in chunk:
+            start, end = (self._offsets[elements.parameter] + edge - begin for edge in (elements.start, elements.end))
+            items.append(Item(elements, [buffer[start:end] for buffer in buffers]))
+        return items
+
+    def _range(self, chunk: list[Elements]) -> tuple[int, int]:
+        first, last = chunk[0], chunk[-1]
+        return self._offsets[first.parameter] + first.start, self._offsets[last.parameter] + last.end
+
+    def _slot(self) -> list[Tensor]:
+        """Room on the device for the longest chunk."""
+        longest = max(end - begin for begin, end in map(self._range, self.chunks))
+        slot = [torch.empty(longest, device=self._device) for _ in self._names]
+        for stream in (self._inbound, self._outbound):
+            for tensor in slot:
+                if stream is not None:
+                    tensor.record_stream(stream)
+        return slot
+
+    def _bring(self, chunk: list[Elements], slot: list[Tensor]) -> torch.cuda.Event | None:
+        with _on(self._inbound):
+            for inside, outside in self._pairs(chunk, slot):
+                inside.copy_(outside, non_blocking=True)
+        return None if self._inbound is None else self._inbound.record_event()
+
+    def _pairs(self, chunk: list[Elements], slot: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        begin, end = self._range(chunk)
+        for inside, buffer in zip(slot, self._buffers, strict=True):
+            yield inside[: end - begin], buffer[begin:end]
+
+    @staticmethod
+    def _follow(stream: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
+        if stream is not None and other is not None:
+            stream.wait_stream(other)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNED) * _ALIGNED
+
+
+def _sharded_as(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, kind = parameter.device_mesh, local.device.type
+    if mesh.device_type != kind:  # `from_local` would move the tensor to its mesh's device
+        groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+        mesh = DeviceMesh.from_group(groups, kind, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+# ---- the optimizer
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are updated by one rule.
+
+    Args:
+        settings: The rule's numbers, `lr` among them. They are saved in checkpoints, but it is the config's that count.
+        rule: Updates chunks of them in place, given the updates counted for each parameter (this one included) as [] on
+            its device.
+        chunks: What is updated together (None: each element may be by itself).
+    """
+
+    parameters: list[nn.Parameter]
+    settings: dict[str, Any]
+    states: tuple[str, ...]
+    rule: Callable[[Settings, Iterable[Chunk], Steps], None]
+    chunks: list[list[Elements]] | None = None
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Update this rank's rows of float32 parameters. States exist from the start.
+
+    Args:
+        offload: States lie in page-locked host memory, and are on the device only while they are updated.
+    """
+
+    def __init__(self, groups: Iterable[ParameterGroup], *, offload: bool = False) -> None:
+        self._groups = [group for group in groups if group.parameters]
+        super().__init__([{"params": group.parameters, **group.settings} for group in self._groups], {})
+        self._states = []
+        for group in self._groups:
+            states = States(group.parameters, group.states, group.chunks, host=offload)
+            self._states.append(states)
+            for parameter in group.parameters:
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **states.of(parameter)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Every rank calls it; waits for nothing on the host."""
+        for group, settings, states in zip(self._groups, self.param_groups, self._states, strict=True):
+            steps = {parameter: self.state[parameter]["step"] for parameter in group.parameters if has_grad(parameter)}
+            if steps:
+                torch._foreach_add_(list(steps.values()), 1)
+                group.rule(settings, states.walk(), steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of states that may be read on the host."""
+        for states in self._states:
+            states.settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy saved values into the existing states, in whatever memory they lie. Settings stay the config's."""
+        saved = [name for group in state_dict["param_groups"] for name in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for states in self._states:
+            states.settle()
+        for name, parameter in zip(saved, parameters, strict=True):
+            for key, state in self.state[parameter].items():
+                local_part(state).copy_(local_part(state_dict["state"][name][key]))
+
+
+def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer:
+    """The optimizer of a model's float32 masters.
+
+    They must be float32: at reinforcement-learning rates (1e-6) more than 95 % of bfloat16 weights would not move at all.
+
+    Raises UserError if the host has not enough memory.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if config.type == "adamw":
+        groups = [_adamw_group([parameter for _, parameter in named], config)]
+    elif config.type == "sgd":
+        settings = config.model_dump(include={"lr", "weight_decay", "momentum", "nesterov"})
+        states = _MOMENTUM if config.momentum else ()
+        groups = [ParameterGroup([parameter for _, parameter in named], settings, states, sgd)]
+    else:
+        hidden = [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]
+        others = [parameter for name, parameter in named if not is_hidden_matrix(name, parameter)]
+        settings = config.model_dump(include={"lr", "weight_decay", "momentum"})
+        groups = [muon_group(hidden, settings), _adamw_group(others, config)]
+    return ShardedOptimizer(groups, offload=config.offload)
+
+
+def _adamw_group(parameters: list[nn.Parameter], config: "AdamW | Muon") -> ParameterGroup:
+    betas = config.betas1, config.betas2
+    settings = {"lr": config.lr, "betas": betas, "eps": _EPS, "weight_decay": config.weight_decay}
+    return ParameterGroup(parameters, settings, _MEANS, adamw)
+
+
+def adamw(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
+    """AdamW (Loshchilov and Hutter 2019) on the states exp_avg and exp_avg_sq, by PyTorch's fused kernel."""
+    beta1, beta2 = settings["betas"]
+    for items in filter(None, map(with_grad, chunks)):
+        torch._fused_adamw_(
+            [item.elements.value() for item in items],
+            [item.elements.grad() for item in items],
+            [item.states[0] for item in items],
+            [item.states[1] for item in items],
+            [],
+            [steps[item.elements.parameter] for item in items],
+            lr=settings["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def sgd(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
+    """SGD with (Nesterov) momentum as PyTorch defines it, by its fused kernel. Without momentum there is no state."""
+    for items in filter(None, map(with_grad, chunks)):
+        torch._fused_sgd_(
+            [item.elements.value() for item in items],
+            [item.elements.grad() for item in items],
+            [state for item in items for state in item.states],
+            weight_decay=settings["weight_decay"],
+            momentum=settings["momentum"],
+            lr=settings["lr"],
+            dampening=0.0,
+            nesterov=settings["nesterov"] and settings["momentum"] > 0,
+            maximize=False,
+            is_first_step=False,  # momentum begins with zeros
+        )
+
+
+# ---- Muon
+
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon's own rule updates a parameter: a matrix, or a stack of experts' matrices, that is neither embedding nor head."""
+    """Whether Muon's own rule updates a parameter: a matrix, or a stack of experts, neither embedding nor head."""
     if "embed" in name or "lm_head" in name:
         return False
     return parameter.ndim == 2 or (parameter.ndim == 3 and "experts" in name)
 
 
-def muon_part(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, float | bool]) -> Part:
-    """The part of an optimizer that updates the hidden matrices `named`.
-
-    Args:
-        settings: lr, weight_decay, momentum.
-    """
+def muon_group(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, float | bool]) -> ParameterGroup:
+    """The hidden matrices `named`; `settings`: lr, weight_decay, momentum."""
     matrices: dict[torch.Size, list[nn.Parameter]] = {}
     experts, halves = [], set()
     for name, parameter in named:
@@ -63,26 +381,28 @@ def muon_part(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, flo
             if "gate_up" in name:
                 halves.add(parameter)
     batches = list(_deal(matrices))
-    chunks: list[list[Piece]] = [[_whole(parameter) for parameter in batch.parameters] for batch in batches]
-    chunks += [[piece] for parameter in experts for piece in _by_expert(parameter)]
+    chunks = [[Elements(each, 0, local_part(each).numel()) for each in batch.parameters] for batch in batches]
+    for parameter in experts:  # this rank's, as many of them as are orthogonalized at a time
+        expert, total = parameter.shape[1] * parameter.shape[2], local_part(parameter).numel()
+        size = expert * max(1, _TOGETHER // expert)
+        chunks += [[Elements(parameter, start, min(start + size, total))] for start in range(0, total, size)]
     parameters = [parameter for batch in batches for parameter in batch.parameters] + experts
 
     def rule(settings: Settings, items: Iterable[Chunk], steps: Steps) -> None:
         walk = iter(items)
         _update_matrices(settings, walk, batches)
-        for chunk in walk:
-            for piece, (momentum,) in chunk:
-                if has_grad(piece.parameter):
-                    _update_experts(settings, piece, momentum, 2 if piece.parameter in halves else 1)
+        for elements, (momentum,) in (item for chunk in walk for item in with_grad(chunk)):
+            _update_experts(settings, elements, momentum, 2 if elements.parameter in halves else 1)
 
-    return Part(parameters, dict(settings), STATES, rule, chunks)
+    return ParameterGroup(parameters, dict(settings), _MOMENTUM, rule, chunks)
 
 
 def orthogonalize(x_BRC: Tensor) -> Tensor:
-    """Roughly U Vᵀ of each matrix's singular value decomposition U S Vᵀ, by Newton–Schulz iterations in the type of the input.
+    """Roughly U Vᵀ of each matrix's singular value decomposition U S Vᵀ, by Newton–Schulz iterations in its dtype.
 
-    The result's singular values are within about [0.7, 1.2] where those of the input are above a hundredth of its Frobenius norm; smaller ones
-    grow by 3.4 an iteration. A zero matrix stays zero. Costs 5 · (4 s² l + 2 s³) floating-point operations for sides s <= l.
+    The result's singular values are within about [0.7, 1.2] where those of the input are above a hundredth of its
+    Frobenius norm; smaller ones grow by 3.4 an iteration. A zero matrix stays zero. Costs 5 · (4 s² l + 2 s³)
+    floating-point operations for sides s <= l.
     """
     tall = x_BRC.shape[-2] > x_BRC.shape[-1]
     x_BSL = x_BRC.mT if tall else x_BRC
@@ -97,10 +417,9 @@ def orthogonalize(x_BRC: Tensor) -> Tensor:
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """What an orthogonalized update is multiplied by, beside the learning rate.
+    """The factor of an orthogonalized update beside the learning rate, 0.2 sqrt(max(rows, columns)).
 
-    0.2 sqrt(max(rows, columns)): the root mean square is then that of a typical AdamW update (Liu et al. 2025), whose
-    learning rates serve.
+    The root mean square is then that of a typical AdamW update (Liu et al. 2025), whose learning rates serve.
     """
     return 0.2 * math.sqrt(max(rows, columns))
 
@@ -124,8 +443,7 @@ class _Batch:
         return _Batch([parameter for parameter, _ in pairs], [owner for _, owner in pairs], self.ranks)
 
 
-@dataclass(frozen=True)
-class _Sent:
+class _Sent(NamedTuple):
     """A batch on its way to the owners: `inbox` is complete once `arrival` is."""
 
     batch: _Batch
@@ -134,20 +452,21 @@ class _Sent:
 
 
 def _deal(matrices: dict[torch.Size, list[nn.Parameter]]) -> Iterator[_Batch]:
-    """Every rank owns as many matrices of a batch as the others; those that are left over go where least was to do so far."""
+    """Every rank owns as many matrices of a batch as the others; the rest goes where least was to do so far."""
     loads: list[float] = []
     for shape in sorted(matrices, key=_cost, reverse=True):
-        group = matrices[shape]
-        ranks = _ranks(group[0])
+        of_shape = matrices[shape]
+        dimension = _shard_dimension(of_shape[0])
+        ranks = 1 if dimension is None else of_shape[0].device_mesh.size(dimension)  # type: ignore[attr-defined]
         loads = loads or [0.0] * ranks
         together = ranks * max(1, _TOGETHER // shape.numel())
-        for start in range(0, len(group), together):
-            run = group[start : start + together]
+        for start in range(0, len(of_shape), together):
+            batch = of_shape[start : start + together]
             idlest = sorted(range(ranks), key=loads.__getitem__)
-            owners = sorted(idlest[i % ranks] for i in range(len(run)))
+            owners = sorted(idlest[i % ranks] for i in range(len(batch)))
             for owner in owners:
                 loads[owner] += _cost(shape)
-            yield _Batch(run, owners, ranks)
+            yield _Batch(batch, owners, ranks)
 
 
 def _cost(shape: torch.Size) -> float:
@@ -159,10 +478,8 @@ def _update_matrices(settings: Settings, walk: Iterator[Chunk], batches: list[_B
     """One batch travels while the one before it is orthogonalized."""
     ahead: _Sent | None = None
     for batch in batches:
-        chunk, live = next(walk), batch.live()
-        sent = (
-            _send(settings, live, [item for item in chunk if has_grad(item.piece.parameter)]) if live.owners else None
-        )
+        chunk, live = with_grad(next(walk)), batch.live()
+        sent = _send(settings, live, chunk) if live.owners else None
         if ahead is not None:
             _finish(settings, ahead)
         ahead = sent
@@ -171,7 +488,7 @@ def _update_matrices(settings: Settings, walk: Iterator[Chunk], batches: list[_B
 
 
 def _send(settings: Settings, batch: _Batch, chunk: Chunk) -> _Sent:
-    grads = [piece.grad() for piece, _ in chunk]
+    grads = [elements.grad() for elements, _ in chunk]
     outbox = torch.cat(_directions(settings, grads, [states[0] for _, states in chunk]))
     if batch.ranks == 1:
         return _Sent(batch, outbox, None)
@@ -201,9 +518,8 @@ def _finish(settings: Settings, sent: _Sent) -> None:
         update = _exchange_back(batch, inbox, locals_[0].shape[0])
     scale = settings["lr"] * update_scale(rows, columns)
     torch._foreach_mul_(locals_, 1 - settings["lr"] * settings["weight_decay"])
-    torch._foreach_add_(
-        locals_, list(update.to(torch.float32, memory_format=torch.contiguous_format).unbind()), alpha=-scale
-    )
+    updates = list(update.to(torch.float32, memory_format=torch.contiguous_format).unbind())
+    torch._foreach_add_(locals_, updates, alpha=-scale)
 
 
 def _exchange_back(batch: _Batch, inbox: Tensor, local_rows: int) -> Tensor:
@@ -212,12 +528,10 @@ def _exchange_back(batch: _Batch, inbox: Tensor, local_rows: int) -> Tensor:
     rows, columns = batch.parameters[0].shape
     spans, count = _rows(rows, batch.ranks), batch.counts[rank]
     sizes = [count * (end - start) * columns for start, end in spans]
-    parts = [part.view(count, -1, columns) if count else part for part in inbox.split(sizes)]
+    outbox = inbox
     if count:
-        full = orthogonalize(torch.cat(parts, dim=1))
+        full = orthogonalize(torch.cat([rows_of.view(count, -1, columns) for rows_of in inbox.split(sizes)], dim=1))
         outbox = torch.cat([full[:, start:end].reshape(-1) for start, end in spans])
-    else:
-        outbox = inbox
     update = inbox.new_empty(len(batch.parameters), local_rows, columns)
     dist.all_to_all_single(
         update.view(-1), outbox, [other * local_rows * columns for other in batch.counts], sizes, group=group
@@ -225,11 +539,11 @@ def _exchange_back(batch: _Batch, inbox: Tensor, local_rows: int) -> Tensor:
     return update
 
 
-def _update_experts(settings: Settings, piece: Piece, momentum: Tensor, parts: int) -> None:
+def _update_experts(settings: Settings, elements: Elements, momentum: Tensor, parts: int) -> None:
     """Of consecutive experts; the rows of each are `parts` matrices of equal size (gate and up in one)."""
-    _, rows, columns = piece.parameter.shape
-    value = piece.value()
-    (direction,) = _directions(settings, [piece.grad()], [momentum])
+    _, rows, columns = elements.parameter.shape
+    value = elements.value()
+    (direction,) = _directions(settings, [elements.grad()], [momentum])
     update = orthogonalize(direction.view(-1, rows // parts, columns))
     scale = settings["lr"] * update_scale(rows // parts, columns)
     value.mul_(1 - settings["lr"] * settings["weight_decay"])
@@ -244,19 +558,6 @@ def _directions(settings: Settings, grads: list[Tensor], momenta: list[Tensor]) 
     return [direction.to(dtype) for direction in ahead]
 
 
-def _whole(parameter: nn.Parameter) -> Piece:
-    return Piece(parameter, 0, local_part(parameter).numel())
-
-
-def _by_expert(parameter: nn.Parameter) -> Iterator[Piece]:
-    """This rank's experts, in runs that are orthogonalized at a time."""
-    local = local_part(parameter)
-    one = parameter.shape[1] * parameter.shape[2]
-    run = one * max(1, _TOGETHER // one)
-    for start in range(0, local.numel(), run):
-        yield Piece(parameter, start, min(start + run, local.numel()))
-
-
 def _shard_dimension(parameter: nn.Parameter) -> int | None:
     """The dimension of the mesh over which a parameter's rows are divided among several ranks."""
     if not isinstance(parameter, DTensor):
@@ -266,11 +567,6 @@ def _shard_dimension(parameter: nn.Parameter) -> int | None:
     several = [i for i in sharded if parameter.device_mesh.size(i) > 1]
     assert len(several) <= 1, "Muon expects rows to be sharded over one dimension of the mesh"
     return several[0] if several else None
-
-
-def _ranks(parameter: nn.Parameter) -> int:
-    dimension = _shard_dimension(parameter)
-    return 1 if dimension is None else parameter.device_mesh.size(dimension)  # type: ignore[attr-defined]
 
 
 def _group(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, int]:
@@ -287,54 +583,16 @@ def _rows(rows: int, ranks: int) -> list[tuple[int, int]]:
     return [(min(rank * run, rows), min((rank + 1) * run, rows)) for rank in range(ranks)]
 
 
-_EPS = 1e-8
-_MEANS = "exp_avg", "exp_avg_sq"
-
-
-def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer:
-    """The optimizer of a model's float32 masters.
-
-    They must be float32: at reinforcement-learning rates (1e-6) more than 95 % of bfloat16 weights would not move at all.
-
-    Raises:
-        UserError: the host has not enough memory.
-    """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if config.type == "adamw":
-        parts = [Part([parameter for _, parameter in named], _adamw_settings(config), _MEANS, adamw)]
-    elif config.type == "sgd":
-        parts = [_sgd_part([parameter for _, parameter in named], config)]
-    else:
-        parts = _muon_parts(named, config)
-    return ShardedOptimizer(parts, offload=config.offload)
-
-
-def _adamw_settings(config: "AdamW | Muon") -> dict[str, Any]:
-    betas = config.betas1, config.betas2
-    return {"lr": config.lr, "betas": betas, "eps": _EPS, "weight_decay": config.weight_decay}
-
-
-def _sgd_part(parameters: list[nn.Parameter], config: "SGD") -> Part:
-    settings = config.model_dump(include={"lr", "weight_decay", "momentum", "nesterov"})
-    return Part(parameters, settings, STATES if config.momentum else (), sgd)
-
-
-def _muon_parts(named: list[tuple[str, nn.Parameter]], config: "Muon") -> list[Part]:
-    settings = config.model_dump(include={"lr", "weight_decay", "momentum"})
-    hidden = [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]
-    others = [parameter for name, parameter in named if not is_hidden_matrix(name, parameter)]
-    return [
-        muon_part(hidden, settings),
-        Part(others, _adamw_settings(config), _MEANS, adamw),
-    ]
+# ---- the learning rate, and clipping
 
 
 def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: int | None) -> float:
     """The learning rate of step `step` (0-based).
 
-    Warm-up rises linearly and reaches `lr` at step `warmup_steps` - 1 (its first step is lr / warmup_steps, never zero). All but `constant` end:
-    where they have steps to fall over, the last one, max_steps - 1, runs at `min_lr`, so that they need `max_steps` (the config checks it). The share of the way from `min_lr` to
-    `lr`, as a function of the decay's progress t in [0, 1]: 1 - t (linear), 1 - sqrt(t) (Hägele et al. 2024), or (1 + cos πt) / 2.
+    Warm-up rises linearly and reaches `lr` at step `warmup_steps` - 1 (its first step is lr / warmup_steps, never zero).
+    All but `constant` end: where they have steps to fall over, the last one, max_steps - 1, runs at `min_lr`, so that
+    they need `max_steps` (the config checks it). The share of the way from `min_lr` to `lr`, as a function of the decay's
+    progress t in [0, 1]: 1 - t (linear), 1 - sqrt(t) (Hägele et al. 2024), or (1 + cos πt) / 2.
     """
     if step < config.warmup_steps:
         return lr * (step + 1) / config.warmup_steps
@@ -353,15 +611,16 @@ def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: in
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Every part's learning rate for the next update."""
+    """Set every group's learning rate for the next update."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale all gradients so that their joint 2-norm is at most `max_norm`. Returns the norm before, [] on the device; reads nothing back.
+    """Scale all gradients so that their joint 2-norm is at most `max_norm`; return the norm before, [] on the device.
 
-    Works on what each rank holds: operators on sharded tensors cost the host more, one by one, than all of this costs the device.
+    Reads nothing back. Works on what each rank holds: operators on sharded tensors cost the host more, one by one, than
+    all of this costs the device.
     """
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]

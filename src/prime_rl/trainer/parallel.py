@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import CommitError
@@ -226,6 +227,11 @@ def rows_of_rank(rows: int, world: World) -> tuple[int, int]:
     """The rows [start, end) of a parameter that FSDP2 gives this rank: equal runs of ceil(rows / shards), the last ones short or empty."""
     run = -(-rows // world.shards)
     return min(world.shard_rank * run, rows), min((world.shard_rank + 1) * run, rows)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # ---- gradients of a single rank

@@ -87,11 +87,11 @@ class Report:
                 self._status.done(f"failed: {error}")
             self._status.close()
 
-    def open(self, given: "TrainingConfig") -> None:
-        """The run is not refused: from here on it may leave its own traces, first of all its config as it was `given`."""
+    def open(self, raw_config: "TrainingConfig") -> None:
+        """The run is not refused: from here on it may write its own files, first of all its config."""
         self._begin()
         if self.main:
-            write_toml(given, given.output_dir / "configs" / f"{self.process}.toml")
+            write_toml(raw_config, raw_config.output_dir / "configs" / f"{self.process}.toml")
             for path in status_path(self.config.output_dir, self.process).parent.glob(f"{self.process}.*.json"):
                 rank = path.name.split(".")[1]
                 if rank.isdigit() and int(rank) >= self.ranks:
@@ -160,58 +160,57 @@ class Report:
         self._status.done(outcome)
 
 
-class StepOutcome:
-    """Metric sums and gradient norm of step `step`, on their way from the device to the host. Nothing waits for them before `read`.
-
-    Args:
-        sums: Of this rank; they are added up over the ranks.
-        moments: When the device began, had the gradients, and had changed the weights.
-    """
-
-    def __init__(
-        self, step: int, world: World, sums: Tensor, norm: Tensor, moments: tuple[Moment, Moment, Moment]
-    ) -> None:
-        self.step, self.moments = step, moments
-        if world.size > 1:
-            dist.all_reduce(sums)
-        self._numbers = ToHost(torch.cat([sums.double(), norm.double().reshape(1)]))
-
-    def read(self) -> tuple[list[float], float]:
-        """The sums over all ranks, and the gradient norm. The one place of a step where the host waits for the device; any thread may.
-
-        Raises:
-            UserError: the gradient norm is not finite: what the step made must not be saved.
-        """
-        *values, norm = self._numbers.read().tolist()
-        if not math.isfinite(norm):
-            raise UserError(f"step {self.step}: the gradient norm is {norm}: nothing of this step is committed")
-        return values, norm
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host only enqueues what the device does."""
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
-class Row:
-    """The metrics of a step, some of which are still on the device.
+class StepMetrics:
+    """The metrics of step `step`, some of which are still on the device.
 
     Args:
-        outcome: Those on the device.
-        named: The metrics that the outcome's sums are.
+        sums: Metric sums on their way to the host, then the gradient norm.
+        moments: When the device began, had the gradients, and had changed the weights.
+        named: Gives the metrics of the sums.
         known: Those that the host knows already.
         tokens: Of all ranks.
-        ideal: Seconds that the step's FLOP would take at the ranks' peak; None where that is not known.
+        ideal: Seconds that the step's FLOP would take at the ranks' peak (None: not known).
     """
 
-    outcome: StepOutcome
+    step: int
+    sums: ToHost
+    moments: tuple[Moment, Moment, Moment]
     named: Callable[[list[float]], Mapping[str, float]]
     known: Mapping[str, float]
     tokens: int
     ideal: float | None
 
+    def read(self) -> tuple[list[float], float]:
+        """The sums over all ranks, and the gradient norm.
 
-class Rows:
-    """Rows of metrics, each written once its outcome is on the host. Every rank keeps them.
+        The one place of a step where the host waits for the device; any thread may. Raises UserError if the norm is not
+        finite: what the step made must not be saved.
+        """
+        *values, norm = self.sums.read().tolist()
+        if not math.isfinite(norm):
+            raise UserError(f"step {self.step}: the gradient norm is {norm}: nothing of this step is committed")
+        return values, norm
 
-    Reading at once would let a GPU run dry: there a step's row is written while the next step is under way, and by `flush`, which comes before
-    anything is saved that is ahead of the row. On a CPU it is written at once. As a context it writes what is left where a run fails.
+
+def sum_on_device(world: World, sums: Tensor, norm: Tensor) -> ToHost:
+    """Add a rank's metric sums up over the ranks and send them, then the gradient norm, to the host."""
+    if world.size > 1:
+        dist.all_reduce(sums)
+    return ToHost(torch.cat([sums.double(), norm.double().reshape(1)]))
+
+
+class MetricRows:
+    """Rows of metrics, each written once its step is done. Every rank keeps them.
+
+    Reading at once would let a GPU run dry: there a step's row is written while the next step is under way, and by
+    `flush`, which comes before anything is saved that is ahead of the row. On a CPU it is written at once. As a context
+    it writes what is left when a run fails.
 
     A step's time goes from the end of the one before to its own end, so that waits count, for the first one from `begin`.
     `written` is the step whose row was written last.
@@ -219,8 +218,7 @@ class Rows:
 
     def __init__(self, report: Report, device: torch.device) -> None:
         self._report, self._device = report, device
-        self._late = device.type == "cuda"  # the host only enqueues what the device does
-        self._row: Row | None = None
+        self._row: StepMetrics | None = None
         self._ended = now(device)  # of the step whose row was written last
         self.written = -1
 
@@ -238,33 +236,34 @@ class Rows:
         self._ended = now(self._device)
 
     def recorded(self, step: int, weights: Path | None, *, durable: bool = False) -> bool:
-        """Whether `step` has its row and, where versions are made, its version under `weights`, with `durable` in files: no saved state is ahead of either.
-        Any thread may ask."""
+        """Whether `step` has its row and its version under `weights`, with `durable` in files. Any thread may ask.
+
+        No saved state is ahead of either. `weights` is None where no versions are made.
+        """
         if self.written < step or weights is None or max(list_steps(weights), default=0) <= step:
             return self.written >= step and weights is None
         return not durable or weights_manifest(version_dir(weights, step + 1)).publisher is None
 
-    def put(self, row: Row) -> None:
-        """A step is under way; its row is written later."""
+    def put(self, row: StepMetrics) -> None:
+        """A step is under way; its row is written later, on a device that runs behind the host."""
         assert self._row is None, "a step's row is written before the next step ends"
         self._row = row
-        if not self._late:
+        if not runs_ahead(self._device):
             self.flush()
 
     def flush(self) -> None:
         """Write the row that is left, if there is one, as soon as its step is done.
 
-        Raises:
-            UserError: that step's gradients are not finite, or the disk is full.
+        Raises UserError if that step's gradients are not finite, or the disk is full.
         """
         if self._row is None:
             return
         row, self._row = self._row, None
-        values, norm = row.outcome.read()
-        begun, graded, updated = row.outcome.moments
+        values, norm = row.read()
+        begun, graded, updated = row.moments
         elapsed, self._ended = seconds(self._ended, updated), updated
         self._report.metrics(
-            row.outcome.step,
+            row.step,
             {
                 **row.named(values),
                 "optim/grad_norm": norm,
@@ -276,4 +275,4 @@ class Rows:
                 **row.known,
             },
         )
-        self.written = row.outcome.step
+        self.written = row.step

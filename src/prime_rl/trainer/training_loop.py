@@ -37,7 +37,7 @@ from prime_rl.trainer.packing import (
 from prime_rl.trainer.parallel import World, close_world, init_world, now
 from prime_rl.trainer.perf import HostSyncs, bench_table
 from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.trainer.report import Report, Row, Rows, StepOutcome, StopSignal
+from prime_rl.trainer.report import MetricRows, Report, StepMetrics, StopSignal, sum_on_device
 from prime_rl.trainer.source import Source, locate_model
 from prime_rl.trainer.weight_publisher import (
     WeightPublisher,
@@ -162,7 +162,7 @@ def run(
     report.ready()
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
-    rows = exit_stack.enter_context(Rows(report, world.device))
+    rows = exit_stack.enter_context(MetricRows(report, world.device))
     syncs = exit_stack.enter_context(HostSyncs(world.device, count=config.bench))
     exit_stack.enter_context(watched(policy.memory, world.device))
     if served is not None and policy.compiled:  # the servers are loading meanwhile
@@ -195,7 +195,8 @@ def run(
         versions.before_update()
         checkpoints.before_update()
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-        outcome = StepOutcome(step, world, moe.join_loads(sums, policy), norm, (begun, graded, now(world.device)))
+        sums = moe.join_loads(sums, policy)
+        moments = begun, graded, now(world.device)
         progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + batch.samples)
         known = {
             "optim/lr": lr,
@@ -210,13 +211,15 @@ def run(
             "progress/total_samples": progress.samples,
         }
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
-        rows.put(Row(outcome, moe.with_loads(recipe.names(batch), policy), known, batch.tokens, ideal))
+        named = moe.with_loads(recipe.names(batch), policy)
+        row = StepMetrics(step, sum_on_device(world, sums, norm), moments, named, known, batch.tokens, ideal)
+        rows.put(row)
 
         kind, weights, saving = checkpoints.due(step + 1), None, 0.0
         if served is not None or kind == "checkpoint" or is_evaluated(config, step + 1):
             weights = config.output_dir / "weights"
             durable = checkpoints.will_need(step + 1, recipe.async_level) or step + 1 == config.max_steps
-            versions.publish(step + 1, outcome.read, durable=durable)
+            versions.publish(step + 1, row.read, durable=durable)
             versions.prune(recipe.async_level, recipe.keep, checkpoints.needed)
         if kind is not None:
             report.phase(f"saving a {kind}")

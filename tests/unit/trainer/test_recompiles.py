@@ -19,9 +19,8 @@ from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, make_los
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
-from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parallel import World, local_part
 from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.trainer.sharded_optimizer import local_part
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step, warm_up
 from support import trainer as support
 
