@@ -1,7 +1,8 @@
 """Training state in torch's distributed checkpoint format (DCP), without unpickling whatever a file holds.
 
-DCP's `.metadata` is a pickle, and its planner loads whatever is no tensor with full pickle. Here the metadata may name only the classes that it
-consists of, everything else is read with `weights_only`, and files are opened only beside the metadata. A checkpoint is data, never code.
+DCP's `.metadata` is a pickle, and its planner loads whatever is no tensor with full pickle. Here the metadata may name
+only the classes that it consists of, everything else is read with `weights_only`, and files are opened only beside the
+metadata. A checkpoint is data, never code.
 """
 
 import errno
@@ -59,24 +60,22 @@ _BROKEN_PICKLE = (
 def save(state: State, directory: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the ranks' shards of `state` into `directory`. Every rank calls it.
 
-    The plan of who writes what is made by torch, whose own collectives pickle it between the ranks of this trainer (which trust each other).
-
-    Raises:
-        UserError: the disk is full, fails, or may not be written to.
+    The plan of who writes what is made by torch, whose own collectives pickle it between the ranks of this trainer
+    (which trust each other). Raises UserError if the disk is full, fails, or may not be written to.
     """
     try:
         with disk_errors(directory):
             writer = _Writer(directory, per_thread_copy_ahead=10_000_000 if _on_gpu(state) else 0)
             checkpoint.save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        if (explained := _write_failure(causes, directory)) is not None:
+        explained = _write_failure([cause for cause, _ in error.failures.values()], directory)
+        if explained is not None:
             raise explained from error
         raise
 
 
 def _write_failure(causes: Sequence[BaseException], directory: Path) -> UserError | None:
-    """What the user can mend of what kept the ranks from writing; None where it is something else."""
+    """What the user can mend of what kept the ranks from writing; None for anything else, which is a defect."""
     for cause in causes:
         if isinstance(cause, OSError) and (explained := disk_error(cause, directory)) is not None:
             return explained
@@ -84,35 +83,25 @@ def _write_failure(causes: Sequence[BaseException], directory: Path) -> UserErro
         return disk_error(OSError(errno.ENOSPC, ""), directory)
     if broken := [cause for cause in causes if _ARCHIVE in str(cause)]:
         return UserError(
-            f"{directory} cannot be written ({_cause(broken[0])}): nothing was committed, and what was committed before is untouched; look "
-            "after the file system and start again"
+            f"{directory} cannot be written ({_cause(broken[0])}): nothing was committed, and what was committed before is "
+            "untouched; look after the file system and start again"
         )
     return None
-
-
-def _behind(error: BaseException) -> Iterator[BaseException]:
-    """The errors that this one was raised in answer to."""
-    while (before := error.__cause__ or error.__context__) is not None:
-        yield before
-        error = before
 
 
 def load(state: State, directory: Path, world: World) -> None:
     """Fill `state` from `directory`, whatever the number of ranks that wrote it. Every rank calls it.
 
-    Raises:
-        UserError: the files are damaged or hold something else than data, or the state is that of another model.
+    Raises UserError if the files are damaged or hold something else than data, or the state is that of another model.
     """
     metadata = agree(world, lambda: read_metadata(directory))
     if problem := misfit(metadata, state):
         hint = "; if the model is the same, so must be optim.type, and whether there is momentum"
-        raise UserError(
-            f"{directory} does not fit this model: {problem}{hint if problem.startswith('optimizer.') else ''}"
-        )
+        hint = hint if problem.startswith("optimizer.") else ""
+        raise UserError(f"{directory} does not fit this model: {problem}{hint}")
+    reader = _Reader(directory, metadata)
     try:
-        checkpoint.load(
-            state, storage_reader=_Reader(directory, metadata), planner=_Planner(), process_group=world.group
-        )
+        checkpoint.load(state, storage_reader=reader, planner=_Planner(), process_group=world.group)
     except (CheckpointException, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
         raise UserError(f"{directory} cannot be loaded into this model: {_cause(error)}") from error
 
@@ -120,8 +109,7 @@ def load(state: State, directory: Path, world: World) -> None:
 def read_metadata(directory: Path) -> Metadata:
     """The metadata in `directory`.
 
-    Raises:
-        UserError: it is missing or damaged, names anything but the classes of metadata, or points out of `directory`.
+    Raises UserError if it is missing or damaged, names anything but the classes of metadata, or points elsewhere.
     """
     path = directory / _METADATA
     try:
@@ -140,7 +128,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def misfit(metadata: Metadata, state: State) -> str | None:
-    """What tells the saved model and optimizer from these: the first tensor that only one has, or that differs in shape. None when they agree."""
+    """The first tensor that only the saved or only this model and optimizer have, or that differs in shape, if any."""
     ours = {place: tuple(tensor.shape) for part in _COMPARED for place, tensor in _tensors(state[part], part)}
     saved = {
         place: tuple(entry.size)
@@ -149,10 +137,8 @@ def misfit(metadata: Metadata, state: State) -> str | None:
     }
     for place in sorted(saved.keys() | ours.keys()):
         if saved.get(place) != ours.get(place):
-            shapes = [
-                list(shape) if shape is not None else "not there" for shape in (saved.get(place), ours.get(place))
-            ]
-            return f"{place} is {shapes[0]} in the checkpoint and {shapes[1]} in the model"
+            theirs, own = (list(side[place]) if place in side else "not there" for side in (saved, ours))
+            return f"{place} is {theirs} in the checkpoint and {own} in the model"
     return None
 
 
@@ -165,9 +151,10 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
 
 
 class HostCopy:
-    """Copies of the training state in host memory, in buffers that are made once (page-locked for a GPU, so that copying runs at full speed).
+    """Copies of the training state in host memory, in buffers that are made once (page-locked for a GPU: full speed).
 
-    A GPU copies on a stream of its own, beside the forward and backward of the next step: `before_update` must come before the state changes.
+    A GPU copies on a stream of its own, beside the forward and backward of the next step: `before_update` must come
+    before the state changes.
 
     Args:
         world: Its mesh lies on the CPU: copies of sharded tensors are sharded over it.
@@ -180,14 +167,14 @@ class HostCopy:
         self.closed = False  # nothing more is reserved
 
     def reserve(self, state: State) -> None:
-        """Allocate the buffers for such a state. Page-locking takes about a second for each GB, which the first `take` would otherwise wait for."""
+        """Allocate the buffers beforehand: page-locking takes about a second for each GB."""
         for place, tensor in _tensors(state, ""):
             if self.closed:
                 return
             self._buffer(tensor.to_local() if isinstance(tensor, DTensor) else tensor, place)
 
     def take(self, state: State) -> State:
-        """Begin a copy, which is whole after `synchronize`: also of tensors that lie in host memory already. The next call overwrites it."""
+        """Begin a copy, which is whole after `synchronize`. The next call overwrites it."""
         if self._stream is None:
             return {key: self._copy(value, f".{key}") for key, value in state.items()}
         self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
@@ -209,13 +196,9 @@ class HostCopy:
 
     def _copy(self, value: Any, place: str) -> Any:
         if isinstance(value, DTensor):
+            local, shape, stride = self._tensor(value.to_local(), place), value.shape, value.stride()
             return DTensor.from_local(
-                self._tensor(value.to_local(), place),
-                self._world.mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
+                local, self._world.mesh, value.placements, run_check=False, shape=shape, stride=stride
             )
         if isinstance(value, Tensor):
             return self._tensor(value, place)
@@ -244,7 +227,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _SyncedFile(io.FileIO):
-    """A file that never has more than `_UNSYNCED_BYTES` in the page cache: on ext4 every other fsync would wait for the rest, and with it the run."""
+    """A file with at most `_UNSYNCED_BYTES` in the page cache: on ext4 every other fsync, the run's too, waits for it."""
 
     _unsynced = 0
 
@@ -274,17 +257,19 @@ class _Writer(checkpoint.FileSystemWriter):
         self.fs = _SyncedFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """torch's archive writer turns an error of the system into one about positions: the system's own is what travels to the other ranks."""
+        """Give the other ranks the system's error, which torch's archive writer turns into one about positions."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            for before in _behind(error):
-                if isinstance(before, OSError):
-                    raise OSError(before.errno, before.strerror, before.filename) from error
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, OSError):
+                    raise OSError(cause.errno, cause.strerror, cause.filename) from error
+                cause = cause.__cause__ or cause.__context__
             raise
 
     def storage_meta(self) -> StorageMeta:
-        """Where a checkpoint was written is nobody's business when it is read elsewhere."""
+        """Leave out where the checkpoint is written."""
         return StorageMeta()
 
 

@@ -1,7 +1,8 @@
 """Parameters under their Hugging Face names: which rows lie on which rank, and how they get their values.
 
-transformers holds some tensors in another form than the files do. `stored_tensors` names, for every tensor of the files, the slice of the parameter
-that holds it; loading and exporting both follow it. Values come from a model directory or are random.
+transformers holds some tensors in another form than the files do. `stored_tensors` names, for every tensor of the files,
+the slice of the parameter that holds it; loading and exporting both follow it. Values come from a model directory or are
+random.
 """
 
 import json
@@ -37,7 +38,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a model's files, of `shape`, and the parameter that holds it: the whole of it, or with `expert` that part."""
+    """One tensor of a model's files, of `shape`, and the parameter that holds it, whole or (`expert`) as a part."""
 
     name: str
     shape: list[int]
@@ -45,7 +46,7 @@ class StoredTensor:
     expert: Expert | None = None
 
     def local(self, world: World) -> tuple[Tensor, int]:
-        """This rank's rows of it (a view of the parameter, perhaps without rows), and the index of their first row."""
+        """This rank's rows of it (a view of the parameter, perhaps empty), and the index of their first row."""
         local, first = local_rows(self.parameter, world)
         if self.expert is None:
             return local, first
@@ -86,7 +87,7 @@ def local_rows(parameter: Tensor, world: World) -> tuple[Tensor, int]:
 
 
 def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
-    """Recompute buffers that no checkpoint carries (rotary frequencies), set counters to zero; allocation left them undefined."""
+    """Recompute buffers that no checkpoint carries (rotary frequencies), set counters to zero."""
     for buffer in lm.buffers():
         buffer.fill_(torch.nan if buffer.is_floating_point() else 0)
     for module in lm.modules():
@@ -115,44 +116,42 @@ def randomize(policy: nn.Module, world: World, seed: int) -> None:
 def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     """Read every parameter's rows of this rank from a model directory's safetensors files.
 
-    Experts may lie there one by one, as models are published, or fused as transformers holds them.
-
-    Raises:
-        UserError: a tensor is missing or has another shape, or a file is damaged.
+    Experts may lie there one by one, as models are published, or fused as transformers holds them. Raises UserError if a
+    tensor is missing or has another shape, or a file is damaged.
     """
     files = _tensor_files(directory)
-    wanted: dict[Path, list[tuple[str, StoredTensor]]] = {}
+    by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
     for tensor in stored_tensors(policy):
-        found = _find(tensor, files, directory)
-        wanted.setdefault(files[found], []).append((found, tensor))
-    for path, tensors in wanted.items():
+        name = _name_in_files(tensor, files, directory)
+        by_file.setdefault(files[name], []).append((name, tensor))
+    for path, tensors in by_file.items():
         try:
             with safe_open(path, "pt") as file:
-                for found, tensor in tensors:
+                for name, tensor in tensors:
                     local, start = tensor.local(world)
                     if local.numel():
-                        local.copy_(_read(file, path, found, tensor, start, local.shape[0]))
+                        local.copy_(_read(file, path, name, tensor, start, local.shape[0]))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged or unreadable: {one_line(error)}") from error
 
 
-def _find(tensor: StoredTensor, files: dict[str, Path], directory: Path) -> str:
+def _name_in_files(tensor: StoredTensor, files: dict[str, Path], directory: Path) -> str:
     """The name under which the files hold a tensor, or the fused one that it is a part of."""
     names = [tensor.name] if tensor.expert is None else [tensor.name, tensor.expert.fused]
-    # A checkpoint of the backbone alone lacks the "model." prefix; one of a tied model may hold the shared matrix as its head.
+    # A checkpoint of the backbone alone lacks the "model." prefix; a tied model's may hold the shared matrix as its head.
     for name in (*names, *(name.removeprefix("model.") for name in names)):
         if name in files:
             return name
     raise UserError(f"model directory {directory} has no tensor {tensor.name}, which its config.json needs")
 
 
-def _read(file: Any, path: Path, found: str, tensor: StoredTensor, start: int, count: int) -> Tensor:
-    """Rows [start, start + count) of a tensor, from the open file that holds it as `found`."""
-    stored = file.get_slice(found)
-    expert = tensor.expert if tensor.expert is not None and tensor.expert.fused.endswith(found) else None
+def _read(file: Any, path: Path, name: str, tensor: StoredTensor, start: int, count: int) -> Tensor:
+    """Rows [start, start + count) of a tensor, from the open file that holds it as `name`."""
+    stored = file.get_slice(name)
+    expert = tensor.expert if tensor.expert is not None and tensor.expert.fused.endswith(name) else None
     shape = tensor.shape if expert is None else list(tensor.parameter.shape)
     if list(stored.get_shape()) != shape:
-        raise UserError(f"{path}: {found} has shape {list(stored.get_shape())}, config.json says {shape}")
+        raise UserError(f"{path}: {name} has shape {list(stored.get_shape())}, config.json says {shape}")
     rows: Tensor = stored[start : start + count] if expert is None else stored[expert.index, expert.rows]
     return rows
 
@@ -163,10 +162,10 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     try:
         if index.is_file():
             return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        found: dict[str, Path] = {}
+        files: dict[str, Path] = {}
         for path in sorted(directory.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                found |= dict.fromkeys(file.keys(), path)
-        return found
+                files |= dict.fromkeys(file.keys(), path)
+        return files
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise UserError(f"the weights in {directory} are damaged or unreadable: {one_line(error)}") from error

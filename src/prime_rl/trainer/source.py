@@ -1,7 +1,8 @@
-"""Where a run's first weights come from: a local directory, the hub, or nowhere (random weights of a known shape), and their tokenizer."""
+"""Where a run's first weights come from: a local directory, the hub, or nowhere (random weights), and their tokenizer."""
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ from prime_rl.transport.weights import without_tensors
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainerModel
 
-# Shapes that fake data can use without a download: hidden, layers, heads, key/value heads, feed-forward, tied head, experts' sizes. Head size
-# 128, vocabulary 151,936.
+# Shapes that fake data can use without a download: hidden, layers, heads, key/value heads, feed-forward, tied head,
+# experts' sizes. Head size 128, vocabulary 151,936.
 _KNOWN: dict[str, tuple[int, int, int, int, int, bool, dict[str, int]]] = {
     "Qwen/Qwen3-0.6B": (1024, 28, 16, 8, 3072, True, {}),
     "Qwen/Qwen3-1.7B": (2048, 28, 16, 8, 6144, True, {}),
@@ -47,20 +48,11 @@ class Source:
 
 
 def locate_model(config: "TrainerModel", world: World, *, random_weights: bool) -> Source:
-    """`find_model` on every rank, rank 0 first: it downloads what is missing.
-
-    Raises:
-        UserError: as `find_model`, on every rank.
-    """
-
-    def find() -> Source:
-        return find_model(
-            config.name,
-            trust_remote_code=config.trust_remote_code,
-            random_weights=random_weights,
-            layers=config.layers,
-        )
-
+    """`find_model` on every rank, rank 0 first: it downloads what is missing."""
+    trust = config.trust_remote_code
+    find = partial(
+        find_model, config.name, trust_remote_code=trust, random_weights=random_weights, layers=config.layers
+    )
     on_main(world, lambda: find().name)
     return agree(world, find)
 
@@ -71,11 +63,10 @@ def find_model(
     """Locate a model: a local directory, or a hub name (downloaded into the hub's cache).
 
     Args:
-        random_weights: The weights may be missing (fake data). A directory's are used when they are there; nothing is downloaded.
+        random_weights: The weights may be missing (fake data). A directory's own are used; nothing is downloaded.
         layers: How many of its layers to build, where the weights are random.
 
-    Raises:
-        UserError: not found, or not a model directory, or `layers` of a model that has weights.
+    Raises UserError if it is not found or no model directory, or if `layers` is of a model that has weights.
     """
     if layers is None:
         return _find(name, trust_remote_code, random_weights)
@@ -157,7 +148,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 
 def stop_ids(source: Source) -> list[int]:
-    """The tokens at which a server ends a reply, by the model's `generation_config.json`. Raises UserError when that cannot be read."""
+    """The tokens at which a server ends a reply (`generation_config.json`). Raises UserError if that is unreadable."""
     path = None if source.directory is None else source.directory / "generation_config.json"
     if path is None or not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""The training loop, one for RL and fine-tuning: they differ in their data, their token loss, and in who follows their versions (`Recipe`)."""
+"""The training loop of RL and fine-tuning, which differ in data, token loss, and who follows their versions (`Recipe`)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -81,8 +81,7 @@ class Recipe:
 def train(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
     """Train until `max_steps`, or until a signal asks to stop. A finished run that is to be recovered is left as it is.
 
-    Raises:
-        UserError: anything the user can mend, on every rank.
+    Raises UserError, on every rank, for anything the user can mend.
     """
     stop = StopSignal()
     config = bench_config(raw_config) if raw_config.bench else raw_config
@@ -275,12 +274,10 @@ def is_evaluated(config: Config, version: int) -> bool:
 def forward_backward(
     policy: Policy, batches: Sequence[HostBatch], loss_of: TokenLoss | SequenceLoss, world: World
 ) -> Tensor:
-    """Gradients of the summed losses of this rank's micro-batches. Every rank must pass as many of them.
+    """Compute the gradients of the summed losses of this rank's micro-batches. Every rank must pass as many of them.
 
-    The streams must already be divided by the global counts: gradients are summed over micro-batches and ranks, never averaged.
-
-    Returns:
-        The metric sums [M] of this rank, on the device; nothing waits for the device here.
+    The streams must already be divided by the global counts: gradients are summed over micro-batches and ranks, never
+    averaged. Returns the metric sums [M] of this rank, on the device; nothing waits for the device here.
     """
     total = None
     for i, host in enumerate(batches):
@@ -305,9 +302,6 @@ def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, lr: float, 
     return norm
 
 
-_DOCUMENTS = 3
-
-
 def warm_up(
     policy: Policy,
     loss: TokenLoss | SequenceLoss,
@@ -318,9 +312,9 @@ def warm_up(
 ) -> None:
     """Compile blocks, loss and the scoring of versions. Every rank calls it, where anything is compiled.
 
-    Weights, states of the optimizer and random numbers stay as they are. Blocks are compiled for the longest micro-batch, then, since another number
-    of tokens follows, once for any: those that the run packs later compile nothing. Both are as long as `seq_len` allows, so that what does not fit
-    into memory fails here as it would in a step.
+    Weights, states of the optimizer and random numbers stay as they are. Blocks are compiled for the longest micro-batch,
+    then, since another number of tokens follows, once for any: those that the run packs later compile nothing. Both are
+    as long as `seq_len` allows, so that what does not fit into memory fails here as it would in a step.
 
     Args:
         multiple_of: Micro-batches are padded to a multiple of so many tokens.
@@ -338,14 +332,9 @@ def warm_up(
 def _random_batch(tokens: int, vocabulary: int) -> HostBatch:
     """Random tokens in a few documents. No token has a weight, hence no gradient."""
     draw = np.random.default_rng(0)
-    lengths = [len(part) for part in np.array_split(np.arange(tokens), min(_DOCUMENTS, tokens))]
-    documents = [
-        Document(
-            draw.integers(0, vocabulary, length),
-            np.ones(length, dtype=np.bool_),
-            1.0,
-            np.zeros((len(STREAMS), length), dtype=np.float32),
-        )
-        for length in lengths
-    ]
+    lengths = [len(part) for part in np.array_split(np.arange(tokens), min(3, tokens))]
+    documents = []
+    for length in lengths:
+        ids, streams = draw.integers(0, vocabulary, length), np.zeros((len(STREAMS), length), dtype=np.float32)
+        documents.append(Document(ids, np.ones(length, dtype=np.bool_), 1.0, streams))
     return collate(documents, len(STREAMS))

@@ -2,9 +2,7 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -138,39 +136,6 @@ def versions(
         incarnation.close()
 
 
-def test_incarnation_and_resume(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
-    """Version 0 is the base by reference; a resumed incarnation retires later versions and is told apart by its incarnation."""
-    first = versions()
-    first.open(0)
-    base = verify_weights(tmp_path / "weights" / "step_0")
-    assert base.base is not None
-    for version in (1, 2, 3):
-        first.publish(version)
-    first.settle()
-    second = versions()
-    second.open(1)
-    assert list_steps(tmp_path / "weights") == [0, 1]
-    second.publish(2)
-    second.settle()
-    manifests = [verify_weights(tmp_path / "weights" / f"step_{v}") for v in (1, 2)]
-    assert [m.incarnation for m in manifests] == [0, 1]
-    assert manifests[0].hash == base.hash  # nothing was trained here
-
-
-def test_another_base_is_refused(
-    versions: Callable[[], WeightPublisher],
-    world: World,
-    make_policy: Callable[..., Policy],
-    untied_model: Path,
-    tmp_path: Path,
-) -> None:
-    """A run directory belongs to one base model."""
-    versions().open(0)
-    other = WeightPublisher(tmp_path, make_policy(untied_model), find_model(str(untied_model)), world, torch.float32)
-    with closing(other), pytest.raises(UserError, match="another base model"):
-        other.open(0)
-
-
 def test_prune(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """The base, what sampling ahead needs, what checkpoints need, and what the orchestrator holds a lease on stay."""
     incarnation = versions()
@@ -230,29 +195,6 @@ def test_a_failure_is_heard_once(versions: Callable[[], WeightPublisher], tmp_pa
     assert list_steps(tmp_path / "weights") == [0, 4]
     assert told == [4]
     assert [path.name for path in (tmp_path / "weights").glob(".*")] == []
-
-
-def test_every_version_has_the_time_out_for_itself(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
-    """Versions that follow each other may take longer than one may; what was committed is told, though the next one failed."""
-    told: list[int] = []
-    incarnation = versions()
-    incarnation._on_committed = lambda version, times: told.append(version)
-    incarnation.open(0)
-    incarnation.settle()
-    incarnation._committer.timeout = 5.0
-    for version in (1, 2):
-        incarnation.publish(version, lambda: time.sleep(3))
-    incarnation.settle()
-    assert told == [1, 2]
-
-    def refuse() -> None:
-        raise UserError("not finite")
-
-    incarnation.publish(5)
-    incarnation.publish(6, refuse)
-    with pytest.raises(UserError, match="not finite"):
-        incarnation.settle()
-    assert told[-1] == 5
 
 
 def test_a_version_that_takes_too_long(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
 from prime_rl.trainer import optim
-from prime_rl.trainer.optim import States, build_optimizer, in_chunks
+from prime_rl.trainer.optim import build_optimizer, in_chunks
 from support import optim as support
 
 
@@ -34,21 +34,3 @@ def test_chunks_cover_every_element_once() -> None:
         assert all(start % 1024 == 0 for start, _ in ranges)
     assert len(chunks) == 5
     assert all(sum(end - start for _, start, end in chunk) <= 2048 for chunk in chunks)
-
-
-@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
-def test_what_is_written_during_a_walk_is_kept(host: bool) -> None:
-    """For every element of every state, in walks over many chunks."""
-    parameters = [nn.Parameter(torch.zeros(rows, 256)) for rows in (9, 30, 1, 17)]
-    states = States(parameters, ("mean", "square"), in_chunks(parameters, 2048), host=host)
-    for _ in range(3):
-        for chunk in states.walk():
-            for _, tensors in chunk:
-                for tensor in tensors:
-                    tensor += 1
-    for parameter in parameters:
-        found = states.of(parameter)
-        assert {name: state.shape for name, state in found.items()} == dict.fromkeys(
-            ("mean", "square"), parameter.shape
-        )
-        assert all((state == 3).all() for state in found.values())

@@ -69,15 +69,6 @@ def test_an_error_belongs_to_its_step(no_thread_is_left: None) -> None:
     ahead.close()
 
 
-def test_closed_while_it_looks(no_thread_is_left: None) -> None:
-    """A thread that waits for what never comes ends when it is closed, and prepares nothing."""
-    made: list[int] = []
-    ahead = Prefetch(made.append, CPU, 10, exists=lambda step: False)
-    ahead.start(0)
-    ahead.close()
-    assert made == []
-
-
 def test_too_slow(no_thread_is_left: None) -> None:
     """Preparing a step that is asked for is waited for with a bound."""
     go_on = threading.Event()

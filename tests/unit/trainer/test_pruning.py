@@ -86,19 +86,6 @@ def test_the_next_version_does_not_wait(incarnation: WeightPublisher, slow: Slow
     assert list_steps(tmp_path / "weights") == [0, 4, 5, 6]
 
 
-def test_settling_waits(incarnation: WeightPublisher, slow: Slow, tmp_path: Path) -> None:
-    """`settle` ends when the old versions are gone."""
-    prune_old(incarnation)
-    assert slow.began.wait(60)
-    incarnation._pruner.timeout = 0.05
-    with pytest.raises(UserError, match="no end of removing old versions"):
-        incarnation.settle()
-    incarnation._pruner.timeout = 60
-    slow.may.set()
-    incarnation.settle()
-    assert list_steps(tmp_path / "weights") == [0, 3, 4]
-
-
 @pytest.mark.parametrize(
     "hear",
     [lambda incarnation: incarnation.publish(5), lambda incarnation: incarnation.settle()],

@@ -61,13 +61,6 @@ def test_every_version_says_what_its_files_compute(which: str, dtype: str, run_t
     assert len({each.logprobs for each in scored if each}) == 5
 
 
-def test_who_is_not_served_scores_nothing(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """On random data manifests carry no reference."""
-    run_training(support.make_config(tmp_path, tied_model, max_steps=1, data={"fake": {"batch_size": 2}}))
-    for version in (0, 1):
-        assert weights_manifest(tmp_path / "weights" / f"step_{version}").reference is None
-
-
 @pytest.mark.parametrize("exported", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("experts", [0, 4])
 def test_scoring_leaves_no_trace(

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, Qwen3Config
+from transformers import Qwen3Config
 
 from prime_rl.config import SFTConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.sft.data import FakeRows, RowData, RowStream, check_vocabulary, fill, row_order
 from prime_rl.trainer.sft.render import Tokens
+from prime_rl.trainer.sft.rows import FakeRows, RowData, RowStream, fill, row_order
 from prime_rl.trainer.source import Source, find_model
 from support import trainer as support
 
@@ -94,14 +94,6 @@ def test_dropped_rows_are_counted() -> None:
     assert source.taken == 6
 
 
-def test_a_good_row_is_found_across_two_epochs() -> None:
-    """Shuffled, all the others may come twice before it."""
-    rows = [sample(3, 0), sample(3, 0), sample(4)]
-    for seed in range(30):
-        source = RowStream(lambda i: [rows[i]], 3, 10, shuffle=True, seed=seed, taken=0)
-        assert [len(source.take()[0].input_ids) for _ in range(6)] == [4] * 6
-
-
 def test_nothing_to_train_on() -> None:
     """A dataset without a single usable row is refused after two looks at each at most, with the reasons."""
     with pytest.raises(
@@ -148,14 +140,6 @@ def test_a_bad_row_is_named(tied_model: Path, tmp_path: Path, world: World) -> N
     with pytest.raises(UserError, match="dataset row 19: `completion` is 7"):
         source.read(0)
     source.close()
-
-
-def test_another_models_tokenizer(tied_model: Path) -> None:
-    """A token without an embedding is refused before it reaches the device."""
-    tokenizer = AutoTokenizer.from_pretrained(tied_model)
-    check_vocabulary(sample(258), 259, tokenizer)
-    with pytest.raises(UserError, match=r"token 258 \('<\|im_end\|>'\), but the model has only 258"):
-        check_vocabulary(sample(258), 258, tokenizer)
 
 
 @pytest.mark.parametrize(

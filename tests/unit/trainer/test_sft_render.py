@@ -203,12 +203,6 @@ def test_header_of_the_next_message_ends_a_reply(tokenizer: PreTrainedTokenizerB
     assert shown(row, tokenizer) == ["<user/a<assistant/[b>]", "<user/a<assistant/b<user/c<assistant/[d>]"]
 
 
-def test_end_that_is_no_stop_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A base model whose template ends replies otherwise than its generation config: the template's end is trained."""
-    tokenizer.eos_token = "<|endoftext|>"
-    assert shown({"prompt": "a", "completion": "b"}, tokenizer) == ["<user/a>/<assistant/[b>]"]
-
-
 @pytest.mark.parametrize(
     ("written", "given", "expected"),
     [("call.arguments", '{"x": 1}', '{"x": 1}'), ("call.arguments | tojson", '{"x": 1}', '{"x": 1}'), ("'' + call.arguments", {"x": 1}, '{"x": 1}')],
@@ -287,31 +281,12 @@ def test_parts_and_empty_calls_are_what_they_say(tokenizer: PreTrainedTokenizerB
         shown({"messages": [{**user("a"), "content": [{"type": "image"}]}, assistant("d")]}, tokenizer)
 
 
-def test_arguments_of_later_calls(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A first call without arguments does not decide in which form the template takes them."""
-    tokenizer.chat_template = WITH_TOOLS.replace(
-        "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}",
-        "{{ call.function.arguments }}",
-    )
-    calls = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": given}]} for given in ({}, {"x": "y"})]
-    assert shown({"messages": [user("a"), calls[0], user("b"), calls[1]]}, tokenizer) == [
-        '<user/a>/<assistant/[f:{}>]/<user/b>/<assistant/[f:{"x": "y"}>]'
-    ]
-
-
 def test_reasoning_without_a_place_is_named_once(
     tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     row = {"messages": [user("a"), {**assistant("b"), "reasoning_content": "c"}] * 2}
     assert shown(row, tokenizer) == ["<user/a>/<assistant/[b>]/<user/a>/<assistant/[b>]"]
     assert len([text for text in caplog.messages if "leaves out reasoning" in text]) == 1
-
-
-def test_template_that_refuses(tokenizer: PreTrainedTokenizerBase) -> None:
-    """What the template itself objects to is passed on."""
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match="refuses a conversation of user, assistant: roles must alternate"):
-        tokenize({"prompt": "a", "completion": "b"}, tokenizer, LossMask())
 
 
 def no_template(tokenizer: PreTrainedTokenizerBase) -> None:

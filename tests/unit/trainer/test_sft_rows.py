@@ -132,10 +132,3 @@ def test_other_local_mistakes(tmp_path: Path) -> None:
     (tmp_path / "b.parquet").write_text("no parquet")
     assert "several kinds" in refused(str(tmp_path))
     assert "cannot be read" in refused(str(tmp_path / "b.parquet"))
-
-
-def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub name that cannot be fetched is one clear line."""
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "is no local path, and the hub did not give it" in refused("nobody/nothing")

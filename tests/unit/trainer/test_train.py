@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl import faults
@@ -23,10 +22,8 @@ from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import memory
 from prime_rl.trainer import training_loop as loop
-from prime_rl.trainer.rl.data import readable
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
-from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import WaitTimeout
@@ -106,15 +103,6 @@ def test_metrics_of_environments(run_training: Run, tied_model: Path, tmp_path: 
         assert {name.split("/")[1] for name in found if name.startswith("entropy/")} == {"all", "mean"} | names
 
 
-def test_bit_exact(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """The same rollouts and seed give the same bytes of weights at every version."""
-    for name in ("a", "b"):
-        support.write_rollouts(tmp_path / name, 3)
-        run_training(support.make_config(tmp_path / name, tied_model, max_steps=3, async_level=5))
-    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
-    assert len(set(hashes(tmp_path / "a").values())) == 4  # each step moved the weights
-
-
 @pytest.mark.parametrize("resume_step", [2, -1])
 def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     """Two steps, then two resumed ones, give the bytes of four at once: optimizer, schedule and progress are restored."""
@@ -129,30 +117,6 @@ def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Pa
     assert hashes(parts) == hashes(tmp_path / "whole")
     assert [row["progress/total_samples"] for row in metrics(parts)] == [6, 12, 18, 24]
     assert json.loads((parts / "incarnations" / "1.json").read_text())["step"] == 2
-
-
-def test_nothing_to_resume(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Resuming without a checkpoint, from one that is not there or beyond max_steps, or starting anew among checkpoints, says so."""
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        run_training(support.make_config(tmp_path, tied_model, ckpt={"resume_step": -1}))
-    support.write_rollouts(tmp_path, 3)
-    run_training(support.make_config(tmp_path, tied_model, max_steps=3, ckpt={}))
-    with pytest.raises(UserError, match=r"ckpt.resume_step 1: not in .*, which has 3"):
-        run_training(support.make_config(tmp_path, tied_model, ckpt={"resume_step": 1}))
-    with pytest.raises(UserError, match="checkpoints of an earlier run"):
-        run_training(support.make_config(tmp_path, tied_model, ckpt={}))
-    with pytest.raises(UserError, match="max_steps 2 is below the checkpoint's step 3"):
-        run_training(support.make_config(tmp_path, tied_model, max_steps=2, ckpt={"resume_step": -1}))
-
-
-def test_damaged_checkpoint(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """A checkpoint whose bytes changed is refused."""
-    support.write_rollouts(tmp_path, 1)
-    run_training(support.make_config(tmp_path, tied_model, max_steps=1, ckpt={}))
-    state = next((tmp_path / "checkpoints" / "step_1" / "trainer" / "state").glob("*.distcp"))
-    state.write_bytes(state.read_bytes()[:-1] + b"x")
-    with pytest.raises(UserError, match="other bytes"):
-        run_training(support.make_config(tmp_path, tied_model, max_steps=2, ckpt={"resume_step": -1}))
 
 
 def test_wait_is_bounded(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
@@ -300,28 +264,6 @@ def test_readable_sample(
     assert text.count("step 0/1 | loss") == 1
 
 
-def test_readable_sample_of_a_teacher(tied_model: Path) -> None:
-    """Contract: of a sample that nothing is sampled in, what is imitated is its completion; where there is a mask, that says it."""
-    tokenizer = AutoTokenizer.from_pretrained(tied_model)
-    fields: dict[str, Any] = {"input_ids": [10, 11, 12, 13], "temperature": 1.0, "reward": 0.25}
-    mask, zeros, nothing = np.array([0, 0, 1, 1]), np.zeros(4), np.zeros(4, bool)
-    sampled = Sample("s", "g", "t", "e", [0], loss_mask=mask != 0, logprobs=-1.0 * mask, advantages=zeros, **fields)
-    assert f"completion: {tokenizer.decode([12, 13])}" in readable(sampled, tokenizer)
-    imitated = replace(sampled, loss_mask=nothing, logprobs=zeros, ce_weight=mask.astype(np.float32))
-    echo = replace(sampled, ce_weight=np.ones(4, np.float32))
-    assert readable(imitated, tokenizer) == readable(echo, tokenizer) == readable(sampled, tokenizer)
-    assert readable(replace(imitated, ce_weight=None), tokenizer).endswith("completion: ")
-
-
-def test_broken_tokenizer(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """A tokenizer that cannot be loaded is one clear line, before anything is trained or written."""
-    shutil.copytree(tied_model, tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="the tokenizer in .* cannot be loaded"):
-        run_training(support.make_config(tmp_path / "run", tmp_path / "model"))
-    assert not (tmp_path / "run" / "weights").exists()
-
-
 def test_experts_loads_are_reported(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     """A model with experts says in each step's row how evenly they are used, over all its micro-batches; a dense one says nothing of it."""
     experts = make_tiny_model(tmp_path / "model", experts=4)
@@ -363,15 +305,6 @@ def test_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path)[1]["progress/total_tokens"] == 2 * 5 * 16
 
 
-def test_recovery_on_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """`recovery_interval` counts there as well, with checkpoints or without, and a run goes on from what it left."""
-    settings: dict[str, Any] = {"data": {"fake": {"batch_size": 2, "seq_len": 16}}, "recovery_interval": 1}
-    for recover, steps in ((False, 2), (True, 3)):
-        run_training(support.make_config(tmp_path, tied_model, max_steps=steps, recover=recover, **settings))
-        assert list_steps(tmp_path / "recovery") == [steps]
-    assert read_incarnations(tmp_path) == {0: 0, 1: 2}
-
-
 @pytest.mark.parametrize("lengths", ["fixed", "lognormal"])
 def test_bench(
     lengths: str,
@@ -394,18 +327,6 @@ def test_bench(
         [statistics.median(measured), min(measured), max(measured)], abs=0.06
     )
     assert not any((tmp_path / name).exists() for name in ("weights", "recovery"))
-
-
-def test_lognormal_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Lengths differ from sample to sample and from step to step, and are the same for one seed."""
-    for name in ("a", "b"):
-        fake = {"batch_size": 6, "lengths": "lognormal"}
-        run_training(support.make_config(tmp_path / name, tied_model, max_steps=3, seq_len=2048, data={"fake": fake}))
-    tokens = [[row["progress/total_tokens"] for row in metrics(tmp_path / name)] for name in ("a", "b")]
-    assert tokens[0] == tokens[1]
-    steps = [after - before for before, after in zip([0, *tokens[0]], tokens[0], strict=False)]
-    assert len(set(steps)) == 3
-    assert all(6 * 16 <= step <= 6 * 2048 for step in steps)
 
 
 @pytest.mark.parametrize("how", ["tmpfs", "memory"])

@@ -1,6 +1,5 @@
 """However versions get to those who read them: whole or absent, the same hashes, whatever dies at whatever moment."""
 
-import json
 import shutil
 import signal
 import subprocess
@@ -14,13 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.errors import UserError
 from prime_rl.faults import Fault
-from prime_rl.trainer.ckpt import Checkpoints
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
-from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, read_manifest
+from prime_rl.transport.commit import MANIFEST, CommitError, list_steps
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
 from prime_rl.transport.incarnations import ask_for_files, read_versions
 from prime_rl.transport.weights import verify_weights, weights_manifest
@@ -197,17 +195,6 @@ def test_what_is_damaged_is_made_again(in_tmpfs: Run, caplog: pytest.LogCaptureF
 # ---- tmpfs
 
 
-def test_in_tmpfs_the_run_directory_holds_no_part_of_a_model(in_tmpfs: Run) -> None:
-    """Contract: nobody takes the directory of such a version for a model; its manifest says where the tensors are."""
-    in_tmpfs.train(in_tmpfs.incarnation(), range(1, 2))
-    directory = in_tmpfs.weights / "step_1"
-    assert [path.name for path in directory.glob("*.safetensors*")] == []
-    with pytest.raises(OSError, match="no file named"):
-        load(in_tmpfs, 1)
-    assert in_tmpfs.held() == ["step_1"]
-    assert weights_manifest(directory).files.parent.parent == in_tmpfs.tmpfs
-
-
 def test_after_a_restart_of_the_host(in_tmpfs: Run) -> None:
     """Contract: versions that were in memory count as not there, the others as there; the next incarnation removes what is left of them."""
     in_tmpfs.train(in_tmpfs.incarnation(), range(1, 4), durable=(2,))
@@ -261,19 +248,6 @@ def test_room_is_checked_before_anything_is_begun(in_tmpfs: Run, monkeypatch: py
             in_tmpfs.train(in_tmpfs.incarnations[-1], range(4, 5))
             held = sum(path.stat().st_size for path in in_tmpfs.tmpfs.glob("*/*/*"))
     assert len(list((in_tmpfs.root / "run" / "incarnations").iterdir())) == 2
-
-
-def test_the_manifest_names_the_very_tensors(in_tmpfs: Run) -> None:
-    """Contract: a directory in memory that was committed anew is not taken for the version's."""
-    in_tmpfs.train(in_tmpfs.incarnation(), range(1, 3))
-    one, two = (weights_manifest(in_tmpfs.weights / f"step_{version}") for version in (1, 2))
-    shutil.rmtree(one.files)
-    shutil.copytree(two.files, one.files)
-    manifest = json.loads((one.files / "manifest.json").read_text())
-    (one.files / "manifest.json").write_text(json.dumps(manifest | {"step": 1}))
-    assert read_manifest(one.files).step == 1
-    with pytest.raises(CommitError, match="another version"):
-        verify_weights(one.directory)
 
 
 # ---- memory
@@ -339,16 +313,6 @@ def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pyt
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trained(memory).items())
 
 
-def test_the_next_incarnation_publishes_where_it_goes_on(memory: Run) -> None:
-    """Contract: what went with a dead trainer's memory is committed anew, with the same hash for the same weights."""
-    hashes = memory.train(memory.incarnation(), range(1, 3))
-    memory.incarnations[0].close()
-    memory.incarnation(2)
-    manifest = weights_manifest(memory.weights / "step_2")
-    assert (manifest.hash, manifest.incarnation) == (hashes[2], 1)
-    assert equal(receive(memory.weights / "step_2"), trained(memory))
-
-
 def test_versions_of_an_interval_are_kept_for_good(
     world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
 ) -> None:
@@ -383,16 +347,3 @@ def test_servers_that_cannot_reach_the_publisher_get_files(
         verify_weights(run.weights / "step_1")
         run.train(incarnation, range(2, 3))
         verify_weights(run.weights / "step_2")
-
-
-class _Every:
-    """A checkpoint every twenty steps, a recovery checkpoint every ten."""
-
-    def due(self, step: int) -> str | None:
-        return None if step % 10 else "recovery checkpoint" if step % 20 else "checkpoint"
-
-
-def test_which_versions_checkpoints_need() -> None:
-    """Contract: those that `prunable` keeps for a checkpoint; after a recovery the trainer publishes its version again."""
-    found = [v for v in range(1, 26) if Checkpoints.will_need(_Every(), v, 2)]  # type: ignore[arg-type]
-    assert found == [18, 19, 20]

@@ -55,10 +55,9 @@ class RolloutData(StepSource):
         return self._exchange(False, self.world.is_main and is_listed(step_dir(self.root, step)), False)[1]
 
     def wait(self, step: int, stop: Callable[[], bool]) -> bool:
-        """Wait for the batch. Only rank 0 looks into the directory; at every look the ranks exchange what they know, so that they never part.
+        """Wait for the batch. Only rank 0 looks into the directory; at every look the ranks exchange what they know.
 
-        Raises:
-            WaitTimeout: on every rank, when the orchestrator has not committed the step in time.
+        Raises WaitTimeout, on every rank, if the orchestrator has not committed the step in time.
         """
         path, timeout = step_dir(self.root, step), self.config.rollout_timeout
         subject = subject_of(path)
@@ -117,7 +116,8 @@ class RolloutData(StepSource):
 class FakeSamples(StepSource):
     """Random samples, the same for one seed on any number of ranks. Needs neither orchestrator nor model files.
 
-    Lengths are all the same (`fixed`), or spread as those of real rollouts (`lognormal`: median 600, sigma 0.9). Each sample is a group of its own.
+    Lengths are all the same (`fixed`), or spread as those of real rollouts (`lognormal`: median 600, sigma 0.9). Each
+    sample is a group of its own.
     """
 
     def __init__(self, config: TrainerConfig, world: World, source: Source, on_wait: OnWait) -> None:
@@ -180,7 +180,8 @@ def check_tokens(sample: Sample, vocabulary: int) -> None:
     if ids.size == 0 or ids.min() < 0 or ids.max() >= vocabulary:
         worst = "no tokens" if ids.size == 0 else f"token {int(ids.max() if ids.max() >= vocabulary else ids.min())}"
         raise UserError(
-            f"sample {sample.sample_id} has {worst}, the trainer's model has {vocabulary} tokens: is it the model that sampled it?"
+            f"sample {sample.sample_id} has {worst}, the trainer's model has {vocabulary} tokens: is it the model that "
+            "sampled it?"
         )
     if not sample.temperature > 0:
         raise UserError(
@@ -191,31 +192,30 @@ def check_tokens(sample: Sample, vocabulary: int) -> None:
 def document(sample: Sample, environment: int = 0, reference: bool = False) -> Document:
     """A sample's tokens and streams, in the order of `STREAMS`. The scale rows hold the bare weights still.
 
-    Without weight streams every token of the loss mask is a member of the RL component with weight 1; cross-entropy and reference-KL
-    weights make members of any token, on the mask or off it.
+    Without weight streams every token of the loss mask belongs to the RL component with weight 1; a cross-entropy or
+    reference-KL weight makes any token belong to that component, on the mask or off it.
 
     Args:
         environment: Its place among the run's environments.
         reference: RL tokens need the log-probabilities of a reference model.
 
-    Raises:
-        UserError: they are needed, and not there.
+    Raises UserError if they are needed and missing.
     """
     mask = np.asarray(sample.loss_mask, dtype=bool)
     zeros = np.zeros(mask.size, dtype=np.float32)
 
-    def given(values: "Sequence[float] | np.ndarray | None", default: np.ndarray) -> np.ndarray:
+    def stream(values: "Sequence[float] | np.ndarray | None", default: np.ndarray) -> np.ndarray:
         return default if values is None else np.asarray(values, dtype=np.float32)
 
-    rl = given(sample.rl_weight, np.ones_like(zeros)) * mask
-    ce = given(sample.ce_weight, zeros)
-    ref_kl = given(sample.ref_kl_weight, zeros)
+    rl = stream(sample.rl_weight, np.ones_like(zeros)) * mask
+    ce = stream(sample.ce_weight, zeros)
+    ref_kl = stream(sample.ref_kl_weight, zeros)
     if ref_kl.any() and sample.ref_logprobs is None:
         raise UserError(f"sample {sample.sample_id} has ref_kl_weight but no ref_logprobs")
     if reference and rl.any() and sample.ref_logprobs is None:
         raise UserError(f"sample {sample.sample_id} has no ref_logprobs, which loss.kl_coef needs")
     place = np.full_like(zeros, environment)
-    rows = (mask, sample.logprobs, sample.advantages, given(sample.ref_logprobs, zeros), place, rl, ce, ref_kl)
+    rows = (mask, sample.logprobs, sample.advantages, stream(sample.ref_logprobs, zeros), place, rl, ce, ref_kl)
     streams = np.stack([np.asarray(row, dtype=np.float32) for row in rows])
     trained = mask | (ce != 0) | (ref_kl != 0)
     return Document(np.asarray(sample.input_ids, dtype=np.int64), trained, float(sample.temperature), streams)
@@ -236,33 +236,34 @@ def grouped(data: StepData, group_of: "Sequence[str] | Sequence[int]", mine: Seq
 def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
     """Divide each component's weights by its denominator in the whole step: one sum over the ranks, before any backward.
 
-    The denominator is the component's number of member tokens over all micro-batches and ranks. For the RL component `loss.normalization` may say
-    another one. With n tokens of a sequence of it, and N sequences that have any, it is
+    The denominator is the component's number of tokens (of nonzero weight) over all micro-batches and ranks. For the RL
+    component `loss.normalization` may say another one. With n tokens of a sequence of it, and N sequences with any, it is
 
-        token     all member tokens of the step: common practice, also in implementations of DAPO (ScaleRL's "token average")
+        token     all tokens of the step: common practice, also in implementations of DAPO (ScaleRL's "token average")
         sequence  n · N  (GRPO's paper; ScaleRL's "sample average")
-        group     the member tokens of the sequence's group · the groups that have any: the mean over groups of the mean over a group's tokens, which
-                  DAPO's formula (arXiv:2503.14476) and CISPO's (arXiv:2506.13585) are, and ScaleRL's "prompt average" (arXiv:2510.13786)
+        group     the tokens of the sequence's group · the groups with any: the mean over groups of the mean over a
+                  group's tokens, which DAPO's formula (arXiv:2503.14476) and CISPO's (arXiv:2506.13585) are, and
+                  ScaleRL's "prompt average" (arXiv:2510.13786)
         fixed     `loss.fixed_length` · N  (Dr. GRPO, arXiv:2503.20783)
     """
-    members = sum((np.count_nonzero(b.streams[_SCALES], axis=1) for b in data.batches), np.zeros(3))
+    counts = sum((np.count_nonzero(b.streams[_SCALES], axis=1) for b in data.batches), np.zeros(3))
     if loss.normalization in ("sequence", "fixed"):
-        members[0] = sum(_share_within_sequences(batch, loss.fixed_length) for batch in data.batches)
+        counts[0] = sum(_share_within_sequences(batch, loss.fixed_length) for batch in data.batches)
     of_group = _tokens_of_groups(data) if loss.normalization == "group" else np.zeros(0)
-    summed = np.array(sum_over_ranks(world, [*members.tolist(), *of_group.tolist()]))
-    members, of_group = summed[: len(members)], summed[len(members) :]
+    summed = np.array(sum_over_ranks(world, [*counts.tolist(), *of_group.tolist()]))
+    counts, of_group = summed[: len(counts)], summed[len(counts) :]
     if loss.normalization == "group":
-        members[0] = np.count_nonzero(of_group)
+        counts[0] = np.count_nonzero(of_group)
         for batch, groups in zip(data.batches, data.groups, strict=True):
             batch.streams[_SCALES][0] /= np.maximum(of_group, 1)[groups[batch.documents()]].astype(np.float32)
-    divisors = np.maximum(members, 1).astype(np.float32)[:, None]
+    divisors = np.maximum(counts, 1).astype(np.float32)[:, None]
     for batch in data.batches:
         batch.streams[_SCALES] /= divisors
     return data
 
 
 def _share_within_sequences(batch: HostBatch, length: int | None) -> int:
-    """Divide the RL weights of each sequence by `length`, or by its number of member tokens. Gives the number of sequences that have any."""
+    """Divide the RL weights of each sequence by `length`, or by its tokens; return the number of sequences with any."""
     weights, document = batch.streams[_SCALES][0], batch.documents()
     tokens = np.bincount(document[weights != 0], minlength=batch.sizes[2])
     weights /= np.float32(length) if length else np.maximum(tokens, 1)[document]
@@ -270,9 +271,9 @@ def _share_within_sequences(batch: HostBatch, length: int | None) -> int:
 
 
 def _tokens_of_groups(data: StepData) -> npt.NDArray[np.float64]:
-    """This rank's member tokens of the RL component in each group of the step, [group_count]."""
+    """This rank's tokens of the RL component in each group of the step, [group_count]."""
     tokens = np.zeros(data.group_count)
     for batch, groups in zip(data.batches, data.groups, strict=True):
-        members = batch.documents()[batch.streams[_SCALES][0] != 0]
-        tokens += np.bincount(groups[members], minlength=data.group_count)
+        counts = batch.documents()[batch.streams[_SCALES][0] != 0]
+        tokens += np.bincount(groups[counts], minlength=data.group_count)
     return tokens

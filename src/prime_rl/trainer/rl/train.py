@@ -4,6 +4,7 @@ Also runs as a file: `torchrun … src/prime_rl/trainer/rl/train.py @ train.toml
 """
 
 from functools import partial
+from runpy import run_module
 
 from prime_rl.config import TrainerConfig
 from prime_rl.trainer import training_loop
@@ -39,6 +40,4 @@ def make_recipe(config: TrainerConfig) -> Recipe:
 
 
 if __name__ == "__main__":
-    from prime_rl.entrypoints.trainer import main
-
-    main()
+    run_module("prime_rl.entrypoints.trainer", run_name="__main__")

@@ -1,10 +1,10 @@
 """Rows of a fine-tuning dataset, from wherever they are stored, and their tokens and loss masks.
 
-From a row to tokens and loss masks, through the model's own chat template.
-
-For every message to be trained the template is asked twice: for what inference would be given before it (with the generation prompt), and for
-the conversation up to it. What the second adds to the first is the reply, cut after the first token at which inference stops. Replies whose
-contexts continue each other share a sample; where a template rewrites the past (it drops earlier reasoning), they are samples of their own.
+From a row to tokens and loss masks, through the model's own chat template. For every message to be trained the template
+is asked twice: for what inference would be given before it (with the generation prompt), and for the conversation up to
+it. What the second adds to the first is the reply, cut after the first token at which inference stops. Replies whose
+contexts continue each other share a sample; where a template rewrites the past (it drops earlier reasoning), they are
+samples of their own.
 """
 
 import json
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,43 +25,37 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config.sft import SFTData
 from prime_rl.errors import UserError
+from prime_rl.trainer.source import one_line
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from prime_rl.config.sft import LossMask
 
-
 ACCEPTED = "a column `messages`, or two columns `prompt` and `completion` (optionally `tools`)"
+_SUFFIXES = (".jsonl", ".json", ".parquet")
 Row = Mapping[str, Any]
 
 
-class Rows(Protocol):
-    """What is trained on, by index. A list of dicts is one, a `datasets.Dataset` another."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Row: ...
-
-
-def load_rows(config: SFTData) -> Rows:
-    """The rows of `config.name`: a .jsonl, .json or .parquet file, a directory of them, a saved dataset, or a dataset of the hub.
+def load_rows(config: SFTData) -> "list[Row] | Dataset":
+    """The rows of `config.name`: a .jsonl, .json or .parquet file, a directory of them, a saved or a hub dataset.
 
     `split` and `subset` choose within saved and hub datasets; a plain file has neither.
 
-    Raises:
-        UserError: it is not there, cannot be read, is empty, has other columns than the accepted ones, or has not the split or subset
-            that is asked for.
+    Raises UserError if it is missing, unreadable or empty, has other columns than the accepted ones, or lacks the split
+    or subset that is asked for.
     """
     path = Path(config.name).expanduser()
-    if path.exists():
-        if config.subset is not None:
-            raise UserError(
-                f"data.subset {config.subset!r} chooses within a dataset of the hub, and {path} is a local one"
-            )
-        rows = _load_local(path, config.split)
-    elif _looks_local(config.name):
-        raise UserError(f"dataset {config.name} does not exist")
+    if not path.exists():
+        if config.name.startswith((".", "/", "~")) or config.name.count("/") > 1 or config.name.endswith(_SUFFIXES):
+            raise UserError(f"dataset {config.name} does not exist")
+        rows: list[Row] | Dataset = _load_hub(config)
+    elif config.subset is not None:
+        raise UserError(f"data.subset {config.subset!r} chooses within a dataset of the hub, and {path} is a local one")
+    elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        rows = _load_saved(path, config.split)
     else:
-        rows = _load_hub(config)
+        rows = _load_files(path, config.split)
     if len(rows) == 0:
         raise UserError(f"dataset {config.name} is empty")
     check_columns(rows[0], config.name)
@@ -69,89 +63,69 @@ def load_rows(config: SFTData) -> Rows:
 
 
 def check_columns(row: Row, name: str) -> None:
-    """Raise UserError, naming the columns found, unless the row has the form of a conversation or of a prompt with its completion."""
+    """Raise UserError, naming its columns, unless a row is a conversation or a prompt with its completion."""
     if "messages" not in row and not {"prompt", "completion"} <= row.keys():
         raise UserError(f"dataset {name} has the columns {', '.join(row) or '(none)'}; fine-tuning needs {ACCEPTED}")
 
 
-def _looks_local(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((".json", ".jsonl", ".parquet"))
-
-
-def _load_local(path: Path, split: str) -> Rows:
-    if path.is_file():
-        _refuse_split(path, split)
-        return _load_files([path])
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        return _load_saved(path, split)
-    files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".json", ".parquet"))
-    if not files:
-        raise UserError(f"dataset directory {path} is no saved dataset and holds no .jsonl, .json or .parquet files")
-    _refuse_split(path, split)
-    return _load_files(files)
-
-
 def _refuse_split(path: Path, split: str) -> None:
-    """Raise UserError where a split is asked for (`train` is the default) of what has none: all of it would be trained on."""
+    """Raise UserError if a split (`train` is the default) is asked for where there are none: all would be trained on."""
     if split != SFTData.model_fields["split"].default:
         raise UserError(f"data.split {split!r}: {path} has no splits, give the files of that split")
 
 
-def _load_files(files: list[Path]) -> Rows:
+def _load_files(path: Path, split: str) -> "list[Row] | Dataset":
+    import pyarrow
+    from datasets import Dataset, concatenate_datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
+    if not files:
+        raise UserError(f"dataset directory {path} is no saved dataset and holds no .jsonl, .json or .parquet files")
+    _refuse_split(path, split)
     if len({file.suffix for file in files}) > 1:
         raise UserError(f"dataset files of several kinds in {files[0].parent}: keep one kind")
-    if files[0].suffix == ".parquet":
-        return _load_parquet(files)
-    if files[0].suffix not in (".jsonl", ".json"):
+    if files[0].suffix not in _SUFFIXES:
         raise UserError(f"dataset file {files[0]}: the ending must be .jsonl, .json or .parquet")
-    return [row for file in files for row in _load_json(file)]
+    if files[0].suffix != ".parquet":
+        return [row for file in files for row in _load_json(file)]
+    try:
+        return concatenate_datasets([Dataset.from_parquet(str(file)) for file in files])
+    except (pyarrow.ArrowException, DatasetGenerationError, OSError, ValueError) as error:
+        raise UserError(f"dataset {files[0]} cannot be read: {one_line(error)}") from error
 
 
 def _load_json(path: Path) -> list[Row]:
-    """JSON lines, or one JSON list. Read here and not by `datasets`, which would give all rows' tool arguments each other's keys."""
+    """JSON lines, or one JSON list. (`datasets` would give all rows' tool arguments each other's keys.)"""
+    place = str(path)
     try:
         text = path.read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            rows = json.loads(text)
+        else:
+            rows = []
+            for number, line in enumerate(text.split("\n"), 1):
+                place = f"{path} line {number}"
+                if line.strip():
+                    rows.append(json.loads(line))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"dataset {path} cannot be read: {error}") from error
-    if text.lstrip().startswith("["):
-        try:
-            rows = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON: {error}") from error
-    else:
-        rows = [_parse_line(line, path, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON: {error}") from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(f"{path}: row {number} is a {type(row).__name__}, not an object")
     return rows
 
 
-def _parse_line(line: str, path: Path, number: int) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{path} line {number} is not JSON: {error}") from error
-
-
-def _load_parquet(files: list[Path]) -> Rows:
-    import pyarrow
-    from datasets import Dataset, concatenate_datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        return concatenate_datasets([Dataset.from_parquet(str(file)) for file in files])
-    except (pyarrow.ArrowException, DatasetGenerationError, OSError, ValueError) as error:
-        raise UserError(f"dataset {files[0]} cannot be read: {_one_line(error)}") from error
-
-
-def _load_saved(path: Path, split: str) -> Rows:
+def _load_saved(path: Path, split: str) -> "Dataset":
     import pyarrow
     from datasets import DatasetDict, load_from_disk
 
     try:
         saved = load_from_disk(str(path))
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
-        raise UserError(f"saved dataset {path} cannot be read: {_one_line(error)}") from error
+        raise UserError(f"saved dataset {path} cannot be read: {one_line(error)}") from error
     if not isinstance(saved, DatasetDict):
         _refuse_split(path, split)
         return saved
@@ -160,7 +134,7 @@ def _load_saved(path: Path, split: str) -> Rows:
     return saved[split]
 
 
-def _load_hub(config: SFTData) -> Rows:
+def _load_hub(config: SFTData) -> "Dataset":
     import httpx
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
@@ -168,19 +142,17 @@ def _load_hub(config: SFTData) -> Rows:
     try:
         return load_dataset(config.name, config.subset, split=config.split)
     except (DatasetsError, OSError, ValueError, httpx.HTTPError) as error:
-        raise UserError(
-            f"dataset {config.name} is no local path, and the hub did not give it: {_one_line(error)}"
-        ) from error
+        message = f"dataset {config.name} is no local path, and the hub did not give it: {one_line(error)}"
+        raise UserError(message) from error
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
-
+# ---- a row's tokens
 
 Message = dict[str, Any]
 Messages = list[Message]
+Tools = list[Any] | None
 
-_REASONING_MARKS = (
+_REASONING_TAGS = (
     ("<think>", "</think>"),
     ("<think:opensource>", "</think:opensource>"),
     ("<|channel>thought\n", "<channel|>"),
@@ -188,7 +160,7 @@ _REASONING_MARKS = (
     ("[THINK]", "[/THINK]"),
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
-"""What opens and closes reasoning. Needed only for generation prompts that a template does not repeat in the conversation."""
+"""What opens and closes reasoning: for generation prompts that a template does not repeat in the conversation."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _THINKING_ON = {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
 
@@ -201,17 +173,7 @@ class Tokens:
     loss_mask: npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Messages from `first_trained` on may be trained; the ones before are a prompt."""
-
-    messages: Messages
-    first_trained: int
-    tools: list[Any] | None
-
-
-@dataclass(frozen=True)
-class Turn:
+class TrainedReply(NamedTuple):
     """A message to be trained: the text before it, and its own with what ends it."""
 
     context: str
@@ -226,55 +188,60 @@ class RowRenderer:
     """From rows to samples, with one tokenizer.
 
     Args:
-        stop_ids: Tokens that end a reply at inference besides the tokenizer's end-of-sequence token (`generation_config.json` names them).
+        stop_ids: Tokens that end a reply at inference besides the tokenizer's end-of-sequence token
+            (`generation_config.json` names them).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_mask: "LossMask", stop_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._name = tokenizer, tokenizer.name_or_path
         self._trained_roles = loss_mask.model_dump()
         self._warned = False
         self._stop_ids = [int(token) for token in (*stop_ids, tokenizer.eos_token_id) if token is not None]
 
     def samples(self, row: Row) -> list[Tokens]:
-        """One sample of a row, or several where no single one has every trained message in the context that inference would see.
+        """One sample of a row, or several if none has every trained message in the context that inference would see.
 
         * `messages`: every message of a role that the loss mask names is trained; by default the assistant's.
         * `prompt` and `completion` as lists of messages: the same, in the completion only.
-        * `prompt` and `completion` as text: a user message and the assistant's answer. Without a chat template: the prompt's tokens, then the
-          completion's with the end-of-sequence token, which are trained as an assistant's are.
+        * `prompt` and `completion` as text: a user message and the assistant's answer. Without a chat template: the
+          prompt's tokens, then the completion's with the end-of-sequence token, which are trained as an assistant's are.
 
-        Of an assistant message its reasoning, content, tool calls and the token that ends its turn are trained, not the header that the
-        template writes to make the assistant speak. Of other roles the whole message is, header included.
+        Of an assistant message its reasoning, content, tool calls and the token that ends its turn are trained, not the
+        header that the template writes to make the assistant speak. Of other roles the whole message is, with its header.
 
-        Raises:
-            UserError: the row has another form, the tokenizer lacks a chat template, or the template refuses the row or cannot show it.
+        Raises UserError if the row has another form, the tokenizer lacks a chat template, or the template refuses the
+        row or cannot show it.
         """
         check_columns(row, "row")
         if self._tokenizer.chat_template is None and "messages" not in row:
             prompt, completion = row["prompt"], row["completion"]
             if isinstance(prompt, str) and isinstance(completion, str):
                 return [self._plain(prompt, completion)]
-        conversation = _conversation(row)
+        tools = _tools(row.get("tools"))
+        if "messages" in row:
+            prefix, messages = [], _messages(row["messages"], "messages", "")
+        else:
+            prefix = _messages(row["prompt"], "prompt", "user")
+            messages = prefix + _messages(row["completion"], "completion", "assistant")
         if self._tokenizer.chat_template is None:
             raise UserError(
                 f"the tokenizer of {self._name} has no chat template, which rows of messages need: put a "
                 "chat_template.jinja into the model directory, or give prompt and completion as plain text"
             )
-        tools = conversation.tools
-        messages = self._expected_form(conversation.messages, tools)
-        turns = [
-            self._assistant(messages, index, tools)
-            if message["role"] == "assistant"
-            else self._other(messages, index, tools)
-            for index, message in enumerate(messages)
-            if index >= conversation.first_trained and self._trained_roles.get(message["role"], False)
-        ]
-        groups = _chains(turns) or [[Turn(self._text(messages, tools), "")]]
-        return [tokens for group in groups for tokens in self._tokens(group)]
-
-    @property
-    def _name(self) -> str:
-        return self._tokenizer.name_or_path
+        messages = self._expected_form(messages, tools)
+        replies: list[TrainedReply] = []
+        for index in range(len(prefix), len(messages)):
+            role = messages[index]["role"]
+            if self._trained_roles.get(role, False):
+                render = self._assistant if role == "assistant" else self._other
+                replies.append(render(messages, index, tools))
+        chains: list[list[TrainedReply]] = []  # whose contexts continue each other
+        for reply in replies or [TrainedReply(self._text(messages, tools), "")]:
+            if chains and reply.context.startswith(chains[-1][-1].text):
+                chains[-1].append(reply)
+            else:
+                chains.append([reply])
+        return [tokens for group in chains for tokens in self._tokens(group)]
 
     def _plain(self, prompt: str, completion: str) -> Tokens:
         if self._tokenizer.eos_token_id is None:
@@ -285,22 +252,29 @@ class RowRenderer:
         tokens = _joined([before, after])
         return tokens if self._trained_roles["assistant"] else Tokens(tokens.input_ids, tokens.loss_mask & False)
 
-    def _text(self, messages: Messages, tools: list[Any] | None, **options: Any) -> str:
+    def _text(self, messages: Messages, tools: Tools, **options: Any) -> str:
         try:
             return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             roles = ", ".join(message["role"] for message in messages) or "no messages"
-            raise UserError(
-                f"the chat template of {self._name} refuses a conversation of {roles}: {' '.join(str(error).split())[:300]}"
-            ) from error
+            message = f"the chat template of {self._name} refuses a conversation of {roles}: {one_line(error)}"
+            raise UserError(message) from error
 
-    def _expected_form(self, messages: Messages, tools: list[Any] | None) -> Messages:
+    def _expected_form(self, messages: Messages, tools: Tools) -> Messages:
         """The messages in the form in which the template writes what they hold.
 
-        Most templates take content as text, arguments as objects and no content as ""; some take content as parts, the JSON of the
-        arguments, or `content` None.
+        Most templates take content as text, arguments as objects and no content as ""; some take content as parts, the
+        JSON of the arguments, or `content` None. Reasoning goes under the name that the template reads (gpt-oss:
+        `thinking`), where it does not read the row's.
         """
-        messages = [self._with_known_reasoning(message) for message in messages]
+        template = str(self._tokenizer.chat_template)
+        names = [key for key in _REASONING_KEYS if re.search(rf"""(\.|["']){key}\b""", template)]
+        renamed = []
+        for message in messages:
+            name = next((key for key in _REASONING_KEYS if message.get(key)), None)
+            other = {} if name is None or name in names else dict.fromkeys(names, message[name])
+            renamed.append({**message, **other})
+        messages = renamed
         if self._wants_parts:
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         calling = [index for index, message in enumerate(messages) if message.get("tool_calls")]
@@ -316,15 +290,12 @@ class RowRenderer:
                 except UserError as error:
                     refusals.append(error)
                     continue
-                calls = [call["function"] for call in form[first]["tool_calls"]]
+                calls = [
+                    (str(call["function"]["name"]), call["function"]["arguments"]) for call in form[first]["tool_calls"]
+                ]
                 text = _without(text, _content(form[first]))
-                as_python = any(
-                    isinstance(call["arguments"], dict) and call["arguments"] and str(call["arguments"]) in text
-                    for call in calls
-                )
-                if not as_python and all(
-                    text.count(str(call["name"])) > before.count(str(call["name"])) for call in calls
-                ):
+                as_python = any(isinstance(value, dict) and value and str(value) in text for _, value in calls)
+                if not as_python and all(text.count(name) > before.count(name) for name, _ in calls):
                     return form
                 refusals.append(None)
         if refusals[0] is not None:
@@ -332,19 +303,7 @@ class RowRenderer:
         hint = "" if tools else " (the row has no `tools`, without which some templates write no calls)"
         raise UserError(f"the chat template of {self._name} leaves out the tool calls of message {first}{hint}")
 
-    def _with_known_reasoning(self, message: Message) -> Message:
-        """The message with its reasoning under the name that the template reads (gpt-oss: `thinking`), where it does not read the row's."""
-        name = next((key for key in _REASONING_KEYS if message.get(key)), None)
-        if name is None or name in self._reasoning_names:
-            return message
-        return {**message, **dict.fromkeys(self._reasoning_names, message[name])}
-
-    @cached_property
-    def _reasoning_names(self) -> list[str]:
-        template = str(self._tokenizer.chat_template)
-        return [key for key in _REASONING_KEYS if re.search(rf"""(\.|["']){key}\b""", template)]
-
-    def _assistant(self, messages: Messages, index: int, tools: list[Any] | None) -> Turn:
+    def _assistant(self, messages: Messages, index: int, tools: Tools) -> TrainedReply:
         """An assistant's message after the prompt that inference would be given, up to where inference would stop."""
         whole = self._text(messages[: index + 1], tools)
         context = self._text(messages[:index], tools, add_generation_prompt=True)
@@ -352,27 +311,27 @@ class RowRenderer:
             reply = whole[len(context) :]
         else:
             context, reply = self._after_prefill(messages, index, tools, whole, context)
-        end = self._ends.search(reply)
+        end = self._end_pattern.search(reply)
         self._check_reply(messages[index], index, reply[: end.start() if end else None])
         if end:
-            return Turn(context, reply[: end.end()])
+            return TrainedReply(context, reply[: end.end()])
         if index + 1 < len(messages):
             following = self._text(messages[: index + 2], tools)
             # The header of the next message may be what ends this one (GLM).
-            if following.startswith(whole) and (end := self._ends.match(following, len(whole))):
-                return Turn(context, reply + end[0])
+            if following.startswith(whole) and (end := self._end_pattern.match(following, len(whole))):
+                return TrainedReply(context, reply + end[0])
         if not self._stop_ids:
             raise UserError(
                 f"the chat template of {self._name} ends no reply, and its tokenizer has no end-of-sequence token"
             )
-        return Turn(context, reply + str(self._tokenizer.convert_ids_to_tokens(self._stop_ids[-1])))
+        return TrainedReply(context, reply + str(self._tokenizer.convert_ids_to_tokens(self._stop_ids[-1])))
 
     def _check_reply(self, message: Message, index: int, reply: str) -> None:
-        """The reply must hold the message's content and tool calls. Reasoning that a template has no place for is left out with a warning."""
+        """Raise UserError unless the reply holds the message's content and tool calls; reasoning may be left out."""
         where, content = f"message {index} (assistant)", _content(message)
-        if end := self._ends.search(content):
+        if end := self._end_pattern.search(content):
             raise UserError(f"{where} holds {end[0]!r}, which ends a reply: it cannot be trained")
-        for _, closing in _REASONING_MARKS:
+        for _, closing in _REASONING_TAGS:
             content = content.rpartition(closing)[2]
         calls = Counter(str(call["function"]["name"]) for call in message.get("tool_calls") or ())
         if not reply.strip() and (content.strip() or calls):
@@ -387,12 +346,11 @@ class RowRenderer:
             self._warned = True
             logger.warning("the chat template of {} leaves out reasoning: replies are trained without it", self._name)
 
-    def _after_prefill(
-        self, messages: Messages, index: int, tools: list[Any] | None, whole: str, context: str
-    ) -> tuple[str, str]:
-        """Context and reply where the generation prompt begins or skips reasoning, and the conversation does not show that.
+    def _after_prefill(self, messages: Messages, index: int, tools: Tools, whole: str, context: str) -> tuple[str, str]:
+        """Context and reply if the generation prompt begins or skips reasoning, and the conversation does not show that.
 
-        The reply is what the model says after the prompt as it is: the rest of its reasoning, or only the mark that closes it, then the content.
+        The reply is what the model says after the prompt as it is: the rest of its reasoning, or only the tag that
+        closes it, then the content.
         """
         before, reasoning = messages[:index], _reasoning(messages[index])
         previous = _content(messages[index - 1])[-20:] if index else ""
@@ -416,21 +374,22 @@ class RowRenderer:
                 return context, f"{reasoning}\n{closing}\n\n{rest.lstrip()}"
         at = next(i for i, pair in enumerate(zip(context + "\0", whole + "\1", strict=False)) if pair[0] != pair[1])
         raise UserError(
-            f"message {index} (assistant) cannot be trained in the context that inference sees: there the chat template of {self._name} prompts "
-            f"for it with {context[max(0, at - 20) : at + 40]!r}, but with the message in place it writes {whole[max(0, at - 20) : at + 40]!r}"
+            f"message {index} (assistant) cannot be trained in the context that inference sees: there the chat template of "
+            f"{self._name} prompts for it with {context[max(0, at - 20) : at + 40]!r}, but with the message in place it "
+            f"writes {whole[max(0, at - 20) : at + 40]!r}"
         )
 
-    def _other(self, messages: Messages, index: int, tools: list[Any] | None) -> Turn:
-        """A message that no model writes, header included, without what the template writes after its end (ChatML: a line break)."""
+    def _other(self, messages: Messages, index: int, tools: Tools) -> TrainedReply:
+        """A message that no model writes, with its header, without what follows its end (ChatML: a line break)."""
         context = self._text(messages[:index], tools) if index else ""
         whole = self._text(messages[: index + 1], tools)
         if not whole.startswith(context):
             raise UserError(
-                f"message {index} ({messages[index]['role']}) cannot be trained: with it the chat template of {self._name} writes the messages "
-                "before it differently (see data.loss_mask)"
+                f"message {index} ({messages[index]['role']}) cannot be trained: with it the chat template of {self._name} "
+                "writes the messages before it differently (see data.loss_mask)"
             )
-        ends = [end.end() for end in self._ends.finditer(whole, len(context)) if not whole[end.end() :].strip()]
-        return Turn(context, whole[len(context) : ends[-1] if ends else None])
+        stops = [end.end() for end in self._end_pattern.finditer(whole, len(context)) if not whole[end.end() :].strip()]
+        return TrainedReply(context, whole[len(context) : stops[-1] if stops else None])
 
     @cached_property
     def _wants_parts(self) -> bool:
@@ -438,62 +397,58 @@ class RowRenderer:
         return not self._after_reply("Pong") and bool(self._after_reply(_parts("Pong")))
 
     @cached_property
-    def _ends(self) -> re.Pattern[str]:
-        """What ends a reply: the stop tokens, and the token with which the template itself ends one if that is none of them (base models)."""
-        ends = {str(token) for token in self._tokenizer.convert_ids_to_tokens(self._stop_ids) if token is not None}
+    def _end_pattern(self) -> re.Pattern[str]:
+        """What ends a reply: the stop tokens, or the token that the template ends one with if it is none (base models)."""
+        stops = {str(token) for token in self._tokenizer.convert_ids_to_tokens(self._stop_ids) if token is not None}
         tail = self._after_reply(_parts("Pong") if self._wants_parts else "Pong")
-        if not any(end in tail for end in ends):
+        if not any(stop in tail for stop in stops):
             special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
             if written := sorted((token for token in special if token in tail), key=tail.rfind):
-                ends.add(written[-1])
+                stops.add(written[-1])
                 logger.warning(
-                    "the chat template of {} ends a reply with {!r}, at which servers do not stop: name it as `eos_token_id` in generation_config.json",
+                    "the chat template of {} ends a reply with {!r}, at which servers do not stop: name it as "
+                    "`eos_token_id` in generation_config.json",
                     self._name,
                     written[-1],
                 )
-        return re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)")
+        return re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))) or "(?!)")
 
     def _after_reply(self, reply: Any) -> str:
         """What the template writes from a plain reply on, "" if it does not write it."""
+        ping = {"role": "user", "content": _parts("Ping") if isinstance(reply, list) else "Ping"}
         try:
-            text = self._text(
-                [
-                    {"role": "user", "content": _parts("Ping") if isinstance(reply, list) else "Ping"},
-                    {"role": "assistant", "content": reply},
-                ],
-                None,
-            )
+            text = self._text([ping, {"role": "assistant", "content": reply}], None)
         except UserError:
             return ""
         return "".join(text.rpartition("Pong")[1:]) if "Pong" in text else ""
 
-    def _tokens(self, turns: list[Turn]) -> list[Tokens]:
-        """The samples of turns whose contexts continue each other: one, unless its tokens differ from those that inference would see."""
-        text = turns[-1].text
-        cuts = [0, *(cut for turn in turns for cut in (len(turn.context), len(turn.text)))]
-        if len(turns) > 1:  # reads the text twice; its prefixes are far longer
+    def _tokens(self, replies: list[TrainedReply]) -> list[Tokens]:
+        """The samples of replies whose contexts continue each other: one, unless inference would see other tokens."""
+        text = replies[-1].text
+        cuts = [0, *(cut for reply in replies for cut in (len(reply.context), len(reply.text)))]
+        if len(replies) > 1:  # reads the text twice; its prefixes are far longer
             *parts, whole = self._encode([*(text[start:end] for start, end in pairwise(cuts)), text])
             if list(chain.from_iterable(parts)) == whole:
                 return [_joined(parts)]
-        # One turn; or a token reaches over a cut; or this tokenizer writes a blank before whatever it is given (SentencePiece).
+        # One reply; or a token reaches over a cut; or this tokenizer writes a blank before whatever it is given (SentencePiece).
         prefixes = self._encode([text[:cut] for cut in cuts])
         if all(prefixes[-1][: len(prefix)] == prefix for prefix in prefixes):
             return [_joined([prefixes[-1][len(one) : len(two)] for one, two in pairwise(prefixes)])]
-        if len(turns) > 1:
-            return [tokens for turn in turns for tokens in self._tokens([turn])]
+        if len(replies) > 1:
+            return [tokens for reply in replies for tokens in self._tokens([reply])]
         # As at inference: the prompt is tokenized without what follows.
-        return [_joined([prefixes[1], *self._encode([turns[0].reply])])]
+        return [_joined([prefixes[1], *self._encode([replies[0].reply])])]
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def _prefill(context: str) -> tuple[str, str, str]:
-    """The marks of reasoning with which a prompt ends, opening and closing, and what it has of them ("" if nothing)."""
-    for opening, closing in _REASONING_MARKS:
-        found = re.search(rf"({re.escape(opening)}\s*)?({re.escape(closing)}\s*)?\Z", context)
-        if found and found[0]:
-            return opening, closing, found[0]
+    """The tags of reasoning with which a prompt ends, opening and closing, and what it has of them ("" if nothing)."""
+    for opening, closing in _REASONING_TAGS:
+        match = re.search(rf"({re.escape(opening)}\s*)?({re.escape(closing)}\s*)?\Z", context)
+        if match and match[0]:
+            return opening, closing, match[0]
     return "", "", ""
 
 
@@ -501,8 +456,8 @@ def _after(head: str, previous: str, whole: str) -> str | None:
     """What follows the header of the last turn in `whole`.
 
     Args:
-        head: The prompt without its marks of reasoning.
-        previous: How the content of the message before ends: from there on the two texts agree but for blanks, if not before it.
+        head: The prompt without its tags of reasoning.
+        previous: How the content of the message before ends: from there on the texts agree but for blanks.
     """
     if whole.startswith(head):
         return whole[len(head) :]
@@ -512,8 +467,8 @@ def _after(head: str, previous: str, whole: str) -> str | None:
     header = head[at:].rstrip()
     blanks = head[at + len(header) :]
     same = re.compile(r"\s*".join(map(re.escape, "".join(header.split()))) + re.escape(blanks))
-    ends = [found.end() for found in same.finditer(whole)]
-    return whole[ends[-1] :] if ends else None
+    stops = [match.end() for match in same.finditer(whole)]
+    return whole[stops[-1] :] if stops else None
 
 
 def _reasoning(message: Message) -> str:
@@ -522,7 +477,7 @@ def _reasoning(message: Message) -> str:
         if message.get(key):
             return str(message[key]).strip()
     content = _content(message)
-    for opening, closing in _REASONING_MARKS:
+    for opening, closing in _REASONING_TAGS:
         if closing in content:
             return content.partition(closing)[0].rpartition(opening)[2].strip()
     return ""
@@ -553,32 +508,10 @@ def _parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _chains(turns: list[Turn]) -> list[list[Turn]]:
-    """Turns whose contexts continue each other, together."""
-    chains: list[list[Turn]] = []
-    for turn in turns:
-        if chains and turn.context.startswith(chains[-1][-1].text):
-            chains[-1].append(turn)
-        else:
-            chains.append([turn])
-    return chains
-
-
 def _joined(parts: list[list[int]]) -> Tokens:
     """Tokens of which every second part is trained."""
     mask = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
     return Tokens(np.array(list(chain.from_iterable(parts)), dtype=np.int64), mask)
-
-
-def _conversation(row: Row) -> Conversation:
-    tools = _tools(row.get("tools"))
-    if "messages" in row:
-        return Conversation(_messages(row["messages"], "messages", ""), 0, tools)
-    prompt, completion = (
-        _messages(row["prompt"], "prompt", "user"),
-        _messages(row["completion"], "completion", "assistant"),
-    )
-    return Conversation(prompt + completion, len(prompt), tools)
 
 
 def _messages(value: Any, column: str, role: str) -> Messages:
@@ -586,9 +519,8 @@ def _messages(value: Any, column: str, role: str) -> Messages:
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise UserError(
-            f"`{column}` is {_short(value)}; needed: {ACCEPTED}, as a non-empty list of messages{' or text' if role else ''}"
-        )
+        form = "a non-empty list of messages" + (" or text" if role else "")
+        raise UserError(f"`{column}` is {_short(value)}; needed: {ACCEPTED}, as {form}")
     return [_message(item, column) for item in value]
 
 
@@ -611,8 +543,8 @@ def _plain_text(content: Any, column: str) -> str:
         return content
     if isinstance(content, Sequence):
         texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-        if len(found := [text for text in texts if isinstance(text, str)]) == len(content):
-            return "".join(found)
+        if len(strings := [text for text in texts if isinstance(text, str)]) == len(content):
+            return "".join(strings)
     raise UserError(f"`{column}` holds content {_short(content)}: needed is text, or a list of parts of type text")
 
 
@@ -637,17 +569,13 @@ def _formed(message: Message, as_json: bool, no_content: str | None) -> Message:
     """A message with its tool arguments as objects or as JSON, and `no_content` beside calls without content."""
     if not message.get("tool_calls"):
         return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"], as_json)}}
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if as_json != isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False) if as_json else json.loads(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "content": message["content"] or no_content, "tool_calls": calls}
-
-
-def _arguments(arguments: Any, as_json: bool) -> Any:
-    if as_json:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _tools(value: Any) -> list[Any] | None:

@@ -4,11 +4,12 @@ Also runs as a file: `torchrun … src/prime_rl/trainer/sft/train.py @ sft.toml`
 """
 
 from functools import partial
+from runpy import run_module
 
 from prime_rl.config import SFTConfig
 from prime_rl.trainer import training_loop
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.sft.data import FakeRows, RowData
+from prime_rl.trainer.sft.rows import FakeRows, RowData
 from prime_rl.trainer.training_loop import Recipe
 
 SMALL = "sft --bench --model.name assets/tiny-reverse --data.seq-len 256 --data.batch-size 8"
@@ -38,6 +39,4 @@ def means(sums: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    from prime_rl.entrypoints.sft import main
-
-    main()
+    run_module("prime_rl.entrypoints.sft", run_name="__main__")

@@ -47,8 +47,8 @@ def row_order(rows: int, taken: int, shuffle: bool, seed: int) -> Iterator[int]:
 class RowStream:
     """Tokenized rows in the order of `row_order`, without those that cannot be trained on, which are counted.
 
-    Nothing is truncated: half a conversation would teach to break off. `peek` and `take` let a step leave the row that no longer fits. The
-    samples of a row stay in one step, so that `taken` rows say where to go on.
+    Nothing is truncated: half a conversation would teach to break off. `peek` and `take` let a step leave the row that no
+    longer fits. The samples of a row stay in one step, so that `taken` rows say where to resume.
     """
 
     def __init__(self, tokenizer: Tokenizer, rows: int, seq_len: int, *, shuffle: bool, seed: int, taken: int) -> None:
@@ -63,8 +63,7 @@ class RowStream:
     def peek(self) -> list[Tokens]:
         """The samples of the next row that can be trained on.
 
-        Raises:
-            UserError: whole epochs went by without one, or a row is malformed (says which).
+        Raises UserError if whole epochs have none, or a row is malformed (says which).
         """
         while self._next is None:
             self._index = next(self._order)
@@ -87,8 +86,7 @@ class RowStream:
     def drop(self, reason: str, why: str) -> None:
         """Pass over the next row, and count it.
 
-        Raises:
-            UserError: so many were passed over in a row that a whole epoch is among them, however it was shuffled.
+        Raises UserError once so many followed each other that a whole epoch is among them, however it was shuffled.
         """
         self._next = None
         if not self.dropped[reason]:
@@ -97,13 +95,13 @@ class RowStream:
         self._skipped += 1
         if self._skipped >= 2 * self._rows - 1:
             raise UserError(
-                f"no row of the dataset can be trained on: {self.dropped['too_long']} times one exceeded data.seq_len {self._seq_len}, "
-                f"{self.dropped['untrained']} times one had no trained token (see data.loss_mask)"
+                f"no row of the dataset can be trained on: {self.dropped['too_long']} times one exceeded data.seq_len "
+                f"{self._seq_len}, {self.dropped['untrained']} times one had no trained token (see data.loss_mask)"
             )
 
 
 def fill(stream: RowStream, rows: int, seq_len: int) -> list[Tokens]:
-    """Take what fits into `rows` rows of `seq_len` tokens, first fit. The first row whose samples fit nowhere is left for the next step."""
+    """Take what fits into `rows` rows of `seq_len` tokens, first fit, up to the first row whose samples fit nowhere."""
     room = np.full(rows, seq_len)
     taken: list[Tokens] = []
     while (left := _place(stream.peek(), room)) is not None or not taken:
@@ -129,7 +127,7 @@ def _place(samples: list[Tokens], room: npt.NDArray[np.int64]) -> npt.NDArray[np
 def pack(
     samples: Sequence[Tokens], config: SFTConfig, world: World, costs: Costs, taken: int, dropped: dict[str, int]
 ) -> StepData:
-    """A step of these samples, for which `taken` rows were taken. Every rank packs the same ones, and keeps its own share."""
+    """A step of these samples, for which `taken` rows were taken. Every rank packs the same, and keeps its own share."""
     data = config.data
     loss_tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     lengths = [len(sample.input_ids) for sample in samples]
@@ -152,12 +150,10 @@ def _document(sample: Tokens, loss_tokens: int) -> Document:
 
 
 class RowData(StepSource):
-    """Steps of a dataset. Every rank reads the same stream, so the number of ranks changes neither the steps nor where a resumed run goes on.
+    """Steps of a dataset. Every rank reads the same stream: the number of ranks changes no step, resumed or not.
 
-    The first rows are tokenized at once, so that a dataset of another form is refused before the model is loaded.
-
-    Raises:
-        UserError: the dataset or the tokenizer cannot be loaded, or one of the first rows is malformed.
+    The first rows are tokenized at once, so that a dataset of another form is refused before the model is loaded: raises
+    UserError if the dataset or the tokenizer cannot be loaded, or one of the first rows is malformed.
     """
 
     def __init__(self, config: SFTConfig, world: World, source: Source, on_wait: OnWait) -> None:
@@ -203,15 +199,15 @@ def check_vocabulary(tokens: Tokens, vocabulary: int, tokenizer: PreTrainedToken
     """Raise UserError for a token that the model has no embedding of."""
     if len(tokens.input_ids) and tokens.input_ids.max() >= vocabulary:
         worst = int(tokens.input_ids.max())
-        raise UserError(
-            f"token {worst} ({tokenizer.decode([worst])!r}), but the model has only {vocabulary}: whose tokenizer is this?"
-        )
+        text = tokenizer.decode([worst])
+        raise UserError(f"token {worst} ({text!r}), but the model has only {vocabulary}: whose tokenizer is this?")
 
 
 class FakeRows(StepSource):
     """Random tokens, every one trained, the same for one seed on any number of ranks. Needs no dataset.
 
-    Lengths are `seq_len` each (`fixed`), uniform in [seq_len / 8, seq_len] (`variable`), or spread as those of rollouts (`lognormal`).
+    Lengths are `seq_len` each (`fixed`), uniform in [seq_len / 8, seq_len] (`variable`), or spread as those of rollouts
+    (`lognormal`).
     """
 
     def __init__(self, config: SFTConfig, world: World, source: Source, on_wait: OnWait) -> None:
