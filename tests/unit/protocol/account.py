@@ -1,5 +1,7 @@
 """The orchestrator's memory: where each episode is, and which states are the same."""
 
+from collections.abc import Callable
+
 from .state import NOTHING, Episode, Orch, Replica, Violation
 
 
@@ -10,6 +12,13 @@ def drop(o: Orch, gone: list[Episode]) -> Orch:
 
 def drop_numbers(o: Orch, numbers: list[int]) -> Orch:
     return o._replace(dropped=o.dropped | sum(1 << number for number in numbers))
+
+
+def cancel(o: Orch, which: Callable[[int], bool]) -> Orch:
+    """Drop the episodes in flight that began on a version of `which`."""
+    numbers = [number for r in o.replicas for number, first, _ in r.flying if which(first)]
+    replicas = tuple(r._replace(flying=tuple(f for f in r.flying if f[0] not in numbers)) for r in o.replicas)
+    return drop_numbers(o._replace(replicas=replicas), numbers)
 
 
 def places(o: Orch) -> list[int]:
@@ -42,20 +51,19 @@ def canonical(o: Orch) -> Orch:
     def now(number: int) -> int:
         return number - (gone & (1 << number) - 1).bit_count()
 
-    def episodes(found: tuple[Episode, ...]) -> tuple[Episode, ...]:
-        return tuple(e._replace(number=now(e.number)) for e in found)
+    ledger = now(cursor), tuple(e._replace(number=now(e.number)) for e in finished), bits(dropped)
+    return renumbered(o, now)._replace(
+        cursor=now(o.cursor), batched=bits(o.batched), dropped=bits(o.dropped), ledger=ledger
+    )
 
+
+def renumbered(o: Orch, now: Callable[[int], int]) -> Orch:
+    """The same state with other numbers for the episodes that have not ended."""
     return o._replace(
-        pending=tuple(now(n) for n in o.pending),
-        finished=episodes(o.finished),
+        pending=tuple(map(now, o.pending)),
+        finished=tuple(e._replace(number=now(e.number)) for e in o.finished),
         sealed=o.sealed and o.sealed._replace(number=now(o.sealed.number)),
-        cursor=now(o.cursor),
-        batched=bits(o.batched),
-        dropped=bits(o.dropped),
-        ledger=(now(cursor), episodes(finished), bits(dropped)),
-        replicas=tuple(
-            r._replace(flying=tuple((now(n), first, bad) for n, first, bad in r.flying)) for r in o.replicas
-        ),
+        replicas=tuple(r._replace(flying=tuple((now(f[0]), *f[1:]) for f in r.flying)) for r in o.replicas),
     )
 
 
@@ -66,20 +74,15 @@ def forget(o: Orch) -> Orch:
     live = sorted(places(o))
     unproven = any(replica.known == 0 for replica in o.replicas)
 
-    def now(number: int) -> int:
-        return live.index(number)
-
-    return o._replace(
-        pending=tuple(now(n) for n in o.pending),
-        finished=tuple(e._replace(number=now(e.number), proven=e.proven or not unproven) for e in o.finished),
-        sealed=o.sealed and o.sealed._replace(number=now(o.sealed.number), proven=True),
+    o = renumbered(o, live.index)._replace(
         cursor=len(live),
-        batched=sum(1 << now(n) for n in set(live) if o.batched >> n & 1),
-        dropped=sum(1 << now(n) for n in set(live) if o.dropped >> n & 1),
+        batched=sum(1 << live.index(n) for n in set(live) if o.batched >> n & 1),
+        dropped=sum(1 << live.index(n) for n in set(live) if o.dropped >> n & 1),
         ledger=(0, (), 0),
-        replicas=tuple(
-            r._replace(flying=tuple((now(n), first, bad) for n, first, bad in r.flying)) for r in o.replicas
-        ),
+    )
+    return o._replace(
+        finished=tuple(e._replace(proven=e.proven or not unproven) for e in o.finished),
+        sealed=o.sealed and o.sealed._replace(proven=True),
     )
 
 
@@ -95,12 +98,4 @@ def put(o: Orch, index: int, replica: Replica) -> Orch:
 
 
 def order(replica: Replica) -> tuple[object, ...]:
-    return (
-        replica.version,
-        replica.incarnation,
-        replica.known,
-        replica.reading or (NOTHING, NOTHING),
-        replica.broken,
-        replica.leaving,
-        replica.flying,
-    )
+    return replica._replace(reading=replica.reading or (NOTHING, NOTHING))

@@ -1,4 +1,4 @@
-"""The engines, as the orchestrator drives them: loads, proofs, and what is worth nothing without one."""
+"""The engines, as the orchestrator drives them: loads, verification, joining and leaving."""
 
 from .account import canonical, drop, drop_numbers, put
 from .state import NOTHING, Bounds, Dir, Orch, Replica, Rules, Successors, Violation
@@ -34,13 +34,8 @@ def begin_read(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
         if len(d.incarnations) == o.seen:
             raise Violation(f"weights/step_{target}, which an engine has to load, was pruned")
         if o.phase == "load":
-            return [
-                (
-                    f"orchestrator finds weights/step_{target} set aside and looks again",
-                    d,
-                    o._replace(phase="look", loading=NOTHING),
-                )
-            ]
+            again = o._replace(phase="look", loading=NOTHING)
+            return [(f"orchestrator finds weights/step_{target} set aside and looks again", d, again)]
         return []  # the new incarnation, which set it aside, is taken up next
     changed = replica._replace(reading=(target, incarnation))
     return [(f"an engine begins to read weights/step_{target}", d, put(o, index, changed))]
@@ -55,14 +50,12 @@ def end_read(d: Dir, o: Orch, index: int, rules: Rules) -> tuple[str, Dir, Orch]
     if not stands and not d.given_up(version, incarnation):
         raise Violation(f"weights/step_{version} was pruned while an engine read it")
     if not rules.read_is_checked_after and not stands and d.weights[version] != NOTHING:
-        raise Violation(
-            f"an engine says that it serves version {version} of incarnation {incarnation}, and read that of incarnation {d.weights[version]}"
-        )
+        served = f"version {version} of incarnation {incarnation}"
+        raise Violation(f"an engine says that it serves {served}, and read that of incarnation {d.weights[version]}")
     if stands:
         late = replica.known == 3 or (version < o.served and o.phase != "load")  # what is served has changed meanwhile
-        done = replica._replace(
-            version=version, incarnation=incarnation, known=2 if late else 1, reading=None, broken=False
-        )
+        known = 2 if late else 1
+        done = replica._replace(version=version, incarnation=incarnation, known=known, reading=None, broken=False)
         return f"an engine proves that it serves version {version}", d, put(o, index, done)
     back = replica.version == 0 or d.weights[replica.version] == replica.incarnation
     spare = replica.known == 2 and o.phase in ("run", "end")  # it serves nobody: broken, it is given the next version
@@ -73,23 +66,18 @@ def end_read(d: Dir, o: Orch, index: int, rules: Rules) -> tuple[str, Dir, Orch]
     failed = put(o, index, done)
     if o.phase in ("load", "run", "end") and replica.known != 3:
         failed = failed._replace(phase="look" if o.phase == "load" else o.phase, loading=NOTHING)
-    return (
-        f"an engine's load of version {version} fails, it {words}",
-        d,
-        drop_numbers(failed, [n for n, _, _ in replica.flying]),
-    )
+    failed = drop_numbers(failed, [number for number, _, _ in replica.flying])
+    return f"an engine's load of version {version} fails, it {words}", d, failed
 
 
 def prove(o: Orch, rules: Rules) -> list[int]:
     """Replicas that do not serve what they were given, as far as the proof can tell."""
-    wanted = {o.served} | ({o.loading} if o.loading != NOTHING else set())
-    found = []
-    for index, replica in enumerate(o.replicas):
-        if replica.known == 0 and (
-            rules.engine_has_an_incarnation or (replica.reading is None and replica.version not in wanted)
-        ):
-            found.append(index)
-    return found
+    wanted, tells = {o.served, o.loading}, rules.engine_has_an_incarnation  # from one that was restarted
+    return [
+        index
+        for index, r in enumerate(o.replicas)
+        if r.known == 0 and (tells or (r.reading is None and r.version not in wanted))
+    ]
 
 
 def notice(o: Orch, which: list[int]) -> Orch:
@@ -117,3 +105,35 @@ def engine_killed(o: Orch, index: int, noticed: bool) -> Orch:
     failed = tuple(sorted([*o.pending, *(number for number, _, _ in replica.flying)]))
     alive = put(o._replace(pending=failed), index, Replica(known=2, leaving=replica.leaving))
     return canonical(notice(alive, [index]))
+
+
+def members(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """One registers, one asks to leave, or one that was asked for nothing more is let go. Somebody who may serve always stays: where all have left
+    the run ends by a deadline, and there is no time here."""
+    found: Successors = []
+    if o.joins:
+        joined = o._replace(replicas=(*o.replicas, Replica(known=2)), joins=o.joins - 1)
+        found.append(("an engine joins", d, canonical(joined)))
+    if o.phase not in ("run", "end"):
+        return found
+    staying = sum(not replica.leaving for replica in o.replicas)
+    for index, replica in enumerate(o.replicas):
+        if replica.reading is not None or (index and replica == o.replicas[index - 1]):
+            continue
+        if replica.leaving:
+            found += release(d, o, index, rules)
+        elif o.leaves and staying > 1 and o.loading == NOTHING and replica.known < 3:
+            asked = put(o._replace(leaves=o.leaves - 1), index, replica._replace(leaving=True))
+            found.append(("an engine is to leave", d, asked))
+    return found
+
+
+def release(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
+    """Once nothing is in flight there it proves what it served, and is let go. What it has finished and cannot prove is worth nothing."""
+    replica = o.replicas[index]
+    if replica.flying or o.sealed is not None:
+        return []
+    if rules.prove_before_leaving and index in prove(o, rules):
+        return [("orchestrator finds an engine that leaves restarted", d, notice(o, [index]))]
+    left = o._replace(replicas=o.replicas[:index] + o.replicas[index + 1 :])
+    return [("an engine has left", d, left)]

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from .account import drop, drop_numbers, places, put
-from .engines import due, engines, notice, prove, proven
-from .members import members
+from prime_rl.transport.protocol import Lease
+
+from .account import cancel, drop, drop_numbers, places, put
+from .engines import due, engines, members, notice, prove, proven
 from .state import NOTHING, Bounds, Dir, Episode, Orch, Rules, Successors, Violation
 from .trainer import kept_newest, without_checkpoint
 
@@ -32,14 +33,8 @@ def dead(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 
 def start(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
-    lease = rules.first_lease(d.held)
-    return [
-        (
-            f"orchestrator commits {lease}",
-            d._replace(lease=(lease.incarnation, lease.version)),
-            o._replace(phase="look"),
-        )
-    ]
+    lease = rules.first_lease(d.lease)
+    return [(f"orchestrator commits {lease}", d._replace(lease=lease), o._replace(phase="look"))]
 
 
 def look(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
@@ -50,28 +45,21 @@ def look(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
         return [("orchestrator finds an engine that serves something else", d, notice(o, wrong))]
     o = proven(o)
     target = rules.newest_version(d.versions, d.history)
-    gone = [
-        episode
-        for episode in o.finished
-        if not rules.may_batch(episode.first, episode.last, episode.incarnation, d.history)
-    ]
-    taken = drop(o, gone)._replace(phase="lease", seen=len(d.incarnations), loading=target)
+    taken = drop_given_up(d, o, rules)._replace(phase="lease", seen=len(d.incarnations), loading=target)
     return [(f"orchestrator takes up incarnation {len(d.incarnations) - 1} and chooses version {target}", d, taken)]
+
+
+def drop_given_up(d: Dir, o: Orch, rules: Rules) -> Orch:
+    return drop(o, [e for e in o.finished if not rules.may_batch(e.first, e.last, e.incarnation, d.history)])
 
 
 def lease(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     """Before a load; then every engine is given the version anew, for what it calls by this number may be of another incarnation."""
-    taken = rules.lease_to_load(rules.first_lease(d.held), o.seen - 1, o.loading)
+    taken = rules.lease_to_load(rules.first_lease(d.lease), o.seen - 1, o.loading)
     replicas = tuple(
         r._replace(known=2) if r.known < 2 and (rules.load_anew or r.version != o.loading) else r for r in o.replicas
     )
-    return [
-        (
-            f"orchestrator commits {taken}",
-            d._replace(lease=(taken.incarnation, taken.version)),
-            o._replace(phase="load", replicas=replicas),
-        )
-    ]
+    return [(f"orchestrator commits {taken}", d._replace(lease=taken), o._replace(phase="load", replicas=replicas))]
 
 
 def load(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
@@ -101,10 +89,9 @@ def over(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     """The last batch is committed, or the request to stop is heard: what is not finished is cancelled."""
     if o.sealed is not None or o.due or not (d.stop or o.step >= bounds.steps):
         return []
-    flying = [number for replica in o.replicas for number, _, _ in replica.flying]
-    ended = o._replace(phase="end", pending=(), replicas=tuple(r._replace(flying=()) for r in o.replicas))
+    ended = cancel(o, lambda first: True)._replace(phase="end", pending=())
     words = "has committed its last batch" if o.step >= bounds.steps else "hears the request to stop"
-    return [(f"orchestrator {words}", d, drop_numbers(ended, [*flying, *o.pending]))]
+    return [(f"orchestrator {words}", d, drop_numbers(ended, list(o.pending)))]
 
 
 def end(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
@@ -121,25 +108,17 @@ def end(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 def take_up(d: Dir, o: Orch, rules: Rules) -> tuple[str, Dir, Orch]:
     """A newer incarnation: what it gave up is dropped or cancelled. If what is served still belongs to the history it is gone on with, else one goes back."""
     incarnation, incarnations = o.seen - 1, d.history
-    gone = [
-        episode
-        for episode in o.finished
-        if not rules.may_batch(episode.first, episode.last, episode.incarnation, incarnations)
-    ]
-    flying = [
-        n
-        for r in o.replicas
-        for n, first, _ in r.flying
-        if not rules.may_stay(first, o.announced, incarnation, incarnations)
-    ]
-    replicas = tuple(r._replace(flying=tuple(f for f in r.flying if f[0] not in flying)) for r in o.replicas)
-    left = drop_numbers(drop(o, gone), flying)._replace(replicas=replicas)
-    if rules.may_stay(o.served, o.announced, incarnation, incarnations):
+
+    def stays(first: int) -> bool:
+        return rules.may_stay(first, o.announced, incarnation, incarnations)
+
+    left = drop_given_up(d, o, rules)
+    if stays(o.served):
         words = f"orchestrator takes up incarnation {len(incarnations) - 1} and stays on version {o.served}"
-        return words, d._replace(lease=(len(incarnations) - 1, o.served)), left._replace(seen=len(incarnations))
-    cancelled = [number for replica in left.replicas for number, _, _ in replica.flying]
-    back = left._replace(phase="look", loading=NOTHING, replicas=tuple(r._replace(flying=()) for r in left.replicas))
-    return "orchestrator notices a new incarnation and has to go back", d, drop_numbers(back, cancelled)
+        left = cancel(left, lambda first: not stays(first))
+        return words, d._replace(lease=Lease(len(incarnations) - 1, o.served)), left._replace(seen=len(incarnations))
+    back = cancel(left, lambda first: True)._replace(phase="look", loading=NOTHING)
+    return "orchestrator notices a new incarnation and has to go back", d, back
 
 
 def follow(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
@@ -149,24 +128,23 @@ def follow(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     quiet = o.sealed is None and not o.due and not reading
     if rules.follow_new_incarnation and len(d.incarnations) > o.seen and quiet:
         return [take_up(d, o, rules)]
-    healthy = [
-        replica for replica in o.replicas if replica.known < 2 and not replica.leaving
-    ]  # as far as the orchestrator knows
+    healthy = [r for r in o.replicas if r.known < 2 and not r.leaving]  # as far as the orchestrator knows
     if o.loading == NOTHING:
         incarnations = {incarnation: begun for incarnation, begun in d.history.items() if incarnation < o.seen}
         newest = rules.newest_version(d.versions, incarnations)
         if newest is not None and newest > o.served:
             announced = newest if rules.announce_before_load else o.announced
             begun = o._replace(loading=newest, announced=max(o.announced, announced))
-            leased = d if rules.lease_after_load else d._replace(lease=(o.seen - 1, newest))
+            leased = d if rules.lease_after_load else d._replace(lease=Lease(o.seen - 1, newest))
             found.append((f"orchestrator announces version {newest}", leased, begun))
         held = rules.lease_to_hold(o.seen - 1, o.served, [r.reading[0] for r in o.replicas if r.reading is not None])
-        if healthy and d.lease != (held.incarnation, held.version):
+        if healthy and d.lease != held:
             words = f"orchestrator raises its lease to incarnation {held.incarnation}, version {held.version}"
-            found.append((words, d._replace(lease=(held.incarnation, held.version)), o))
+            found.append((words, d._replace(lease=held), o))
     elif healthy and all(replica.version == o.loading and replica.reading is None for replica in healthy):
         served = o._replace(served=o.loading, announced=max(o.announced, o.loading), loading=NOTHING)
-        found.append((f"orchestrator serves version {o.loading}", d, cancel_stale(served, rules, bounds)))
+        served = cancel(served, lambda first: rules.too_old(o.step, first, bounds.max_off_policy))
+        found.append((f"orchestrator serves version {o.loading}", d, served))
     return found
 
 
@@ -205,18 +183,14 @@ def begin_episode(d: Dir, o: Orch, index: int, number: int, bounds: Bounds, step
     replica = o.replicas[index]
     bad = replica.known == 0 and replica.version != o.served
     if not bad and replica.version < step - bounds.async_level:
-        raise Violation(
-            f"episode {number} for step {step} starts on version {replica.version}, async level {bounds.async_level}"
-        )
+        where = f"version {replica.version}, async level {bounds.async_level}"
+        raise Violation(f"episode {number} for step {step} starts on {where}")
     if not bad and not o.served <= replica.version <= o.announced:
         raise Violation(f"episode {number} starts on version {replica.version}, stamped {o.served} … {o.announced}")
     changed = put(o, index, replica._replace(flying=tuple(sorted([*replica.flying, (number, o.served, bad)]))))
     changed = changed._replace(pending=o.pending[1:]) if o.pending else changed._replace(cursor=o.cursor + 1)
-    return (
-        f"episode {number} starts, stamped version {o.served}{', on an engine that was restarted' if bad else ''}",
-        d,
-        changed,
-    )
+    where = ", on an engine that was restarted" if bad else ""
+    return f"episode {number} starts, stamped version {o.served}{where}", d, changed
 
 
 def finish(d: Dir, o: Orch, index: int, which: int) -> tuple[str, Dir, Orch]:
@@ -247,14 +221,11 @@ def seal(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     chosen = o.finished[0]
     if o.step - chosen.first > bounds.max_off_policy:
         raise Violation(f"episode {chosen.number}, sampled by version {chosen.first}, goes into step {o.step}")
+    into = f"episode {chosen.number} goes into step {o.step}, but"
     if chosen.bad:
-        raise Violation(
-            f"episode {chosen.number} goes into step {o.step}, but an engine that served something else sampled it"
-        )
+        raise Violation(f"{into} an engine that served something else sampled it")
     if d.given_up(chosen.true_last, chosen.true_incarnation):
-        raise Violation(
-            f"episode {chosen.number} goes into step {o.step}, but version {chosen.true_last} of incarnation {chosen.true_incarnation} is given up"
-        )
+        raise Violation(f"{into} version {chosen.true_last} of incarnation {chosen.true_incarnation} is given up")
     words = f"orchestrator proves the engines and takes episode {chosen.number} for step {o.step}"
     return [(words, d, o._replace(sealed=chosen, finished=o.finished[1:]))]
 
@@ -273,29 +244,8 @@ def flush(d: Dir, o: Orch, rules: Rules) -> Successors:
     if wrong := prove(o, rules):
         return [("orchestrator finds an engine that serves something else", d, notice(o, wrong))]
     flushed = proven(o)
-    return [
-        (
-            "orchestrator proves the engines and commits the ledger",
-            d,
-            flushed._replace(ledger=entry(flushed), due=False),
-        )
-    ]
-
-
-def entry(o: Orch) -> tuple[int, tuple[Episode, ...], int]:
-    """What a flush writes: only proven episodes count as finished."""
-    return o.cursor, tuple(episode for episode in o.finished if episode.proven), o.dropped
-
-
-def cancel_stale(o: Orch, rules: Rules, bounds: Bounds) -> Orch:
-    old = [
-        number
-        for r in o.replicas
-        for number, first, _ in r.flying
-        if rules.too_old(o.step, first, bounds.max_off_policy)
-    ]
-    replicas = tuple(r._replace(flying=tuple(f for f in r.flying if f[0] not in old)) for r in o.replicas)
-    return drop_numbers(o._replace(replicas=replicas), old)
+    flushed = flushed._replace(ledger=(flushed.cursor, flushed.finished, flushed.dropped), due=False)
+    return [("orchestrator proves the engines and commits the ledger", d, flushed)]
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------------------
@@ -308,17 +258,11 @@ def checkpoints(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
         if step in d.joint:
             continue
         if step not in d.orch:
-            found.append(
-                (
-                    f"orchestrator commits checkpoints/step_{step}/orchestrator",
-                    d._replace(orch=tuple(sorted([*d.orch, step]))),
-                    o,
-                )
-            )
+            saved = d._replace(orch=tuple(sorted([*d.orch, step])))
+            found.append((f"orchestrator commits checkpoints/step_{step}/orchestrator", saved, o))
         if step in d.orch or not rules.join_needs_both:
-            found.append(
-                (f"orchestrator joins checkpoints/step_{step}", d._replace(joint=tuple(sorted([*d.joint, step]))), o)
-            )
+            joined = d._replace(joint=tuple(sorted([*d.joint, step])))
+            found.append((f"orchestrator joins checkpoints/step_{step}", joined, o))
     for step in expendable(d, o, rules, bounds):
         found.append((f"orchestrator removes checkpoints/step_{step}", kept_newest(d, without_checkpoint(d, step)), o))
     return found

@@ -85,7 +85,7 @@ class Dir(NamedTuple):
     orch: tuple[int, ...] = ()  # steps with the orchestrator's part
     joint: tuple[int, ...] = ()  # steps with the joint manifest
     recovery: tuple[tuple[int, int], ...] = ()  # (step, incarnation)
-    lease: tuple[int, int] | None = None
+    lease: Lease | None = None
     done: int = NOTHING  # the trainer's status says done, after this many updates
     stop: bool = False  # the user asked to stop
 
@@ -97,13 +97,8 @@ class Dir(NamedTuple):
     def history(self) -> dict[int, int]:
         return dict(enumerate(self.incarnations))
 
-    @property
-    def held(self) -> Lease | None:
-        return None if self.lease is None else Lease(*self.lease)
-
-    @property
-    def given_up(self) -> Callable[[int, int], bool]:
-        return lambda version, incarnation: not protocol.valid(version, incarnation, self.history)
+    def given_up(self, version: int, incarnation: int) -> bool:
+        return not protocol.valid(version, incarnation, self.history)
 
 
 class Trainer(NamedTuple):

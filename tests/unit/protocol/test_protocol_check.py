@@ -14,7 +14,6 @@ from prime_rl.transport import protocol
 from unit.protocol import orchestrator, trainer
 from unit.protocol.mutants import MUTANTS
 from unit.protocol.search import Search
-from unit.protocol.space import Space
 from unit.protocol.state import Bounds, Dir, Rules
 
 WORLDS = {
@@ -28,8 +27,6 @@ WORLDS = {
     "two leave, one joins": Bounds(replicas=2, steps=2, crashes=0, joins=1, leaves=2, drain=False),
     "three engines": Bounds(replicas=3, steps=2, crashes=1, concurrent=1, drain=False),
 }
-
-
 LARGE = ("two kills and a drain", "three engines")
 
 
@@ -37,7 +34,7 @@ LARGE = ("two kills and a drain", "three engines")
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in WORLDS]
 )
 def test_every_interleaving_within_the_bounds_keeps_every_property_and_can_end(name):
-    """No read of a pruned version, staleness within its bounds, exactly once, only the present history, no deadlock, a clean end."""
+    """No read of a pruned version, staleness in bounds, exactly once, only the present history, no deadlock, a clean end."""
     outcome = Search(Rules(), WORLDS[name]).run()
     assert outcome.violation is None, "\n".join([*outcome.trace, outcome.violation])
     assert outcome.ends > 0
@@ -53,7 +50,7 @@ def test_a_deliberate_bug_is_found(name):
     assert mutant.breaks in outcome.violation
 
 
-def test_a_counterexample_is_a_shortest_way_told_in_the_words_of_the_run():
+def test_a_counterexample_is_a_shortest_way_in_the_words_of_the_run():
     """Synchronous training whose plan forgets the groups before: the second episode starts too early, at once."""
     mutant = MUTANTS["plan-off-by-one"]
     outcome = Search(mutant.rules, mutant.bounds).run()
@@ -63,37 +60,32 @@ def test_a_counterexample_is_a_shortest_way_told_in_the_words_of_the_run():
 
 
 def test_every_step_looks_only_at_the_fields_that_it_names():
-    """The search works a step out once for all directories that agree in the named fields: a field that is missing there would hide states."""
-    space = Space(Rules(), Bounds(steps=2))
-    seen, frontier = {space.first()}, [space.first()]
-    while frontier and len(seen) < 4_000:
-        frontier = [
-            state
-            for before in frontier
-            for _, state in space.after(before)
-            if state not in seen and not seen.add(state)
-        ]
-    for _, o, t, d in sorted(seen)[::3]:
-        directory = space.dirs.values[d]
-        for actions, process in (
-            (trainer.ACTIONS, space.trainers.values[t]),
-            (orchestrator.ACTIONS, space.orchs.values[o]),
-        ):
-            for action, fields in actions[process.phase]:
+    """A step is worked out once for all directories that agree in the named fields: a missing one would hide states."""
+    search = Search(Rules(), Bounds(steps=2))
+    states = [search.first()]
+    known = set(states)
+    for state in states:  # grows meanwhile
+        if len(states) < 4_000:
+            new = {after for _, after in search.after(state)} - known
+            known |= new
+            states += sorted(new)
+    for _, o, t, d in states[::3]:
+        directory = search.dirs.values[d]
+        for process, actions in ((search.trainers.values[t], trainer), (search.orchs.values[o], orchestrator)):
+            for action, fields in actions.ACTIONS[process.phase]:
                 masked = Dir(weights=())._replace(**{name: getattr(directory, name) for name in fields})
-                full, narrow = (action(view, process, space.rules, space.bounds) for view in (directory, masked))
-                assert [(words, after) for words, _, after in full] == [(words, after) for words, _, after in narrow]
-                for (_, one, _), (_, two, _) in zip(full, narrow, strict=True):
-                    changed = {
-                        name: value
-                        for name, value in zip(Dir._fields, one, strict=True)
-                        if value != getattr(directory, name)
-                    }
-                    assert changed == {
-                        name: value
-                        for name, value in zip(Dir._fields, two, strict=True)
-                        if value != getattr(masked, name)
-                    }
+                full, narrow = (
+                    [
+                        (
+                            words,
+                            after,
+                            {name: new for name, new in changed._asdict().items() if new != getattr(view, name)},
+                        )
+                        for words, changed, after in action(view, process, search.rules, search.bounds)
+                    ]
+                    for view in (directory, masked)
+                )
+                assert full == narrow
 
 
 def test_every_decision_of_the_protocol_is_called_by_a_process():
@@ -102,10 +94,7 @@ def test_every_decision_of_the_protocol_is_called_by_a_process():
     for path in Path(prime_rl.__file__).parent.rglob("*.py"):
         if path.name != "protocol.py":
             called |= {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
-    decisions = {
-        name
-        for name, found in vars(protocol).items()
-        if inspect.isfunction(found) and found.__module__ == protocol.__name__
-    }
+    functions = inspect.getmembers(protocol, inspect.isfunction)
+    decisions = {name for name, function in functions if function.__module__ == protocol.__name__}
     internal = {"valid_versions", "current_incarnation", "valid", "serve_floor"}  # called by the others
     assert decisions - internal <= called

@@ -14,9 +14,7 @@ def dead(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     if t.mode == FRESH:
         step = 0
     elif t.mode == RECOVER:
-        step = max(
-            (saved for saved, incarnation in (*d.recovery, *d.parts) if valid(saved, incarnation, d.history)), default=0
-        )
+        step = newest_state(d)
     elif step not in dict(d.parts):
         raise Violation(f"the trainer cannot resume: checkpoints/step_{step}/trainer is gone")
     phase = "found" if rules.incarnation_before_aside else "aside"
@@ -38,9 +36,8 @@ def aside(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     """One thing of the given-up incarnations after the other is set aside, then the start version is committed."""
     incarnations = d.history if rules.incarnation_before_aside else d.history | {len(d.incarnations): t.step}
     for version in rules.to_set_aside(d.versions, incarnations):
-        return [
-            (f"trainer sets weights/step_{version} aside", d._replace(weights=_with(d.weights, version, NOTHING)), t)
-        ]
+        left = d._replace(weights=_with(d.weights, version, NOTHING))
+        return [(f"trainer sets weights/step_{version} aside", left, t)]
     for step, _ in d.parts:
         if step > t.step:
             return [(f"trainer sets checkpoints/step_{step} aside", without_checkpoint(d, step), t)]
@@ -68,13 +65,8 @@ def run(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
         if d.weights[version] != NOTHING:
             raise Violation(f"weights/step_{version} is committed already")
         words = f"trainer trains rollouts/step_{t.step} and commits weights/step_{version}"
-        found.append(
-            (
-                words,
-                d._replace(weights=_with(d.weights, version, incarnation)),
-                t._replace(phase="committed", step=version),
-            )
-        )
+        made = d._replace(weights=_with(d.weights, version, incarnation))
+        found.append((words, made, t._replace(phase="committed", step=version)))
     return found
 
 
@@ -82,16 +74,11 @@ def committed(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     """What to prune is decided once, by the lease of this moment; then one version after the other goes."""
     saving = [t.saving] if t.saving > 0 and rules.saving_counts_as_kept else []
     todo = rules.prunable(
-        d.versions, d.history, lease=d.held, async_level=bounds.async_level, keep=bounds.keep,
+        d.versions, d.history, lease=d.lease, async_level=bounds.async_level, keep=bounds.keep,
         checkpoints=[*dict(d.parts), *saving],
     )  # fmt: skip
-    return [
-        (
-            f"trainer looks what to prune: {todo or 'nothing'}",
-            d,
-            t._replace(phase="prune" if todo else "save", todo=tuple(todo)),
-        )
-    ]
+    after = t._replace(phase="prune" if todo else "save", todo=tuple(todo))
+    return [(f"trainer looks what to prune: {todo or 'nothing'}", d, after)]
 
 
 def prune(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
@@ -105,11 +92,7 @@ def prune(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
 
 def save(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     """A save copies the state and is written in the background; the next one waits for it."""
-    kind = 0
-    if t.step % bounds.interval == 0:
-        kind = 1
-    elif t.step % bounds.recovery_interval == 0:
-        kind = -1
+    kind = 1 if t.step % bounds.interval == 0 else -1 if t.step % bounds.recovery_interval == 0 else 0
     if kind and t.saving:
         return []
     name = {1: f"checkpoints/step_{t.step}", -1: f"recovery/step_{t.step}"}
@@ -172,12 +155,15 @@ def without_checkpoint(d: Dir, step: int) -> Dir:
 
 def kept_newest(before: Dir, after: Dir) -> Dir:
     """`after`, from which something was removed: never the newest state from which the trainer could be started again."""
-    newest = [
-        max((s for s, e in (*d.parts, *d.recovery) if valid(s, e, d.history)), default=0) for d in (before, after)
-    ]
-    if newest[1] < newest[0]:
-        raise Violation(f"the newest saved state, of step {newest[0]}, is removed before a newer one is committed")
+    if newest_state(after) < (step := newest_state(before)):
+        raise Violation(f"the newest saved state, of step {step}, is removed before a newer one is committed")
     return after
+
+
+def newest_state(d: Dir) -> int:
+    return max(
+        (step for step, incarnation in (*d.parts, *d.recovery) if valid(step, incarnation, d.history)), default=0
+    )
 
 
 def _with(weights: tuple[int, ...], version: int, incarnation: int) -> tuple[int, ...]:
