@@ -1,7 +1,7 @@
-"""ProcessInfo identity, process trees, and the end of whatever was spawned, read from /proc (Linux).
+"""Identify processes, walk process trees and end whatever was spawned, by /proc (Linux).
 
-A process belongs to another by descent, by process group, or by a mark in the environment it was started with: a daemon keeps that after its
-parents are gone. Standard library only: environment workers import this from their own virtual environments.
+A process belongs to another by descent, by process group, or by a mark in the environment it was started with: a daemon
+keeps that after its parents are gone. Standard library only: environment workers import this from their own virtual environments.
 """
 
 import os
@@ -43,7 +43,7 @@ Table = Mapping[int, ProcessInfo]
 
 
 def read(pid: int) -> ProcessInfo | None:
-    """The living process with this pid; None when there is none or only its zombie."""
+    """Return the living process with this pid; None when there is none or only its zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -57,19 +57,19 @@ def read(pid: int) -> ProcessInfo | None:
 
 
 def table() -> Table:
-    """All living processes by pid."""
+    """Return all living processes by pid."""
     pids = [int(name) for name in os.listdir(_PROC) if name.isdigit()]
     return {pid: process for pid in pids if (process := read(pid)) is not None}
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The identity of the living process with this pid."""
+    """Return the identity of the living process with this pid."""
     process = read(pid)
     return None if process is None else process.id
 
 
 def me() -> ProcessId:
-    """This process."""
+    """Identify this process."""
     process = identify(os.getpid())
     assert process is not None
     return process
@@ -86,17 +86,17 @@ def is_stopped(process: ProcessId) -> bool:
 
 
 def boot_id() -> str:
-    """Of the running kernel: another one means that every process of before is gone."""
+    """Identify the running kernel: another one means that every process of before is gone."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
 def descendants(pid: int, processes: Table) -> list[ProcessInfo]:
-    """Every process below `pid`, in any process group or session."""
+    """Return every process below `pid`, in any process group or session."""
     return [processes[each] for each in _below([pid], processes) if each != pid]
 
 
 def family(pid: int, processes: Table) -> set[int]:
-    """Pids of a process, its descendants, its process group and their descendants."""
+    """Return the pids of a process, its descendants, its process group and their descendants."""
     return _below([each for each, process in processes.items() if pid in (each, process.group)], processes)
 
 
@@ -105,27 +105,27 @@ def _below(pids: Iterable[int], processes: Table) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():
         children.setdefault(process.parent, []).append(pid)
-    queue, found = list(pids), set()
+    queue, below = list(pids), set()
     while queue:
         pid = queue.pop()
-        if pid not in found:
-            found.add(pid)
+        if pid not in below:
+            below.add(pid)
             queue += children.get(pid, [])
-    return found
+    return below
 
 
 def marked(mark: str, pids: Iterable[int]) -> set[int]:
-    """Those that were started with the variable `mark` ("NAME=value") in their environment."""
-    found = set()
+    """Return those that were started with the variable `mark` ("NAME=value") in their environment."""
+    own = set()
     for pid in pids:
         with suppress(OSError):  # ended meanwhile, or another user's
             if mark.encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                found.add(pid)
-    return found
+                own.add(pid)
+    return own
 
 
 def kill_family(pid: int, mark: str) -> set[ProcessInfo]:
-    """SIGKILL a process and all that is its, by descent, group or mark, wherever it has gone. Returns what was killed; it may take a moment to die."""
+    """SIGKILL a process and all that is its, by descent, group or mark. Return what was killed; it may take a moment to die."""
     killed: dict[ProcessId, ProcessInfo] = {}
     for _ in range(_KILL_ROUNDS):
         processes = table()
@@ -140,7 +140,7 @@ def kill_family(pid: int, mark: str) -> set[ProcessInfo]:
 
 
 def await_death(killed: Iterable[ProcessInfo]) -> list[ProcessId]:
-    """Wait, within bounds, until killed processes are gone: they hold memory, GPUs and ports. Returns those that are not."""
+    """Wait, within bounds, until killed processes are gone: they hold memory, GPUs and ports. Return those that are not."""
     dying = [process.id for process in killed]
     with suppress(WaitTimeout):
         wait(
@@ -161,7 +161,7 @@ def send(process: ProcessId, number: signal.Signals) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended that should not have, after its name. `status`: negative for a signal."""
+    """Say how a process ended that should not have, in words that follow its name. `status`: negative for a signal."""
     if status >= 0:
         return f"failed with exit status {status}" if status else "ended too early"
     try:
@@ -171,12 +171,12 @@ def describe_exit(status: int) -> str:
 
 
 def backoff_seconds(failures: int, first: float, longest: float) -> float:
-    """How long to wait before the restart after so many failures in a row: `first`, doubled with each further one. 0 after none."""
+    """Return the wait before a restart after so many failures in a row: `first`, doubled with each further one; 0 after none."""
     return min(longest, first * 2.0 ** (failures - 1)) if failures else 0.0
 
 
 def memory_bytes(pid: int) -> int:
-    """Memory of the tree under `pid`, itself included: shared pages count once (PSS), where the kernel allows to read it."""
+    """Return the memory of the tree under `pid`, itself included. Shared pages count once (PSS), where it can be read."""
     processes = table()
     return sum(_pss(processes[each]) for each in _below([pid], processes) if each in processes)
 

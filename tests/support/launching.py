@@ -106,7 +106,7 @@ elif kind == "agent":
     child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
     (root.parent / "rank.pid").write_text(str(child.pid))
     sys.exit(child.wait())
-elif kind in ("serves", "crashes-with-server"):
+elif kind == "serves":
     class Health(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -126,9 +126,6 @@ elif kind == "fails":
     print("error: the model is broken")
     print("cleaning up")
     sys.exit(3)
-elif kind == "raises":
-    time.sleep(0.5)
-    raise RuntimeError("unexpected")
 elif kind == "quits":
     time.sleep(0.5)
 elif kind == "late":

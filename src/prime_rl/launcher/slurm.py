@@ -79,10 +79,11 @@ def submit(config: RLConfig) -> int:
 
 
 def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
-    """The batch script of a run, and the configuration files that it names.
+    """Return the batch script of a run, and the configuration files that it names.
 
-    On one node the job is `rl` itself. On several the first `slurm.inference_nodes` serve, one server a node that fills its GPUs by data
-    parallelism; the others train, and the orchestrator runs beside rank 0. Nothing is restarted there: requeue the job with `--recover`.
+    On one node the job is `rl` itself. On several the first `slurm.inference_nodes` serve, one server a node that fills
+    its GPUs by data parallelism; the others train, and the orchestrator runs beside rank 0. Nothing is restarted there:
+    requeue the job with `--recover`.
 
     Raises:
         UserError: the nodes cannot be laid out.
@@ -100,10 +101,10 @@ def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
         path = _path(config, "rl")
         return f"{head}exec uv run rl @ {shlex.quote(str(path))}{flags}\n", {path: config}
     sections |= {"trainer": config.trainer, "orchestrator": config.orchestrator}
-    serving = 0 if inference is None else slurm.inference_nodes
-    training = slurm.nodes - serving
-    if training < 1:
-        raise UserError(f"slurm.inference_nodes {serving} leaves none of {slurm.nodes} nodes to train on")
+    inference_nodes = 0 if inference is None else slurm.inference_nodes
+    trainer_nodes = slurm.nodes - inference_nodes
+    if trainer_nodes < 1:
+        raise UserError(f"slurm.inference_nodes {inference_nodes} leaves none of {slurm.nodes} nodes to train on")
     serve = address = ""
     if inference is not None:
         size = inference.tensor_parallel_size * inference.pipeline_parallel_size
@@ -112,12 +113,12 @@ def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
         parallel = {"data_parallel_size": slurm.gpus_per_node // size, "api_key": None}
         weights_root = inference.weights_root or config.output_dir / "weights"
         sections["inference"] = inference.model_copy(update={**parallel, "weights_root": weights_root})
-        serve = _SERVE.format(inference_nodes=serving, inference=shlex.quote(str(_path(config, "inference"))))
+        serve = _SERVE.format(inference_nodes=inference_nodes, inference=shlex.quote(str(_path(config, "inference"))))
         address = f' --client.base-url $(printf "http://%s:{inference.server.port} " "${{servers[@]}}")'
     paths = {name: _path(config, name) for name in sections}
     script = _SEVERAL_NODES.format(
-        inference_nodes=serving,
-        trainer_nodes=training,
+        inference_nodes=inference_nodes,
+        trainer_nodes=trainer_nodes,
         key_variable=config.orchestrator.client.api_key_var,
         serve=serve,
         address=address,

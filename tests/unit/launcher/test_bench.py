@@ -100,12 +100,6 @@ def test_the_orchestrators_benchmark(tmp_path: Path) -> None:
     assert list(files(tmp_path)) == [tmp_path / "bench" / "configs" / "orchestrator.toml"]
 
 
-def test_a_benchmark_evaluates_nothing(tmp_path: Path) -> None:
-    """Of no version could the server prove that it serves it: each evaluation would end the benchmark."""
-    given = OrchestratorConfig(output_dir=tmp_path, bench=True, eval=EvalSection(num_examples=4), **environment())
-    assert separate_bench(given, print).eval is None
-
-
 def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rl --bench` beside a run starts all processes in the other directory, again and again, and goes on from nothing."""
     with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator") as path:
@@ -147,11 +141,10 @@ def test_a_run_that_is_called_bench(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [TrainerConfig, SFTConfig, OrchestratorConfig])
-def test_a_run_in_wandb(kind: type[BaseConfig], tmp_path: Path) -> None:
-    """Nor is a run in W&B gone on with."""
+def test_a_run_in_wandb_and_evaluations(kind: type[BaseConfig], tmp_path: Path) -> None:
+    """Contract: a benchmark goes on with no run in W&B, and evaluates nothing: of no version could the server be verified."""
     monitor = MonitorConfig(wandb=WandbConfig(name="mine", id="abc"))
-    needed = environment() if kind is OrchestratorConfig else {}
-    given: Any = kind(output_dir=tmp_path, bench=True, monitor=monitor, **needed)
-    wandb = separate_bench(given, print).monitor.wandb
-    assert wandb is not None
-    assert (wandb.name, wandb.id) == ("mine", None)
+    section = {**environment(), "eval": EvalSection(num_examples=4)} if kind is OrchestratorConfig else {}
+    separate: Any = separate_bench(kind(output_dir=tmp_path, bench=True, monitor=monitor, **section), print)  # type: ignore[type-var]
+    assert (separate.monitor.wandb.name, separate.monitor.wandb.id) == ("mine", None)
+    assert getattr(separate, "eval", None) is None

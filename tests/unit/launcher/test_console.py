@@ -56,14 +56,6 @@ def test_evals_are_told_and_are_no_steps(tmp_path: Path) -> None:
     assert steps.new_lines()[0].startswith("Step 0 [1] | reward 0.2500")
 
 
-def test_missing_values_are_left_out() -> None:
-    """A metric that a side did not report leaves no hole."""
-    assert (
-        step_line(2, 4, {"reward/mean": 1.0}, {"time/step": 2.0}, 0.0)
-        == "Step 2 [3/4] | reward 1.0000 | 2.00 s | ETA 0:00"
-    )
-
-
 @given(
     st.integers(0, 10**6),
     st.floats(-1e4, 1e4),
@@ -81,14 +73,6 @@ def test_a_step_has_one_line_of_at_most_120_columns(
     assert len("12:34:56 " + line) <= 120
     assert f"reward {reward:.4f}" in line
     assert line.endswith(f" | {seconds:.2f} s | limited by {name} | ETA {minutes(seconds)}")
-
-
-def test_a_usual_line_keeps_the_mismatch() -> None:
-    """Contract: what is left out first is what the trainer's log has and a person needs least."""
-    line = step_line(3, 20, {"reward/mean": 0.25}, TRAINER, 60.0, Limit(LimitName.WEIGHT_SYNC, 0.5, "because"))
-    assert line == (
-        "Step 3 [4/20] | reward 0.2500 | entropy 2.5000 | KL 1.25e-04 | 3.21 s | limited by weight sync | ETA 1:00"
-    )
 
 
 def test_a_step_that_is_trained_again_is_told_again(tmp_path: Path) -> None:

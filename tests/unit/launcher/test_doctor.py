@@ -66,134 +66,122 @@ ORCHESTRATOR = status("orchestrator", waiting=EPISODE)
 SERVER = status("inference", phase="serving")
 
 
-def test_a_stopped_engine_is_found_along_the_waits() -> None:
-    """The trainer waits, the orchestrator waits, the engine does not run: all of it in one sentence."""
-    stopped = ProcessFacts(ProcessState.STOPPED, replace(SERVER, heartbeat=NOW - 212.0))
-    found = diagnose(facts(trainer=TRAINER, orchestrator=ORCHESTRATOR, inference=stopped))
-    assert found.state is RunState.STUCK
-    assert found.attribution == "inference"
-    assert found.sentence == (
-        "trainer ← rollouts/step_41 ← orchestrator ← one of 16 episodes to end ← inference, which has been stopped (SIGSTOP) for 212 s"
-    )
+def server(state: ProcessState = ProcessState.ALIVE, **changed: object) -> ProcessFacts:
+    return ProcessFacts(state, replace(SERVER, **changed))
 
 
-def test_a_teacher_whose_host_is_called_like_a_process_is_none_of_them() -> None:
-    """Contract: names of processes are found in the words of a wait, not in addresses."""
-    wait = waits(
-        "one of 16 episodes to end", "inference, environments and the teacher at http://sft-trainer:8000", 200.0
-    )
-    orchestrator = status("orchestrator", waiting=wait)
-    assert diagnose(facts(trainer=TRAINER, orchestrator=orchestrator, inference=SERVER)).state is not RunState.STUCK
+def job(name: str, subject: str, owner: str, seconds: float = 212.0, deadline: float = 3600.0) -> ProcessStatus:
+    return status(name, waiting=waits(subject, owner, seconds, deadline))
 
 
-@pytest.mark.parametrize(
-    ("server", "clause"),
-    [
-        (ProcessFacts(ProcessState.ALIVE, SERVER, stopped=(99,)), "whose process 99 is stopped (SIGSTOP)"),
-        (replace(SERVER, progress=NOW - 90.0), "which has had no answer from its engine for 90 s"),
-        (replace(SERVER, heartbeat=NOW - 61.0), "which has given no sign of life for 61 s"),
-        (ProcessFacts(ProcessState.ABSENT), "which has not reported: somebody else runs it"),
-        (replace(SERVER, outcome="failed: out of memory"), "which has ended: failed: out of memory"),
-    ],
-)
-def test_what_may_be_wrong_with_a_server(server: ProcessFacts | ProcessStatus, clause: str) -> None:
-    """Each has its own clause."""
-    found = diagnose(facts(trainer=TRAINER, orchestrator=ORCHESTRATOR, inference=server))
-    assert (found.state, found.attribution) == (RunState.STUCK, "inference")
-    assert found.sentence.endswith(f"← inference, {clause}")
+GONE, STUCK, RESTARTS = ProcessFacts(ProcessState.ABSENT), RunState.STUCK, RunState.RESTARTS
+RUN = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR}
+ENGINE = "trainer ← rollouts/step_41 ← orchestrator ← one of 16 episodes to end ← inference, "
+TEACHER = "inference, environments and the teacher at http://sft-trainer:8000"
+# What is known, then state, attribution and sentence; `{}` is the way from the trainer to the server.
+CASES: dict[str, tuple[dict[str, ProcessFacts | ProcessStatus], RunState, str | None, str]] = {
+    "a stopped engine": (
+        {**RUN, "inference": server(ProcessState.STOPPED, heartbeat=NOW - 212.0)}, STUCK, "inference",
+        "{}which has been stopped (SIGSTOP) for 212 s",
+    ),
+    "a stopped process of a server": (
+        {**RUN, "inference": ProcessFacts(ProcessState.ALIVE, SERVER, stopped=(99,))}, STUCK, "inference",
+        "{}whose process 99 is stopped (SIGSTOP)",
+    ),
+    "a silent engine": (
+        {**RUN, "inference": server(progress=NOW - 90.0)}, STUCK, "inference",
+        "{}which has had no answer from its engine for 90 s",
+    ),
+    "a silent server": (
+        {**RUN, "inference": server(heartbeat=NOW - 61.0)}, STUCK, "inference",
+        "{}which has given no sign of life for 61 s",
+    ),
+    "a server elsewhere": (
+        {**RUN, "inference": GONE}, STUCK, "inference", "{}which has not reported: somebody else runs it",
+    ),
+    "a server that failed": (
+        {**RUN, "inference": server(outcome="failed: out of memory")}, STUCK, "inference",
+        "{}which has ended: failed: out of memory",
+    ),
+    "a restart ahead": (
+        {**RUN, "inference": replace(GONE, restart=KILLED)}, RESTARTS, "inference",
+        "{}which was killed by SIGKILL and is started again in 4 s",
+    ),
+    "a restart under way": (
+        {**RUN, "inference": replace(GONE, restart=replace(KILLED, time=NOW - 7.0))}, RESTARTS, "inference",
+        "{}which was killed by SIGKILL, was started again 6 s ago and has not reported yet",
+    ),
+    "no server is left": (
+        {**RUN, "inference": server(ProcessState.DEAD), "inference-1": server(ProcessState.DEAD)}, STUCK, "inference",
+        "{}which died without a last word 1 s ago",
+    ),
+    "a rank that hangs": (
+        {"trainer": status("trainer"), "trainer.3": ProcessFacts(ProcessState.STOPPED, status("trainer.3", beat=75.0))},
+        STUCK, "trainer", "trainer, whose rank 3 has been stopped (SIGSTOP) for 75 s",
+    ),
+    "a dead trainer": (
+        {
+            "trainer": ProcessFacts(ProcessState.DEAD, status("trainer", beat=30.0), last_error="RuntimeError: boom"),
+            "orchestrator": job("orchestrator", "weights/step_42", "trainer"),
+        },
+        STUCK, "trainer",
+        "trainer, which died without a last word 30 s ago; the last error in its log: RuntimeError: boom",
+    ),
+    "no progress": (
+        {"trainer": TRAINER, "orchestrator": status("orchestrator", progress=1900.0)}, STUCK, "orchestrator",
+        "trainer ← rollouts/step_41 ← orchestrator, which has stalled for 1900 s (at work, step 41)",
+    ),
+    "beyond its deadline": (
+        {"trainer": job("trainer", "rollouts/step_41", "orchestrator", 700.0, 600.0), "orchestrator": status("orchestrator")},
+        STUCK, "trainer",
+        "trainer, which still waits for rollouts/step_41 from orchestrator, 100 s after its own deadline",
+    ),
+    "waiting for each other": (
+        {"trainer": TRAINER, "orchestrator": job("orchestrator", "weights/step_41", "trainer")}, STUCK, "trainer",
+        "trainer ← rollouts/step_41 ← orchestrator ← weights/step_41 ← trainer, "
+        "which waits for it in turn: they wait for each other",
+    ),
+    "environments": (
+        {**RUN, "inference": SERVER}, RunState.WAITS, "environments",
+        "trainer ← rollouts/step_41 ← orchestrator ← one of 16 episodes to end ← environments: for 212 s now, "
+        "and none of them shows a fault; environment code may be slow or stuck: see logs/envs",
+    ),
+    # The others take over what one of several servers had.
+    "another server is well": ({**RUN, "inference": server(ProcessState.DEAD), "inference-1": SERVER}, RunState.WAITS, "environments", ""),
+    # Names of processes are looked for in the words of a wait, not in addresses.
+    "a host called like a process": (
+        {"trainer": TRAINER, "orchestrator": job("orchestrator", "an episode", TEACHER), "inference": SERVER},
+        RunState.WAITS, "environments", "",
+    ),
+    "an idle server": (
+        {"trainer": status("trainer"), "inference": server(progress=NOW - 5000.0, ready=NOW - 4000.0)},
+        RunState.MOVES, None, "",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("restart", "clause"),
-    [
-        (KILLED, "which was killed by SIGKILL and is started again in 4 s"),
-        (
-            replace(KILLED, time=NOW - 7.0),
-            "which was killed by SIGKILL, was started again 6 s ago and has not reported yet",
-        ),
-    ],
-)
-def test_a_restart_is_no_standstill(restart: Restart, clause: str) -> None:
-    """What the launcher is mending is said, and told from what a person has to mend."""
-    server = ProcessFacts(ProcessState.ABSENT, restart=restart)
-    found = diagnose(facts(trainer=TRAINER, orchestrator=ORCHESTRATOR, inference=server))
-    assert (found.state, found.attribution) == (RunState.RESTARTS, "inference")
-    assert found.sentence.endswith(f"← inference, {clause}")
-    halted = replace(facts(trainer=TRAINER, inference=server), launcher=ProcessState.STOPPED)
-    assert diagnose(halted).state is RunState.STUCK
+@pytest.mark.parametrize("case", CASES)
+def test_what_keeps_a_run_from_going_on(case: str) -> None:
+    """Contract: the waits are followed to the first fault that can be seen; all of it is one sentence."""
+    processes, state, attribution, sentence = CASES[case]
+    diagnosis = diagnose(facts(**processes))
+    assert (diagnosis.state, diagnosis.attribution) == (state, attribution)
+    assert not sentence or diagnosis.sentence == sentence.replace("{}", ENGINE)
 
 
-def test_one_of_several_servers_that_is_gone_is_no_fault_while_another_is_well() -> None:
-    """The others take over what it had; all of them gone is what keeps the run from going on."""
-    gone, well = ProcessFacts(ProcessState.DEAD, SERVER), SERVER
-    jobs = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR}
-    for servers in ({"inference": gone, "inference-1": well}, {"inference": well, "inference-1": gone}):
-        assert diagnose(facts(**jobs, **servers)).state is not RunState.STUCK
-    found = diagnose(facts(**jobs, **{"inference": gone, "inference-1": gone}))
-    assert (found.state, found.attribution) == (RunState.STUCK, "inference")
-
-
-def test_a_server_that_was_idle_is_no_fault() -> None:
-    """One that never told of its engine's answers is not blamed for getting nowhere."""
-    idle = replace(SERVER, progress=NOW - 5000.0, ready=NOW - 4000.0)
-    assert diagnose(facts(trainer=status("trainer"), inference=idle)).state is RunState.MOVES
-
-
-def test_a_dead_trainer_with_its_last_error() -> None:
-    """The orchestrator waits for weights that will not come."""
-    dead = ProcessFacts(
-        ProcessState.DEAD, replace(status("trainer"), heartbeat=NOW - 30.0), last_error="RuntimeError: boom"
-    )
-    waiting = status("orchestrator", waiting=waits("weights/step_42", "trainer", 25.0))
-    found = diagnose(facts(trainer=dead, orchestrator=waiting, inference=SERVER))
-    assert found.attribution == "trainer"
-    assert "died without a last word 30 s ago; the last error in its log: RuntimeError: boom" in found.sentence
-
-
-def test_a_rank_that_hangs() -> None:
-    """Rank 0 waits in a collective; the other one is the reason."""
-    rank = ProcessFacts(ProcessState.STOPPED, status("trainer.3", beat=75.0))
-    found = diagnose(facts(trainer=status("trainer"), **{"trainer.3": rank}))
-    assert found.sentence == "trainer, whose rank 3 has been stopped (SIGSTOP) for 75 s"
-
-
-def test_a_stuck_environment() -> None:
-    """The server is well: the environments are left; a stopped worker is named."""
-    run = facts(trainer=TRAINER, orchestrator=ORCHESTRATOR, inference=SERVER)
-    found = diagnose(run)
-    assert (found.state, found.attribution) == (RunState.WAITS, "environments")
-    assert found.sentence.endswith("none of them shows a fault; environment code may be slow or stuck: see logs/envs")
-    found = diagnose(replace(run, workers=[WorkerFacts("rt/0", 8, False), WorkerFacts("rt/1", 9, True)]))
-    assert (found.state, found.attribution) == (RunState.STUCK, "environment worker rt/1")
-    assert found.sentence.endswith("← environment worker rt/1, which is stopped (SIGSTOP, pid 9)")
-
-
-def test_work_that_gets_nowhere_and_waits_beyond_their_deadline() -> None:
-    """By the run's own limits."""
-    found = diagnose(facts(trainer=TRAINER, orchestrator=status("orchestrator", progress=1900.0)))
-    assert found.sentence.endswith("← orchestrator, which has stalled for 1900 s (at work, step 41)")
-    overdue = status("trainer", waiting=waits("rollouts/step_41", "orchestrator", 700.0, deadline=600.0))
-    found = diagnose(facts(trainer=overdue, orchestrator=status("orchestrator")))
-    assert (
-        found.sentence
-        == "trainer, which still waits for rollouts/step_41 from orchestrator, 100 s after its own deadline"
-    )
-
-
-def test_waiting_for_each_other() -> None:
-    """A cycle is said, not followed for ever."""
-    back = status("orchestrator", waiting=waits("weights/step_41", "trainer", 100.0))
-    found = diagnose(facts(trainer=TRAINER, orchestrator=back))
-    assert found.state is RunState.STUCK
-    assert found.sentence.endswith("← weights/step_41 ← trainer, which waits for it in turn: they wait for each other")
+def test_a_stopped_environment_worker_is_named() -> None:
+    workers = [WorkerFacts("rt/0", 8, False), WorkerFacts("rt/1", 9, True)]
+    diagnosis = diagnose(replace(facts(**RUN, inference=SERVER), workers=workers))
+    assert (diagnosis.state, diagnosis.attribution) == (STUCK, "environment worker rt/1")
+    assert diagnosis.sentence.endswith("← environment worker rt/1, which is stopped (SIGSTOP, pid 9)")
 
 
 def test_a_full_disk_comes_first() -> None:
     """Whatever else it has led to."""
     dead = ProcessFacts(ProcessState.DEAD, status("trainer"))
-    found = diagnose(replace(facts(trainer=dead, orchestrator=ORCHESTRATOR), free=3 * 2**20))
-    assert (found.state, found.attribution) == (RunState.STUCK, "disk")
-    assert "the disk is full (3 MiB free)" in found.sentence
+    diagnosis = diagnose(replace(facts(trainer=dead, orchestrator=ORCHESTRATOR), free=3 * 2**20))
+    assert (diagnosis.state, diagnosis.attribution) == (STUCK, "disk")
+    assert "the disk is full (3 MiB free)" in diagnosis.sentence
 
 
 def test_nothing_is_wrong() -> None:

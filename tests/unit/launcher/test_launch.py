@@ -103,13 +103,6 @@ def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     assert ways_on(saving, to_correct=True).startswith("once the error above is corrected: the same command with")
 
 
-def test_recover_excludes_what_contradicts_it(tmp_path: Path) -> None:
-    """--clean would remove it, a resume step means something else."""
-    for given in ({"clean": True}, {"ckpt": CkptConfig(resume_step=-1)}):
-        with pytest.raises(ValueError, match="recover"):
-            config(tmp_path, recover=True, **given)
-
-
 @pytest.mark.parametrize(
     ("argument", "warned"),
     [("--inference.api-key", True), ("--inference.api_key=s3cret", True), ("--inference.server.port", False)],

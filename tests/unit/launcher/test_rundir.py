@@ -25,7 +25,7 @@ from prime_rl.launcher.rundir import (
     refuse_results,
 )
 from prime_rl.monitor import Status, read_status
-from prime_rl.processes import ProcessId, boot_id, identify, is_alive
+from prime_rl.processes import ProcessId, boot_id, identify
 from prime_rl.transport.incarnations import open_incarnation, run_id
 from prime_rl.transport.settings import agree
 from prime_rl.transport.tmpfs import open_tmpfs, tmpfs_dir
@@ -216,14 +216,6 @@ def test_finished_episodes_are_results_before_the_first_batch(tmp_path: Path) ->
         refuse_results(tmp_path)
 
 
-def test_a_saved_state_is_a_result(tmp_path: Path) -> None:
-    """A recovery checkpoint alone: --recover finds it."""
-    (tmp_path / "recovery/step_3").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"recovery.*--recover"):
-        refuse_results(tmp_path)
-    assert recoverable(tmp_path)
-
-
 def test_how_far_a_run_is(tmp_path: Path) -> None:
     """By number; what is being written or was given up does not count."""
     assert newest_steps(tmp_path) == (-1, -1)
@@ -236,15 +228,6 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir(parents=True)
     assert newest_steps(tmp_path) == (10, 8)
-
-
-def test_a_reused_pid_is_not_the_same_process() -> None:
-    """Identity is pid and start time."""
-    me = identify(os.getpid())
-    assert me is not None
-    assert is_alive(me)
-    assert not is_alive(ProcessId(me.pid, me.started + 1))
-    assert len(boot_id()) == 36
 
 
 def left_behind(root: Path) -> None:
