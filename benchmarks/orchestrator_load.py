@@ -89,12 +89,12 @@ class LoopLag:
 def run_orchestrator(options: argparse.Namespace) -> None:
     """The orchestrator's own process, and in its loop a task that watches it. What it saw goes to `lag.json` at the end."""
     from prime_rl.entrypoints import orchestrator
-    from prime_rl.orchestrator import process
+    from prime_rl.orchestrator import orchestrator as loop
 
     if options.scheduler is not None:
         os.sched_setaffinity(0, {options.scheduler})
     lag = LoopLag()
-    orchestrate = process.orchestrate
+    orchestrate = loop.orchestrate
 
     async def watched(config: OrchestratorConfig) -> None:
         watcher = asyncio.create_task(lag.watch())
@@ -103,7 +103,7 @@ def run_orchestrator(options: argparse.Namespace) -> None:
         finally:
             watcher.cancel()
 
-    process.orchestrate = watched
+    loop.orchestrate = watched
     sys.argv = ["orchestrator", "@", str(options.config)]
     config = load(OrchestratorConfig, prog="orchestrator")
     try:

@@ -39,7 +39,7 @@ from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.metrics import Tally, step_metrics
-from prime_rl.orchestrator.process import FULL_COLLECTION_SECONDS, spare_collector
+from prime_rl.orchestrator.orchestrator import FULL_COLLECTION_SECONDS, spare_collector
 from prime_rl.orchestrator.samples import score_batch
 from prime_rl.orchestrator.scheduler import Batched, Drop, Dropped, Event, Issued, Limits, Scheduler, Start, Task
 from prime_rl.trainer.packing import rollout_lengths

@@ -62,7 +62,7 @@ def run(config: OrchestratorConfig) -> None:
     write_toml(config, path)
     if config.bench:
         metrics_path(config.output_dir, "orchestrator").unlink(missing_ok=True)  # of an earlier benchmark
-    from prime_rl.orchestrator.process import orchestrate
+    from prime_rl.orchestrator.orchestrator import orchestrate
 
     asyncio.run(orchestrate(config))
 

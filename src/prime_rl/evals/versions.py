@@ -13,8 +13,7 @@ from prime_rl.config.eval import EvalEnv
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs.ids import installed
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import read_status
-from prime_rl.orchestrator.trainer_watch import GONE_SECONDS, TrainerWatch
+from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch, read_status
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease, read_incarnations, read_lease, write_lease
 from prime_rl.transport.protocol import BASE, Lease, current_incarnation

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +21,10 @@ from prime_rl.monitor.record import build, read_table
 from prime_rl.processes import ProcessId, me
 
 HEARTBEAT_SECONDS = 2.0
+GONE_SECONDS = (
+    180.0  # without a sign: a launcher may wait for a minute before it starts a trainer again, which then imports torch
+)
+WAITS_FOR_US_SECONDS = 10.0  # a trainer that was asked to stop as well looks up within a second
 _SAY_WAIT_SECONDS = 5.0  # from when the console hears of a wait: the first for each owner,
 _SAY_LATER_WAIT_SECONDS = 30.0  # and later ones, which are common between steps
 _MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but times
@@ -278,3 +282,35 @@ def read_status(output_dir: Path) -> dict[str, ProcessStatus]:
 def read_one(path: Path) -> ProcessStatus | None:
     """One process's last word; None where there is none, or nothing that is one: empty after a power cut, damaged, foreign."""
     return build(ProcessStatus, read_table(path))
+
+
+class TrainerWatch:
+    """Follows the trainer's status file, to see when the trainer has ended. Times are our own clock's: heartbeats are compared with each other only.
+
+    Args:
+        process: The name of its status; `sft` has one of its own.
+    """
+
+    def __init__(
+        self, output_dir: Path, monotonic: Callable[[], float] = time.monotonic, process: str = "trainer"
+    ) -> None:
+        self._output_dir, self._monotonic, self._process = output_dir, monotonic, process
+        self._sign: object = None
+        self._sign_at = self._idle_at = monotonic()
+
+    def ended(self, *, asked_to_stop: bool) -> bool:
+        """Whether nothing more is to come: its status says so, is old, or shows that it waits for batches, which we do not make any more.
+
+        No status at all is no end: the launcher removes it when it starts a trainer again. One that failed may be started again, too, but not where
+        all is being stopped.
+        """
+        trainer, now = read_one(status_path(self._output_dir, self._process)), self._monotonic()
+        sign = None if trainer is None else (trainer.pid, trainer.heartbeat)
+        if sign != self._sign:
+            self._sign, self._sign_at = sign, now
+        waiting = None if trainer is None else trainer.waiting
+        if not (asked_to_stop and waiting is not None and waiting.owner == "orchestrator"):
+            self._idle_at = now
+        outcome = "" if trainer is None else trainer.outcome or ""
+        done = outcome in ("finished", "stopped") or (asked_to_stop and outcome.startswith("failed"))
+        return done or now - self._sign_at > GONE_SECONDS or now - self._idle_at > WAITS_FOR_US_SECONDS

@@ -1,14 +1,17 @@
 """The orchestrator's loop: keep the fleet full within the staleness bound, cut batches, commit them, follow new weights, run evals.
 
 `scheduler.py` decides what may start, what is a batch and what is too old; `ledger.py` stores what became of every episode; the fleet's `WeightSync`
-follows the trainer and its `Recovery` brings servers back. A killed orchestrator goes on from the run directory (`resume.py`).
+follows the trainer and its `Recovery` brings servers back. A killed orchestrator goes on from the run directory (`checkpoint.py`, `ledger.restore`).
 """
 
 import asyncio
+import gc
 import os
+import signal
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,13 +19,17 @@ from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.runner import wire_sampling
+from prime_rl.fleet.client import InferenceClient
+from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
-from prime_rl.fleet.router import ServerClient
+from prime_rl.fleet.router import ServerClient, connect_all
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.monitor.limits import LimitWatch
+from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator.admission import Admission, output_tokens
 from prime_rl.orchestrator.checkpoint import (
     JointCheckpoints,
@@ -32,16 +39,14 @@ from prime_rl.orchestrator.checkpoint import (
     resume_point,
 )
 from prime_rl.orchestrator.concurrency import LoadWatch, limits, most_in_flight
-from prime_rl.orchestrator.evaluation import Evaluations
-from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, total
-from prime_rl.orchestrator.metrics import Tally, discard_metrics, groups_since, step_metrics
-from prime_rl.orchestrator.resume import open_ledger, restore
+from prime_rl.orchestrator.evaluation import Evaluations, eval_environments, eval_worker
+from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_ledger, restore, total
+from prime_rl.orchestrator.metrics import Tally, bench_table, discard_metrics, groups_since, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, count, request_seed, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers
-from prime_rl.orchestrator.trainer_watch import TrainerWatch
-from prime_rl.transport.commit import clean_stages
+from prime_rl.transport.commit import CommitError, clean_stages
 from prime_rl.transport.protocol import Incarnation
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.wait import WaitTimeout, wait_async
@@ -53,8 +58,8 @@ _WAKE_SECONDS = 1.0
 _QUIET_SECONDS = 15.0
 _CANCEL_SECONDS = 60.0
 FLUSH_SECONDS = 1.0  # the least time between two flushes of the ledger within a step
-# Ten thousand episodes that begin in one turn of the event loop would hold it up for a third of a second.
-_LAUNCHED_AT_ONCE = 64
+_LAUNCHED_AT_ONCE = 64  # ten thousand in one turn of the event loop would hold it up for a third of a second
+FULL_COLLECTION_SECONDS = 600.0  # between two full garbage collections
 _ERROR_WINDOW = 256
 _LEAST_OUTCOMES_FOR_ERROR_RATE = 16
 _RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE, Outcome.TEACHER_UNAVAILABLE}
@@ -79,6 +84,7 @@ class Orchestrator:
         self.status = status
         self.monitor = monitor
         self.rollouts_dir = config.output_dir / "rollouts"
+        self.metrics_path = config.output_dir / "metrics" / "orchestrator.jsonl"
         self.sampling = {
             env.name: env.sampling.over(config.sampling) if env.sampling else config.sampling
             for env in config.environments
@@ -120,11 +126,14 @@ class Orchestrator:
             await self._start()
             if self.evaluations.owed(self.scheduler.version):
                 await self._evaluate()
-            background = (
-                [] if self.config.bench else [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
-            )
-            if self.config.max_concurrent == "auto":
-                background.append(self._watch_load())
+            background: list[Coroutine[None, None, None]] = []
+            if not config.bench:
+                background += [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
+            if config.max_concurrent == "auto":
+                load = LoadWatch(
+                    self.fleet, self.scheduler, most_in_flight(config), lambda: self.evaluations.running, config.client.behind
+                )  # fmt: skip
+                background.append(load.run(os.environ.get(config.client.api_key_var, "")))
             tasks = [asyncio.create_task(work) for work in background]
             for task in tasks:
                 task.add_done_callback(self.note_failure)
@@ -132,18 +141,13 @@ class Orchestrator:
                 await self._loop()
                 await self._finish()
             finally:
-                await _end([*tasks, *self._take_running()])
+                await self._cancel_all(tasks)
                 await self.weight_sync.close()
         finally:
             self.ledger.close()
 
-    def _watch_load(self) -> Coroutine[None, None, None]:
-        client, evaluating = self.config.client, lambda: self.evaluations.running
-        watch = LoadWatch(self.fleet, self.scheduler, most_in_flight(self.config), evaluating, client.behind)
-        return watch.run(os.environ.get(client.api_key_var, ""))
-
     async def _evaluate(self) -> None:
-        """Evaluate what is served, while nobody else looks whether the run has failed: what ends the run ends it, too."""
+        """Evaluate the served version. A failure of the run ends the evaluation, too."""
         if self._failure is None:
             await self.evaluations.run()
         if self._failure is not None:
@@ -151,27 +155,21 @@ class Orchestrator:
 
     async def _loop(self) -> None:
         self._step_began = time.monotonic()
-        while (
-            not self.scheduler.done and not self.stopping
-        ):  # bounded: by the end of the run; each event has a deadline
+        while not (self.scheduler.done or self.stopping):  # bounded: each event has a deadline
             if self._launch():
-                self._wake.set()  # to go on with, once what was started has begun
+                self._wake.set()  # more may start, once these have begun
                 await asyncio.sleep(0)
             await self._next_event()
             while not (self.scheduler.done or self.weight_sync.recovering) and await self._ship():
                 pass
 
     def stop(self) -> None:
-        """Issue nothing more, cancel what is in flight, evaluations too, and end. What is in flight is started again in a resumed run."""
+        """Issue nothing more, cancel what is in flight, evaluations too, and end. A resumed run starts it again."""
         self.stopping = True
         self.evaluations.stop()
         self._wake.set()
 
     # -- start-up ------------------------------------------------------------------------------------------------------------
-
-    async def _start_environments(self) -> None:
-        await self.pool.start(self.config.client.ready_timeout)
-        self.evaluations.check_tasks()  # beside the wait for servers, which may still be loading
 
     async def _start(self) -> None:
         config = self.config
@@ -179,9 +177,16 @@ class Orchestrator:
         self.status.phase("starting environments and waiting for the server")
         if not config.bench:
             self.checkpoints.clean()
-            self._log_missing()
+            logged = {int(row["step"]): row for row in read_metrics(self.metrics_path)}
+            for step, metrics in missing_rows(self.rollouts_dir, logged).items():
+                self.monitor.log(step, metrics)
+
+        async def start_environments() -> None:
+            await self.pool.start(config.client.ready_timeout)
+            self.evaluations.check_tasks()  # beside the wait for servers, which may still be loading
+
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._start_environments())
+            group.create_task(start_environments())
             ready = group.create_task(self.fleet.wait_ready(self.status.waiting))
         version = 0
         if config.bench:
@@ -226,33 +231,28 @@ class Orchestrator:
             self.tally = Tally(before)
             self.scheduler.begin_incarnation(history.incarnation.number, history.incarnations)
 
-    def _log_missing(self) -> None:
-        """Metrics that an earlier incarnation committed with a batch and did not come to log."""
-        rows = read_metrics(self.config.output_dir / "metrics" / "orchestrator.jsonl")
-        for step, metrics in missing_rows(self.rollouts_dir, {int(row["step"]): row for row in rows}).items():
-            self.monitor.log(step, metrics)
-
     # -- episodes ------------------------------------------------------------------------------------------------------------
 
     def _launch(self) -> bool:
-        """Start what may start, but not too much at once. Returns whether more may."""
+        """Start episodes that may start, but not too many at once. Returns whether more may."""
+        if self.weight_sync.recovering or self.stopping:
+            return False
         for _ in range(_LAUNCHED_AT_ONCE):
-            if (
-                self.weight_sync.recovering
-                or self.stopping
-                or (start := self.scheduler.next_start(time.monotonic())) is None
-            ):
+            if (start := self.scheduler.next_start(time.monotonic())) is None:
                 return False
             replica = self.fleet.place(start.group, retry=start.attempt > 0)
             assert replica is not None  # one serves, or nothing starts
             self.fleet.start(start.episode, replica)
             task = asyncio.create_task(self._run_episode(start, replica))
-            task.add_done_callback(partial(self._left, replica))
+            task.add_done_callback(partial(self._free_slot, replica))
             task.add_done_callback(self.note_failure)
             if not self._running:
                 self._count_idle(time.monotonic())
             self._running[start.episode] = task
         return True
+
+    def _free_slot(self, replica: Replica, task: "asyncio.Task[None]") -> None:
+        self.fleet.end(replica)
 
     async def _run_episode(self, start: Start, replica: Replica) -> None:
         env = start.task.env
@@ -269,18 +269,15 @@ class Orchestrator:
             )
         answered = result.outcome
         await self.teachers.score(env, result, replica.name, self.status.progress)
-        self._land(start, result)
+        self._end_episode(start, result)
         if self.teachers.sampler_of(env) is not None:
-            return  # it tells nothing of the policy's server
+            return  # the policy's server had no part in it
         if answered is Outcome.OK:
             self.fleet.succeeded(replica)
         elif answered is Outcome.ENGINE_UNAVAILABLE:
             self.weight_sync.episode_failed(replica)
 
-    def _left(self, replica: Replica, task: "asyncio.Task[None]") -> None:
-        self.fleet.end(replica)
-
-    def _land(self, start: Start, result: EpisodeResult) -> None:
+    def _end_episode(self, start: Start, result: EpisodeResult) -> None:
         del self._running[start.episode]
         self._last_end = time.monotonic()
         self.status.progress()
@@ -291,14 +288,14 @@ class Orchestrator:
             self.tally.output_tokens += output_tokens(result)
             self.scheduler.finish(start.episode, result)
             if self.teachers.sampler_of(start.task.env) is not None:
-                self.scheduler.verify([start.episode])  # what the policy's servers served had no part in it
+                self.scheduler.verify([start.episode])
             return
         self.fleet.forget([start.episode])
         drop = Drop.TIMEOUT if result.outcome is Outcome.TIMEOUT else Drop.ERRORED
         if not self.scheduler.fail(start.episode, drop, str(result.outcome), retry=result.outcome in _RETRIED):
             self._outcomes.append(result.outcome)  # one that is issued again is not lost
         fault = f"{result.outcome}: {result.message}"
-        if fault != self._last_error:  # a fault that repeats is said once
+        if fault != self._last_error:  # once, if it repeats
             self._last_error = fault
             logger.warning("episode {}.{} of {} failed: {}", start.group, start.number, start.task.env, fault)
 
@@ -311,14 +308,10 @@ class Orchestrator:
                 f"{self.config.max_error_rate}; the last one: {self._last_error}"
             )
 
-    def _take_running(self) -> list[asyncio.Task[None]]:
-        running, self._running = list(self._running.values()), {}
-        return running
-
     # -- called by `WeightSync` ------------------------------------------------------------------------------------------------
 
     def cancel(self, episodes: Sequence[str]) -> None:
-        """These were in flight, and the scheduler has given them up."""
+        """Cancel episodes that the scheduler has dropped."""
         for episode in episodes:
             if episode in self._running:  # else the run ends, and has cancelled it
                 self._running.pop(episode).cancel()
@@ -359,17 +352,12 @@ class Orchestrator:
     # -- waiting -------------------------------------------------------------------------------------------------------------
 
     async def _next_event(self) -> None:
-        """Sleep until an episode ends, new weights are served or a group is due; wakes up now and then to look around."""
-        began = time.monotonic()
-        gated = not self._running
-        due = (
-            self.scheduler.opens_at or 0.0
-        )  # one that has passed is of a launch before: what holds a group back now is something else
-        try:
-            async with asyncio.timeout(min(_WAKE_SECONDS, due - began if due > began else _WAKE_SECONDS)):
+        """Sleep until an episode ends, new weights are served or a group is due, for a second at most."""
+        began, gated = time.monotonic(), not self._running
+        until_due = (self.scheduler.opens_at or began) - began  # not positive: something else holds the group back
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(_WAKE_SECONDS, until_due if until_due > 0 else _WAKE_SECONDS)):
                 await self._wake.wait()
-        except TimeoutError:
-            pass
         self._wake.clear()
         if self._failure is not None:
             raise self._failure
@@ -386,18 +374,14 @@ class Orchestrator:
         self._check_error_rate()
 
     def _show_status(self) -> None:
-        """What the orchestrator does while episodes are in flight, or what keeps it waiting for unusually long."""
+        """Show what the orchestrator does while episodes are in flight, or what keeps it waiting for unusually long."""
         quiet = time.monotonic() - self._last_end
-        loading = self.fleet.loading
         if self.evaluations.running:
-            return  # it tells by itself
-        if loading is not None:
-            subject = f"version {loading} to be loaded"
-            self.status.waiting(
-                subject,
-                f"inference at {', '.join(replica.name for replica in self.fleet.ready)}",
-                self.config.client.timeout,
-            )
+            return  # it shows its own
+        if (loading := self.fleet.loading) is not None:
+            servers = ", ".join(replica.name for replica in self.fleet.ready)
+            subject, owner = f"version {loading} to be loaded", f"inference at {servers}"
+            self.status.waiting(subject, owner, self.config.client.timeout)
         elif quiet > _QUIET_SECONDS:
             subject = f"one of {self.scheduler.in_flight} episodes to end"
             patience = self.config.rollout_timeout + self.teachers.patience
@@ -419,13 +403,17 @@ class Orchestrator:
             if batch is None:
                 return False
             temperatures = {name: sampling.temperature for name, sampling in self.sampling.items()}
-            scored = await asyncio.to_thread(
-                score_batch, batch, self.config, temperatures, self._algorithm_state
-            )  # seconds, of a large fleet
-            if not await self._verify(batch) or self._failure is not None:
+            # It takes seconds in a large run.
+            scored = await asyncio.to_thread(score_batch, batch, self.config, temperatures, self._algorithm_state)
+            if self.config.bench:
+                self.scheduler.verify(batch.episodes)
+            else:  # episodes of a server that fails are made again; then it is no batch any more
+                await self.weight_sync.verify()
+            if not batch.episodes.isdisjoint(self.scheduler.unverified()) or self._failure is not None:
                 return False
             if not scored.samples:
-                self._discard(batch, scored)
+                self.scheduler.discard(batch, scored.truncated)
+                self.admission.note_empty_batch(batch.step, set(scored.details.values()))
                 return True
             metrics = await self._commit(batch, scored)
             self._algorithm_state = scored.state
@@ -469,28 +457,16 @@ class Orchestrator:
         Raises:
             UserError: one is, or the disk is full.
         """
-        held, recorded = self.scheduler.held, self.ledger.recorded
-        await self._flush_ledger(recorded)
+        held = self.scheduler.held
+        await self._flush_ledger()
         return await asyncio.to_thread(self.ledger.check, held)
 
-    async def _flush_ledger(self, recorded: int) -> None:
+    async def _flush_ledger(self) -> None:
         self._flushed = time.monotonic()
-        await asyncio.to_thread(self.ledger.flush, recorded)
-
-    async def _verify(self, batch: Batch[EpisodeResult]) -> bool:
-        """Have the servers prove what sampled the batch. What they cannot prove is made again; then it is no batch any more."""
-        if self.config.bench:
-            self.scheduler.verify(batch.episodes)
-        else:
-            await self.weight_sync.verify()
-        return batch.episodes.isdisjoint(self.scheduler.unverified())
-
-    def _discard(self, batch: Batch[EpisodeResult], scored: ScoredBatch) -> None:
-        self.scheduler.discard(batch, scored.truncated)
-        self.admission.note_empty_batch(batch.step, set(scored.details.values()))
+        await asyncio.to_thread(self.ledger.flush, self.ledger.recorded)
 
     def _count_idle(self, now: float) -> None:
-        """Nothing has been in flight since the last episode of this step ended."""
+        """Count the time since the last episode of this step ended: nothing was in flight."""
         self.tally.seconds_idle += now - max(self._last_end, self._step_began)
         self._last_end = now
 
@@ -541,27 +517,26 @@ class Orchestrator:
                 async with self.weight_sync.shipping:
                     if self.scheduler.unverified() and not self.weight_sync.recovering:
                         await self.weight_sync.verify()
-                    await (self._check_ledger() if last else self._flush_ledger(self.ledger.recorded))
+                    await (self._check_ledger() if last else self._flush_ledger())
             await asyncio.to_thread(self.checkpoints.join, dict(history.incarnations))
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """A run that has reached its end goes on until its last version is served; one that is stopped keeps what it has for a resumed one."""
+        """Go on until the last version is served, if the run has reached its end; one that is stopped keeps what it has for a resumed one."""
         if self.scheduler.done:
             self.cancel([start.episode for start in self.scheduler.abandon()])
         if self.config.bench:
             return
         ended = False
         while not ended:  # `_next_event` and `_trainer_end` have deadlines
-            # The interval may have led to an evaluation of the last version.
-            while self.config.trainer and not (
-                self.stopping or (self._served_to_the_end and not self.evaluations.running)
-            ):
+            while self.config.trainer and not self.stopping:
+                if self._served_to_the_end and not self.evaluations.running:  # the interval may have led to one
+                    break
                 await self._next_event()
             if not self.stopping and self.evaluations.due_at_end(self.scheduler.version):
                 await self._evaluate()
-            await _end(self._take_running())
+            await self._cancel_all()
             if not self.config.trainer:
                 logger.info("no trainer: {} batches committed on the base model (version 0)", self.scheduler.step)
                 break
@@ -576,18 +551,12 @@ class Orchestrator:
     @property
     def _served_to_the_end(self) -> bool:
         """Whether the last version is served: for the final evaluation, and for whoever uses a server that stays up."""
-        last = min(
-            self.scheduler.step, self.config.max_steps or self.scheduler.step
-        )  # there may be batches beyond the end
+        last = min(self.scheduler.step, self.config.max_steps or self.scheduler.step)  # of batches beyond the end
         return self.scheduler.version >= last and not self.scheduler.must_go_back
 
     async def _trainer_end(self) -> None:
-        """Wait for the trainer's last word: it saves once more at its end, and its part is joined before this process goes."""
-
+        """Wait until the trainer has ended: it saves once more, and its part is joined before this process ends."""
         watch = TrainerWatch(self.config.output_dir)
-
-        def ended() -> bool:
-            return watch.ended(asked_to_stop=self.stopping)
 
         def on_wait(waited: float) -> None:
             self.status.waiting(subject, "trainer", seconds)
@@ -595,12 +564,116 @@ class Orchestrator:
                 raise self._failure
 
         subject, seconds = "last word", self.config.weights_timeout
-        await wait_async(ended, subject=subject, owner="trainer", seconds=seconds, on_wait=on_wait)
+        await wait_async(
+            lambda: watch.ended(asked_to_stop=self.stopping), subject=subject, owner="trainer", seconds=seconds, on_wait=on_wait
+        )  # fmt: skip
+
+    async def _cancel_all(self, tasks: Sequence["asyncio.Task[None]"] = ()) -> None:
+        """Cancel and await `tasks` and all episodes."""
+        ending, self._running = [*tasks, *self._running.values()], {}
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending, timeout=_CANCEL_SECONDS)
 
 
-async def _end(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Cancel and await."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+# -- the process ---------------------------------------------------------------------------------------------------------------
+
+
+async def orchestrate(config: "OrchestratorConfig") -> None:
+    """Run the orchestrator to its end, or until SIGINT or SIGTERM asks it to stop (the second signal stops at once)."""
+    spare_collector()
+    status = Status(config.output_dir, "orchestrator")
+    try:
+        await _orchestrate(config, status)
+    except asyncio.CancelledError:
+        logger.info("stopped at once: what was in flight is started again in a run that goes on")
+        status.done("stopped")
+        raise
+
+
+async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
+    current = asyncio.current_task()
+    assert current is not None
+    try:
+        async with AsyncExitStack() as stack:
+            monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
+            stack.callback(monitor.close)
+            stack.callback(asyncio.create_task(collect_by_the_clock(), name="garbage collector").cancel)
+            _on_signals(current.cancel)
+            teachers = Teachers(config)
+            stack.push_async_callback(teachers.close)
+            if teachers.names:
+                status.phase("waiting for teachers")
+            await teachers.start(status.waiting)
+            pool = make_pool(config, teachers)
+            stack.push_async_callback(pool.close)
+            logprob_check = LogprobCheck() if config.logprob_check else None
+
+            def connect(root: str) -> InferenceClient:
+                client = InferenceClient(config.client, root, logprob_check)
+                stack.push_async_exit(client)
+                return client
+
+            servers = connect_all(config.client, connect)
+            orchestrator = Orchestrator(config, pool, servers, status, monitor, teachers)
+
+            def on_signal() -> None:
+                if orchestrator.stopping or not orchestrator.started:
+                    current.cancel()
+                    return
+                logger.info("stopping: nothing new is issued (a second signal stops at once)")
+                orchestrator.stop()
+
+            _on_signals(on_signal)
+            await orchestrator.run()
+            status.done("stopped" if orchestrator.stopping else "finished")
+            if config.bench:
+                print(bench_table(read_metrics(orchestrator.metrics_path)))
+    except* (UserError, CommitError) as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        status.done(f"failed: {error}")
+        raise UserError(str(error)) from group
+
+
+def _on_signals(call: Callable[[], object]) -> None:
+    """Call this on SIGINT and SIGTERM from now on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, call)
+
+
+def spare_collector() -> None:
+    """Have the garbage collector look at young objects alone: `collect_by_the_clock` does the rest.
+
+    Nearly everything here is freed by its count. By Python's own rule the collector looks at all objects the oftener the larger the fleet, and holds
+    up the event loop each time. How long, and what it finds: benchmarks/simulate_fleet.py.
+    """
+    gc.collect()
+    gc.freeze()  # modules, functions, settings: never garbage
+    gc.set_threshold(5_000, 10, 1_000_000_000)  # Python's own: 700, 10, 10; the last is, in effect, never
+
+
+async def collect_by_the_clock() -> None:
+    """Collect all garbage now and then: cycles that had grown old before they were garbage."""
+    while True:  # bounded: cancelled at the end of the run
+        await asyncio.sleep(FULL_COLLECTION_SECONDS)
+        gc.collect()
+
+
+def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
+    """Make the worker pool of all training and evaluation environments. Evaluations are the policy's own, whoever samples what it learns from."""
+    names = [env.name for env in config.environments]
+    evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
+    return EnvPool(
+        prepare([*config.environments, *evals]),
+        model=config.model.name,
+        base_url=config.client.base_urls,
+        api_key=os.environ.get(config.client.api_key_var),
+        renderer=config.renderer,
+        output_dir=config.output_dir,
+        log_level=config.log.level,
+        samplers={name: sampler for name in names if (sampler := teachers.sampler_of(name)) is not None},
+        demonstrations={name: shown for name in names if (shown := teachers.demonstration_of(name)) is not None},
+    )

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.checkpoint import OrchestratorState, ResumePoint, resume_point
-from prime_rl.orchestrator.ledger import Ledger, batch_extra, total
-from prime_rl.orchestrator.resume import open_ledger, restore
+from prime_rl.orchestrator.ledger import Ledger, batch_extra, open_ledger, restore, total
 from prime_rl.orchestrator.scheduler import Batched, Drop, Limits, Scheduler, Start, Task
 from prime_rl.orchestrator.tasks import Curriculum, task_stream
 from prime_rl.transport.commit import stage

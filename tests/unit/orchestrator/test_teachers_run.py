@@ -14,7 +14,7 @@ from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator import orchestrator as loop
-from prime_rl.orchestrator import process, teachers
+from prime_rl.orchestrator import teachers
 from prime_rl.orchestrator.teachers import Teachers
 from support.scripted import World, has_batch, until
 
@@ -86,7 +86,7 @@ async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkey
     failed: list[Outcome] = []
 
     def watch(orchestrator: Any) -> None:
-        waiting, land = orchestrator.status.waiting, orchestrator._land
+        waiting, land = orchestrator.status.waiting, orchestrator._end_episode
 
         def noted(subject: str, owner: str, seconds: float) -> None:
             told.append((owner, seconds))
@@ -96,7 +96,7 @@ async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkey
             failed.extend([] if result.ok else [result.outcome])
             land(start, result)
 
-        orchestrator.status.waiting, orchestrator._land = noted, landed
+        orchestrator.status.waiting, orchestrator._end_episode = noted, landed
 
     await run_to_the_end(make_world(tmp_path, "opd", rollout_timeout=0.3), watch)
     assert failed == []
@@ -110,9 +110,9 @@ async def test_a_signal_while_teachers_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Contract: it ends at once, with a last word."""
-    monkeypatch.setattr(process, "spare_collector", lambda: None)
+    monkeypatch.setattr(loop, "spare_collector", lambda: None)
     world = World(tmp_path, algorithm={"type": "sft", "teacher": {"base_url": "http://127.0.0.1:9"}})
-    run = asyncio.create_task(process.orchestrate(world.config))
+    run = asyncio.create_task(loop.orchestrate(world.config))
     try:
         await until(lambda: (said := read_status(tmp_path).get("orchestrator")) and said.waiting, run=run)
         os.kill(os.getpid(), number)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.monitor import Status
-from prime_rl.orchestrator.trainer_watch import GONE_SECONDS, WAITS_FOR_US_SECONDS, TrainerWatch
+from prime_rl.monitor.status import GONE_SECONDS, WAITS_FOR_US_SECONDS, Status, TrainerWatch
 
 
 class Clock:
