@@ -226,10 +226,9 @@ def _sample(
         sequence.ref_logprobs = array("f", [0.0, *scores[: len(reply)]])
     old = np.asarray(sequence.logprobs, dtype=np.float32)
     streams = streams_of(algorithm, sequence, mask, old, advantage, keep_zero=False)
-    if not streams.trained:
+    if streams is None:
         return None
-    rows = streams.loss_mask, streams.logprobs, streams.advantages
-    return Sample("", "", str(task), "digits", [0], ids, *rows, 1.0, sequence.reward, **streams.more)
+    return Sample("", "", str(task), "digits", [0], ids, temperature=1.0, reward=sequence.reward, **streams)
 
 
 def predict(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:

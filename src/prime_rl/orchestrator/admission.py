@@ -1,13 +1,12 @@
 """What may be trained: filters of episodes, the gate that complete groups pass, and the end of a run in which nothing passes.
 
-Filters look at an episode once, when it ends. An episode that is left out keeps its place in its group, and the others are still compared with it;
-it is not trained, and counted by the filter's name. A group in which nothing is left to train is turned away, and another one takes its place.
+A filter looks at an episode once, when it ends. An episode that it leaves out is not trained, and counted by the filter's name, but the others of its
+group are still compared with it. A group in which nothing is left to train is turned away, and another one takes its place.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import numpy as np
 from loguru import logger
@@ -15,7 +14,7 @@ from loguru import logger
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
 from prime_rl.importing import load_function
-from prime_rl.orchestrator.algorithms import attempts, carries_signal, check_algorithm, unfit
+from prime_rl.orchestrator.algorithms import attempts, carries_signal, check_algorithm, own_function, unfit
 from prime_rl.orchestrator.scheduler import Finished, Group
 from prime_rl.transport.rollouts import as_array
 
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 
 DYNAMIC_SAMPLING, DIFFICULTY = "dynamic_sampling", "difficulty"
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, and without a pattern (2^64 divided by the golden ratio)
-_MAX_EMPTY_BATCHES = 10
-# In a row: ten small batches are not enough to tell bad luck from a task that teaches nothing.
-_LEAST_TURNED_AWAY = 100
+_MAX_EMPTY_BATCHES = 10  # in a row
+_LEAST_TURNED_AWAY = 100  # in a row: ten small batches are not enough to tell bad luck from a task that teaches nothing
 _HOPELESS = "the task is too easy, too hard, or its reward is broken"
 
 
@@ -176,7 +174,7 @@ def _improbable(result: EpisodeResult, rule: "GibberishFilter") -> int:
 
 
 def _custom(rule: "CustomFilter", result: EpisodeResult) -> bool:
-    function = _loaded(rule.path, tuple(sorted(rule.args)))
+    function = own_function(rule.path, tuple(sorted(rule.args)), "filters.custom.path")
     try:
         count = function(result, **rule.args)
     except Exception as error:  # whatever the user's function raises
@@ -184,8 +182,3 @@ def _custom(rule: "CustomFilter", result: EpisodeResult) -> bool:
     if not isinstance(count, bool | np.bool_):
         raise UserError(f"filter {rule.path} gave {count!r}: True (leave the episode out) or False is needed")
     return bool(count)
-
-
-@cache
-def _loaded(path: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    return load_function(path, dict.fromkeys(names), given=1, key="filters.custom.path")

@@ -1,7 +1,7 @@
 """Algorithms: from the rewards of attempts to one advantage for each. The trainer executes per-token streams and knows no algorithm.
 
-Every estimator has one shape (`Estimator`), and one entry in `ESTIMATORS`. An algorithm of your own needs none of this:
-`algorithm = { type = "custom", path = "mine.py:advantages" }` names a function that gets the attempts of a group and gives an advantage for each.
+Every estimator has one entry in one of two tables at the end: of those that look at one group, or at a whole batch. An algorithm of your own,
+`algorithm = { type = "custom", path = "mine.py:advantages" }`, names a function that gets the attempts of a group and returns an advantage for each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,9 +56,7 @@ class Attempt:
     agent: str = ""
 
 
-Groups = Sequence[Sequence[Attempt]]
-# From the groups of a batch (each of attempts of one agent), the algorithm's settings and its state, which it may change, to the advantages.
-Estimator = Callable[[Groups, Any, dict[str, Any]], list[list[float]]]
+Groups = Sequence[Sequence[Attempt]]  # of a batch; each of attempts of one agent
 
 
 def attempts(result: EpisodeResult) -> dict[int, Attempt]:
@@ -103,7 +101,11 @@ def advantages(
         return result, after
     by_agent = [(row, indices) for row, group in enumerate(groups) for indices in _by_agent(group)]
     parts = [penalized([groups[row][index] for index in indices], config.length_penalty) for row, indices in by_agent]
-    for (row, indices), values in zip(by_agent, ESTIMATORS[config.type](parts, config, after), strict=True):
+    if config.type in OF_A_GROUP:
+        estimated = [OF_A_GROUP[config.type](part, config) for part in parts]
+    else:
+        estimated = OF_A_BATCH[config.type](parts, config, after)
+    for (row, indices), values in zip(by_agent, estimated, strict=True):
         for index, value in zip(indices, values, strict=True):
             result[row][index] = value
     return result, after
@@ -121,10 +123,9 @@ def unfit(config: "AlgorithmConfig", attempt: Attempt) -> str:
     """Return what the algorithm needs and the attempt does not have, "" where it has all."""
     if config.type != "gdpo":
         return ""
-    known = ", ".join(sorted(attempt.rewards)) or "none"
     if not attempt.rewards:
         return "gdpo needs rewards of single functions, and the environment gives none"
-    missing = sorted(config.weights.keys() - attempt.rewards.keys())
+    missing, known = sorted(config.weights.keys() - attempt.rewards.keys()), ", ".join(sorted(attempt.rewards))
     return f"gdpo needs a reward {missing[0]!r}, and the environment gives {known}" if missing else ""
 
 
@@ -134,8 +135,14 @@ def check_algorithm(config: "AlgorithmConfig", key: str) -> None:
         load_function(config.path, config.args, given=1, key=f"{key}.path")
 
 
+@cache
+def own_function(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
+    """Load a function of the user's own once. `names`: its settings; `key`: the setting that names it, for errors."""
+    return load_function(path, dict.fromkeys(names), given=1, key=key)
+
+
 def _by_agent(group: Sequence[Attempt]) -> list[list[int]]:
-    """Indices in the group of each agent's attempts, in the order in which agents come."""
+    """Return the indices in the group of each agent's attempts, in the order in which agents come."""
     by_agent: dict[str, list[int]] = {}
     for index, attempt in enumerate(group):
         by_agent.setdefault(attempt.agent, []).append(index)
@@ -186,8 +193,7 @@ def grpo(group: Sequence[Attempt], config: "GRPO | Echo") -> list[float]:
 
     A_i = R_i - mean(R), divided by the population std(R) + 1e-6 with `std_normalize`.
 
-    The paper divides; Dr. GRPO shows that this weighs tasks by how easy or hard they are, and common practice is split. We follow PRIME-RL, which
-    does not.
+    The paper divides; Dr. GRPO shows that this weighs tasks by how easy or hard they are. We follow PRIME-RL, which does not.
     """
     values = centred([attempt.reward for attempt in group])
     return scaled([values])[0] if config.std_normalize else values
@@ -234,7 +240,7 @@ def max_rl(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
 def custom(group: Sequence[Attempt], config: "CustomAlgorithm") -> list[float]:
     """Return what the user's own function gives. Raises UserError where that is not one finite number for each attempt."""
     try:
-        function = _loaded(config.path, tuple(sorted(config.args)))
+        function = own_function(config.path, tuple(sorted(config.args)), "algorithm.path")
         values = [float(value) for value in function(list(group), **config.args)]
     except UserError:
         raise
@@ -314,23 +320,16 @@ def scaled(groups: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[value / (std + EPSILON) for value in group] for group in groups]
 
 
-def each_group(estimate: Callable[[Sequence[Attempt], Any], list[float]]) -> Estimator:
-    """Make an estimator of a function that looks at one group."""
-    return lambda groups, config, state: [estimate(group, config) for group in groups]
-
-
-@cache
-def _loaded(path: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    return load_function(path, dict.fromkeys(names), given=1, key="algorithm.path")
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": each_group(grpo),
-    "echo": each_group(grpo),
-    "rloo": each_group(rloo),
-    "opo": each_group(opo),
-    "max_rl": each_group(max_rl),
-    "custom": each_group(custom),
+OF_A_GROUP: dict[str, Callable[[Sequence[Attempt], Any], list[float]]] = {
+    "grpo": grpo,
+    "echo": grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "max_rl": max_rl,
+    "custom": custom,
+}
+# With the algorithm's state, which it may change.
+OF_A_BATCH: dict[str, Callable[[Groups, Any, dict[str, Any]], list[list[float]]]] = {
     "reinforce_pp": reinforce_pp,
     "gdpo": gdpo,
     "rae": rae,

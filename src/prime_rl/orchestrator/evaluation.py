@@ -108,10 +108,8 @@ class Evaluations:
             if weight_sync.superseded:
                 return  # whoever waits for this goes on with a newer version, which is evaluated in its place
             async with weight_sync.lock:
-                version, pool = (
-                    weight_sync.scheduler.version,
-                    RoutedEnvPool(self._pool, weight_sync.fleet, avoid, lambda: weight_sync.superseded),
-                )
+                version = weight_sync.scheduler.version
+                pool = RoutedEnvPool(self._pool, weight_sync.fleet, avoid, lambda: weight_sync.superseded)
                 evaluated = await self._run_plans(pool, version)
                 unverified = await pool.unverified()
                 async with weight_sync.shipping:

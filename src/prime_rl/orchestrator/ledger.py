@@ -611,7 +611,7 @@ def restore(
     groups = ledger.open_groups(scheduler.limits.group_size)
     for group in groups:
         task, pools = group.task, curriculum.pools.get(group.task.env)
-        if not pools.holds(task) if pools is not None else tasks[group.number] != task:
+        if (pools.task(task.index) if pools is not None else tasks[group.number]) != task:
             drawn = tasks[group.number]
             raise UserError(
                 f"group {group.number} is about task {task.task_id} of {task.env}, but the seed and the environments give "

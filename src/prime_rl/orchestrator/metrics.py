@@ -124,12 +124,9 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, 
         "num_input_tokens": [total - output for total, output in zip(tokens, sampled, strict=True)],
         "num_turns": [result.num_turns for result in results],
     }
-    place = f"{env}/" if env else ""
-    metrics = {
-        f"{name}/{place}{statistic}": value
-        for name, values in quantities.items()
-        for statistic, value in distribution(values).items()
-    }
+    place, metrics = f"{env}/" if env else "", dict[str, float]()
+    for name, values in quantities.items():
+        metrics |= _prefixed(f"{name}/{place}", distribution(values))
     rewards = [[episode.result.reward for episode in group.finished] for group in groups]
     return metrics | {f"solved_{which}/{env}".rstrip("/"): share for which, share in _solved(rewards).items()}
 
@@ -137,8 +134,7 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, 
 def group_rewards(rewards: Sequence[Sequence[float]], prefix: str) -> dict[str, float]:
     """Of groups with these rewards: the distribution of rewards, and which share of groups was solved."""
     every = [value for group in rewards for value in group]
-    metrics = {f"{prefix}reward/{statistic}": value for statistic, value in distribution(every).items()}
-    return metrics | {f"{prefix}solved_{which}": share for which, share in _solved(rewards).items()}
+    return _prefixed(f"{prefix}reward/", distribution(every)) | _prefixed(f"{prefix}solved_", _solved(rewards))
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
@@ -168,19 +164,22 @@ def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch
         if several:
             metrics |= _distributions(its, scored, env)
         results = [episode.result for group in its for episode in group.finished]
-        parts = [part for result in results for part in result.parts]
-        for agent in sorted({part.agent for part in parts}):
-            its_rewards = [part.reward for part in parts if part.agent == agent]
-            metrics |= {f"{env}/{agent}/reward/{name}": value for name, value in distribution(its_rewards).items()}
-        for kind, values in (
-            ("rewards", [result.rewards for result in results]),
-            ("metrics", [result.metrics for result in results]),
-        ):
-            for name in sorted({name for one in values for name in one}):
-                known = [value for one in values if (value := one.get(name)) is not None]
-                if known:
-                    metrics[f"{env}/{kind}/{name}/mean"] = _mean(known)
+        by_agent: dict[str, list[float]] = {}
+        own: dict[str, list[float]] = {}
+        for result in results:
+            for part in result.parts:
+                by_agent.setdefault(part.agent, []).append(part.reward)
+            for kind, values in (("rewards", result.rewards), ("metrics", result.metrics)):
+                for name, value in values.items():
+                    own.setdefault(f"{env}/{kind}/{name}/mean", []).append(value)
+        for agent, rewards in sorted(by_agent.items()):
+            metrics |= _prefixed(f"{env}/{agent}/reward/", distribution(rewards))
+        metrics |= {name: _mean(values) for name, values in sorted(own.items())}
     return metrics
+
+
+def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

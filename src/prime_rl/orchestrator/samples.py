@@ -20,7 +20,7 @@ import numpy.typing as npt
 from prime_rl.config.orchestrator import Echo
 from prime_rl.envs.protocol import ROLES, EpisodeResult, SampleTokens
 from prime_rl.orchestrator.admission import in_order
-from prime_rl.orchestrator.algorithms import advantages, attempts
+from prime_rl.orchestrator.algorithms import Attempt, advantages, attempts
 from prime_rl.orchestrator.scheduler import Batch, Finished
 from prime_rl.transport.rollouts import Sample, as_array
 
@@ -86,23 +86,19 @@ def score_batch(
 def _advantages(
     batch: Batch[EpisodeResult], config: "OrchestratorConfig", state: dict[str, Any]
 ) -> dict[str, dict[int, float]]:
-    """The advantage of each part of each episode. `state` is brought to what it is after this batch."""
+    """Estimate the advantage of each part of each episode, and bring `state` to what it is after this batch."""
     by_episode: dict[str, dict[int, float]] = {}
-    by_env: dict[str, list[list[Finished[EpisodeResult]]]] = {}
+    by_env: dict[str, list[list[tuple[str, int, Attempt]]]] = {}
     for group in batch.groups:
-        by_env.setdefault(group.task.env, []).append(in_order(group))
+        rows = [(one.start.episode, part, its) for one in in_order(group) for part, its in attempts(one.result).items()]
+        by_env.setdefault(group.task.env, []).append(rows)
     for env, groups in by_env.items():
-        named = [
-            [(e.start.episode, part, one) for e in group for part, one in attempts(e.result).items()]
-            for group in groups
-        ]
-        values, after = advantages(
-            config.algorithm_of(env), [[one for *_, one in group] for group in named], state.get(env, {})
-        )
+        of_env = [[attempt for *_, attempt in rows] for rows in groups]
+        values, after = advantages(config.algorithm_of(env), of_env, state.get(env, {}))
         if after:
             state[env] = after
-        for episodes, row in zip(named, values, strict=True):
-            for (name, part, _), value in zip(episodes, row, strict=True):
+        for rows, row in zip(groups, values, strict=True):
+            for (name, part, _), value in zip(rows, row, strict=True):
                 by_episode.setdefault(name, {})[part] = value
     return by_episode
 
@@ -113,7 +109,7 @@ def episode_samples(
     temperature: float,
     config: "OrchestratorConfig",
 ) -> list[Sample] | None:
-    """One sample for each token sequence of an episode that some component of the loss is to learn from, cut to `seq_len` tokens.
+    """Build one sample for each token sequence of an episode that some component of the loss is to learn from, cut to `seq_len` tokens.
 
     Its streams are arrays, of the types that are written: no work a token in Python, and a fourth of the memory of lists.
 
@@ -123,8 +119,8 @@ def episode_samples(
     Returns:
         None where all sampled tokens are cut off.
     """
-    start, result = episode.start, episode.result
-    algorithm, seq_len = config.algorithm_of(start.task.env), config.seq_len
+    start, result, seq_len = episode.start, episode.result, config.seq_len
+    algorithm, keep_zero = config.algorithm_of(start.task.env), not config.filter_zero_advantage
     rows, fits = [], False
     for number, sequence in enumerate(result.samples):
         ids, mask, logprobs = exact_streams(sequence)
@@ -132,15 +128,8 @@ def episode_samples(
         if not mask.any():
             continue
         fits = True
-        streams = streams_of(
-            algorithm,
-            sequence,
-            mask,
-            logprobs[:seq_len],
-            part_advantages[sequence.part],
-            not config.filter_zero_advantage,
-        )
-        if not streams.trained:
+        streams = streams_of(algorithm, sequence, mask, logprobs[:seq_len], part_advantages[sequence.part], keep_zero)
+        if streams is None:
             continue
         rows.append(
             Sample(
@@ -150,87 +139,69 @@ def episode_samples(
                 env=start.task.env,
                 policy_versions=list(range(episode.first, episode.last + 1)),
                 input_ids=ids[:seq_len],
-                loss_mask=streams.loss_mask,
-                logprobs=streams.logprobs,
-                advantages=streams.advantages,
                 temperature=temperature,
                 reward=sequence.reward if result.parts else result.reward,
                 is_truncated=result.is_truncated or len(sequence.input_ids) > seq_len,
-                **streams.more,
+                **streams,
             )
         )
     return rows if fits else None
 
 
-def exact_streams(
-    sequence: SampleTokens,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
-    """Ids, loss mask and log-probabilities, each of shape (T,).
+def exact_streams(sequence: SampleTokens) -> tuple[npt.NDArray[np.int32], Mask, Floats]:
+    """Read ids, loss mask and log-probabilities, each of shape (T,).
 
     Raises:
         AssertionError: a sampled token has no log-probability that it can have been sampled with, or another token has one.
     """
-    streams = sequence.input_ids, sequence.loss_mask, sequence.logprobs
-    if len(lengths := {len(stream) for stream in streams}) != 1:
+    lengths = {len(stream) for stream in (sequence.input_ids, sequence.loss_mask, sequence.logprobs)}
+    if len(lengths) != 1:
         raise AssertionError(f"a sample's streams have different lengths: {sorted(lengths)}")
     ids, mask = as_array(sequence.input_ids, np.int32), as_array(sequence.loss_mask, np.bool_)
     logprobs = as_array(sequence.logprobs, np.float32)
-    fine = (logprobs <= 0.0) & (mask | (logprobs == 0.0))  # not one that is no number
+    fine = (logprobs <= 0.0) & (mask | (logprobs == 0.0))  # a NaN is not
     if not fine.all():
         first = int(np.argmin(fine))
-        kind = "sampled" if mask[first] else "given"
+        kind = "sampled" if mask[first] else "prompt"
         raise AssertionError(f"a {kind} token has log-probability {sequence.logprobs[first]}")
     return ids, mask, logprobs
 
 
-@dataclass(frozen=True)
-class Streams:
-    """Of one sequence of T tokens, each of shape (T,). `trained`: some component has a token of it."""
-
-    loss_mask: Mask
-    logprobs: Floats
-    advantages: Floats
-    trained: bool
-    more: dict[str, Any] = field(
-        default_factory=dict
-    )  # optional streams, by their names in `transport.rollouts.Sample`
-
-
 def streams_of(
     config: "AlgorithmConfig", sequence: SampleTokens, mask: Mask, logprobs: Floats, advantage: float, keep_zero: bool
-) -> Streams:
-    """The streams of the first T tokens of a sequence.
+) -> dict[str, Any] | None:
+    """Make the streams of the first T tokens of a sequence, each of shape (T,), by their names in `transport.rollouts.Sample`.
 
     Args:
         mask: (T,) the sampled tokens.
         logprobs: (T,) of the sampler.
         keep_zero: Tokens of advantage zero are members of the RL component, too: they widen its denominator, and feed the loss's penalties and bonus.
+
+    Returns:
+        None where no component has a token of it.
     """
-    tokens, nothing = len(mask), np.zeros(len(mask), dtype=np.float32)
-    sampled = mask.astype(np.float32)
+    nothing, sampled = np.zeros(len(mask), dtype=np.float32), mask.astype(np.float32)
+    unmasked = {"loss_mask": np.zeros(len(mask), dtype=bool), "logprobs": nothing, "advantages": nothing}
     if config.component == "ce":
-        return Streams(
-            np.zeros(tokens, dtype=bool), nothing, nothing, True, {"rl_weight": nothing, "ce_weight": sampled}
-        )
-    reference, scored = _reference(sequence, sampled)
+        return {**unmasked, "rl_weight": nothing, "ce_weight": sampled}
+    streams: dict[str, Any] = {"loss_mask": mask, "logprobs": logprobs, "advantages": nothing}
+    scored = sampled  # where there are scores: without the tokens that have none
+    if sequence.ref_logprobs is not None:
+        scores = np.asarray(sequence.ref_logprobs, dtype=np.float32)[: len(mask)]
+        streams["ref_logprobs"] = np.pad(scores, (0, len(mask) - len(scores)))
+        scored = sampled * (np.arange(len(mask)) < len(scores))
     if config.component == "ref_kl":
-        weights = {"rl_weight": nothing, "ref_kl_weight": scored}
-        return Streams(mask, logprobs, nothing, bool(scored.any()), weights | reference)
-    foreseen = _foreseen(sequence, mask, config.weights) if isinstance(config, Echo) else nothing
+        return {**streams, "rl_weight": nothing, "ref_kl_weight": scored} if scored.any() else None
+    streams["advantages"] = sampled * np.float32(advantage)
     by_reward = (advantage != 0.0 or keep_zero) and bool(scored.any())
-    more = reference | ({"ce_weight": foreseen} if foreseen.any() else {})
+    foreseen = _foreseen(sequence, mask, config.weights) if isinstance(config, Echo) else nothing
+    if foreseen.any():
+        streams["ce_weight"] = foreseen
+    elif not by_reward:
+        return None
     if not by_reward or not np.array_equal(scored, sampled):
-        more["rl_weight"] = scored if by_reward else nothing
-    return Streams(mask, logprobs, sampled * np.float32(advantage), by_reward or bool(foreseen.any()), more)
-
-
-def _reference(sequence: SampleTokens, sampled: Floats) -> tuple[dict[str, Any], Floats]:
-    """The stream of the scores, 0 where there are none, and `sampled` without the tokens that were to be scored and are not; each of shape (T,)."""
-    if sequence.ref_logprobs is None:
-        return {}, sampled
-    scores = np.asarray(sequence.ref_logprobs, dtype=np.float32)[: len(sampled)]
-    within = np.arange(len(sampled)) < len(scores)
-    return {"ref_logprobs": np.pad(scores, (0, len(sampled) - len(scores)))}, sampled * within
+        streams["rl_weight"] = scored if by_reward else nothing
+    return streams
 
 
 def _foreseen(sequence: SampleTokens, mask: Mask, weights: dict[str, float]) -> Floats:

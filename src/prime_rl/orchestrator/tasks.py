@@ -72,39 +72,26 @@ class Pools:
         """The task of that index, if it is one of these."""
         return self._order[self._place[index]] if index in self._place else None
 
-    def holds(self, task: Task) -> bool:
-        """Whether `task` is one of these."""
-        return self.task(task.index) == task
-
     def shares(self) -> dict[str, float]:
-        """The share of the tasks in each pool."""
+        """Return the share of the tasks in each pool."""
         return {name: len(pool) / len(self._order) for name, pool in self._pools.items()}
 
     def state(self) -> dict[str, Any]:
-        """What `load` needs, as plain data: two bits a task, compressed."""
-        return {"drawn": self._drawn, "turn": self._turn, "pools": _pack(self._codes)}
+        """Save as plain data, for `load`: two bits a task, four to a byte, compressed."""
+        fours = np.frombuffer(self._codes.ljust(-(-len(self._codes) // 4) * 4, b"\0"), np.uint8).reshape(-1, 4)
+        packed = fours[:, 0] | fours[:, 1] << 2 | fours[:, 2] << 4 | fours[:, 3] << 6
+        codes = base64.b64encode(zlib.compress(packed.tobytes())).decode()
+        return {"drawn": self._drawn, "turn": self._turn, "pools": codes}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. A task that it does not tell of is new; what it tells of others is passed over."""
-        codes = _unpack(state["pools"])
+        """Go on from `state`. Tasks that it lacks are new; others that it has are passed over."""
+        packed = np.frombuffer(zlib.decompress(base64.b64decode(state["pools"])), np.uint8)
+        codes = np.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=1).tobytes()
         self._drawn, self._turn = int(state["drawn"]), int(state["turn"])
         self._codes = bytearray(codes[: len(self._codes)].ljust(len(self._codes), b"\0"))
         self._pools = {name: [] for name in _NAMES}
         for place, task in enumerate(self._order):
             self._pools[_NAMES[self._codes[task.index]]].append(place)
-
-
-def _pack(codes: bytes | bytearray) -> str:
-    """Codes below 4, four to a byte."""
-    fours = np.frombuffer(bytes(codes).ljust(-(-len(codes) // 4) * 4, b"\0"), np.uint8).reshape(-1, 4)
-    packed = fours[:, 0] | fours[:, 1] << 2 | fours[:, 2] << 4 | fours[:, 3] << 6
-    return base64.b64encode(zlib.compress(packed.tobytes())).decode()
-
-
-def _unpack(text: str) -> bytes:
-    """The inverse of `_pack`, with up to three zeros behind."""
-    packed = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
-    return np.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=1).tobytes()
 
 
 class Curriculum:
@@ -185,15 +172,18 @@ def task_stream(
         seed: The run's seed; the same seed gives the same stream, so that a resumed run goes on by drawing what was drawn before.
         pools: Of environments whose tasks are drawn by how hard they are, instead of all alike. What they give depends on what is observed.
     """
-    names = sorted(tasks)
+
+    def epochs(name: str, own: Sequence[Task]) -> Iterator[Task]:
+        for epoch in itertools.count():
+            order = list(own)
+            random.Random(f"{seed}/{name}/{epoch}").shuffle(order)
+            yield from order
+
+    names, pools = sorted(tasks), pools or {}
     if empty := [name for name in names if not tasks[name]]:
         raise ValueError(f"no tasks in {', '.join(empty)}")
-    choose = random.Random(f"{seed}/environments")
-    streams = {
-        name: own if isinstance(own, Iterator) else _epochs(own, f"{seed}/{name}") for name, own in tasks.items()
-    }
-    weights = [ratios[name] for name in names]
-    pools = pools or {}
+    choose, weights = random.Random(f"{seed}/environments"), [ratios[name] for name in names]
+    streams = {name: own if isinstance(own, Iterator) else epochs(name, own) for name, own in tasks.items()}
     while True:
         name = choose.choices(names, weights)[0] if len(names) > 1 else names[0]
         yield pools[name].draw() if name in pools else next(streams[name])
@@ -209,13 +199,6 @@ def tasks_of_env(env: str, tasks: list[TaskInfo] | EndlessTasks) -> Sequence[Tas
     if isinstance(tasks, EndlessTasks):
         return (Task(env, index, tasks[index].task_id) for index in itertools.count())
     return [Task(env, task.index, task.task_id) for task in tasks]
-
-
-def _epochs(tasks: Sequence[Task], seed: str) -> Iterator[Task]:
-    for epoch in itertools.count():
-        order = list(tasks)
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        yield from order
 
 
 def request_seed(seed: int, subject: str, number: int) -> int:

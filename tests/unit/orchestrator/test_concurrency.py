@@ -206,26 +206,6 @@ def test_the_limit_falls_by_the_share_that_waits() -> None:
     assert limits[-1] == 72
 
 
-def test_a_cache_that_is_nearly_full_is_pressure_before_it_preempts() -> None:
-    """Contract: at 95 % the limit falls at once, below that it does not."""
-    control = Concurrency(20, 40)
-    assert [control.look([ServerLoad(20, 0, cache, 0)], in_flight=20, ended=0) for cache in (0.5, 0.94, 0.96)] == [
-        20,
-        20,
-        18,
-    ]
-
-
-def test_what_was_preempted_before_is_no_pressure() -> None:
-    """Contract: counters begin before the run, also those of a server that joins."""
-    control = Concurrency(10, 20)
-    for n in range(LOOKS):
-        assert control.look([ServerLoad(10, 0, 0.3, 500)], in_flight=10, ended=n) == 10
-    for n in range(LOOKS):
-        assert control.look([ServerLoad(10, 0, 0.3, 500), ServerLoad(10, 0, 0.3, 70)], in_flight=10, ended=n) == 20
-    assert control.look([ServerLoad(10, 0, 0.3, 500), ServerLoad(10, 0, 0.3, 71)], in_flight=20, ended=n) == 18
-
-
 # Looking at the servers: what their counters mean, and what becomes of it
 
 

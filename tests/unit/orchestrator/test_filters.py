@@ -1,7 +1,6 @@
 """What is left out of training, what is turned away (each rule by hand, and in a batch), and settings that are refused."""
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -116,25 +115,6 @@ def test_a_group_of_which_nothing_is_left() -> None:
     assert turned_away(both, rules) is None
     both.finished[1].result.filtered = "repetition"
     assert turned_away(both, rules) == "overlong+repetition"
-
-
-def test_what_we_cut_ourselves_is_truncated() -> None:
-    rules = FilterConfig(truncated={})
-    assert why_episode(rules, result([5, 6]), 4) == ""
-    assert why_episode(rules, result([5, 6]), 3) == "truncated"
-
-
-def test_repetition_counts_what_is_equal() -> None:
-    """Contract: n-grams are told apart as the tokens themselves are, also of large ids."""
-    draw = random.Random(0)
-    for ngram in (1, 2, 5, 16):
-        tokens = [draw.choice([7, 8, 151_000, 151_935]) for _ in range(400)]
-        different = len({tuple(tokens[i : i + ngram]) for i in range(401 - ngram)})
-        share = 1 - different / (401 - ngram)
-        for bound, why in ((share + 1e-9, ""), (share - 1e-9, "repetition")):
-            if 0 <= bound <= 1:
-                rule = FilterConfig(repetition={"ngram": ngram, "max_share": bound, "min_tokens": 1})
-                assert why_episode(rule, result(tokens), 1000) == why
 
 
 def test_every_environment_has_its_own_filters() -> None:

@@ -74,11 +74,3 @@ def test_several_environments_are_told_apart() -> None:
     assert (found["reward/a/mean"], found["reward/b/mean"]) == (0.5, 0.0)
     assert (found["solved_some/a"], found["solved_none/b"]) == (1.0, 1.0)
     assert found["advantage/a/std"] == 0.5
-
-
-def test_an_environment_has_its_own_in_every_step_of_a_run_of_several() -> None:
-    """Contract: curves of an environment have no gap where the others happen to have nothing; those have no values."""
-    found = metrics_of(group(0, "a", [1.0, 0.0]), others=("b",))
-    assert found["reward/a/mean"] == found["reward/mean"] == 0.5
-    assert found["solved_some/a"] == 1.0
-    assert not [name for name in found if "b" in name.split("/")]

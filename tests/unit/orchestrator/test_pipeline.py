@@ -50,14 +50,6 @@ def test_the_grid(level: int, latency: float) -> None:
         assert simulate(world).step(world.counted) <= NEAR * shortest_step(world), world
 
 
-@pytest.mark.parametrize(("batch", "group"), [(4, 4), (1024, 8)])
-def test_batches_of_one_group_and_of_many(batch: int, group: int) -> None:
-    """Contract: it does not depend on how many groups a batch has."""
-    for level, latency in ((1, 0.1), (1, 2.0), (2, 0.5)):
-        world = scaled(level, latency, 0.3, 0.3, batch, group)
-        assert simulate(world).step(world.counted) <= NEAR * shortest_step(world), world
-
-
 def test_without_a_pace_batches_lock() -> None:
     """The world has what the pace is for: without it two batches share the engine, end together, and the engine waits for the trainer."""
     assert simulate(LOCKED, paced=False).step(LOCKED.counted) > 1.25 * shortest_step(LOCKED)
@@ -113,19 +105,6 @@ def test_a_version_that_is_superseded_holds_no_batch_up() -> None:
     assert set(range(1, world.steps)) - set(course.served)
     assert course.step(world.counted) < world.sync
     assert course.step(world.counted) <= NEAR * shortest_step(replace(world, sync=2 * world.sync))
-
-
-def test_what_waits_for_a_version_starts_on_a_newer_one() -> None:
-    """Contract: versions 1 and 2 are there before 1 is served; it is skipped, and the batches that waited for either start on 2 at once."""
-    core: Scheduler[None] = Scheduler(Limits(2, 2, 1, 8, 100, 9), (Task("env", n, str(n)) for n in itertools.count()))
-    for start in list(iter(core.next_start, None)):
-        core.finish(start.episode, None)
-    core.verify(core.unverified())
-    while (batch := core.ready_batch()) is not None:
-        core.advance(batch, batch.episodes, ())
-    assert (core.step, core.next_start()) == (2, None)
-    core.serve(2)
-    assert [(start.group, start.version) for start in iter(core.next_start, None)] == [(2, 2), (2, 2), (3, 2), (3, 2)]
 
 
 def test_only_what_comes_on_top_of_a_batch_is_paced() -> None:

@@ -29,14 +29,10 @@ def endless_tasks():
     return (Task("env", i, f"task-{i}") for i in itertools.count())
 
 
-def advance(core, batch):
+def advance(scheduler, batch):
     """Prove and commit a whole batch."""
-    core.verify(core.unverified())
-    core.advance(batch, trained=batch.episodes, filtered=())
-
-
-def make_core(limits: Limits, **kwargs) -> "Counted":
-    return Counted(limits, **kwargs)
+    scheduler.verify(scheduler.unverified())
+    scheduler.advance(batch, trained=batch.episodes, filtered=())
 
 
 class Counted(Scheduler[float]):
@@ -70,83 +66,74 @@ class Counted(Scheduler[float]):
 
 
 class World:
-    """A simulated trainer and fleet: finishes, fails and serves in random order, and records what the core did."""
+    """A simulated trainer and fleet: finishes, fails and serves in random order, and records what the scheduler did."""
 
     def __init__(self, limits: Limits, seed: int, failure_rate: float, turned_away: float = 0.0) -> None:
         self.random = random.Random(seed)
         self.limits = limits
         gate = random.Random(seed + 1)
-        self.core = make_core(limits, gate=lambda group: "dull" if gate.random() < turned_away else None)
+        self.scheduler = Counted(limits, gate=lambda group: "dull" if gate.random() < turned_away else None)
         self.failure_rate = failure_rate
         self.clock = 0.0
-        self.flying: list[Start] = []
+        self.running: list[Start] = []
         self.starts: list[tuple[int, int, Start]] = []  # (step being collected, served version, start)
         self.batches = []
 
     def run(self) -> None:
         for _ in range(20_000):
-            if self.core.done:
+            if self.scheduler.done:
                 return
             self.fill()
             self.advance()
-            self.core.check_conservation()
-            self.check_lists()
+            self.scheduler.check_conservation()
+            assert self.scheduler.in_flight <= self.limits.max_concurrent
         raise AssertionError("the run did not end: the scheduler is stuck")
-
-    def check_lists(self) -> None:
-        """What the core keeps to answer quickly is what it would find by looking at every group."""
-        groups = self.core._groups
-        assert self.core._numbers == sorted(groups) == list(self.core.open_groups)
-        assert self.core._startable == {n for n, group in groups.items() if group.next_slot is not None}
-        complete = {n for n, group in groups.items() if group.complete}
-        assert self.core._complete | self.core._admitted == complete
-        assert self.core._complete.isdisjoint(self.core._admitted)
 
     def fill(self) -> None:
         self.clock += self.random.choice([0.0, 0.1, 1.0, 30.0])
-        while (start := self.core.next_start(self.clock)) is not None:
-            self.flying.append(start)
-            self.starts.append((self.core.step, self.core.version, start))
+        while (start := self.scheduler.next_start(self.clock)) is not None:
+            self.running.append(start)
+            self.starts.append((self.scheduler.step, self.scheduler.version, start))
 
     def doubt(self) -> None:
         """The server was started again: what is not proven is made again."""
         if self.random.random() < 0.5:  # one of several: what another one samples stays
-            others = {start.episode for start in self.flying if self.random.random() < 0.5}
-            lost = self.core.invalidate("gone", self.core.running_or_unverified() - others)
+            others = {start.episode for start in self.running if self.random.random() < 0.5}
+            lost = self.scheduler.invalidate("gone", self.scheduler.running_or_unverified() - others)
             assert {start.episode for start in lost}.isdisjoint(others)
-            self.flying = [start for start in self.flying if start not in lost]
+            self.running = [start for start in self.running if start not in lost]
             self.fill()
             return
-        assert {start.episode for start in self.core.invalidate("gone", self.core.running_or_unverified())} == {
-            start.episode for start in self.flying
-        }
-        self.core.retract()
-        self.flying.clear()
+        assert {
+            start.episode for start in self.scheduler.invalidate("gone", self.scheduler.running_or_unverified())
+        } == {start.episode for start in self.running}
+        self.scheduler.retract()
+        self.running.clear()
         self.fill()
 
     def advance(self) -> None:
         if self.random.random() < 0.02:
             self.doubt()
         choices = []
-        if self.flying:
+        if self.running:
             choices += ["land"] * 4
-        if self.core.version < self.core.step:
+        if self.scheduler.version < self.scheduler.step:
             choices.append("serve")
         assert choices, "nothing is in flight, nothing to train: deadlock"
         if self.random.choice(choices) == "serve":
-            self.core.serve(self.random.randint(self.core.version + 1, self.core.step))
-            for start in self.core.stale():
-                self.flying.remove(start)
-                self.core.fail(start.episode, Drop.STALE)
+            self.scheduler.serve(self.random.randint(self.scheduler.version + 1, self.scheduler.step))
+            for start in self.scheduler.stale():
+                self.running.remove(start)
+                self.scheduler.fail(start.episode, Drop.STALE)
         else:
-            start = self.flying.pop(self.random.randrange(len(self.flying)))
+            start = self.running.pop(self.random.randrange(len(self.running)))
             if self.random.random() < self.failure_rate:
-                self.core.fail(start.episode, Drop.ERRORED, retry=self.random.random() < 0.5)
+                self.scheduler.fail(start.episode, Drop.ERRORED, retry=self.random.random() < 0.5)
             else:
-                self.core.finish(start.episode, self.random.random())
-        while (batch := self.core.ready_batch()) is not None:
+                self.scheduler.finish(start.episode, self.random.random())
+        while (batch := self.scheduler.ready_batch()) is not None:
             self.batches.append(batch)
-            advance(self.core, batch)
+            advance(self.scheduler, batch)
 
 
 worlds = st.builds(
@@ -162,13 +149,13 @@ def test_every_run_ends_with_all_steps_in_order_and_conserves_episodes(limits, s
     unaccounted for, no deadlock."""
     world = World(limits, seed, failure_rate, turned_away)
     world.run()
-    assert (world.core.dropped[Drop.FILTERED] > 0) <= bool(turned_away)
+    assert (world.scheduler.dropped[Drop.FILTERED] > 0) <= bool(turned_away)
     assert [batch.step for batch in world.batches] == list(range(limits.max_steps))
     assert all(len(batch.groups) == limits.groups_per_batch for batch in world.batches)
     trained = [f.start.episode for batch in world.batches for group in batch.groups for f in group.finished]
-    assert len(trained) == len(set(trained)) == world.core.trained
-    assert world.core.in_flight == 0
-    assert world.core.issued == world.core.trained + world.core.dropped.total()
+    assert len(trained) == len(set(trained)) == world.scheduler.trained
+    assert world.scheduler.in_flight == 0
+    assert world.scheduler.issued == world.scheduler.trained + world.scheduler.dropped.total()
 
 
 @settings(max_examples=150, deadline=None)
@@ -176,16 +163,16 @@ def test_every_run_ends_with_all_steps_in_order_and_conserves_episodes(limits, s
 def test_an_episode_for_step_n_starts_on_a_version_of_at_least_n_minus_the_async_level(limits, seed, failure_rate):
     """The start gate (DESIGN, "async level"): the group's planned step follows from how many groups stand before it."""
     world = World(limits, seed, failure_rate)
-    core = world.core
+    scheduler = world.scheduler
     opened_for = {}
-    open_group = core._open
+    open_group = scheduler._open
 
     def record(now):
         group = open_group(now)
-        opened_for[group.number] = core.step + (len(core._groups) - 1) // limits.groups_per_batch
+        opened_for[group.number] = scheduler.step + (len(scheduler._groups) - 1) // limits.groups_per_batch
         return group
 
-    core._open = record
+    scheduler._open = record
     world.run()
     assert opened_for
     for _, version, start in world.starts:
@@ -207,60 +194,42 @@ def test_no_sample_is_trained_beyond_the_off_policy_bound(limits, seed):
 
 def test_synchronous_training_waits_for_the_trainer():
     """async_level 0: after step 0's episodes nothing starts until version 1 is served."""
-    core = make_core(Limits(4, 2, 0, 0, 100, 3))
-    starts = [core.next_start() for _ in range(4)]
+    scheduler = Counted(Limits(4, 2, 0, 0, 100, 3))
+    starts = [scheduler.next_start() for _ in range(4)]
     assert [(s.group, s.number, s.version) for s in starts] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
-    assert core.next_start() is None
+    assert scheduler.next_start() is None
     for start in starts:
-        core.finish(start.episode, 1.0)
-    advance(core, core.ready_batch())
-    assert core.next_start() is None
-    core.serve(1)
-    assert core.next_start().version == 1
-
-
-def test_async_level_one_works_exactly_one_step_ahead():
-    """async_level 1, version 0: the episodes of steps 0 and 1 may start, those of step 2 may not."""
-    core = make_core(Limits(4, 2, 1, 8, 100, 10))
-    assert len(list(iter(core.next_start, None))) == 8
-    core.serve(1)
-    assert len(list(iter(core.next_start, None))) == 4
-
-
-def test_concurrency_is_bounded():
-    """Never more than max_concurrent in flight."""
-    core = make_core(Limits(8, 2, 1, 8, 3, 10))
-    starts = list(iter(core.next_start, None))
-    assert len(starts) == 3
-    core.finish(starts[0].episode, 0.0)
-    assert core.next_start() is not None
-    assert core.next_start() is None
+        scheduler.finish(start.episode, 1.0)
+    advance(scheduler, scheduler.ready_batch())
+    assert scheduler.next_start() is None
+    scheduler.serve(1)
+    assert scheduler.next_start().version == 1
 
 
 def test_a_retried_episode_is_issued_again_with_the_same_place_and_a_new_id():
     """Work lost to a dead worker is issued again, up to max_attempts, then counted as lost."""
-    core = make_core(Limits(2, 2, 0, 0, 10, 1, max_attempts=3))
-    first, second = core.next_start(), core.next_start()
-    assert core.fail(first.episode, Drop.ERRORED, retry=True)
-    again = core.next_start()
+    scheduler = Counted(Limits(2, 2, 0, 0, 10, 1, max_attempts=3))
+    first, second = scheduler.next_start(), scheduler.next_start()
+    assert scheduler.fail(first.episode, Drop.ERRORED, retry=True)
+    again = scheduler.next_start()
     assert (again.group, again.number, again.attempt) == (first.group, first.number, 1)
     assert again.episode not in (first.episode, second.episode)
-    assert core.fail(again.episode, Drop.ERRORED, retry=True)
-    last = core.next_start()
-    assert not core.fail(last.episode, Drop.ERRORED, retry=True)
-    core.finish(second.episode, 1.0)
-    (group,) = core.ready_batch().groups
+    assert scheduler.fail(again.episode, Drop.ERRORED, retry=True)
+    last = scheduler.next_start()
+    assert not scheduler.fail(last.episode, Drop.ERRORED, retry=True)
+    scheduler.finish(second.episode, 1.0)
+    (group,) = scheduler.ready_batch().groups
     assert [place.state for place in group.slots.values()] == [State.FAILED, State.FINISHED]
-    core.check_conservation()
+    scheduler.check_conservation()
 
 
 def test_a_group_without_any_result_is_replaced():
     """A group whose every episode failed does not count: another task takes its place and the batch stays full."""
-    core = make_core(Limits(2, 2, 0, 0, 10, 1))
+    scheduler = Counted(Limits(2, 2, 0, 0, 10, 1))
     for _ in range(2):
-        core.fail(core.next_start().episode, Drop.TIMEOUT)
-    assert core.ready_batch() is None
-    replacement = core.next_start()
+        scheduler.fail(scheduler.next_start().episode, Drop.TIMEOUT)
+    assert scheduler.ready_batch() is None
+    replacement = scheduler.next_start()
     assert replacement.group == 1
     assert replacement.task.index == 1
 
@@ -273,36 +242,22 @@ def test_a_group_that_is_turned_away_makes_room_for_another():
         looked.append(group.number)
         return None if any(finished.result for finished in group.finished) else "zero_advantage"
 
-    core = make_core(Limits(4, 2, 0, 0, 10, 1), gate=gate)
+    scheduler = Counted(Limits(4, 2, 0, 0, 10, 1), gate=gate)
     for _ in range(4):
-        start = core.next_start()
-        core.finish(start.episode, float(start.group))
-    assert core.next_start() is None
-    assert core.ready_batch() is None
-    assert core.dropped == {Drop.FILTERED: 2}
-    assert core.discards == [(0, "filtered", "zero_advantage")]
-    core.check_conservation()
+        start = scheduler.next_start()
+        scheduler.finish(start.episode, float(start.group))
+    assert scheduler.next_start() is None
+    assert scheduler.ready_batch() is None
+    assert scheduler.dropped == {Drop.FILTERED: 2}
+    assert scheduler.discards == [(0, "filtered", "zero_advantage")]
+    scheduler.check_conservation()
     for _ in range(2):
-        start = core.next_start()
+        start = scheduler.next_start()
         assert start.group == 2
-        core.finish(start.episode, 1.0)
-    assert [group.number for group in core.ready_batch().groups] == [1, 2]
-    core.ready_batch()
+        scheduler.finish(start.episode, 1.0)
+    assert [group.number for group in scheduler.ready_batch().groups] == [1, 2]
+    scheduler.ready_batch()
     assert looked == [0, 1, 2]
-
-
-def test_what_is_made_again_is_looked_at_again():
-    """A group was let through, then a server could not prove what it served: what takes its place is another group as far as the gate is concerned."""
-    looked = []
-    core = make_core(Limits(4, 2, 0, 0, 10, 1), gate=lambda group: looked.append(group.number))
-    for _ in range(2):
-        core.finish(core.next_start().episode, 1.0)
-    assert core.ready_batch() is None
-    core.invalidate("gone", core.running_or_unverified())
-    for _ in range(2):
-        core.finish(core.next_start().episode, 1.0)
-    assert core.ready_batch() is None
-    assert looked == [0, 0]
 
 
 def test_what_is_left_of_a_group_that_grew_stale_is_looked_at_again():
@@ -313,141 +268,136 @@ def test_what_is_left_of_a_group_that_grew_stale_is_looked_at_again():
         sizes.append(len(group.finished))
         return None if len(group.finished) > 1 else "alone"
 
-    core = make_core(Limits(4, 2, 0, 0, 10, 1), gate=gate)
+    scheduler = Counted(Limits(4, 2, 0, 0, 10, 1), gate=gate)
     for _ in range(2):
-        core.finish(core.next_start().episode, 1.0)
-    assert core.ready_batch() is None
-    group = core._groups[0]
+        scheduler.finish(scheduler.next_start().episode, 1.0)
+    assert scheduler.ready_batch() is None
+    group = scheduler._groups[0]
     group.finished[0] = replace(group.finished[0], first=-1)
-    core._stale_checked = False
-    assert core.ready_batch() is None
+    scheduler._stale_checked = False
+    assert scheduler.ready_batch() is None
     assert sizes == [2, 1]
-    assert not core.open_groups
-    core.check_conservation()
+    assert not scheduler.open_groups
+    scheduler.check_conservation()
 
 
 def test_the_batch_keeps_the_order_of_opening_whatever_finished_first():
     """Determinism: a synchronous batch does not depend on the order in which episodes came back."""
-    core = make_core(Limits(4, 1, 0, 0, 10, 1))
-    for start in reversed([core.next_start() for _ in range(4)]):
-        core.finish(start.episode, 0.0)
-    assert [group.number for group in core.ready_batch().groups] == [0, 1, 2, 3]
+    scheduler = Counted(Limits(4, 1, 0, 0, 10, 1))
+    for start in reversed([scheduler.next_start() for _ in range(4)]):
+        scheduler.finish(start.episode, 0.0)
+    assert [group.number for group in scheduler.ready_batch().groups] == [0, 1, 2, 3]
 
 
 def test_a_discarded_batch_is_collected_again_for_the_same_step():
     """A batch without signal is not a step: its episodes are dropped as filtered and the step stays."""
-    core = make_core(Limits(2, 1, 0, 0, 10, 1))
+    scheduler = Counted(Limits(2, 1, 0, 0, 10, 1))
     for _ in range(2):
-        core.finish(core.next_start().episode, 0.0)
-    core.verify(core.unverified())
-    core.discard(core.ready_batch())
-    assert core.step == 0
-    assert core.dropped[Drop.FILTERED] == 2
-    assert core.next_start() is not None
-    core.check_conservation()
+        scheduler.finish(scheduler.next_start().episode, 0.0)
+    scheduler.verify(scheduler.unverified())
+    scheduler.discard(scheduler.ready_batch())
+    assert scheduler.step == 0
+    assert scheduler.dropped[Drop.FILTERED] == 2
+    assert scheduler.next_start() is not None
+    scheduler.check_conservation()
 
 
 @pytest.mark.parametrize("update", [Scheduler.serve, Scheduler.announce])
 def test_versions_span_from_the_start_to_the_end_of_an_episode(update):
     """An episode that lived through an update, or through the beginning of one, records both versions; its age counts from the older one."""
-    core = make_core(Limits(1, 1, 2, 2, 10, 10))
-    start = core.next_start()
-    update(core, 1)
-    core.finish(start.episode, 0.0)
-    (finished,) = core.ready_batch().groups[0].finished
+    scheduler = Counted(Limits(1, 1, 2, 2, 10, 10))
+    start = scheduler.next_start()
+    update(scheduler, 1)
+    scheduler.finish(start.episode, 0.0)
+    (finished,) = scheduler.ready_batch().groups[0].finished
     assert (finished.first, finished.last) == (0, 1)
 
 
 def test_what_an_incarnation_sampled_that_was_given_up_is_made_again_in_its_place():
-    """The trainer went on from version 1 while 3 was served: finished and flying episodes are dropped and tried again, on a version that the
+    """The trainer went on from version 1 while 3 was served: finished and running episodes are dropped and tried again, on a version that the
     gate allows; nothing starts before the engines have gone back."""
-    core = make_core(Limits(4, 2, 1, 8, 100, 10), step=3, version=3)
-    starts = [core.next_start() for _ in range(6)]
+    scheduler = Counted(Limits(4, 2, 1, 8, 100, 10), step=3, version=3)
+    starts = [scheduler.next_start() for _ in range(6)]
     for start in starts[:3]:
-        core.finish(start.episode, 1.0)
-    flying = core.begin_incarnation(1, {0: 0, 1: 1})
-    assert [start.episode for start in flying] == [start.episode for start in starts[3:]]
-    assert core.dropped[Drop.STALE] == 6
-    assert core.must_go_back
-    assert core.next_start() is None
-    core.go_back(1)
-    assert core.next_start() is None  # step 3 needs version 2
-    core.serve(2)
-    again = core.next_start()
+        scheduler.finish(start.episode, 1.0)
+    running = scheduler.begin_incarnation(1, {0: 0, 1: 1})
+    assert [start.episode for start in running] == [start.episode for start in starts[3:]]
+    assert scheduler.dropped[Drop.STALE] == 6
+    assert scheduler.must_go_back
+    assert scheduler.next_start() is None
+    scheduler.go_back(1)
+    assert scheduler.next_start() is None  # step 3 needs version 2
+    scheduler.serve(2)
+    again = scheduler.next_start()
     assert (again.episode, again.version) == ("0.0.1", 2)
-    core.check_conservation()
+    scheduler.check_conservation()
 
 
 def test_what_counts_in_the_new_incarnation_too_is_kept():
     """An incarnation that begins at the version that is served gives up nothing: what was sampled is of the same history."""
-    core = make_core(Limits(4, 2, 1, 8, 100, 10), step=3, version=3)
-    starts = [core.next_start() for _ in range(4)]
-    core.finish(starts[0].episode, 1.0)
-    assert core.begin_incarnation(1, {0: 0, 1: 3}) == []
-    assert not core.must_go_back
-    assert core.dropped.total() == 0
-    assert core.incarnation == 1
-    core.serve(4)
-    core.finish(starts[1].episode, 1.0)  # in flight over the change: its last version is of the new incarnation
-    assert core.begin_incarnation(2, {0: 0, 1: 3, 2: 3}) == starts[2:]
-    assert core.dropped[Drop.STALE] == 3
-    core.check_conservation()
+    scheduler = Counted(Limits(4, 2, 1, 8, 100, 10), step=3, version=3)
+    starts = [scheduler.next_start() for _ in range(4)]
+    scheduler.finish(starts[0].episode, 1.0)
+    assert scheduler.begin_incarnation(1, {0: 0, 1: 3}) == []
+    assert not scheduler.must_go_back
+    assert scheduler.dropped.total() == 0
+    assert scheduler.incarnation == 1
+    scheduler.serve(4)
+    scheduler.finish(starts[1].episode, 1.0)  # in flight over the change: its last version is of the new incarnation
+    assert scheduler.begin_incarnation(2, {0: 0, 1: 3, 2: 3}) == starts[2:]
+    assert scheduler.dropped[Drop.STALE] == 3
+    scheduler.check_conservation()
 
 
 def test_an_unproven_server_takes_back_only_what_finished_since_the_last_proof():
     """A server that lost its weights: what was proven before stays, the rest is made again on the same version."""
-    core = make_core(Limits(4, 2, 0, 8, 100, 10))
-    starts = [core.next_start() for _ in range(4)]
-    core.finish(starts[0].episode, 1.0)
-    core.verify(core.unverified())
-    core.finish(starts[1].episode, 1.0)
-    assert core.invalidate("gone", core.running_or_unverified()) == starts[2:]
-    assert (core.open, core.dropped[Drop.STALE]) == ({0: {"0.0.0"}}, 3)
-    assert [core.next_start().episode for _ in range(3)] == ["0.1.1", "1.0.1", "1.1.1"]
-    core.check_conservation()
+    scheduler = Counted(Limits(4, 2, 0, 8, 100, 10))
+    starts = [scheduler.next_start() for _ in range(4)]
+    scheduler.finish(starts[0].episode, 1.0)
+    scheduler.verify(scheduler.unverified())
+    scheduler.finish(starts[1].episode, 1.0)
+    assert scheduler.invalidate("gone", scheduler.running_or_unverified()) == starts[2:]
+    assert (scheduler.open, scheduler.dropped[Drop.STALE]) == ({0: {"0.0.0"}}, 3)
+    assert [scheduler.next_start().episode for _ in range(3)] == ["0.1.1", "1.0.1", "1.1.1"]
+    scheduler.check_conservation()
 
 
 def test_a_batch_that_is_not_proven_cannot_be_committed():
     """Nothing that a server may have sampled with other weights reaches a batch."""
-    core = make_core(Limits(1, 1, 0, 0, 1))
-    core.finish(core.next_start().episode, 1.0)
-    batch = core.ready_batch()
+    scheduler = Counted(Limits(1, 1, 0, 0, 1))
+    scheduler.finish(scheduler.next_start().episode, 1.0)
+    batch = scheduler.ready_batch()
     with pytest.raises(ValueError, match=r"the server that sampled 0\.0\.0 is not verified"):
-        core.advance(batch, trained=batch.episodes, filtered=())
+        scheduler.advance(batch, trained=batch.episodes, filtered=())
 
 
 def test_every_finished_episode_of_a_batch_is_accounted_for():
     """Trained, filtered or truncated: one that is forgotten is an error."""
-    core = make_core(Limits(2, 2, 0, 0, 2))
+    scheduler = Counted(Limits(2, 2, 0, 0, 2))
     for _ in range(2):
-        core.finish(core.next_start().episode, 1.0)
-    core.verify(core.unverified())
+        scheduler.finish(scheduler.next_start().episode, 1.0)
+    scheduler.verify(scheduler.unverified())
     with pytest.raises(ValueError, match="not every finished episode"):
-        core.advance(core.ready_batch(), trained=["0.0.0"], filtered=())
-    core.advance(core.ready_batch(), trained=["0.0.0"], filtered=(), truncated=["0.1.0"])
-    assert core.dropped == {Drop.TRUNCATED: 1, Drop.FILTERED: 0}
-    core.check_conservation()
+        scheduler.advance(scheduler.ready_batch(), trained=["0.0.0"], filtered=())
+    scheduler.advance(scheduler.ready_batch(), trained=["0.0.0"], filtered=(), truncated=["0.1.0"])
+    assert scheduler.dropped == {Drop.TRUNCATED: 1, Drop.FILTERED: 0}
+    scheduler.check_conservation()
 
 
 def test_a_run_that_ends_for_good_leaves_nothing_open():
     """Episodes in flight, finished and to be started again are dropped, with the reason that the run ended."""
-    core = make_core(Limits(4, 2, 1, 8, 3, 10))
-    starts = [core.next_start() for _ in range(3)]
-    core.finish(starts[0].episode, 1.0)
-    assert core.abandon() == starts[1:]
-    assert core.dropped[Drop.CANCELLED] == core.issued == 3
-    assert (core.open_groups, core.in_flight) == ({}, 0)
+    scheduler = Counted(Limits(4, 2, 1, 8, 3, 10))
+    starts = [scheduler.next_start() for _ in range(3)]
+    scheduler.finish(starts[0].episode, 1.0)
+    assert scheduler.abandon() == starts[1:]
+    assert scheduler.dropped[Drop.CANCELLED] == scheduler.issued == 3
+    assert (scheduler.open_groups, scheduler.in_flight) == ({}, 0)
 
 
-def test_versions_never_go_back():
-    """Serving an older version than before is a fault of the caller, not something to go on from."""
-    core = make_core(Limits(1, 1, 0, 0, 1), version=3, step=3)
+def test_what_cannot_be_is_refused():
+    """A version older than the served one; a batch that no whole number of groups fills; a bound below the async level."""
     with pytest.raises(ValueError, match="older"):
-        core.serve(2)
-
-
-@pytest.mark.parametrize(("batch", "group", "level", "bound"), [(5, 2, 0, 0), (4, 2, 3, 2)])
-def test_impossible_limits_are_refused(batch, group, level, bound):
-    """A batch that no whole number of groups fills, and a bound below the async level, are errors at construction."""
-    with pytest.raises(ValueError):
-        Limits(batch, group, level, bound, 10)
+        Counted(Limits(1, 1, 0, 0, 1), version=3, step=3).serve(2)
+    for batch, group, level, bound in ((5, 2, 0, 0), (4, 2, 3, 2)):
+        with pytest.raises(ValueError):
+            Limits(batch, group, level, bound, 10)

@@ -152,12 +152,6 @@ def test_samples_are_cut_to_seq_len_and_marked_truncated():
     ]  # whatever their advantage is: they are not dropped for want of a signal
 
 
-def test_the_order_within_a_group_does_not_depend_on_who_finished_first():
-    """Determinism: attempts are scored and written in their order."""
-    scored = score_batch(batch([episode(1, 0.0), episode(0, 1.0)]), Settings(), {"reverse-text": 1.0}, {})
-    assert [sample.sample_id for sample in scored.samples] == ["7.0.0.0", "7.1.0.0"]
-
-
 @pytest.mark.parametrize(
     "damage",
     [

@@ -2,17 +2,17 @@
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from prime_rl.config import OrchestratorConfig, RLConfig
+from prime_rl.config import RLConfig
 from prime_rl.config.orchestrator import GRPO, OPD, OPSD, SFT, AlgorithmConfig, Echo, TeacherConfig, TeacherServer
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, ProtocolError, Result, SampleTokens, decode, encode
 from prime_rl.orchestrator.ledger import pack_result, unpack_result
-from prime_rl.orchestrator.samples import Streams, score_batch, streams_of
-from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
+from prime_rl.orchestrator.samples import streams_of
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.rl.data import document
 from prime_rl.transport.rollouts import Sample, write_batch
@@ -36,7 +36,9 @@ def sequence(reference: bool = False) -> SampleTokens:
     return found
 
 
-def streams(config: AlgorithmConfig, advantage: float = 0.5, *, keep_zero: bool = False, tokens: int = 8) -> Streams:
+def streams(
+    config: AlgorithmConfig, advantage: float = 0.5, *, keep_zero: bool = False, tokens: int = 8
+) -> dict[str, Any] | None:
     given = sequence(reference=config.component == "ref_kl")
     mask, logprobs = np.array(MASK[:tokens]), np.array(given.logprobs[:tokens], dtype=np.float32)
     return streams_of(config, given, mask, logprobs, advantage, keep_zero)
@@ -45,46 +47,43 @@ def streams(config: AlgorithmConfig, advantage: float = 0.5, *, keep_zero: bool 
 def test_by_reward() -> None:
     """Advantages on sampled tokens, nothing else. One of zero is not worth a place, unless it is to widen the denominator."""
     found = streams(GRPO())
-    assert found.advantages.tolist() == [0.5 * sampled for sampled in MASK]
-    assert (found.trained, found.more) == (True, {})
-    assert not streams(GRPO(), 0.0).trained
-    assert streams(GRPO(), 0.0, keep_zero=True).trained
+    assert found["advantages"].tolist() == [0.5 * sampled for sampled in MASK]
+    assert found.keys() == {"loss_mask", "logprobs", "advantages"}
+    assert streams(GRPO(), 0.0) is None
+    assert streams(GRPO(), 0.0, keep_zero=True)
 
 
 def test_echo() -> None:
     """Cross-entropy on tool results after the first reply, not on what came before, nor on replies; also where the advantage is zero."""
     found = streams(Echo(weights={"tool": 0.1, "user": 0.2, "assistant": 5.0}))
-    assert found.more["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0.2])
-    assert "rl_weight" not in found.more
+    assert found["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0.2])
+    assert "rl_weight" not in found
     later = sequence()
     later.loss_mask = bytes([False] * 6 + [True, False])  # its first reply was trained with an earlier sequence
     mask = np.frombuffer(later.loss_mask, dtype=bool)
     found = streams_of(Echo(weights={"tool": 0.1}), later, mask, np.zeros(8, np.float32), 0.5, False)
-    assert found.more["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0])
+    assert found["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0])
     alike = streams(Echo(), 0.0)
-    assert alike.trained
-    assert not alike.more["rl_weight"].any()
-    assert not streams(Echo(), 0.0, tokens=4).trained  # what is left of it has no such token
+    assert not alike["rl_weight"].any()
+    assert streams(Echo(), 0.0, tokens=4) is None  # what is left of it has no such token
 
 
 @pytest.mark.parametrize("config", [OPD(teacher=TEACHER), OPSD()])
 def test_distillation_on_policy(config: AlgorithmConfig) -> None:
     """The policy's tokens, each with what the teacher thinks of it; rewards do not matter."""
     found = streams(config, 0.0, tokens=7)
-    assert found.trained
-    assert found.loss_mask.tolist() == MASK[:7]
-    assert not found.more["rl_weight"].any()
-    assert found.more["ref_kl_weight"].tolist() == [float(sampled) for sampled in MASK[:7]]
-    assert found.more["ref_logprobs"].tolist() == [0.0, *[-0.25] * 6]
+    assert found["loss_mask"].tolist() == MASK[:7]
+    assert not found["rl_weight"].any()
+    assert found["ref_kl_weight"].tolist() == [float(sampled) for sampled in MASK[:7]]
+    assert found["ref_logprobs"].tolist() == [0.0, *[-0.25] * 6]
 
 
 def test_distillation_off_policy() -> None:
     """The teacher's tokens are on no mask: they say nothing about how far policy and sampler are apart."""
     found = streams(SFT(teacher=TeacherServer(base_url="http://teacher")), 0.0)
-    assert found.trained
-    assert not found.loss_mask.any()
-    assert not found.logprobs.any()
-    assert found.more["ce_weight"].tolist() == [float(sampled) for sampled in MASK]
+    assert not found["loss_mask"].any()
+    assert not found["logprobs"].any()
+    assert found["ce_weight"].tolist() == [float(sampled) for sampled in MASK]
 
 
 @pytest.mark.parametrize("config", [OPD(teacher=TEACHER), OPSD(), GRPO(), Echo(weights={"tool": 0.1})])
@@ -95,17 +94,15 @@ def test_what_was_not_scored_is_not_learned(tmp_path: Path, config: AlgorithmCon
     mask, logprobs = np.array(MASK), np.array(given.logprobs, dtype=np.float32)
     found = streams_of(config, given, mask, logprobs, 0.5, False)
     name = "ref_kl_weight" if config.component == "ref_kl" else "rl_weight"
-    assert found.trained
-    assert found.more[name].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
-    assert found.more["ref_logprobs"].tolist() == [0.0, *[-0.25] * 4, 0.0, 0.0, 0.0]
-    assert ("ce_weight" in found.more) == isinstance(config, Echo)
-    streams = {"loss_mask": found.loss_mask, "logprobs": found.logprobs, "advantages": found.advantages, **found.more}
-    sample = Sample("0", "0", "t", "x", [0], given.input_ids, temperature=1.0, reward=0.0, **streams)
+    assert found[name].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert found["ref_logprobs"].tolist() == [0.0, *[-0.25] * 4, 0.0, 0.0, 0.0]
+    assert ("ce_weight" in found) == isinstance(config, Echo)
+    sample = Sample("0", "0", "t", "x", [0], given.input_ids, temperature=1.0, reward=0.0, **found)
     write_batch(tmp_path, 0, [sample])  # its streams fit
     row = STREAMS.index("ref_kl_scale" if config.component == "ref_kl" else "rl_scale")
     assert document(sample, reference=True).streams[row].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
     given.ref_logprobs = given.ref_logprobs[:2]
-    assert streams_of(config, given, mask, logprobs, 0.5, True).trained == isinstance(config, Echo)
+    assert (streams_of(config, given, mask, logprobs, 0.5, True) is not None) == isinstance(config, Echo)
 
 
 def test_short_scores_are_kept_and_sent() -> None:
@@ -118,29 +115,6 @@ def test_short_scores_are_kept_and_sent() -> None:
     given.ref_logprobs = array("f", [0.0] * 9)
     with pytest.raises(ProtocolError, match="more ref_logprobs than tokens"):
         decode(encode(Result(1, result)))
-
-
-def test_a_batch_of_all_kinds_is_written(tmp_path) -> None:
-    """Contract: algorithms mix in one batch, and every sample of it is one that the trainer takes."""
-    teacher = {"base_url": "http://teacher"}
-    kinds = {"reward": {"type": "grpo"}, "opd": {"type": "opd", "teacher": teacher}, "sft": {"type": "sft", "teacher": teacher}}  # fmt: skip
-    kinds["echo"] = {"type": "echo"}
-    config = OrchestratorConfig(
-        environments=[{"id": name, "algorithm": kind} for name, kind in kinds.items()],
-        batch_size=8,
-        rollouts_per_example=2,
-    )
-    groups = []
-    for number, name in enumerate(kinds):
-        task = Task(name, 0, "task")
-        finished = [
-            Finished(Start(number, i, 0, task, 0), 0, 0, EpisodeResult("e", name, "task", Outcome.OK, reward=float(i), samples=[sequence(name == "opd")]))
-            for i in range(2)
-        ]  # fmt: skip
-        groups.append(Group(number, task, finished=finished))
-    scored = score_batch(Batch(0, groups), config, dict.fromkeys(kinds, 1.0), {})
-    assert len(scored.samples) == 8
-    write_batch(tmp_path, 0, scored.samples)
 
 
 def test_a_divergence_needs_a_reference_model() -> None:

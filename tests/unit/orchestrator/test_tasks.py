@@ -113,18 +113,6 @@ def test_pools_by_the_latest_mean_reward() -> None:
     assert sum(found.shares().values()) == pytest.approx(1.0)
 
 
-def test_weights() -> None:
-    """Contract: a task is drawn in proportion to its pool's weight, whatever the size of the pools; every task of a pool alike."""
-    found = pools(easy_weight=0.25, hard_weight=0.5)
-    for index in range(20):
-        found.observe(index, 1.0 if index < 10 else 0.5 if index < 15 else 0.0)
-    drawn = Counter(found.draw().index for _ in range(20_000))
-    total = 10 * 0.25 + 5 * 1.0 + 5 * 0.5
-    for index in range(20):
-        weight = 0.25 if index < 10 else 1.0 if index < 15 else 0.5
-        assert drawn[index] / 20_000 == pytest.approx(weight / total, rel=0.15)
-
-
 def test_new_tasks_in_flight_come_again_as_late_as_possible() -> None:
     """Contract: whatever else is drawn and becomes known meanwhile, no new task comes twice before all others that are still new have come."""
     found, new, drawn = pools(easy_weight=2.0), set(range(20)), list[int]()
@@ -204,10 +192,3 @@ def test_a_state_of_another_version_is_refused() -> None:
     """Fail closed: pools that cannot be read are not taken for new ones."""
     with pytest.raises(UserError, match="difficulty pools of env"):
         curriculum().load({"env": {"0": 0.5}})
-
-
-def test_who_it_holds() -> None:
-    found = pools()
-    assert found.holds(TASKS[3])
-    assert not found.holds(Task("env", 3, "another"))
-    assert not found.holds(Task("env", 20, "task-20"))
