@@ -17,7 +17,7 @@ from renderers.base import (
 )
 from renderers.configs import BaseRendererConfig
 
-from prime_rl.envs.messages import parsed_json
+from prime_rl.envs.convert import parsed_json
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"

@@ -1,6 +1,6 @@
 """Classic verifiers environments (`load_environment(**args)`), as verifiers 0.1.11 to 0.3.1 run them, behind our protocol.
 
-Imported in a worker whose Python environment holds one of these; what needs nothing of it is in `token_client`. The model is asked by our own
+Imported in a worker whose Python environment holds one of these; what needs nothing of it is in `conversation`. The model is asked by our own
 client: what is trained on is what it sent and got, of those replies that are in the trajectory.
 
 Rubrics score one episode. Functions that score a group of them (`states`, `completions`, …) are left out where their weight is 0 and refused
@@ -19,7 +19,8 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self
 
-from prime_rl.envs import token_client as talk
+from prime_rl.envs.conversation import CallFailed, ContextFull, Conversation, EngineClient, arguments_of
+from prime_rl.envs.convert import Message, Turn, text_of
 from prime_rl.envs.ids import (
     LoadError,
     check_arguments,
@@ -30,9 +31,7 @@ from prime_rl.envs.ids import (
     takes_any,
     unique,
 )
-from prime_rl.envs.messages import Message, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
-from prime_rl.envs.token_client import ContextFull, Failed, TokenConversation, Turn
 
 _ROOT = "verifiers.legacy" if importlib.util.find_spec("verifiers.legacy") else "verifiers"  # before 0.3.1
 errors, types = (importlib.import_module(f"{_ROOT}.{name}") for name in ("errors", "types"))
@@ -90,7 +89,7 @@ class ClassicEnv:
         for nested in _nested_environments(self._env):
             if setup.max_turns and isinstance(nested, MultiTurnEnv) and not 0 < nested.max_turns <= setup.max_turns:
                 nested.max_turns, self._shortened = setup.max_turns, True
-        self._client = talk.Client(setup, tools=any(nested.tool_defs for nested in _nested_environments(self._env)))
+        self._client = EngineClient(setup, tools=any(nested.tool_defs for nested in _nested_environments(self._env)))
         self.renderer = self._client.renderer_name
 
     async def __aenter__(self) -> Self:
@@ -106,7 +105,7 @@ class ClassicEnv:
     ) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
         setup = self._setup
-        conversation = TokenConversation(self._client, base_url, sampling, policy_version, setup)
+        conversation = self._client.conversation(base_url, sampling, policy_version)
         client = _Client(conversation)
         result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
         raised: list[tuple[str, bool]] = []
@@ -117,18 +116,11 @@ class ClassicEnv:
             result.outcome, result.message = Outcome.ERRORED, describe(error)
         else:
             self._judge(result, output, client.state, raised)
-        conversation.describe(result)
-        result.is_truncated = result.is_truncated or self._cut(client.state)
-        if result.ok and not client.turns:
-            result.outcome, result.message = Outcome.INVALID, "no sampled tokens: it asked the model nothing"
-        elif result.ok:
-            turns = [client.turns[step["response"].id] for step in client.state["trajectory"]]
-            result.samples = conversation.samples(turns)
-            result.num_turns = len(turns)
-            for sample in result.samples:
-                sample.reward = result.reward
-            if not result.samples:
-                result.outcome, result.message = Outcome.INVALID, "no sampled tokens"
+        result.is_truncated = self._cut(client.state)
+        turns = (
+            [client.turns[step["response"].id] for step in client.state.get("trajectory", ())] if result.ok else None
+        )
+        conversation.finish(result, setup, turns)
         return result
 
     def _check_eval_rows(self, env_id: str) -> None:
@@ -178,7 +170,7 @@ class ClassicEnv:
 class _Client(ClassicClient):  # type: ignore[misc, valid-type]
     """The client of one episode: our conversation as verifiers asks for replies."""
 
-    def __init__(self, conversation: TokenConversation) -> None:
+    def __init__(self, conversation: Conversation) -> None:
         super().__init__(conversation)
         self.turns: dict[str, Turn] = {}  # by the id of the response
         self.state: Mapping[str, Any] = {}
@@ -201,10 +193,10 @@ class _Client(ClassicClient):  # type: ignore[misc, valid-type]
     ) -> Turn:
         self.state = kwargs.get("state") or self.state  # none where an environment asks on the side
         try:
-            turn, _ = await self.client.reply_within(prompt, tools)
+            turn, _ = await self.client.reply(prompt, tools)
         except ContextFull as error:
             raise errors.OverlongPromptError(str(error)) from error
-        except Failed as error:
+        except CallFailed as error:
             raise errors.ModelError(str(error)) from error
         return turn
 
@@ -223,13 +215,13 @@ class _Client(ClassicClient):  # type: ignore[misc, valid-type]
             completion_logprobs=response.logprobs,
         )
         calls = [
-            types.ToolCall(id=call.id, name=call.name, arguments=talk.arguments_of(call))
+            types.ToolCall(id=call.id, name=call.name, arguments=arguments_of(call))
             for call in response.tool_calls
             if call.name
         ]
         message = types.ResponseMessage(
-            content=response.text,
-            reasoning_content=response.reasoning or None,
+            content=response.message["content"],
+            reasoning_content=response.message.get("reasoning_content"),
             tool_calls=calls or None,
             finish_reason="length" if response.is_truncated else "tool_calls" if calls else "stop",
             is_truncated=response.is_truncated,

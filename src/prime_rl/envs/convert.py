@@ -1,18 +1,25 @@
-"""A verifiers episode → our `EpisodeResult`. Every rule about what may be trained on is here, and nowhere else.
+"""Turns of a conversation → samples, and a finished episode → our `EpisodeResult`: every rule about what may be trained on.
 
-Reads attributes of `verifiers.v1` objects without importing verifiers, so the rules can be tested alone.
+Imports neither verifiers nor renderers: it reads attributes of their objects, so that the rules can be tested alone.
 """
 
+import json
 import math
 import re
+from array import array
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from prime_rl.envs.messages import text_of
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
 
+Message = dict[str, Any]  # as the chat route has them: `role`, `content`, `tool_calls`
 LARGEST_REWARD = 1e37  # advantages are a few times as large at most, and sent with 32 bits, which end at 3.4e38
 CONTEXT_FULL = "context_full"  # the stop condition of a conversation that ended for want of room
-TOO_LONG = re.compile(
+TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
+MOST_LEVELS = 100  # of what a model nests
+ASSISTANT = ROLES.index("assistant")
+_TOO_LONG = re.compile(
     r"maximum (context|model) length|longer than the maximum|max_model_len|context_length_exceeded|prompt is too long",
     re.IGNORECASE,
 )
@@ -22,150 +29,199 @@ class Misaligned(Exception):
     """Tokens, mask, logprobs or the engine's own counts contradict each other: the sample must not be trained on."""
 
 
-def convert(
-    episode: Any, *, episode_id: str, env: str, task_id: str, tokens: bool = True, branched: bool = False
-) -> EpisodeResult:
-    """The result of a finished `Episode`; any doubt about tokens or reward makes it untrainable, with the reason.
+@dataclass
+class Turn:
+    """One exchange with the model: P tokens were sent, C sampled. Without tokens where an API or verifiers keeps them."""
 
-    Without `tokens`, of an API that gives none, there is nothing to train on in any case. `branched`: every reply is a sample of its own.
+    prompt_ids: list[int] = field(default_factory=list)  # (P,)
+    completion_ids: list[int] = field(default_factory=list)  # (C,)
+    logprobs: list[float] = field(default_factory=list)  # (C,)
+    speakers: Sequence[int] = ()  # (P,) the message that each token belongs or leads to
+    roles: Sequence[int] = ()  # of the messages and the reply: indices of `ROLES`
+    history: list[Hashable] = field(default_factory=list)  # the messages sent and the reply, comparable
+    message: Message = field(default_factory=dict)  # the reply as the next prompt has it
+    tool_calls: list[Any] = field(default_factory=list)  # malformed attempts too, as their `status` says
+    is_truncated: bool = False
+    usage: tuple[int, int] = (0, 0)  # tokens sent and sampled
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.completion_ids
+
+
+def samples_of(turns: Sequence[Turn], branched: bool = False) -> list[SampleTokens]:
+    """One sample per sequence of turns that extend each other, in the order of their last turns; `branched`: one per turn.
+
+    Every sampled token is trained on once, and so is what the environment said. Rewards are 0. Raises Misaligned.
     """
-    result = EpisodeResult(episode_id, env, task_id, Outcome.OK)
-    traces = list(episode.traces)
-    players = [trace for trace in traces if trace.agent is None or trace.agent.trainable]
-    if players:
-        _describe(result, players)
-    result.outcome, result.message = _find_outcome(episode, traces, players)
-    if result.outcome is Outcome.PROMPT_TOO_LONG:
-        result.message = f"task {task_id}: {result.message}"
-    if result.ok and tokens:
+    parents = [None if branched else _parent(turns[:number], turn) for number, turn in enumerate(turns)]
+    used: set[int] = set()
+    samples = []
+    for number, turn in enumerate(turns):
+        if len(turn.logprobs) != len(turn.completion_ids):
+            raise Misaligned(f"{len(turn.completion_ids)} sampled tokens but {len(turn.logprobs)} logprobs")
+        if not all(map(math.isfinite, turn.logprobs)):
+            raise Misaligned("a sampled token has no finite logprob")
+        if number in parents:
+            continue
+        path, parent = [number], parents[number]
+        while parent is not None:
+            path.insert(0, parent)
+            parent = parents[parent]
+        sample = _sample(turns, path, used)
+        if any(sample.loss_mask):
+            samples.append(sample)
+            used |= set(path)
+    return samples
+
+
+def _parent(earlier: Sequence[Turn], turn: Turn) -> int | None:
+    """The longest earlier turn whose tokens this one's prompt begins with."""
+    parent, longest = None, 0
+    for number in reversed(range(len(earlier))):  # mostly the last one
+        size = len(earlier[number].prompt_ids) + len(earlier[number].completion_ids)
+        if longest < size <= len(turn.prompt_ids) and turn.prompt_ids[:size] == earlier[number].ids:
+            parent, longest = number, size
+    return parent
+
+
+def _sample(turns: Sequence[Turn], path: list[int], used: Collection[int]) -> SampleTokens:
+    """The sequence of the last turn of a path. Turns that are `used` are context: another sample trains on them."""
+    ids = turns[path[-1]].ids
+    mask, logprobs, roles = bytearray(len(ids)), [0.0] * len(ids), bytearray(len(ids))
+    first = turns[path[0]]
+    # A prompt that was rendered anew repeats earlier replies, and what came before them: other samples have these.
+    replies = {turn.history[-1] for turn in turns[: path[0]]}
+    repeats = [message for message, said in enumerate(first.history[:-1]) if said in replies]
+    prompt_len = next((i for i, one in enumerate(first.speakers) if repeats and one >= repeats[0]), len(first.speakers))
+    begin = 0
+    for number in path:
+        turn, start = turns[number], len(turns[number].prompt_ids)
+        end = start + len(turn.completion_ids)
+        if number not in used:
+            mask[start:end] = b"\1" * (end - start)
+            logprobs[start:end] = turn.logprobs
+            known = max(
+                [0, *(1 + one for one in repeats), *(_shared(turn.history[:-1], turns[one].history) for one in used)]
+            )
+            new = turn.speakers[begin:start]
+            roles[begin:start] = bytes(0 if message < known else turn.roles[message] for message in new)
+            roles[start:end] = bytes([ASSISTANT]) * (end - start)
+        begin = end
+    return SampleTokens(array("i", ids), bytes(mask), array("f", logprobs), prompt_len, reward=0.0, roles=bytes(roles))
+
+
+def _shared(history: list[Hashable], other: list[Hashable]) -> int:
+    """How many messages two conversations have in common at their beginning."""
+    pairs = zip(history, other, strict=False)
+    return next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(history), len(other)))
+
+
+def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]]) -> EpisodeResult:
+    """The result with its samples, if it went well; a doubt about one makes it untrainable, with the reason."""
+    if result.ok:
         try:
-            result.samples = [
-                sample for number, trace in enumerate(players) for sample in samples_of(trace, number, branched)
-            ]
+            result.samples = samples()
         except Misaligned as error:
             result.outcome, result.message = Outcome.INVALID, str(error)
         else:
             if not result.samples:
                 result.outcome, result.message = Outcome.INVALID, "no sampled tokens"
-    if not result.ok:
-        result.samples = []
     return result
 
 
-def samples_of(trace: Any, part: int = 0, branched: bool = False) -> list[SampleTokens]:
-    """One sample per branch of the conversation tree, or per reply where it is `branched`.
+def classify(kind: str, text: str, status: int | None = None) -> tuple[Outcome, str]:
+    """Whose fault an error is, by the name of its class: the engine's (and is it worth another try), the prompt's, or the environment's."""
+    message = " ".join(text.split())[:1000] or kind
+    if kind == "ProviderError":
+        status = status or 502
+        if status == 400 and _TOO_LONG.search(text):
+            return Outcome.PROMPT_TOO_LONG, message
+        message = f"{message} (status {status})"
+        if status in (401, 402, 403):
+            return Outcome.ENGINE_DENIED, message
+        if status >= 500 or status in (408, 425, 429):
+            return Outcome.ENGINE_UNAVAILABLE, message
+        return Outcome.ENGINE_REFUSED, message
+    if kind == "MalformedGenerateResponseError":
+        return Outcome.ENGINE_REFUSED, message
+    return Outcome.TIMEOUT if kind in ("TimeoutError", "TurnTimeoutError") else Outcome.ERRORED, message
 
-    A turn shared by two samples is trained on once, and so is what the environment said. Raises Misaligned.
+
+def convert(
+    episode: Any, *, episode_id: str, env: str, task_id: str, tokens: bool = True, branched: bool = False
+) -> EpisodeResult:
+    """The result of a finished `Episode` of verifiers. Without `tokens`, of an API that gives none, it has no samples."""
+    result = EpisodeResult(episode_id, env, task_id, Outcome.OK)
+    players = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+    if players:
+        _describe(result, players)
+    result.outcome, result.message = _find_outcome(episode, players)
+    if result.outcome is Outcome.PROMPT_TOO_LONG:
+        result.message = f"task {task_id}: {result.message}"
+
+    def samples() -> list[SampleTokens]:
+        made = []
+        for number, trace in enumerate(players):
+            for sample in samples_of(turns_of(trace), branched):
+                sample.reward, sample.agent, sample.part = float(trace.reward), _name(trace), number
+                made.append(sample)
+        return made
+
+    return finish(result, samples) if tokens else result
+
+
+def turns_of(trace: Any) -> list[Turn]:
+    """The turns of all branches of a verifiers trace that may be trained on, as they were made.
+
+    Raises:
+        Misaligned: the graph does not concatenate to what the engine was sent and sampled.
     """
-    agent = "" if trace.agent is None else trace.agent.name
-    calls = {call.node: call for call in trace.calls if call.node is not None and call.error is None}
+    usages = {call.node: call.usage for call in trace.calls if call.error is None and call.usage is not None}
     numbers = {id(node): number for number, node in enumerate(trace.nodes)}
-    said: dict[tuple[Any, ...], int] = {}  # by what it said, the place of the first reply
-    for number, node in enumerate(trace.nodes):
-        if node.sampled:
-            said.setdefault(_words(node.message), number)
-    used: set[int] = set()
-    samples = []
-    for branch in trace.branches:
-        if not branch.trainable:
-            continue
-        for nodes in _cuts(branch.nodes) if branched else [branch.nodes]:
-            repeats = _repeated_replies(nodes, numbers, said)
-            repeated = {id(node) for node in nodes[: repeats[-1] + 1] if not any(node.mask)} if repeats else set()
-            sample = _sample(nodes, numbers, calls, used | repeated, repeats[0] if repeats else len(nodes))
-            sample.reward, sample.agent, sample.part = float(trace.reward), agent, part
-            if any(sample.loss_mask):
-                samples.append(sample)
-                used |= {id(node) for node in nodes}
-    return samples
+    turns: dict[int, Turn] = {}
+    for nodes in (branch.nodes for branch in trace.branches if branch.trainable):
+        ids: list[int] = []
+        speakers: list[int] = []
+        roles = [ROLES.index(node.message.role) if node.message.role in ROLES else 0 for node in nodes]
+        history: list[Hashable] = []
+        for place, node in enumerate(nodes):
+            sampled, number = sum(node.mask), numbers[id(node)]
+            if len(node.mask) != len(node.token_ids):
+                raise Misaligned(f"{len(node.token_ids)} tokens but {len(node.mask)} mask entries")
+            if sampled and not all(node.mask[-sampled:]):
+                raise Misaligned("sampled tokens are not the end of their message")
+            ids += node.token_ids
+            speakers += [place] * len(node.token_ids)
+            calls = getattr(node.message, "tool_calls", None) or []  # by name and id: arguments are written anew
+            history.append((node.message.role, str(node.message.content or ""), tuple((c.id, c.name) for c in calls)))
+            if sampled and number not in turns:
+                sent, usage = len(ids) - sampled, usages.get(number)
+                if usage is not None and (usage.prompt_tokens, usage.completion_tokens) != (sent, sampled):
+                    raise Misaligned(
+                        f"the engine got {usage.prompt_tokens} and sampled {usage.completion_tokens} tokens, the conversation has {sent} and {sampled}"
+                    )
+                turns[number] = Turn(ids[:sent], ids[sent:], list(node.logprobs), speakers[:sent], roles, list(history))
+    return [turns[number] for number in sorted(turns)]
 
 
-def _cuts(nodes: list[Any]) -> list[list[Any]]:
-    """The conversation up to each of its replies."""
-    return [nodes[: end + 1] for end, node in enumerate(nodes) if any(node.mask)]
-
-
-def _repeated_replies(nodes: list[Any], numbers: dict[int, int], said: dict[tuple[Any, ...], int]) -> list[int]:
-    """Places of earlier replies that were rendered anew: up to the last of them a conversation repeats another one.
-
-    Its tokens may be others than the first time, or its oldest turns left out; what it says is in another sample all the same.
-    """
-    positions = []
-    for place, node in enumerate(nodes):
-        first = said.get(_words(node.message))
-        if first is not None and not any(node.mask) and first < numbers.get(id(node), -1):
-            positions.append(place)
-    return positions
-
-
-def _words(message: Any) -> tuple[Any, ...]:
-    """What an assistant said, to know it again. Calls by name and id: their arguments are written anew."""
-    calls = getattr(message, "tool_calls", None) or []
-    return message.role, str(message.content or ""), tuple((call.id, call.name) for call in calls)
-
-
-def _sample(
-    nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], used: set[int], replied: int
-) -> SampleTokens:
-    """`used`: nodes that another sample has; `replied`: the place of the first reply that was rendered anew."""
-    input_ids: list[int] = []
-    loss_mask: list[bool] = []
-    logprobs: list[float] = []
-    roles: list[int] = []
-    prompt_len: int | None = None
-    for place, node in enumerate(nodes):
-        ids, mask, node_logprobs = list(node.token_ids), list(node.mask), list(node.logprobs)
-        count = sum(mask)
-        _check_node(ids, mask, node_logprobs, count)
-        if count:
-            call = calls.get(numbers.get(id(node), -1))
-            if call is not None and call.usage is not None:
-                _check_engine(call.usage, len(input_ids) + len(ids) - count, count)
-        fresh = id(node) not in used
-        # `_check_node` made sure that sampled tokens are the node's tail.
-        scaffold = len(ids) - count
-        if prompt_len is None and (count or place == replied):
-            prompt_len = len(input_ids) + (scaffold if count else 0)
-        input_ids += ids
-        loss_mask += [False] * scaffold + [fresh] * count
-        logprobs += [0.0] * scaffold + (node_logprobs if fresh else [0.0] * count)
-        roles += [ROLES.index(node.message.role) if fresh and node.message.role in ROLES else 0] * len(ids)
-    first = len(input_ids) if prompt_len is None else prompt_len
-    return SampleTokens.of(input_ids, loss_mask, logprobs, first, reward=0.0, roles=roles)
-
-
-def _check_node(ids: list[int], mask: list[bool], logprobs: list[float], count: int) -> None:
-    if len(mask) != len(ids):
-        raise Misaligned(f"{len(ids)} tokens but {len(mask)} mask entries")
-    if len(logprobs) != count:
-        raise Misaligned(f"{count} sampled tokens but {len(logprobs)} logprobs")
-    if count and not all(mask[-count:]):
-        raise Misaligned("sampled tokens are not the end of their message")
-    if not all(math.isfinite(logprob) for logprob in logprobs):
-        raise Misaligned("a sampled token has no finite logprob")
-
-
-def _check_engine(usage: Any, prompt: int, completion: int) -> None:
-    """The engine's exchange had these lengths; the graph that we train on must concatenate to the same."""
-    if usage.prompt_tokens != prompt or usage.completion_tokens != completion:
-        raise Misaligned(
-            f"the engine got {usage.prompt_tokens} and sampled {usage.completion_tokens} tokens, "
-            f"the conversation has {prompt} and {completion}"
-        )
-
-
-def _find_outcome(episode: Any, traces: list[Any], players: list[Any]) -> tuple[Outcome, str]:
+def _find_outcome(episode: Any, players: list[Any]) -> tuple[Outcome, str]:
     # Order matters: an error explains a missing reward, not the other way round.
-    errors = [classify(error, _last_call_error(None)) for error in episode.errors]
-    errors += [classify(error, _last_call_error(trace)) for trace in traces for error in trace.errors]
-    if errors:
-        engine = [error for error in errors if error[0] is not Outcome.ERRORED]
-        return (engine or errors)[0]
-    if episode.is_timeout or any(trace.is_timeout for trace in traces):
+    errors = [(error, None) for error in episode.errors]
+    for trace in episode.traces:
+        errors += [(error, trace.calls[-1].error if trace.calls else None) for error in trace.errors]
+    outcomes = []
+    for error, of_call in errors:
+        # A harness only sees that its model call failed: the error recorded with the call is the cause.
+        cause = of_call if error.type == "HarnessError" and of_call is not None else error
+        outcomes.append(classify(cause.type, cause.message, cause.status_code))
+    if outcomes:
+        return next((one for one in outcomes if one[0] is not Outcome.ERRORED), outcomes[0])
+    if episode.is_timeout or any(trace.is_timeout for trace in episode.traces):
         # verifiers calls these ok, and a reward that was never computed then reads 0.0.
-        stage = next((trace.stop_condition for trace in traces if trace.is_timeout), "episode")
+        stage = next((trace.stop_condition for trace in episode.traces if trace.is_timeout), "episode")
         return Outcome.TIMEOUT, f"time limit of the environment: {stage}"
-    if not episode.ok or not all(trace.ok for trace in traces):
+    if not episode.ok or not all(trace.ok for trace in episode.traces):
         return Outcome.ERRORED, "the environment reported a failure without an error"
     if not players:
         return Outcome.INVALID, "no trainable agent"
@@ -179,71 +235,39 @@ def _find_outcome(episode: Any, traces: list[Any], players: list[Any]) -> tuple[
     return Outcome.OK, ""
 
 
-def classify(error: Any, call_error: Any = None) -> tuple[Outcome, str]:
-    """Who is to blame for a recorded error: the engine (and is it worth another try), the prompt, or the environment.
-
-    A harness only sees that its model call failed: then the error recorded with the call is the cause.
-    """
-    if error.type == "HarnessError" and call_error is not None:
-        error = call_error
-    message = _one_line(error.message) or error.type
-    if error.type == "ProviderError":
-        status = error.status_code or 502
-        if status == 400 and TOO_LONG.search(error.message):
-            return Outcome.PROMPT_TOO_LONG, message
-        if status in (401, 402, 403):
-            return Outcome.ENGINE_DENIED, f"{message} (status {status})"
-        if status >= 500 or status in (408, 425, 429):
-            return Outcome.ENGINE_UNAVAILABLE, f"{message} (status {status})"
-        return Outcome.ENGINE_REFUSED, f"{message} (status {status})"
-    if error.type == "MalformedGenerateResponseError":
-        return Outcome.ENGINE_REFUSED, message
-    if error.type in ("TimeoutError", "TurnTimeoutError"):
-        return Outcome.TIMEOUT, message
-    return Outcome.ERRORED, message
-
-
-def _last_call_error(trace: Any) -> Any:
-    return trace.calls[-1].error if trace is not None and trace.calls else None
-
-
 def _describe(result: EpisodeResult, traces: list[Any]) -> None:
-    parts = [_part(trace) for trace in traces]
+    parts = [
+        Part(
+            agent=_name(trace),
+            reward=float(trace.reward),
+            rewards={name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None},
+            metrics={name: float(value) for name, value in trace.metrics.items() if value is not None},
+            num_turns=trace.num_turns,
+            is_truncated=trace.is_truncated or trace.stop_condition == CONTEXT_FULL,
+        )
+        for trace in traces
+    ]
     result.reward = sum(part.reward for part in parts) / len(parts)
     result.rewards = _means([part.rewards for part in parts])
     result.metrics = _means([part.metrics for part in parts])
     result.parts = parts if len(parts) > 1 else []
-    result.is_truncated = any(_truncated(trace) for trace in traces)
-    result.num_turns = sum(trace.num_turns for trace in traces)
+    result.is_truncated = any(part.is_truncated for part in parts)
+    result.num_turns = sum(part.num_turns for part in parts)
     usages = [call.usage for trace in traces for call in trace.calls if call.usage is not None]
     result.input_tokens = sum(usage.prompt_tokens + (usage.cached_input_tokens or 0) for usage in usages)
     result.output_tokens = sum(usage.completion_tokens for usage in usages)
     result.timing = {
-        stage: sum(float(span.duration) for span in spans)
-        for stage, spans in {
-            "setup": [trace.timing.setup for trace in traces],
-            "agent": [trace.timing.agent for trace in traces],
-            "scoring": [trace.timing.scoring for trace in traces],
-        }.items()
+        stage: sum(float(getattr(trace.timing, stage).duration) for trace in traces)
+        for stage in ("setup", "agent", "scoring")
     }
     nodes = traces[0].branches[-1].nodes if traces[0].branches else []
     first = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))
-    result.prompt, result.completion = _text(nodes[:first]), _text(nodes[first:])
+    messages = [{"tool_calls": None, **vars(node.message)} for node in nodes]
+    result.prompt, result.completion = text_of(messages[:first]), text_of(messages[first:])
 
 
-def _part(trace: Any) -> Part:
-    return Part(
-        agent="" if trace.agent is None else trace.agent.name,
-        reward=float(trace.reward),
-        rewards={name: float(r.value) for name, r in trace.rewards.items() if r is not None},
-        metrics={name: float(value) for name, value in trace.metrics.items() if value is not None},
-        num_turns=trace.num_turns,
-        is_truncated=_truncated(trace),
-    )
-
-
-def _truncated(trace: Any) -> bool:
-    return trace.is_truncated or trace.stop_condition == CONTEXT_FULL
+def _name(trace: Any) -> str:
+    return "" if trace.agent is None else trace.agent.name
 
 
 def _means(tables: list[dict[str, float]]) -> dict[str, float]:
@@ -253,21 +277,53 @@ def _means(tables: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in values_by_name.items()}
 
 
-def _text(nodes: list[Any]) -> str:
-    """See `text_of`."""
-    messages = [node.message for node in nodes]
-    calls = [getattr(message, "tool_calls", None) or [] for message in messages]
-    return text_of(
-        [
-            {
-                "role": message.role,
-                "content": message.content,
-                "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in made],
-            }
-            for message, made in zip(messages, calls, strict=True)
-        ]
-    )
+def text_of(messages: Sequence[Message]) -> str:
+    """`role: content` lines for people; a lone reply without its role. Calls are dicts, or objects of verifiers."""
+    lines = []
+    for message in messages:
+        text = str(message.get("content") or "")
+        calls = [call if isinstance(call, dict) else vars(call) for call in message.get("tool_calls") or []]
+        calls = [call.get("function", call) for call in calls]
+        said = [*([text] if text or not calls else []), *(f"{one['name']}({one['arguments']})" for one in calls)]
+        lines.append("\n".join(said))
+    if len(messages) == 1 and messages[0]["role"] == "assistant":
+        return lines[0][:TEXT_LIMIT]
+    return "\n".join(f"{message['role']}: {line}" for message, line in zip(messages, lines, strict=True))[:TEXT_LIMIT]
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:1000]
+def without_oldest(messages: Sequence[Message]) -> list[Message] | None:
+    """Without the oldest turn after the system message; None when all that is left is the one that is going on.
+
+    A turn is a user's message and all until the next one; of the last, whose question stays, a reply with the results of its calls.
+    """
+    start = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
+    asked = [i for i in range(start, len(messages)) if messages[i]["role"] == "user"]
+    replies = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
+    if later := [i for i in asked if any(reply < i for reply in replies)]:
+        return [*messages[:start], *messages[later[0] :]]
+    return [*messages[: replies[0]], *messages[replies[1] :]] if len(replies) > 1 else None
+
+
+class NestedTooDeep(ValueError):
+    """It may be JSON, but Python's and others' readers of it end at some depth."""
+
+
+def parsed_json(text: str) -> Any:
+    """What a model wrote, read as JSON.
+
+    Raises:
+        ValueError: it is none, or nested too deep.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise NestedTooDeep("nested too deep") from error
+    level: list[Any] = [value]
+    for _ in range(MOST_LEVELS):
+        if not (level := [below for one in level for below in _within(one)]):
+            return value
+    raise NestedTooDeep(f"nested deeper than {MOST_LEVELS} levels")
+
+
+def _within(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

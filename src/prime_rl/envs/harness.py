@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -23,9 +24,9 @@ from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
 from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.types import ToolCall
 
-from prime_rl.envs.convert import CONTEXT_FULL, TOO_LONG
-from prime_rl.envs.engine import whole_reply
-from prime_rl.envs.messages import Message, NestedTooDeep, parsed_json, without_oldest
+from prime_rl.envs.conversation import CallFailed, ContextFull, Conversation
+from prime_rl.envs.convert import CONTEXT_FULL, Message, NestedTooDeep, Turn, classify, parsed_json
+from prime_rl.envs.protocol import Outcome
 from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, Toolbox
 
 HARNESS_ID = "prime_rl_chat"
@@ -34,8 +35,6 @@ sys.modules[HARNESS_ID] = sys.modules[__name__]
 
 __all__ = ["ChatHarness"]
 
-# Asks the client to refuse a prompt that leaves no room for a whole reply, rather than to shorten the reply.
-WHOLE_REPLY_HEADER = "X-Prime-RL-Whole-Reply"
 _SHOWN = 100  # characters of a call that nests too deep
 
 interception: ContextVar[InterceptionServer] = ContextVar("interception")
@@ -106,10 +105,10 @@ class ChatSession(vf.HarnessSession):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._config = self.harness.config
-        self._toolbox = Toolbox(self._config.tool_timeout)
+        config = self.harness.config
+        self._toolbox = Toolbox(config.tool_timeout)
+        self._conversation = Conversation(self._ask, config.turn_timeout, config.overflow)
         self._messages: list[Message] = []
-        self._replies = 0
 
     async def _run(self, messages: vf.Messages | None) -> vf.ProgramResult:
         """Ask for replies until one calls no tool. Raises TurnTimeoutError, vf.ToolsetError."""
@@ -120,19 +119,21 @@ class ChatSession(vf.HarnessSession):
             self._messages += opening(system, prompt if messages is None else None)
         self._messages += [message_to_wire(message) for message in messages or []]
         while True:
-            status, body = await self._reply()
-            if status != 200:
-                # verifiers replaces the failure of a non-zero exit by the model call's own error.
-                return vf.ProgramResult(0 if self.trace.stop_condition is not None else 1, "", str(body))
-            choice = body["choices"][0]
-            self._replies += 1
-            # What a server adds to its replies beyond that need not be taken back by it.
-            self._messages.append({key: value for key, value in choice["message"].items() if value or key == "content"})
-            calls = choice["message"].get("tool_calls")
-            # A reply that was cut is the last: what it would have called is anybody's guess.
-            if not calls or choice["finish_reason"] == "length":
+            try:
+                turn, self._messages = await self._conversation.reply(self._messages, self._toolbox.definitions or None)
+            except ContextFull:
+                self.trace.stop(CONTEXT_FULL)
                 return vf.ProgramResult(0, "", "")
-            for call in calls:
+            except CallFailed as error:
+                if error.outcome is Outcome.TIMEOUT:
+                    raise TurnTimeoutError(str(error)) from error
+                # verifiers replaces the failure of a non-zero exit by the model call's own error.
+                return vf.ProgramResult(0 if self.trace.stop_condition is not None else 1, "", str(error))
+            self._messages.append(turn.message)
+            # A reply that was cut is the last: what it would have called is anybody's guess.
+            if not turn.tool_calls or turn.is_truncated:
+                return vf.ProgramResult(0, "", "")
+            for call in turn.tool_calls:
                 self._messages.append(await self._answer(call))
 
     async def close(self) -> None:
@@ -146,39 +147,23 @@ class ChatSession(vf.HarnessSession):
         answer = await self._toolbox.call(function["name"], function["arguments"])
         return {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": answer.text}
 
-    async def _reply(self) -> tuple[int, Any]:
-        """Status and body of the next reply. What does not fit is dealt with here, as `overflow` says."""
-        whole = self._config.overflow == "truncate"
-        while True:
-            status, body = await self._timed(whole)
-            if status != 400 or self.trace.stop_condition is not None or not TOO_LONG.search(body):
-                return status, body
-            if whole:
-                rest = without_oldest(self._messages)
-                whole = rest is not None  # nothing left to forget: a short reply, then, if there is room for one
-                self._messages = rest or self._messages
-            else:
-                if self._replies and self._config.overflow != "refuse":
-                    self.trace.stop(CONTEXT_FULL)
-                return status, body
+    async def _ask(self, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[Turn]) -> Turn:
+        status, reply = await self._post(
+            {"model": self.ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
+        )
+        if status != 200:
+            # Where verifiers ended the rollout it refuses the call: not for its length, whatever it says.
+            over = self.trace.stop_condition is not None
+            raise CallFailed(*classify("", reply) if over else classify("ProviderError", reply, status))
+        choice = reply["choices"][0]
+        # What a server adds to its replies beyond that need not be taken back by it.
+        message = {key: value for key, value in choice["message"].items() if value or key == "content"}
+        calls = message.get("tool_calls", [])
+        return Turn(message=message, tool_calls=calls, is_truncated=choice["finish_reason"] == "length")
 
-    async def _timed(self, whole: bool) -> tuple[int, Any]:
-        try:
-            async with asyncio.timeout(self._config.turn_timeout or None):
-                return await self._post(whole)
-        except TimeoutError as error:
-            raise TurnTimeoutError(
-                f"turn {self.trace.num_turns + 1}: no reply within {self._config.turn_timeout:g} s"
-            ) from error
-
-    async def _post(self, whole: bool) -> tuple[int, Any]:
-        headers = CIMultiDict({"Authorization": f"Bearer {self.secret}"})
-        if whole:
-            headers[WHOLE_REPLY_HEADER] = "1"
-        content: dict[str, Any] = {"model": self.ctx.model, "messages": self._messages}
-        if self._toolbox.tools:
-            content["tools"] = self._toolbox.definitions
+    async def _post(self, content: dict[str, Any]) -> tuple[int, Any]:
         body = json.dumps(content).encode()
+        headers = CIMultiDict({"Authorization": f"Bearer {self.secret}"})
         if (server := interception.get(None)) is not None:  # bounded: of the context, waits for nothing
             return await _served(server, _InterceptedRequest(headers, body))
         headers["Content-Type"] = "application/json"
@@ -254,7 +239,6 @@ class ConversationClient(TrainClient):
         turn: Any = None,
         headers: Any = None,
     ) -> Any:
-        whole_reply.set(WHOLE_REPLY_HEADER in (headers or {}))
         extended = None if self._branched else turn
         response = await super().get_response(dialect, body, sampling, session_id, extended, headers)
         if turn is not None and turn.tools:

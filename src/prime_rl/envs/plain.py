@@ -42,6 +42,8 @@ from numbers import Real
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+from prime_rl.envs.conversation import ContextFull, Conversation, EngineClient, arguments_of
+from prime_rl.envs.convert import Message, Turn, parsed_json, text_of
 from prime_rl.envs.ids import (
     LoadError,
     check_arguments,
@@ -52,9 +54,7 @@ from prime_rl.envs.ids import (
     takes_any,
     unique,
 )
-from prime_rl.envs.messages import Message, parsed_json, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
-from prime_rl.envs.token_client import Client, ContextFull, TokenConversation, Turn, arguments_of
 
 MAX_TASKS = 5_000_000
 
@@ -80,7 +80,7 @@ class Reply:
 class Chat:
     """One conversation with the model."""
 
-    def __init__(self, conversation: TokenConversation, task: Mapping[str, Any], max_turns: int, tools: Any) -> None:
+    def __init__(self, conversation: Conversation, task: Mapping[str, Any], max_turns: int, tools: Any) -> None:
         """`max_turns`: replies (0: any number)."""
         self.messages: list[Message] = _opening(task)
         self.replies: list[Reply] = []
@@ -95,7 +95,7 @@ class Chat:
         """The model's reply to the conversation with what is `said`; None when it is over.
 
         Raises:
-            Failed: the engine does not answer. The episode ends with that, whatever `rollout` makes of it.
+            CallFailed: the engine does not answer. The episode ends with that, whatever `rollout` makes of it.
         """
         new = [] if said is None else [{"role": "user", "content": said}] if isinstance(said, str) else said
         self.messages = [*self.messages, *new]
@@ -106,11 +106,11 @@ class Chat:
         if self.over:
             return None
         try:
-            turn, self.messages = await self._conversation.reply_within(self.messages, self.tools)
+            turn, self.messages = await self._conversation.reply(self.messages, self.tools)
         except ContextFull:
             self.over = "the model's context is full"
             return None
-        self.messages = [*self.messages, turn.message()]
+        self.messages = [*self.messages, turn.message]
         self.replies.append(_reply(turn))
         return self.replies[-1]
 
@@ -131,7 +131,7 @@ class PlainEnv:
         self._tasks = _load(tasks, setup.env_id)
         self.task_ids = unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks)
         self._tools = getattr(made, "tools", None)
-        self._client = Client(setup, tools=bool(self._tools))
+        self._client = _chat_client(setup) if setup.chat else EngineClient(setup, tools=bool(self._tools))
         self.renderer = self._client.renderer_name
         self.arguments = _accepted(_factory(module))
         self._made = made
@@ -153,7 +153,7 @@ class PlainEnv:
     ) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
         setup = self._setup
-        conversation = TokenConversation(self._client, base_url, sampling, policy_version, setup)
+        conversation = self._client.conversation(base_url, sampling, policy_version)
         task = copy.deepcopy(self._tasks[task_index])
         chat = Chat(conversation, task, setup.max_turns, self._tools)
         result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
@@ -166,17 +166,22 @@ class PlainEnv:
         else:
             _judge(result, returned, chat.metrics)
         result.timing = {"agent": time.monotonic() - begun}
-        conversation.describe(result)
-        result.is_truncated = result.is_truncated or bool(chat.over)
+        result.is_truncated = bool(chat.over)
         opening = len(_opening(self._tasks[task_index]))
         result.prompt, result.completion = text_of(chat.messages[:opening]), text_of(chat.messages[opening:])
-        if result.ok and not setup.chat:
-            result.samples = conversation.samples()
-            for sample in result.samples:
-                sample.reward = result.reward
-            if not result.samples:
-                result.outcome, result.message = Outcome.INVALID, "no sampled tokens"
+        conversation.finish(result, setup)
         return result
+
+
+def _chat_client(setup: Setup) -> Any:
+    try:
+        from prime_rl.envs.chat import ChatClient
+    except ImportError as error:
+        raise LoadError(
+            f"environment {setup.env_id!r}: an API is asked through verifiers, which cannot be imported here ({error}): add verifiers==0.4.0 to its "
+            "`requirements`"
+        ) from error
+    return ChatClient(setup)
 
 
 def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> None:
@@ -278,4 +283,4 @@ def _reply(turn: Turn) -> Reply:
             if not isinstance(arguments, dict):
                 arguments, problem = {}, problem or "arguments are no object"
         calls.append(ToolCall(call.id or "", call.name or "", arguments, problem))
-    return Reply(turn.text, turn.reasoning, calls, turn.is_truncated)
+    return Reply(turn.message["content"], turn.message.get("reasoning_content", ""), calls, turn.is_truncated)

@@ -30,7 +30,7 @@ from verifiers.v1.harnesses.utils.mcp import mcp_client
 from verifiers.v1.mcp import serve_shared
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
-from prime_rl.envs.messages import parsed_json
+from prime_rl.envs.convert import parsed_json
 from prime_rl.wait import WaitTimeout, wait_async
 
 logger = logging.getLogger(__name__)

@@ -27,12 +27,11 @@ from verifiers.v1.utils.loaders import default_harness_id, import_taskset, tasks
 
 from prime_rl.envs import renderer
 from prime_rl.envs.chat import PatientClient, chat_config
+from prime_rl.envs.conversation import PINNED_SAMPLING, EngineConnection
 from prime_rl.envs.convert import convert
-from prime_rl.envs.engine import EngineConnection
 from prime_rl.envs.harness import HARNESS_ID, ConversationClient, close_session, interception
 from prime_rl.envs.ids import LoadError, check_arguments, describe, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
-from prime_rl.envs.token_client import PINNED_SAMPLING
 from prime_rl.envs.tools import CALL_SECONDS, SERVER_SECONDS, SharedTools, install_runtime
 
 MAX_TASKS = 5_000_000

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_rl.envs.convert import LARGEST_REWARD
-from prime_rl.envs.messages import TEXT_LIMIT
+from prime_rl.envs.convert import LARGEST_REWARD, TEXT_LIMIT
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 
 _MESSAGE_LIMIT = 2000  # characters

@@ -159,7 +159,8 @@ def test_untrainable_parts_are_left_out() -> None:
     """Rejected branches and agents that are not trained (a judge) give no samples."""
     nodes = [prompt_node([1, 2, 3]), sampled_node([4], [5, 6])]
     judge = trace(agent=SimpleNamespace(trainable=False, name="judge"), reward=9.0)
-    result = run(episode(trace(branches=[branch(*nodes, trainable=False), branch(*nodes)], calls=[]), judge))
+    branches = [branch(*nodes, trainable=False), branch(*nodes)]
+    result = run(episode(trace(nodes=nodes, branches=branches, calls=[]), judge))
     assert result.ok
     assert len(result.samples) == 1
     assert result.reward == 0.5
@@ -264,15 +265,18 @@ def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:
 )
 def test_who_is_to_blame(fault: SimpleNamespace, outcome: Outcome) -> None:
     """An engine that is down, one that refuses, an overlong prompt and an environment's bug are told apart."""
-    assert classify(fault)[0] is outcome
+    assert classify(fault.type, fault.message, fault.status_code)[0] is outcome
 
 
 def test_harness_failure_is_explained_by_its_model_call() -> None:
     """A harness only knows that its call failed: the call's own error names the cause."""
-    harness = error("HarnessError", "harness exited 1")
-    outcome, text = classify(harness, error("MalformedGenerateResponseError", "no logprobs"))
-    assert (outcome, text) == (Outcome.ENGINE_REFUSED, "no logprobs")
-    assert classify(harness)[0] is Outcome.ERRORED
+    failed = trace(ok=False, errors=[error("HarnessError", "harness exited 1")])
+    assert run(episode(failed, ok=False)).outcome is Outcome.ERRORED
+    failed.calls.append(
+        SimpleNamespace(node=None, usage=None, error=error("MalformedGenerateResponseError", "no logprobs"))
+    )
+    result = run(episode(failed, ok=False))
+    assert (result.outcome, result.message) == (Outcome.ENGINE_REFUSED, "no logprobs")
 
 
 def test_engine_error_wins_over_what_it_caused() -> None:

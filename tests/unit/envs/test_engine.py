@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from openai import APIStatusError
 
-from prime_rl.envs.engine import EngineConnection
+from prime_rl.envs.conversation import EngineConnection
 
 BODY = {"model": "m", "token_ids": [1], "sampling_params": {"temperature": 1.0, "max_tokens": 1}}
 

@@ -26,12 +26,11 @@ from verifiers.v1.dialects.chat import parse_message, parse_tools
 from verifiers.v1.graph import prepare_turn
 from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 
-from prime_rl.envs.convert import samples_of
-from prime_rl.envs.engine import EngineReply
+from prime_rl.envs.conversation import EngineClient, EngineReply
+from prime_rl.envs.convert import samples_of, turns_of
 from prime_rl.envs.harness import ConversationClient
 from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
 from prime_rl.envs.renderer import RendererChoice, choose, from_files
-from prime_rl.envs.token_client import TokenConversation
 from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
 
 TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"
@@ -141,37 +140,35 @@ def test_samples_are_what_the_engine_saw(
     )
 
 
-@dataclass
-class Connected:
-    """What a conversation of a classic or plain environment needs of its client."""
-
-    renderer: Any
-    engine: Script
-    model: str = "m"
-    api: None = None
-
-    def connection(self, base_url: str) -> Script:
-        return self.engine
-
-
 @pytest.mark.parametrize("branched", [False, True])
 @pytest.mark.parametrize("name", ["chatml", "chatml, tags as tokens", "default", "qwen3"])
 @settings(max_examples=40, deadline=None)
 @given(conversation=conversations)
 def test_the_same_without_verifiers(
-    choices: dict[str, RendererChoice], tokenizers: dict[str, Any], name: str, branched: bool, conversation: Any
+    models: dict[str, str],
+    choices: dict[str, RendererChoice],
+    tokenizers: dict[str, Any],
+    name: str,
+    branched: bool,
+    conversation: Any,
 ) -> None:
     """Of classic and plain environments, whose conversations are kept by our own client."""
     asyncio.run(
-        _check_ours(choices[name], tokenizers[name], branched, conversation, TOOLS if name != "default" else None)
+        _check_ours(
+            models[name], choices[name], tokenizers[name], branched, conversation, TOOLS if name != "default" else None
+        )
     )
 
 
-async def _check_ours(choice: RendererChoice, tokenizer: Any, branched: bool, conversation: Any, tools: Any) -> None:
+async def _check_ours(
+    model: str, choice: RendererChoice, tokenizer: Any, branched: bool, conversation: Any, tools: Any
+) -> None:
     system, opening, turns, few_shot = conversation
     engine = Script()
-    setup = Setup("e", "e", {}, "m", "auto", 1, "info", trajectories="branched" if branched else "interleaved")
-    talk = TokenConversation(Connected(choice.renderer, engine), "http://scripted/v1", {}, 0, setup)  # type: ignore[arg-type]
+    trajectories = "branched" if branched else "interleaved"
+    client = EngineClient(Setup("e", "e", {}, model, "default", 1, "info", trajectories=trajectories), tools=False)
+    client.renderer, client._connections["u"] = choice.renderer, engine  # type: ignore[assignment]
+    talk = client.conversation("u", {}, 0)
     messages: list[dict[str, Any]] = [{"role": "system", "content": text} for text in system]
     messages += [{"role": "user", "content": opening}]
     if few_shot:
@@ -179,9 +176,9 @@ async def _check_ours(choice: RendererChoice, tokenizer: Any, branched: bool, co
     first = len(messages)
     for (reply, ended), move, text in turns:
         engine.next = _ids(choice.renderer, tokenizer, reply, ended)
-        turn = await talk.reply(messages, tools)
-        messages = _next([*messages, turn.message()], first, move, text)
-    _compare(engine, talk.samples(), branched)
+        turn, _ = await talk.reply(messages, tools)
+        messages = _next([*messages, turn.message], first, move, text)
+    _compare(engine, samples_of(talk.turns, branched), branched)
 
 
 async def test_a_call_that_nests_without_end(
@@ -215,7 +212,7 @@ async def _check(
         engine.next = _ids(choice.renderer, tokenizer, reply, ended)
         messages = [*messages, await _turn(client, trace, messages, tools)]
         messages = _next(messages, first, move, text)
-    _compare(engine, samples_of(trace, branched=branched), branched)
+    _compare(engine, samples_of(turns_of(trace), branched), branched)
 
 
 def _compare(engine: Script, samples: list[SampleTokens], branched: bool) -> None:

@@ -1,0 +1,357 @@
+"""The model calls of one episode: by token ids to an engine, by an API's chat route, or through verifiers' interception server.
+
+Imports neither verifiers nor torch: plain environments run without them. A conversation that goes on extends the ids already there, as the renderer
+can: what the engine was sent and sampled is what is trained on.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import aiohttp
+import httpx
+from openai import APIConnectionError, APIStatusError
+from renderers import MalformedGenerateResponseError, OverlongPromptError
+from renderers.base import ParsedToolCall, RenderedTokens
+from renderers.client import generate
+
+from prime_rl.envs import renderer
+from prime_rl.envs.convert import (
+    Message,
+    Turn,
+    classify,
+    finish,
+    parsed_json,
+    samples_of,
+    without_oldest,
+)
+from prime_rl.envs.ids import LoadError
+from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, Setup
+
+CONNECT_SECONDS = 30.0
+# `inference` closes an idle connection after 60 s: one that may be closing must not be used again.
+KEEPALIVE_SECONDS = 30.0
+# Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
+PINNED_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+
+_TOKEN_ROUTE, _SAMPLE_ROUTE = "/inference/v1/generate", "/v1/sample"
+_SAMPLE_KEYS = {"model", "token_ids", "sampling_params", "cache_salt"}
+_NOT_PASSED_ON = (401, 404, 405, 501)  # of a router that does not know our route, or drops the key on it
+# What `config.shared.SamplingConfig` and the renderers send; an environment's own settings go by vLLM's route, which takes more.
+_SAMPLE_PARAMS = {
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs"),
+    *("ignore_eos", "skip_special_tokens", "routed_experts_prompt_start"),
+}
+
+whole_reply: ContextVar[bool] = ContextVar("whole_reply", default=False)
+"""Whether a prompt that leaves no room for a whole reply is refused, rather than the reply made shorter."""
+
+
+class CallFailed(Exception):
+    """A model call gave no reply. The episode ends with its outcome, whatever the environment makes of it."""
+
+    def __init__(self, outcome: Outcome, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+class ContextFull(Exception):
+    """The conversation is longer than the model's context, and may end there."""
+
+
+Ask = Callable[[Sequence[Message], "list[Any] | None", Sequence[Turn]], Awaitable[Turn]]
+"""One model call: messages, tools and the turns before → a turn. Raises CallFailed."""
+
+
+class Conversation:
+    """The turns of one conversation with the model."""
+
+    def __init__(self, ask: Ask, turn_timeout: float, overflow: str) -> None:
+        """`turn_timeout`: seconds for one reply (0: any). `overflow`: when the context is full, "stop", "truncate" or "refuse"."""
+        self.turns: list[Turn] = []
+        self.failure: CallFailed | None = None
+        self._ask = ask
+        self._turn_timeout = turn_timeout
+        self._overflow = overflow
+
+    async def reply(self, messages: list[Message], tools: list[Any] | None) -> tuple[Turn, list[Message]]:
+        """The model's reply, and the messages it is to: where the context is full and `overflow` is "truncate", without the oldest.
+
+        Raises:
+            ContextFull: it is full, and may be ("stop").
+            CallFailed: the engine does not answer, refuses, or takes too long; also ever after. Or the context is full, and must not be ("refuse"),
+                or what is said first fills it.
+        """
+        if self.failure is not None:
+            raise self.failure
+        whole = self._overflow == "truncate"
+        while True:  # each time round forgets a turn, or asks for a short reply
+            whole_reply.set(whole)
+            try:
+                async with asyncio.timeout(self._turn_timeout or None):
+                    turn = await self._ask(messages, tools, self.turns)
+            except TimeoutError as error:
+                reason = f"turn {len(self.turns) + 1}: no reply within {self._turn_timeout:g} s"
+                self.failure = CallFailed(Outcome.TIMEOUT, reason)
+                raise self.failure from error
+            except CallFailed as error:
+                if whole and error.outcome is Outcome.PROMPT_TOO_LONG:
+                    rest = without_oldest(messages)
+                    whole = rest is not None  # nothing left to forget: a short reply, then, if there is room for one
+                    messages = rest or messages
+                    continue
+                if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns and self._overflow == "stop":
+                    raise ContextFull(str(error)) from error
+                self.failure = error
+                raise
+            self.turns.append(turn)
+            return turn, messages
+
+    def finish(self, result: EpisodeResult, setup: Setup, turns: Sequence[Turn] | None = None) -> None:
+        """Put what the turns say about the episode into its result, and the samples of `turns` (None: of all), unless an API was asked."""
+        if self.failure is not None:
+            result.outcome, result.message = self.failure.outcome, str(self.failure)
+        if result.outcome is Outcome.PROMPT_TOO_LONG:
+            result.message = f"task {result.task_id}: {result.message}"
+        used = self.turns if turns is None else turns
+        result.num_turns = len(used)
+        result.is_truncated = result.is_truncated or any(turn.is_truncated for turn in self.turns)
+        result.input_tokens = sum(turn.usage[0] for turn in self.turns)
+        result.output_tokens = sum(turn.usage[1] for turn in self.turns)
+        if not setup.chat:
+            finish(result, partial(samples_of, used, setup.trajectories == "branched"))
+        for sample in result.samples:
+            sample.reward = result.reward
+
+
+class EngineClient:
+    """Connections to the engine's servers, and the renderer of its model. Needs a running event loop."""
+
+    def __init__(self, setup: Setup, tools: bool) -> None:
+        """`tools`: conversations have some. Raises LoadError: no renderer fits the model."""
+        self.model = setup.sampled_by or setup.model
+        self.branched = setup.trajectories == "branched"
+        self._setup = setup
+        self._connections: dict[str, EngineConnection] = {}
+        try:
+            choice = renderer.choose(setup.model, setup.renderer, tools=tools)
+        except renderer.RendererError as error:
+            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
+        self.renderer, self.renderer_name = choice.renderer, choice.name
+
+    def conversation(self, base_url: str, sampling: Mapping[str, Any], policy_version: int) -> Conversation:
+        """A conversation with the server at `base_url`."""
+        if base_url not in self._connections:
+            self._connections[base_url] = EngineConnection(base_url, os.environ.get(API_KEY_VAR) or "EMPTY")
+        request = {
+            "client": self._connections[base_url],
+            "sampling_params": {k: v for k, v in {**PINNED_SAMPLING, **sampling}.items() if v is not None},
+            "cache_salt": f"v{policy_version}",  # keeps the engine from reusing prefixes that an older policy computed
+        }
+        return Conversation(partial(self._ask, request), self._setup.turn_timeout, self._setup.overflow)
+
+    async def close(self) -> None:
+        for connection in self._connections.values():
+            await connection.close()
+        self._connections.clear()
+
+    async def _ask(
+        self, request: Mapping[str, Any], messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[Turn]
+    ) -> Turn:
+        history = [_comparable(message) for message in messages]
+        prompt = None if self.branched else self._extended(turns, messages, history, tools)
+        try:
+            answer: Mapping[str, Any] = await generate(
+                renderer=self.renderer,
+                messages=list(messages),  # type: ignore[arg-type]
+                model=self.model,
+                prompt_ids=None if prompt is None else prompt.token_ids,
+                prompt_attribution=prompt,
+                tools=tools,
+                **request,
+            )
+        except OverlongPromptError as error:
+            raise CallFailed(Outcome.PROMPT_TOO_LONG, str(error)) from error
+        except MalformedGenerateResponseError as error:
+            raise CallFailed(Outcome.ENGINE_REFUSED, " ".join(str(error).split())[:1000]) from error
+        except APIStatusError as error:
+            raise CallFailed(*classify("ProviderError", str(error), error.status_code)) from error
+        except APIConnectionError as error:
+            raise CallFailed(*classify("ProviderError", str(error), 503)) from error
+        calls = list(answer["tool_calls"] or [])
+        for number, call in enumerate(calls):
+            call.id = call.id or f"call_{len(turns)}_{number}"
+        message = reply_message(answer["content"] or "", answer["reasoning_content"] or "", calls)
+        roles = [ROLES.index(one["role"]) if one["role"] in ROLES else 0 for one in [*messages, message]]
+        return Turn(
+            prompt_ids=answer["prompt_ids"],
+            completion_ids=answer["completion_ids"],
+            logprobs=answer["completion_logprobs"],
+            speakers=_speakers(answer["prompt_attribution"], len(messages)),
+            roles=roles,
+            history=[*history, _comparable(message)],
+            message=message,
+            tool_calls=calls,
+            is_truncated=answer["finish_reason"] == "length",
+            usage=(len(answer["prompt_ids"]), len(answer["completion_ids"])),
+        )
+
+    def _extended(
+        self, turns: Sequence[Turn], messages: Sequence[Message], history: list[str], tools: list[Any] | None
+    ) -> RenderedTokens | None:
+        """The ids of the longest earlier turn that these messages go on from, and the new messages'; None to render it all."""
+        for turn in sorted(turns, key=lambda turn: len(turn.history), reverse=True):
+            known = len(turn.history)
+            if known < len(history) and history[:known] == turn.history:
+                bridge = self.renderer.bridge_to_next_turn
+                extended: RenderedTokens | None = bridge(
+                    turn.prompt_ids, turn.completion_ids, list(messages[known:]), tools=tools
+                )
+                return extended
+        return None
+
+
+def reply_message(text: str, reasoning: str, calls: Sequence[ParsedToolCall]) -> Message:
+    """A reply as the next prompt has it."""
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if named := [call for call in calls if call.name]:  # whether its arguments are any good or not
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
+            for call in named
+        ]
+    return message
+
+
+def arguments_of(call: ParsedToolCall) -> str:
+    """The arguments of a tool call as JSON text."""
+    return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+
+
+def _speakers(rendered: RenderedTokens, messages: int) -> list[int]:
+    """The message that each token of a prompt belongs to, or leads to between two; of a bridge, for the tokens that it added."""
+    bridged = messages - len(rendered.message_roles)
+    speakers, message = [0] * len(rendered.token_ids), messages
+    for place in reversed(range(len(speakers))):
+        if rendered.message_indices[place] >= 0:
+            message = bridged + rendered.message_indices[place]
+        speakers[place] = message
+    return speakers
+
+
+def _comparable(message: Message) -> str:
+    """A message without what may differ although it is the same: an absent and an empty content, how arguments are spelled."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = parsed_json(arguments)
+        calls.append([call["function"]["name"], arguments])
+    said = message.get("content") or ""
+    return json.dumps([message["role"], said, calls, message.get("tool_call_id")], sort_keys=True, default=str)
+
+
+@dataclass(frozen=True)
+class EngineReply:
+    content: bytes
+
+
+class EngineConnection:
+    """What `renderers.client.generate` needs of an AsyncOpenAI client (`base_url`, `get`, `post`, `close`), over aiohttp.
+
+    The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Raises the SDK's errors, because verifiers
+    tells an engine that is down from one that refuses by them. It knows the model's context: a reply gets the room that is left, and a prompt that
+    leaves none is not sent.
+    """
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self.base_url = base_url
+        self._sampling = True  # by our own route
+        self._context: int | None = None  # tokens, once the server has said it
+        self._asked = False
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
+            timeout=aiohttp.ClientTimeout(  # bounded: by the episode's deadline, which cancels the request
+                total=None, sock_connect=CONNECT_SECONDS
+            ),
+        )
+
+    async def get(self, path: str, cast_to: Any = None) -> Any:
+        try:
+            reply = await self._request("GET", f"{self.base_url}{path}", None, {})
+        except APIStatusError:
+            self._asked = True  # it has nothing to say
+            raise
+        self._asked = True
+        answer = json.loads(reply.content)
+        # All names that a server gives its model, adapters too, are of the same context.
+        lengths = [card.get("max_model_len") for card in answer.get("data") or []]
+        self._context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+        return answer
+
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> EngineReply:
+        headers = (options or {}).get("headers", {})
+        body = await self._fitted(body, url)
+        params = body.get("sampling_params", {})
+        # Else it asks for images, or what came of them, or by a setting of its own.
+        plain = body.keys() <= _SAMPLE_KEYS and params.keys() <= _SAMPLE_PARAMS
+        sampling = url.endswith(_TOKEN_ROUTE) and plain and self._sampling
+        if sampling:
+            # Of experts, which that route does not report.
+            taken = {name: value for name, value in params.items() if name != "routed_experts_prompt_start"}
+            own = url.removesuffix(_TOKEN_ROUTE) + _SAMPLE_ROUTE
+            try:
+                return await self._request("POST", own, {**body, "sampling_params": taken}, headers)
+            except APIStatusError as error:
+                if error.status_code not in _NOT_PASSED_ON:
+                    raise
+        reply = await self._request("POST", url, body, headers)
+        self._sampling = self._sampling and not sampling  # a router: it answered there, and not here
+        return reply
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _fitted(self, body: dict[str, Any], url: str) -> dict[str, Any]:
+        """The request with no more tokens asked for than there is room. Raises APIStatusError (400) when there is none."""
+        if "content_parts" in body or "features" in body:  # only the server knows what images come to
+            return body
+        if not self._asked:
+            with contextlib.suppress(APIStatusError, APIConnectionError):  # what is wrong shows when it is sampled
+                await self.get("/models")
+        if self._context is None:
+            return body
+        prompt, asked = len(body["token_ids"]), body["sampling_params"].get("max_tokens")
+        room = self._context - prompt
+        whole = whole_reply.get()  # bounded: of the context, waits for nothing
+        if room < (min(asked or self._context // 4, self._context // 2) if whole else 1):
+            message = f"the prompt of {prompt} tokens leaves no room for a reply in the maximum context length of {self._context} tokens"
+            answer = httpx.Response(400, request=httpx.Request("POST", url))
+            raise APIStatusError(message, response=answer, body=None)
+        if asked is None or asked <= room:
+            return body
+        return {**body, "sampling_params": {**body["sampling_params"], "max_tokens": room}}
+
+    async def _request(
+        self, method: str, url: str, body: dict[str, Any] | None, headers: dict[str, str]
+    ) -> EngineReply:
+        data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+        try:
+            async with self._session.request(method, url, data=data, headers=headers) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            message = f"{type(error).__name__}: {error}"
+            raise APIConnectionError(message=message, request=httpx.Request(method, url)) from error
+        if not response.ok:
+            answer = httpx.Response(response.status, content=content, request=httpx.Request(method, url))
+            raise APIStatusError(content.decode(errors="replace")[:1000], response=answer, body=None)
+        return EngineReply(content)
