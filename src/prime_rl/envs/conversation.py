@@ -31,7 +31,6 @@ from prime_rl.envs.convert import (
     samples_of,
     without_oldest,
 )
-from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, Setup
 
 CONNECT_SECONDS = 30.0
@@ -124,6 +123,8 @@ class Conversation:
         result.is_truncated = result.is_truncated or any(turn.is_truncated for turn in self.turns)
         result.input_tokens = sum(turn.usage[0] for turn in self.turns)
         result.output_tokens = sum(turn.usage[1] for turn in self.turns)
+        if not setup.chat and result.ok and not used:
+            result.outcome, result.message = Outcome.INVALID, "no sampled tokens: it asked the model nothing"
         if not setup.chat:
             finish(result, partial(samples_of, used, setup.trajectories == "branched"))
         for sample in result.samples:
@@ -139,10 +140,7 @@ class EngineClient:
         self.branched = setup.trajectories == "branched"
         self._setup = setup
         self._connections: dict[str, EngineConnection] = {}
-        try:
-            choice = renderer.choose(setup.model, setup.renderer, tools=tools)
-        except renderer.RendererError as error:
-            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
+        choice = renderer.choose_for(setup, tools)
         self.renderer, self.renderer_name = choice.renderer, choice.name
 
     def conversation(self, base_url: str, sampling: Mapping[str, Any], policy_version: int) -> Conversation:
