@@ -7,7 +7,7 @@ import verifiers.v1 as vf
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from alphabet_sort.data import SYSTEM_PROMPT, By, Problem, Split, problems, scores
-from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.verifiers_v1 import HARNESS_ID
 
 
 class AlphabetSortData(vf.TaskData):
@@ -83,6 +83,3 @@ class AlphabetSortEnv(vf.Env[AlphabetSortEnvConfig]):
             for turn in range(len(problem.turns)):
                 if (await chat.turn(problem.message(turn))).terminated:
                     break
-
-    async def stop(self) -> None:
-        await close_session()

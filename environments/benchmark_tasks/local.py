@@ -2,7 +2,7 @@
 
 import verifiers.v1 as vf
 
-from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.verifiers_v1 import HARNESS_ID
 
 
 class LocalEnvConfig(vf.EnvConfig):
@@ -14,6 +14,3 @@ class LocalEnv(vf.Env[LocalEnvConfig]):
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         await agents.agent.run(task)
-
-    async def stop(self) -> None:
-        await close_session()

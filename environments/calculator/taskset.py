@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from calculator.data import SYSTEM_PROMPT, Split, parse, problems
 from calculator.tools import REFUSED, CalculatorTools
-from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.verifiers_v1 import HARNESS_ID
 
 
 class CalculatorData(vf.TaskData):
@@ -65,6 +65,3 @@ class CalculatorEnvConfig(vf.EnvConfig):
 class CalculatorEnv(vf.Env[CalculatorEnvConfig]):
     async def run(self, task: CalculatorTask, agents: vf.Agents) -> None:
         await agents.agent.run(task)
-
-    async def stop(self) -> None:
-        await close_session()

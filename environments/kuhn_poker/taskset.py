@@ -7,7 +7,7 @@ from typing import Literal
 import verifiers.v1 as vf
 
 from kuhn_poker.game import DEALS, RULES, Deal, Outcome, is_over, message, parse, play, to_act
-from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.verifiers_v1 import HARNESS_ID
 
 PLAYERS = ("player_1", "player_2")
 
@@ -76,9 +76,6 @@ class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):
         for player, name in enumerate(PLAYERS):
             if name in traces:
                 _record(traces[name], outcome, player, acts_first=task.data.first == player)
-
-    async def stop(self) -> None:
-        await close_session()
 
 
 def _replies(trace: vf.Trace | None) -> list[str]:

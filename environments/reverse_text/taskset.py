@@ -5,7 +5,7 @@ from difflib import SequenceMatcher
 
 import verifiers.v1 as vf
 
-from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.verifiers_v1 import HARNESS_ID
 from reverse_text.data import Split, texts
 
 SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
@@ -63,6 +63,3 @@ class ReverseTextEnvConfig(vf.EnvConfig):
 class ReverseTextEnv(vf.Env[ReverseTextEnvConfig]):
     async def run(self, task: ReverseTextTask, agents: vf.Agents) -> None:
         await agents.agent.run(task)
-
-    async def stop(self) -> None:
-        await close_session()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 from pydantic import NonNegativeInt, PositiveInt
 
-from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.verifiers_v1 import HARNESS_ID
 from wordle.data import Split, words
 from wordle.game import RULES, Game, play
 
@@ -76,6 +76,3 @@ class WordleEnv(vf.Env[WordleEnvConfig]):
                 if game.over:
                     break
                 said = game.answer()
-
-    async def stop(self) -> None:
-        await close_session()

@@ -90,7 +90,7 @@ class Conversation:
         if self.failure is not None:
             raise self.failure
         whole = self._overflow == "truncate"
-        while True:  # each time round forgets a turn, or asks for a short reply
+        while True:  # bounded: each time round forgets a turn, or asks for a short reply
             whole_reply.set(whole)
             try:
                 async with asyncio.timeout(self._turn_timeout or None):

@@ -291,6 +291,12 @@ def text_of(messages: Sequence[Message]) -> str:
     return "\n".join(f"{message['role']}: {line}" for message, line in zip(messages, lines, strict=True))[:TEXT_LIMIT]
 
 
+def opening(system: str | None, prompt: str | list[Message] | None) -> list[Message]:
+    """The messages that a task's conversation begins with."""
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    return [*messages, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or [])]
+
+
 def without_oldest(messages: Sequence[Message]) -> list[Message] | None:
     """Without the oldest turn after the system message; None when all that is left is the one that is going on.
 

@@ -43,7 +43,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from prime_rl.envs.conversation import ContextFull, Conversation, EngineClient, arguments_of
-from prime_rl.envs.convert import Message, Turn, parsed_json, text_of
+from prime_rl.envs.convert import Message, Turn, opening, parsed_json, text_of
 from prime_rl.envs.ids import (
     LoadError,
     check_arguments,
@@ -82,7 +82,7 @@ class Chat:
 
     def __init__(self, conversation: Conversation, task: Mapping[str, Any], max_turns: int, tools: Any) -> None:
         """`max_turns`: replies (0: any number)."""
-        self.messages: list[Message] = _opening(task)
+        self.messages: list[Message] = opening(task.get("system_prompt"), task.get("prompt"))
         self.replies: list[Reply] = []
         self.metrics: dict[str, float] = {}
         self.tools: list[dict[str, Any]] | None = tools
@@ -127,8 +127,7 @@ class PlainEnv:
                 f"environment {setup.env_id!r}: tasks of plain Python environments cannot be demonstrated to a teacher"
             )
         module = import_module(setup.env_id)
-        made, self._rollout, tasks = _parts(module, setup)
-        self._tasks = _load(tasks, setup.env_id)
+        made, self._rollout, self._tasks = _parts(module, setup)
         self.task_ids = unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks)
         self._tools = getattr(made, "tools", None)
         self._client = _chat_client(setup) if setup.chat else EngineClient(setup, tools=bool(self._tools))
@@ -156,6 +155,7 @@ class PlainEnv:
         conversation = self._client.conversation(base_url, sampling, policy_version)
         task = copy.deepcopy(self._tasks[task_index])
         chat = Chat(conversation, task, setup.max_turns, self._tools)
+        first = len(chat.messages)
         result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
         begun = time.monotonic()
         try:
@@ -167,8 +167,7 @@ class PlainEnv:
             _judge(result, returned, chat.metrics)
         result.timing = {"agent": time.monotonic() - begun}
         result.is_truncated = bool(chat.over)
-        opening = len(_opening(self._tasks[task_index]))
-        result.prompt, result.completion = text_of(chat.messages[:opening]), text_of(chat.messages[opening:])
+        result.prompt, result.completion = text_of(chat.messages[:first]), text_of(chat.messages[first:])
         conversation.finish(result, setup)
         return result
 
@@ -207,37 +206,23 @@ def _factory(module: ModuleType) -> Any:
     return vars(module).get("Environment", vars(module).get("tasks"))
 
 
-def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], Any]:
-    """The object that holds the environment, its `rollout`, and what `tasks` gives."""
+def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], list[dict[str, Any]]]:
+    """The object that holds the environment, its `rollout`, and its tasks. Raises LoadError."""
     factory, env = _factory(module), f"environment {setup.env_id!r}"
     if not (callable(factory) and takes_any(factory)):
         check_arguments(setup.env_id, setup.args, _accepted(factory))
     try:
         made = factory(**setup.args) if isinstance(factory, type) else module
-        parts = {name: getattr(made, name, None) for name in ("tasks", "rollout")}
-        tasks = parts["tasks"]
+        rollout, tasks = getattr(made, "rollout", None), getattr(made, "tasks", None)
         if callable(tasks):
             tasks = tasks(**({} if isinstance(factory, type) else setup.args))
+        loaded = list(itertools.islice(tasks, MAX_TASKS + 1)) if isinstance(tasks, Iterable) else None
     except Exception as error:
         raise LoadError(f"{env} failed to load: {describe(error)}") from error
-    if not isinstance(tasks, Iterable):
+    if loaded is None:
         raise LoadError(f"{env}: `tasks` is to be a list of tasks, or a function that gives them")
-    if not inspect.iscoroutinefunction(parts["rollout"]):
+    if rollout is None or not inspect.iscoroutinefunction(rollout):
         raise LoadError(f"{env} needs `async def rollout(task, chat)`")
-    return made, parts["rollout"], tasks
-
-
-def _accepted(factory: Any) -> list[str]:
-    """Names of keyword arguments; none of a list."""
-    return keywords(factory) if callable(factory) else []
-
-
-def _load(tasks: Iterable[Any], env_id: str) -> list[dict[str, Any]]:
-    env = f"environment {env_id!r}"
-    try:
-        loaded = list(itertools.islice(tasks, MAX_TASKS + 1))
-    except Exception as error:
-        raise LoadError(f"{env} failed to load: {describe(error)}") from error
     if not loaded:
         raise LoadError(f"{env} has no tasks")
     if len(loaded) > MAX_TASKS:
@@ -246,28 +231,20 @@ def _load(tasks: Iterable[Any], env_id: str) -> list[dict[str, Any]]:
         if not isinstance(task, dict):
             raise LoadError(f"{env}: task {number} is a {type(task).__name__}, not a dict")
         prompt = task.get("prompt")
-        plain = prompt is None or isinstance(prompt, str)
-        if not plain and not (
-            isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
-        ):
+        listed = isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
+        if not (prompt is None or isinstance(prompt, str) or listed):
             raise LoadError(f"{env}: the prompt of task {number} is neither text nor a list of messages")
-    return loaded
+    return made, rollout, loaded
+
+
+def _accepted(factory: Any) -> list[str]:
+    """Names of keyword arguments; none of a list."""
+    return keywords(factory) if callable(factory) else []
 
 
 def _key(env_id: str, task: Mapping[str, Any]) -> str:
     content = json.dumps(task, sort_keys=True, default=str, ensure_ascii=False)
     return f"{module_name(env_id)}/{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-
-
-def _opening(task: Mapping[str, Any]) -> list[Message]:
-    """What a conversation begins with."""
-    system, prompt = task.get("system_prompt"), task.get("prompt")
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    if isinstance(prompt, str):
-        messages.append({"role": "user", "content": prompt})
-    elif prompt is not None:
-        messages += prompt
-    return messages
 
 
 def _reply(turn: Turn) -> Reply:

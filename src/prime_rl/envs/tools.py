@@ -90,10 +90,11 @@ class ToolServer:
         except _BROKEN as error:
             await self._still_there(_cause(error))
             return ToolAnswer(f"Error: {_cause(error)}", failed=True)
-        return ToolAnswer(_text(result.content)[:ANSWER_LIMIT], failed=result.is_error)
+        text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
+        return ToolAnswer(text[:ANSWER_LIMIT], failed=result.is_error)
 
     async def close(self) -> None:
-        holder, self._holder, self._client = self._holder, None, None
+        holder, self._holder = self._holder, None
         if holder is None:
             return
         self._leave.set()
@@ -103,16 +104,18 @@ class ToolServer:
             await asyncio.wait({holder}, timeout=CLOSE_SECONDS)
 
     async def _session(self) -> Any:
-        if self._holder is None or self._holder.done():
-            self._leave = asyncio.Event()
-            opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._holder = asyncio.create_task(self._hold(opened))
-            await asyncio.wait({opened, self._holder}, timeout=CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not opened.done():
-                if self._holder.done() and (error := self._holder.exception()) is not None:
-                    raise ConnectionError(_cause(error)) from error
-                raise ConnectionError(f"no session within {CONNECT_SECONDS:g} seconds")
-            self._client = opened.result()
+        if self._holder is not None and not self._holder.done():
+            return self._client
+        self._leave = asyncio.Event()
+        opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._holder = asyncio.create_task(self._hold(opened))
+        await asyncio.wait({opened, self._holder}, timeout=CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not opened.done():
+            error = self._holder.exception() if self._holder.done() else None
+            raise ConnectionError(
+                _cause(error) if error else f"no session within {CONNECT_SECONDS:g} seconds"
+            ) from error
+        self._client = opened.result()
         return self._client
 
     async def _hold(self, opened: "asyncio.Future[Any]") -> None:
@@ -140,21 +143,14 @@ class ToolServer:
 
 
 @dataclass
-class Tool:
-    """A tool as the model knows it, and where it is."""
-
-    definition: dict[str, Any]
-    server: ToolServer
-    name: str  # at the server
-    schema: Any  # a validator of its arguments
-
-
-@dataclass
 class Toolbox:
     """All tools of a conversation. Counts what was called."""
 
     seconds: float = CALL_SECONDS
-    tools: dict[str, Tool] = field(default_factory=dict)
+    tools: dict[str, tuple[ToolServer, str, Any]] = field(
+        default_factory=dict
+    )  # server, name there, validator of arguments
+    definitions: list[dict[str, Any]] = field(default_factory=list)  # as the model knows them
     servers: list[ToolServer] = field(default_factory=list)
     calls: int = 0
     malformed: int = 0
@@ -169,14 +165,15 @@ class Toolbox:
                 name = f"{prefix}_{tool.name}" if prefix else tool.name
                 if name in self.tools:
                     raise vf.ToolsetError(f"two tools are called {name!r}: give one of their servers a TOOL_PREFIX")
+                kind = validator_for(tool.input_schema)
+                try:
+                    kind.check_schema(tool.input_schema)
+                except SchemaError as error:
+                    reason = f"the arguments of tool {name!r} have no valid JSON schema: {error.message}"
+                    raise vf.ToolsetError(reason) from error
+                self.tools[name] = (server, tool.name, kind(tool.input_schema))
                 function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
-                self.tools[name] = Tool(
-                    {"type": "function", "function": function}, server, tool.name, _validator(name, tool.input_schema)
-                )
-
-    @property
-    def definitions(self) -> list[dict[str, Any]]:
-        return [tool.definition for tool in self.tools.values()]
+                self.definitions.append({"type": "function", "function": function})
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -196,34 +193,21 @@ class Toolbox:
             await server.close()
 
     async def _call(self, name: str, arguments: str) -> ToolAnswer:
-        tool = self.tools.get(name)
         try:
             values = parsed_json(arguments)
         except ValueError as error:
             return ToolAnswer(f"Error: the call is not valid JSON: {error}", malformed=True)
         if name == MALFORMED_CALL:
             return ToolAnswer("Error: the call has no name, or no end", malformed=True)
-        if tool is None:
+        if name not in self.tools:
             return ToolAnswer(f"Error: there is no tool {name!r} (tools: {', '.join(self.tools)})", malformed=True)
         if not isinstance(values, dict):
             return ToolAnswer("Error: the arguments must be a JSON object", malformed=True)
-        if wrong := next(iter(tool.schema.iter_errors(values)), None):
+        server, tool, schema = self.tools[name]
+        if wrong := next(iter(schema.iter_errors(values)), None):
             where = f"{'.'.join(map(str, wrong.absolute_path))}: " if wrong.absolute_path else ""
             return ToolAnswer(f"Error: wrong arguments: {where}{wrong.message[:1000]}", malformed=True)
-        return await tool.server.call(tool.name, values, self.seconds)
-
-
-def _validator(name: str, schema: dict[str, Any]) -> Any:
-    kind = validator_for(schema)
-    try:
-        kind.check_schema(schema)
-    except SchemaError as error:
-        raise vf.ToolsetError(f"the arguments of tool {name!r} have no valid JSON schema: {error.message}") from error
-    return kind(schema)
-
-
-def _text(blocks: list[Any]) -> str:
-    return "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in blocks)
+        return await server.call(tool, values, self.seconds)
 
 
 def _cause(error: BaseException) -> str:
@@ -295,21 +279,31 @@ class _Server:
     logged: bool = False
 
     def ending(self) -> str:
-        """How it ended, on one line ("": it runs). All its last lines are in the worker's log."""
+        """How it ended, on one line ("": it runs). All its last lines are in the worker's log, once."""
         if self.process.returncode is None:
             return ""
-        lines = self.last_lines()
         if not self.logged:
-            logger.warning("tool server %s:\n%s", self.name, "\n".join(lines))
+            logger.warning("tool server %s:\n%s", self.name, "\n".join(self.last_lines()))
         self.logged = True
-        return f"it exited with status {self.process.returncode}: {_on_one_line(lines)}"
+        return f"it exited with status {self.process.returncode}: {self.summary()}"
 
     def last_lines(self) -> list[str]:
-        try:
-            data = self.log.read_bytes()[-LAST_BYTES:]
-        except OSError:
-            return []
+        data = self.log.read_bytes()[-LAST_BYTES:] if self.log.exists() else b""
         return [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+
+    def summary(self) -> str:
+        return " | ".join(line[-150:] for line in self.last_lines()[-LAST_LINES:]) or "it printed nothing"
+
+    def port(self, file: Path) -> int | None:
+        """The port that it wrote into a file, once it listens there. Raises vf.ToolsetError when it died."""
+        if ending := self.ending():
+            raise vf.ToolsetError(f"tool server {self.name}: {ending}")
+        text = file.read_text() if file.exists() else ""
+        try:
+            with socket.create_connection(("127.0.0.1", int(text)), timeout=PORT_SECONDS):
+                return int(text)
+        except (OSError, ValueError):
+            return None
 
 
 _BY_PORT: dict[int, _Server] = {}
@@ -327,11 +321,11 @@ class ToolRuntime(SubprocessRuntime):
         await super().run_background(argv, {"PYTHONPATH": path, **env}, log)
         assert self.workdir is not None
         server = _Server(argv[-1], self._background[-1], self.workdir / log)
-        look, owner = partial(_port_of, server, Path(env[_PORT_FILE])), f"tool server {server.name}"
+        look, owner = partial(server.port, Path(env[_PORT_FILE])), f"tool server {server.name}"
         try:
             port = await wait_async(look, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
         except WaitTimeout as error:
-            raise vf.ToolsetError(f"{error}: {_on_one_line(server.last_lines())}") from error
+            raise vf.ToolsetError(f"{error}: {server.summary()}") from error
         assert port is not None
         _BY_PORT[port] = server
 
@@ -355,19 +349,3 @@ async def ending_of(url: str) -> str:
         async with asyncio.timeout(EXIT_SECONDS):
             await server.process.wait()
     return server.ending()
-
-
-def _port_of(server: _Server, file: Path) -> int | None:
-    """The port that a server wrote into a file, once it listens there. Raises vf.ToolsetError when it died."""
-    if ending := server.ending():
-        raise vf.ToolsetError(f"tool server {server.name}: {ending}")
-    text = file.read_text() if file.exists() else ""
-    try:
-        with socket.create_connection(("127.0.0.1", int(text)), timeout=PORT_SECONDS):
-            return int(text)
-    except (OSError, ValueError):
-        return None
-
-
-def _on_one_line(lines: list[str]) -> str:
-    return " | ".join(line[-150:] for line in lines[-LAST_LINES:]) or "it printed nothing"

@@ -1,6 +1,7 @@
 """verifiers v1 (0.4.x) behind our protocol: load a taskset, run one episode of one of its tasks.
 
-The only module, with `harness` and `renderer`, that imports verifiers or renderers.
+A turn is one call within this process: verifiers' own plain harness starts a program per episode (about one episode a second). Model calls go
+through verifiers' interception server, which writes the trace, to our own client, which sends and gets tokens.
 """
 
 import asyncio
@@ -8,36 +9,81 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
+import logging
 import random
 import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import aiohttp
 import verifiers.v1 as vf
+from multidict import CIMultiDict
 from pydantic import ValidationError
 from pydantic._internal import _fields
-from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
-from verifiers.v1.configs.client import resolve_api_key
+from renderers.base import ParsedToolCall, ToolCallParseStatus
+from verifiers.v1.clients.train import (
+    ElasticRendererPool,
+    RendererSlot,
+    TrainClient,
+    serialize_completion,
+    tool_to_wire,
+)
+from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
+from verifiers.v1.dialects import DIALECTS
+from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
+from verifiers.v1.interception.server import InterceptionServer
+from verifiers.v1.types import ToolCall
 from verifiers.v1.utils.loaders import default_harness_id, import_taskset, taskset_class, taskset_config_type
 
 from prime_rl.envs import renderer
 from prime_rl.envs.chat import PatientClient, chat_config
-from prime_rl.envs.conversation import PINNED_SAMPLING, EngineConnection
-from prime_rl.envs.convert import convert
-from prime_rl.envs.harness import HARNESS_ID, ConversationClient, close_session, interception
+from prime_rl.envs.conversation import (
+    PINNED_SAMPLING,
+    CallFailed,
+    ContextFull,
+    Conversation,
+    EngineConnection,
+    arguments_of,
+)
+from prime_rl.envs.convert import (
+    CONTEXT_FULL,
+    Message,
+    NestedTooDeep,
+    Turn,
+    classify,
+    convert,
+    opening,
+    parsed_json,
+)
 from prime_rl.envs.ids import LoadError, check_arguments, describe, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
-from prime_rl.envs.tools import CALL_SECONDS, SERVER_SECONDS, SharedTools, install_runtime
+from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, SharedTools, Toolbox, install_runtime
+
+HARNESS_ID = "prime_rl_chat"
+# verifiers imports a harness by a top-level module name, and takes the one in its `__all__`; ours lives inside the package.
+sys.modules[HARNESS_ID] = sys.modules[__name__]
+
+__all__ = ["ChatHarness"]
 
 MAX_TASKS = 5_000_000
 KEPT = 10_000  # tasks of an endless taskset: an earlier one is read again from the beginning
 COMPARED = 4
 SLICE_SECONDS = 0.05  # of reading ahead, before other episodes run
+
+interception: ContextVar[InterceptionServer] = ContextVar("interception")
+"""verifiers' server of the environment whose episode runs, through which every model call goes. Unset under `vf-eval`: then by HTTP."""
+
+_CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
+_SHOWN = 100  # characters of a call that nests too deep
+
+logger = logging.getLogger(__name__)
 
 
 class NothingToShow(Exception):
@@ -56,11 +102,10 @@ class VerifiersEnv:
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
         self.arguments = _arguments(setup.env_id)
-        choice = None if setup.chat else _renderer(setup, tools=_has_tools(setup.env_id, config))
+        choice = None if setup.chat else renderer.choose_for(setup, tools=_has_tools(setup.env_id, config))
         self.renderer = "none: the chat route" if choice is None else choice.name
-        self._renderer = None if choice is None else choice.renderer
+        self._choice = choice
         self._branched = setup.trajectories == "branched"
-        self._chat = choice is None
         self._client = chat_config(setup.request_timeout) if choice is None else _by_tokens(setup, choice)
         self._clients: dict[str, vf.TrainClientConfig | vf.EvalClientConfig] = {}  # by the server's address
         self.stream = ""
@@ -78,11 +123,11 @@ class VerifiersEnv:
         self._show = (
             functools.partial(_hint, choice.renderer, setup) if choice is not None and setup.demonstration else None
         )
-        if self._show is not None:
-            try:
+        try:
+            if self._show is not None:
                 self._show(first)  # an environment whose first task has none is not one to start with
-            except NothingToShow as error:
-                raise LoadError(f"environment {setup.env_id!r}: {error}") from error
+        except NothingToShow as error:
+            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._exit_stack = contextlib.AsyncExitStack()
         self._tools = SharedTools(self._env)
 
@@ -101,7 +146,6 @@ class VerifiersEnv:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await close_session()
         await self._exit_stack.aclose()
 
     async def run(
@@ -122,22 +166,16 @@ class VerifiersEnv:
             return EpisodeResult(episode_id, self._name, task_id, Outcome.ERRORED, describe(error))
         (slot,) = self._env.slots(task)
         # The salt keeps the engine from reusing cached prefixes that an older policy computed.
-        ours = {} if self._chat else {**PINNED_SAMPLING, "cache_salt": f"v{policy_version}"}
-        values = {**ours, **sampling}
+        ours = {} if self._choice is None else {**PINNED_SAMPLING, "cache_salt": f"v{policy_version}"}
+        values = {key: value for key, value in {**ours, **sampling}.items() if value is not None}
         context = vf.ModelContext(
-            model=self._model,
-            client=self._client_of(base_url),
-            sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
+            model=self._model, client=self._client_of(base_url), sampling=vf.SamplingConfig(**values)
         )
         interception.set(self._env._interception)
         episode = await self._env.run_slot(slot, context)
+        tokens, branched = self._choice is not None, self._branched
         result = convert(
-            episode,
-            episode_id=episode_id,
-            env=self._name,
-            task_id=task_id,
-            tokens=not self._chat,
-            branched=self._branched,
+            episode, episode_id=episode_id, env=self._name, task_id=task_id, tokens=tokens, branched=branched
         )
         for sample in result.samples:
             sample.hint = hint
@@ -148,18 +186,19 @@ class VerifiersEnv:
     def _client_of(self, base_url: str) -> vf.TrainClientConfig | vf.EvalClientConfig:
         """verifiers' name of the client of a server. Its interception server makes the clients it does not have; this one is made for it, and it
         closes it."""
-        config = self._clients.get(base_url)
-        if config is None:
-            config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
-            server = self._env._interception
-            client: ConversationClient | PatientClient
-            if isinstance(config, vf.TrainClientConfig):
-                connection = EngineConnection(config.base_url, resolve_api_key(config))
-                client = ConversationClient(config, connection, self._renderer, self._branched)
-            else:
-                client = PatientClient(config)
-            server.clients[config.model_dump_json()] = client
-            server.stack.push_async_callback(client.close)
+        if (known := self._clients.get(base_url)) is not None:
+            return known
+        config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
+        client: ConversationClient | PatientClient
+        if isinstance(config, vf.TrainClientConfig):
+            assert self._choice is not None
+            connection = EngineConnection(config.base_url, resolve_api_key(config))
+            client = ConversationClient(config, connection, self._choice.renderer, self._branched)
+        else:
+            client = PatientClient(config)
+        server = self._env._interception
+        server.clients[config.model_dump_json()] = client
+        server.stack.push_async_callback(client.close)
         return config
 
 
@@ -168,13 +207,6 @@ def _remember_factories() -> None:
     that verifiers constructs, a third of an episode's processor time."""
     known = functools.cache(_fields.takes_validated_data_argument)
     _fields.takes_validated_data_argument = known  # type: ignore[assignment]
-
-
-def _renderer(setup: Setup, tools: bool) -> renderer.RendererChoice:
-    try:
-        return renderer.choose(setup.model, setup.renderer, tools=tools)
-    except renderer.RendererError as error:
-        raise LoadError(f"environment {setup.env_id!r}: {error}") from error
 
 
 def _by_tokens(setup: Setup, choice: renderer.RendererChoice) -> vf.TrainClientConfig:
@@ -197,8 +229,14 @@ def _env_config(setup: Setup) -> Any:
     try:
         bare = vf.resolve_env_config({"taskset": {"id": setup.env_id, **setup.args}})
         agents = {name: _agent_overrides(setup, agent) for name, agent in bare if isinstance(agent, vf.AgentConfig)}
-        if not any(agent.get("harness", {}).get("id") == HARNESS_ID for agent in agents.values()):
-            _refuse_ours(setup)
+        ours = any(agent.get("harness", {}).get("id") == HARNESS_ID for agent in agents.values())
+        options = [
+            name for name, on in (("turn_timeout", setup.turn_timeout), ("overflow", setup.overflow != "stop")) if on
+        ]
+        if options and not ours:
+            raise LoadError(
+                f"environment {setup.env_id!r} talks to the model through a harness of its own, which does not know {' and '.join(options)}: leave it out"
+            )
         return vf.resolve_env_config(
             {
                 "taskset": {"id": setup.env_id, **setup.args},
@@ -233,17 +271,6 @@ def _agent_overrides(setup: Setup, agent: Any) -> dict[str, Any]:
     if setup.max_turns:
         data["max_turns"] = min(setup.max_turns, agent.max_turns or setup.max_turns)
     return data
-
-
-def _refuse_ours(setup: Setup) -> None:
-    """Raises LoadError where something is set that our harness alone knows, and the environment talks through another."""
-    options = [
-        name for name, one in (("turn_timeout", setup.turn_timeout), ("overflow", setup.overflow != "stop")) if one
-    ]
-    if options:
-        raise LoadError(
-            f"environment {setup.env_id!r} talks to the model through a harness of its own, which does not know {' and '.join(options)}: leave it out"
-        )
 
 
 def _has_tools(env_id: str, config: Any) -> bool:
@@ -316,8 +343,7 @@ def _hint(shown_by: Any, setup: Setup, task: Any) -> "array[int]":
 def _load_tasks(taskset: Any) -> "list[Any] | TaskStream":
     if not taskset.bounded:
         return TaskStream(taskset)
-    tasks = list(itertools.islice(taskset, MAX_TASKS))
-    if not tasks:
+    if not (tasks := list(itertools.islice(taskset, MAX_TASKS))):
         raise ValueError("it has no tasks")
     return tasks
 
@@ -385,3 +411,204 @@ class TaskStream:
         self._kept.append(task)
         self._next += 1
         return task
+
+
+class TurnTimeoutError(vf.RolloutError):
+    """A reply took longer than `turn_timeout`."""
+
+
+class _InterceptedRequest(dict[str, Any]):
+    """What the interception server reads of an aiohttp request. HTTP within one process took a sixth of an episode's processor time."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self, headers: CIMultiDict[str], body: bytes) -> None:
+        super().__init__()
+        self.headers = headers
+        self._body = body
+
+    async def read(self) -> bytes:
+        return self._body
+
+    @property
+    def content_length(self) -> int:
+        return len(self._body)
+
+
+class ChatHarnessConfig(vf.HarnessConfig):
+    id: str = HARNESS_ID
+    turn_timeout: float = 0.0
+    """Seconds for one reply (0: the episode's time alone)."""
+    tool_timeout: float = CALL_SECONDS
+    """Seconds for one call of a tool."""
+    overflow: Literal["stop", "truncate", "refuse"] = "stop"
+    """When the model's context is full: end, go on without the oldest turns, or fail."""
+
+
+class ChatHarness(vf.Harness[ChatHarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def session(self, *args: Any, **kwargs: Any) -> "ChatSession":
+        return ChatSession(self, *args, **kwargs)
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+    ) -> vf.ProgramResult:
+        session = await self.session(ctx, trace, runtime, endpoint, secret, mcp_urls, data)
+        try:
+            return await session._run(None)
+        finally:
+            await session.close()
+
+
+class ChatSession(vf.HarnessSession):
+    """The messages and tools of one agent's conversation, kept from segment to segment."""
+
+    harness: ChatHarness
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.harness.config
+        self._toolbox = Toolbox(config.tool_timeout)
+        self._conversation = Conversation(self._ask, config.turn_timeout, config.overflow)
+        self._messages: list[Message] = []
+
+    async def _run(self, messages: vf.Messages | None) -> vf.ProgramResult:
+        """Ask for replies until one calls no tool. Raises TurnTimeoutError, vf.ToolsetError."""
+        if self.mcp_urls and not self._toolbox.servers:
+            await self._toolbox.open(self.mcp_urls)
+        if not self._messages:
+            system, prompt = self.harness.resolve_prompt(self.data)
+            first = prompt if messages is None else []
+            self._messages += opening(
+                system, first if isinstance(first, str) else [message_to_wire(one) for one in first or []]
+            )
+        self._messages += [message_to_wire(message) for message in messages or []]
+        while True:
+            try:
+                turn, self._messages = await self._conversation.reply(self._messages, self._toolbox.definitions or None)
+            except ContextFull:
+                self.trace.stop(CONTEXT_FULL)
+                return vf.ProgramResult(0, "", "")
+            except CallFailed as error:
+                if error.outcome is Outcome.TIMEOUT:
+                    raise TurnTimeoutError(str(error)) from error
+                # verifiers replaces the failure of a non-zero exit by the model call's own error.
+                return vf.ProgramResult(0 if self.trace.stop_condition is not None else 1, "", str(error))
+            self._messages.append(turn.message)
+            # A reply that was cut is the last: what it would have called is anybody's guess.
+            if not turn.tool_calls or turn.is_truncated:
+                return vf.ProgramResult(0, "", "")
+            for call in turn.tool_calls:
+                self._messages.append(await self._answer(call))
+
+    async def close(self) -> None:
+        if not self._closed and self._toolbox.servers:
+            self.trace.record_metrics(self._toolbox.metrics)
+        await super().close()
+        await self._toolbox.close()
+
+    async def _answer(self, call: dict[str, Any]) -> Message:
+        function = call["function"]
+        answer = await self._toolbox.call(function["name"], function["arguments"])
+        return {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": answer.text}
+
+    async def _ask(self, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[Turn]) -> Turn:
+        status, reply = await self._post(
+            {"model": self.ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
+        )
+        if status != 200:
+            # Where verifiers ended the rollout it refuses the call: not for its length, whatever it says.
+            over = self.trace.stop_condition is not None
+            raise CallFailed(*classify("", reply) if over else classify("ProviderError", reply, status))
+        choice = reply["choices"][0]
+        # What a server adds to its replies beyond that need not be taken back by it.
+        message = {key: value for key, value in choice["message"].items() if value or key == "content"}
+        calls = message.get("tool_calls", [])
+        return Turn(message=message, tool_calls=calls, is_truncated=choice["finish_reason"] == "length")
+
+    async def _post(self, content: dict[str, Any]) -> tuple[int, Any]:
+        body = json.dumps(content).encode()
+        headers = CIMultiDict({"Authorization": f"Bearer {self.secret}"})
+        if (server := interception.get(None)) is not None:  # bounded: of the context, waits for nothing
+            return await _served(server, _InterceptedRequest(headers, body))
+        headers["Content-Type"] = "application/json"
+        url = f"{self.endpoint}/chat/completions"
+        timeout = aiohttp.ClientTimeout(total=None)  # bounded: by the episode's deadline, which cancels the call
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(url, data=body, headers=headers) as response,
+        ):
+            return response.status, await (response.json() if response.ok else response.text())
+
+
+async def _served(server: InterceptionServer, request: Any) -> tuple[int, Any]:
+    """Status and body of verifiers' answer to a model call."""
+    # A task of its own, as aiohttp's: verifiers cancels the one that serves a session when that is over.
+    handler = asyncio.create_task(server.handle_request(request, _CHAT))
+    try:
+        response: Any = await handler  # bounded: by the turn's timeout and the episode's deadline, which cancel it
+    except asyncio.CancelledError:
+        if handler.cancelled() and not ((task := asyncio.current_task()) and task.cancelling()):
+            return 499, "the rollout is over"
+        raise
+    except Exception as error:
+        logger.exception("verifiers failed to serve a model call")
+        return 500, f"{type(error).__name__}: {error}"
+    return response.status, json.loads(response.body) if response.status == 200 else response.text
+
+
+class ConversationClient(TrainClient):
+    """Over a `connection` like `EngineConnection`; needs a running event loop.
+
+    `branched`: every prompt is rendered anew by the renderer, none extends the tokens that are there.
+    """
+
+    def __init__(self, config: TrainClientConfig, connection: Any, renderer: Any, branched: bool) -> None:
+        super().__init__(config)
+        self.client = connection
+        self._renderer = renderer
+        self._branched = branched
+
+    async def get_response(
+        self,
+        dialect: Any,
+        body: dict[str, Any],
+        sampling: Any,
+        session_id: str | None = None,
+        turn: Any = None,
+        headers: Any = None,
+    ) -> Any:
+        extended = None if self._branched else turn
+        response = await super().get_response(dialect, body, sampling, session_id, extended, headers)
+        if turn is not None and turn.tools:
+            self._keep_broken_calls(response, [tool_to_wire(tool) for tool in turn.tools])
+            response.raw = serialize_completion(response, body["model"])
+        return response
+
+    def _keep_broken_calls(self, response: Any, tools: list[dict[str, Any]]) -> None:
+        """verifiers leaves out the calls that a renderer could not read: the model would never learn of them."""
+        tokens = response.tokens
+        parsed = self._renderer.parse_response(tokens.completion_ids, prompt_ids=tokens.prompt_ids, tools=tools)
+        if not any(call.status is not ToolCallParseStatus.OK for call in parsed.tool_calls):
+            return
+        response.message.tool_calls = [_call(number, call) for number, call in enumerate(parsed.tool_calls)]
+        if response.finish_reason == "stop":
+            response.finish_reason = "tool_calls"
+
+
+def _call(number: int, call: ParsedToolCall) -> ToolCall:
+    name = call.id or f"call_{number}"
+    if call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL) and call.name:
+        return ToolCall(id=name, name=call.name, arguments=arguments_of(call))
+    try:
+        parsed_json(call.raw)
+    except NestedTooDeep:  # verifiers, which reads it to compare messages, would not come to its end
+        return ToolCall(id=name, name=MALFORMED_CALL, arguments=call.raw[:_SHOWN])
+    except ValueError:
+        pass
+    return ToolCall(id=name, name=MALFORMED_CALL, arguments=call.raw)

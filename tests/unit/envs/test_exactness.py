@@ -28,10 +28,10 @@ from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 
 from prime_rl.envs.conversation import EngineClient, EngineReply
 from prime_rl.envs.convert import samples_of, turns_of
-from prime_rl.envs.harness import ConversationClient
 from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
 from prime_rl.envs.renderer import RendererChoice, choose, from_files
 from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
+from prime_rl.envs.verifiers_v1 import ConversationClient
 
 TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"
 TOOLS = [
