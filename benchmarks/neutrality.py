@@ -33,7 +33,7 @@ from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import init_world
-from prime_rl.trainer.report import StepOutcome, now
+from prime_rl.trainer.report import sum_on_device
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step
 
 ALL_AT_ONCE = 1 << 20
@@ -138,11 +138,10 @@ def curves(
         except UserError as error:
             return {"absent": str(error)}
         values, norms = [], []
-        for step in range(steps):
+        for _ in range(steps):
             sums = forward_backward(policy, batches, token_loss, world)
             norm = optimizer_step(policy, optimizer, lr, optim.max_norm)
-            moment = now(world.device)
-            (value, *_), norm_value = StepOutcome(step, world, sums, norm, (moment, moment, moment)).read()
+            value, *_, norm_value = sum_on_device(world, sums, norm).read().tolist()
             values.append(value)
             norms.append(norm_value)
         found[loss] = {"loss": values, "norm": norms}

@@ -25,10 +25,10 @@ from prime_rl.trainer import attention, memory, moe, perf
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import rollout_lengths
-from prime_rl.trainer.parallel import close_world, gather, init_world
+from prime_rl.trainer.parallel import close_world, gather, init_world, now
 from prime_rl.trainer.perf import HostSyncs
 from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.trainer.report import Report, Row, Rows, StepOutcome, now
+from prime_rl.trainer.report import MetricRows, Report, StepMetrics, sum_on_device
 from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import Source, find_model
@@ -223,10 +223,11 @@ class Bench:
             torch.bfloat16,
             timeout=config.dist_timeout,
             scorer=scorer,
+            async_level=1,
             on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
         )
         self.versions.open(0)
-        self.rows = Rows(self.report, world.device)
+        self.rows = MetricRows(self.report, world.device)
         self.number = 0
         self.lengths: list[list[int]] = []
 
@@ -286,13 +287,16 @@ class Bench:
         self.rows.flush()
         self.versions.before_update()
         norm = optimizer_step(self.policy, self.optimizer, lr, config.optim.max_norm)
-        outcome = StepOutcome(step, world, moe.join_loads(sums, self.policy), norm, (begun, graded, now(world.device)))
+        sums = moe.join_loads(sums, self.policy)
+        moments = begun, graded, now(world.device)
         ideal = perf.ideal_seconds(perf.flops(self.matmul, self.width, batch.lengths), world)
         named = moe.with_loads(self.recipe.names(batch), self.policy)
-        self.rows.put(Row(outcome, named, {"time/wait_for_batch": waited}, batch.tokens, ideal))
+        known, sums_norm = {"time/wait_for_batch": waited}, sum_on_device(world, sums, norm)
+        row = StepMetrics(step, sums_norm, moments, named, known, batch.tokens, ideal)
+        self.rows.put(row)
         if self.case.export:
-            self.versions.publish(step + 1, outcome.read)
-            self.versions.prune(1, 0, list)
+            self.versions.publish(step + 1, row.read)
+            self.versions.prune(list)
         self.lengths.append(batch.lengths)
         self.number += 1
 

@@ -24,10 +24,10 @@ import torch
 from machine import describe_gpus, describe_machine
 from steps import model_source
 
-from prime_rl.config.trainer import TrainerModel
+from prime_rl.config.trainer import TrainerModel, WeightsConfig
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.parallel import close_world, init_world
-from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
+from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.exchange import Subscriber, checksums, layout
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         root, times = Path(os.environ.get("EXCHANGE_ROOT", scratch)), {}
         publisher = WeightPublisher(
-            root, policy, source, world, torch.bfloat16, memory=MemoryTransport(host="127.0.0.1"),
+            root, policy, source, world, torch.bfloat16, weights=WeightsConfig(transport="memory", host="127.0.0.1"), memory=True,
             on_committed=lambda version, parts: times.update(parts),
         )  # fmt: skip
         publisher.open(0)

@@ -33,12 +33,12 @@ from package import plugin_path
 from steps import model_source
 from tables import sync_lines, text_table
 
-from prime_rl.config.trainer import TrainerModel
+from prime_rl.config.trainer import TrainerModel, WeightsConfig
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import RowCopies
-from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher, write_version
+from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
 from prime_rl.transport.commit import prune
 from prime_rl.transport.weights import version_dir
 
@@ -129,7 +129,7 @@ class Writer:
         config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none")
         self.policy: Policy = build_policy(self.source, config, self.world)
         self.source.config.architectures = [type(self.policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
-        self._memory = MemoryTransport(host="127.0.0.1") if case.on == "memory" else None
+        self._memory = case.on == "memory"
         self._publisher: WeightPublisher | None = None
         self._times: dict[str, float] = {}
         self._factor = 1.03125
@@ -144,7 +144,8 @@ class Writer:
         """Publish in `root/weights` from now on."""
         self.bytes = sum(parameter.numel() * 2 for parameter in self.policy.parameters())
         self._publisher = WeightPublisher(
-            root, self.policy, self.source, self.world, torch.bfloat16, memory=self._memory,
+            root, self.policy, self.source, self.world, torch.bfloat16,
+            weights=WeightsConfig(transport="memory", host="127.0.0.1"), memory=self._memory,
             on_committed=lambda version, times: self._times.update(times),
         )  # fmt: skip
         self._publisher.open(0)

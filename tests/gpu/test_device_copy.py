@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import make_tiny_model
-from prime_rl.config.trainer import TrainerModel
+from prime_rl.config.trainer import TrainerModel, WeightsConfig
 from prime_rl.inference.staging import Staging
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.source import Source, find_model
-from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
+from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 
@@ -52,12 +52,12 @@ def test_a_version_is_what_was_copied(made: Made, tmp_path: Path) -> None:
     """Contract: a version is the weights at the time they were copied, though they change at once: for a server that receives it, and for files that
     are written beside the next version."""
     world, source, policy = made
-    memory, expected = MemoryTransport(host="127.0.0.1"), {}
+    settings, expected = WeightsConfig(transport="memory", host="127.0.0.1"), {}
     root = tmp_path / "weights"
     with (
         closing(Subscriber()) as subscriber,
         closing(
-            WeightPublisher(tmp_path, policy, source, world, torch.bfloat16, timeout=60, memory=memory)
+            WeightPublisher(tmp_path, policy, source, world, torch.bfloat16, timeout=60, weights=settings, memory=True)
         ) as publisher,
     ):
         publisher.open(0)

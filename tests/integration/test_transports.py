@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from conftest import InferenceServer
+from prime_rl.config.trainer import WeightsConfig
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import GatheredCopy, RowCopies
-from prime_rl.trainer.weight_publisher import MemoryTransport, Tmpfs, WeightPublisher, write_version
+from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
 from prime_rl.transport.weights import weights_manifest
 from support import trainer as support
 from support.serving import TOLERANCE, difference, identity, sample, served, update
@@ -24,8 +25,8 @@ world, make_policy = support.world, support.make_policy
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "filesystem": {},
-    "tmpfs": {"tmpfs": True},
-    "memory": {"memory": MemoryTransport(host="127.0.0.1")},
+    "tmpfs": {"keep": 7},
+    "memory": {"transport": "memory", "host": "127.0.0.1"},
 }
 
 
@@ -64,13 +65,14 @@ def training(
     inference_server.reset()
     options = dict(TRANSPORTS[request.param])
     root = inference_server.weights_root / f"transport {request.param}"
-    if options.pop("tmpfs", False):
+    if request.param == "tmpfs":
         (root / "tmpfs").mkdir(parents=True)
-        options["tmpfs"] = Tmpfs(root / "tmpfs", 9, "of this test")
+        options["tmpfs"] = root / "tmpfs"
+    settings: dict[str, Any] = {"weights": WeightsConfig(**options), "memory": request.param == "memory"}
     model = inference_server.model
     policy = make_policy(model)
     with closing(
-        WeightPublisher(root, policy, find_model(str(model)), world, torch.float32, timeout=60, **options)
+        WeightPublisher(root, policy, find_model(str(model)), world, torch.float32, timeout=60, **settings)
     ) as made:
         made.open(0)
         yield Training(made, policy, root)

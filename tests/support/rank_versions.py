@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prime_rl.config.trainer import TrainerModel
+from prime_rl.config.trainer import TrainerModel, WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer import weight_copy, weight_publisher
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.parallel import close_world, init_world, on_main
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import RowCopies
-from prime_rl.trainer.weight_publisher import MemoryTransport, Tmpfs, WeightPublisher, write_version
+from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
 from prime_rl.transport.exchange import Subscriber, checksums, layout, tensor_views
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from support.forking import fork_ranks
@@ -35,10 +35,14 @@ def live(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
     config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none", dp_replicate=replicas)
     policy = build_policy(source, config, world)
     if kind == "filesystem":
-        refuse_tmpfs(WeightPublisher(run / "tmpfs", policy, source, world, torch.bfloat16, tmpfs=Tmpfs(run, 2, "")))
+        refuse_tmpfs(
+            WeightPublisher(run / "tmpfs", policy, source, world, torch.bfloat16, weights=WeightsConfig(tmpfs=run))
+        )
     written = RowCopies(policy, world, torch.bfloat16)
-    memory = MemoryTransport("127.0.0.1", timeout=60.0) if kind == "memory" else None
-    publisher = WeightPublisher(run / "run", policy, source, world, torch.bfloat16, timeout=60, memory=memory)
+    memory, weights = kind == "memory", WeightsConfig(transport=kind, host="127.0.0.1", timeout=60.0)
+    publisher = WeightPublisher(
+        run / "run", policy, source, world, torch.bfloat16, timeout=60, weights=weights, memory=memory
+    )
     publisher.open(0)
     for version in range(1, 4):
         with torch.no_grad():

@@ -18,6 +18,7 @@ from prime_rl.trainer.packing import Document
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.rl.train import train
 from prime_rl.trainer.source import find_model
+from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.rollouts import Sample, write_batch
 
 VOCABULARY = 288
@@ -117,6 +118,14 @@ def write_rollouts(output_dir: Path, steps: int, samples: tuple[int, ...] = (6,)
     for step, batch in enumerate(batches):
         write_batch(output_dir / "rollouts", step, batch)
     return batches
+
+
+def prune(
+    incarnation: WeightPublisher, async_level: int, keep: int | None, checkpoints: Callable[[], list[int]]
+) -> None:
+    """As a run with these settings."""
+    incarnation.async_level, incarnation.config = async_level, incarnation.config.model_copy(update={"keep": keep})
+    incarnation.prune(checkpoints)
 
 
 def make_config(output_dir: Path, model: Path, **settings: object) -> TrainerConfig:

@@ -18,22 +18,23 @@ from typing import Any
 import torch
 
 from prime_rl import faults
-from prime_rl.config.trainer import TrainerModel
+from prime_rl.config.trainer import TrainerModel, WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.faults import Fault
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, init_world
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weight_publisher import MemoryTransport, Tmpfs, WeightPublisher
+from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import weights_manifest
+from support.trainer import prune
 
 INCARNATION_SECONDS = 120
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "filesystem": {},
-    "tmpfs": {"tmpfs": 9},
-    "memory": {"memory": MemoryTransport(host="127.0.0.1", timeout=20.0)},
+    "tmpfs": {"keep": 7},
+    "memory": {"transport": "memory", "host": "127.0.0.1", "timeout": 20.0},
 }
 
 
@@ -84,12 +85,13 @@ def open_run(transport: str, world: World, policy: Policy, model: Path, root: Pa
     """In `root`; its incarnations are closed in the end."""
     source, options = find_model(str(model)), dict(TRANSPORTS[transport])
     (root / "tmpfs").mkdir(exist_ok=True)
-    if "tmpfs" in options:
-        options["tmpfs"] = Tmpfs(root / "tmpfs", options["tmpfs"], "of this test")
+    if transport == "tmpfs":
+        options["tmpfs"] = root / "tmpfs"
+    settings: dict[str, Any] = {"weights": WeightsConfig(**options), "memory": "transport" in options}
     made = Run(
         root,
         policy,
-        lambda: WeightPublisher(root / "run", policy, source, world, torch.bfloat16, timeout=60, **options),
+        lambda: WeightPublisher(root / "run", policy, source, world, torch.bfloat16, timeout=60, **settings),
     )
     try:
         yield made
@@ -105,10 +107,10 @@ def whole_incarnation(run: Run) -> None:
     """What trainers do: versions of both kinds, removing, an end."""
     incarnation = run.incarnation()
     run.train(incarnation, range(1, 5), durable=(2,))
-    incarnation.prune(0, 0, lambda: [2])
+    prune(incarnation, 0, 0, lambda: [2])
     incarnation.settle()
     incarnation.ensure(4, durable=True)
-    incarnation.leave_tmpfs(0, 0, lambda: [2])
+    incarnation.finish(lambda: [2])
 
 
 def go_on(run: Run, start: int) -> None:
@@ -146,7 +148,7 @@ class Incarnations:
 
     def __init__(self, forks: "subprocess.Popen[str]", transport: str, model: Path, root: Path) -> None:
         self._job = {"transport": transport, "model": str(model), "root": str(root)}
-        self._root, self.in_tmpfs = root, "tmpfs" in TRANSPORTS[transport]
+        self._root, self.in_tmpfs = root, transport == "tmpfs"
         self._process = forks
 
     def live(self, incarnation: str, *args: int, fault: Fault | None = None) -> int:

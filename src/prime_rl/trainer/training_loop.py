@@ -14,7 +14,7 @@ from torch import Tensor
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.shared import TRAINER_STEPS
-from prime_rl.config.trainer import ConstantScheduler, FakeData
+from prime_rl.config.trainer import ConstantScheduler, FakeData, WeightsConfig
 from prime_rl.monitor import read_status
 from prime_rl.trainer import moe, perf
 from prime_rl.trainer.ckpt import Checkpoints, Progress
@@ -39,13 +39,7 @@ from prime_rl.trainer.perf import HostSyncs, bench_table
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Report, StepMetrics, StopSignal, sum_on_device
 from prime_rl.trainer.source import Source, locate_model
-from prime_rl.trainer.weight_publisher import (
-    WeightPublisher,
-    export_dtype,
-    published_bytes,
-    tmpfs_of_config,
-    transport_of,
-)
+from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, published_bytes, uses_memory
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.weights import version_dir
 
@@ -64,7 +58,8 @@ class Recipe:
         names: Gives the metrics of a step's summed `loss` metrics.
         open_data: Opens the data, before the model is built.
         served: The config of a run whose versions servers follow (None: versions are for checkpoints alone).
-        async_level: Versions behind the newest that are still sampled from, and `keep` how many more are kept.
+        async_level: Versions behind the newest that are still sampled from.
+        weights: What versions are kept, and how servers get them (None: those of checkpoints and the last one).
     """
 
     tokens: int
@@ -75,7 +70,7 @@ class Recipe:
     open_data: Callable[[World, Source, OnWait], StepSource]
     served: TrainerConfig | None = None
     async_level: int = 0
-    keep: int | None = 0
+    weights: WeightsConfig | None = None
 
 
 def train(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
@@ -148,9 +143,9 @@ def run(
         exported,
         timeout=config.dist_timeout,
         scorer=scorer,
-        memory=None if served is None else transport_of(served, world),
-        tmpfs=None if served is None else tmpfs_of_config(served),
-        save_interval=None if served is None else served.weights.save_interval,
+        weights=recipe.weights,
+        memory=served is not None and uses_memory(served.weights, world),
+        async_level=recipe.async_level,
         on_committed=lambda version, times: report.more_metrics(version - 1, times),
     )
     exit_stack.callback(versions.close)
@@ -219,7 +214,7 @@ def run(
             weights = config.output_dir / "weights"
             durable = checkpoints.will_need(step + 1, recipe.async_level) or step + 1 == config.max_steps
             versions.publish(step + 1, row.read, durable=durable)
-            versions.prune(recipe.async_level, recipe.keep, checkpoints.needed)
+            versions.prune(checkpoints.needed)
         if kind is not None:
             report.phase(f"saving a {kind}")
             started = time.perf_counter()
@@ -241,8 +236,7 @@ def run(
             versions.ensure(step, durable=True)
             written = f"; weights in {version_dir(config.output_dir / 'weights', step)}"
         checkpoints.finish(progress)
-        versions.prune(recipe.async_level, recipe.keep, checkpoints.needed)
-        versions.leave_tmpfs(recipe.async_level, recipe.keep, checkpoints.needed)
+        versions.finish(checkpoints.needed)
     elif world.is_main:  # it alone keeps the rows
         peer = perf.peer_flops(matmul, source.config, 1, recipe.sample_tokens)
         report.text(bench_table(report.history, world, peer))

@@ -13,16 +13,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from loguru import logger
 from torch import Tensor
 
 from prime_rl import faults
+from prime_rl.config.trainer import WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.processes import boot_id
@@ -66,29 +66,6 @@ Times = dict[str, float]  # seconds
 _FILES_POLL_SECONDS = 0.5  # between two looks at whether servers ask for files
 
 
-class Tmpfs(NamedTuple):
-    """A root for files that need not survive the host, the most versions it holds at a time, and how these add up."""
-
-    root: Path
-    versions: int
-    arithmetic: str
-
-
-class MemoryTransport(NamedTuple):
-    """Options of `memory`.
-
-    Attributes:
-        host: The address that servers reach (None: that of the default route), and `port` (0: any).
-        timeout: Seconds without progress after which a transfer fails.
-        fallback: Versions are written to files as well once servers report that they cannot reach it.
-    """
-
-    host: str | None = None
-    port: int = 0
-    timeout: float = 30.0
-    fallback: bool = False
-
-
 def write_version(
     copies: RowCopies,
     copied: Copy,
@@ -103,12 +80,9 @@ def write_version(
 ) -> Times:
     """Commit a copy as `final`, with config and tokenizer of the source. Every rank calls it and writes its own rows.
 
-    Args:
-        world: The ranks, with the group that the calling thread may use.
-        tmpfs: The directory to commit the files to first; `final` then only names it (None: `final` holds them).
-
-    Returns the seconds of writing, hashing and committing. Raises UserError if a disk is full, on any rank, or `final`
-    is committed already; nothing new is left under the final name.
+    With `tmpfs` the files are committed to that directory first, and `final` only names it. Returns the seconds of
+    writing, hashing and committing. Raises UserError if a disk is full, on any rank, or `final` is committed already;
+    nothing new is left under the final name.
     """
     copied.finish()
     nonce = broadcast(world, secrets.token_hex(8))
@@ -191,10 +165,10 @@ class WeightPublisher:
 
     Args:
         timeout: Seconds that committing a version may take.
-        memory: Publish from memory (None: every version is written to files).
         scorer: Scores the prompt of the logprob check for each version's manifest (None: no logprob check).
-        tmpfs: Holds the files of versions that need not survive the host (None: all files are on the disk).
-        save_interval: Versions whose number is a multiple are durable, and never pruned.
+        weights: What is kept and where; with `memory` also how servers reach the publisher.
+        memory: Publish from memory (else every version is written to files).
+        async_level: Versions behind the newest that are still sampled from.
         on_committed: Called in the loop's thread with each committed version and the seconds of its parts
             (`time/export_*`), of the loop's waiting (`time/export`) and of scoring (`time/canary`).
     """
@@ -209,18 +183,17 @@ class WeightPublisher:
         *,
         timeout: float = 600.0,
         scorer: ReferenceScorer | None = None,
-        memory: MemoryTransport | None = None,
-        tmpfs: Tmpfs | None = None,
-        save_interval: int | None = None,
+        weights: WeightsConfig | None = None,
+        memory: bool = False,
+        async_level: int = 0,
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world, self.dtype = source, world, dtype
+        self.config, self.async_level = weights or WeightsConfig(), async_level
         self.incarnation, self._start = 0, 0
         self._on_committed, self._scorer = on_committed, scorer
-        self._memory, self._tmpfs, self._save_interval = memory, tmpfs, save_interval
-        self._copies: RowCopies | GatheredCopy
-        self._copies = RowCopies(policy, world, dtype) if memory is None else GatheredCopy(policy, world, dtype)
+        self._copies: RowCopies | GatheredCopy = (GatheredCopy if memory else RowCopies)(policy, world, dtype)
         self._copied, self._held = Copy(), 0  # the copy, and its version
         self._publisher: Publisher | None = None  # of rank 0
         self._files_wanted, self._closed = False, threading.Event()
@@ -251,7 +224,7 @@ class WeightPublisher:
         # Only a policy that is not trained yet is the base model.
         scored = None if self._scorer is None or start > 0 else self._scorer.score(as_exported=False)
         reference = None if scored is None else agree(self.world, scored)
-        if self._tmpfs is not None and (hosts := len(set(gather(self.world, boot_id())))) > 1:
+        if self.config.tmpfs is not None and (hosts := len(set(gather(self.world, boot_id())))) > 1:
             raise UserError(f"weights.tmpfs is the memory of one host, and the trainer's ranks are on {hosts}")
         self.incarnation, base, tmpfs = on_main(self.world, lambda: self._open(start, spares, saved_by, reference))
         self._tmpfs_dir = None if tmpfs is None else Path(tmpfs)
@@ -264,7 +237,7 @@ class WeightPublisher:
         """Commit the policy's weights as `version`, unless this history has files of it already, and wait for it."""
         self.settle()
         if not on_main(self.world, lambda: self._has_files(version)):
-            self.publish(version, durable=durable or self._memory is None)
+            self.publish(version, durable=durable or isinstance(self._copies, RowCopies))
             self.settle()
 
     def publish(self, version: int, check: Callable[[], object] = lambda: None, *, durable: bool = False) -> None:
@@ -295,15 +268,14 @@ class WeightPublisher:
         """Have the device change the weights only after they are copied. The host does not wait."""
         self._copied.before_update()
 
-    def prune(self, async_level: int, keep: int | None, checkpoints: Callable[[], Collection[int]]) -> None:
+    def prune(self, checkpoints: Callable[[], Collection[int]]) -> None:
         """Remove versions that no reader, no sampling ahead and no checkpoint needs (`protocol.prunable`).
 
         It begins once the version under way is committed. `checkpoints` is called by the thread.
         """
-        if keep is not None and self.world.is_main:
+        if self.config.keep is not None and self.world.is_main:
             committing = self._committer.tasks[-1][1] if self._committer.tasks else None
-            unused = partial(self._unused, async_level, keep, checkpoints)
-            self._pruner.submit("end of removing old versions", lambda: self._prune(unused, committing))
+            self._pruner.submit("end of removing old versions", lambda: self._prune(committing, checkpoints))
 
     def settle(self, *, everything: bool = True) -> None:
         """Wait until versions are committed, durable if they must be, and pruned; UserError if one fails or is late.
@@ -325,11 +297,12 @@ class WeightPublisher:
             self._waited = self._scoring = 0.0
             self._on_committed(self._held, times)
 
-    def leave_tmpfs(self, async_level: int, keep: int | None, checkpoints: Callable[[], Collection[int]]) -> None:
-        """Move the versions in tmpfs that `prune` keeps to the disk, and remove the rest, at the end of a run."""
+    def finish(self, checkpoints: Callable[[], Collection[int]]) -> None:
+        """At the end of a run, `prune`, and move the versions that are left in tmpfs to the disk."""
+        self.prune(checkpoints)
         self.settle()
-        if self._tmpfs_dir is not None and keep is not None:
-            on_main(self.world, lambda: self._leave_tmpfs(partial(self._unused, async_level, keep, checkpoints)))
+        if self._tmpfs_dir is not None:
+            on_main(self.world, self._leave_tmpfs)
 
     def close(self) -> None:
         """Wait for the threads, for at most `timeout` a task, and log what failed."""
@@ -347,13 +320,14 @@ class WeightPublisher:
         on_main(self._background, self._open_publisher)
 
     def _open_publisher(self) -> None:
-        memory, copies = self._memory, self._copies
-        if memory is None or not isinstance(copies, GatheredCopy):
-            return
-        host, port = memory.host or own_address(), memory.port
-        self._publisher = Publisher(copies.buffer, host=host, port=port, timeout=memory.timeout, handle=copies.handle)
-        if memory.fallback:
-            threading.Thread(target=self._await_call_for_files, args=(copies,), name="files", daemon=True).start()
+        copies, config = self._copies, self.config
+        if isinstance(copies, GatheredCopy):
+            host, timeout = config.host or own_address(), config.timeout
+            self._publisher = Publisher(
+                copies.buffer, host=host, port=config.port, timeout=timeout, handle=copies.handle
+            )
+            if config.transport == "auto":
+                threading.Thread(target=self._await_call_for_files, args=(copies,), name="files", daemon=True).start()
 
     def _commit(
         self,
@@ -391,16 +365,15 @@ class WeightPublisher:
         self, copies: GatheredCopy, version: int, durable: bool, reference: LogprobReference | None
     ) -> Times:
         """Offer a version, and commit a manifest that names the publisher, on rank 0."""
-        publisher, memory = self._publisher, self._memory
+        publisher = self._publisher
         assert publisher is not None
-        assert memory is not None
         began = time.perf_counter()
         stream = torch.cuda.Stream(copies.buffer.device) if copies.buffer.is_cuda else None
         with nullcontext() if stream is None else torch.cuda.stream(stream):  # not behind what the training computes
             sums = checksums(copies.buffer, copies.ranges)
         summed = time.perf_counter()
         tensors = {name: replace(entry, checksum=sums[name]) for name, entry in copies.tensors.items()}
-        address = publisher.address(fallback=memory.fallback)
+        address = publisher.address(fallback=self.config.transport == "auto")
         extra = manifest_extra(version, self.incarnation, tensors, reference=reference, publisher=address)
         stage = Stage(version_dir(self.root, version))
         try:
@@ -452,34 +425,35 @@ class WeightPublisher:
     # ---- rank 0's side of the disk
 
     def _is_saved(self, version: int) -> bool:
-        return self._save_interval is not None and version % self._save_interval == 0
+        return self.config.save_interval is not None and version % self.config.save_interval == 0
 
-    def _prune(self, unused: Callable[[], list[int]], committing: Future[Any] | None = None) -> None:
+    def _prune(self, committing: Future[Any] | None, checkpoints: Callable[[], Collection[int]]) -> None:
         if committing is not None and committing.exception() is not None:  # bounded: by whoever settles that version
             return
-        for version in unused():
-            try:
-                self._remove(version)
-            except OSError as error:
-                directory = version_dir(self.root, version)
-                raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
-
-    def _unused(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> list[int]:
         versions = incarnations.read_versions(self.root, self._seen)
         starts = incarnations.read_incarnations(self.output_dir)
         lease, needed = incarnations.strictest_lease(self.output_dir), checkpoints()
-        unused = prunable(versions, starts, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)
-        return [version for version in unused if not self._is_saved(version)]
+        level, keep = self.async_level, self.config.keep
+        for version in prunable(versions, starts, lease=lease, async_level=level, keep=keep, checkpoints=needed):
+            try:
+                if not self._is_saved(version):
+                    self._remove(version)
+            except OSError as error:
+                directory = version_dir(self.root, version)
+                raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
 
     def _open(
         self, start: int, spares: bool, saved_by: Collection[int], reference: LogprobReference | None
     ) -> tuple[int, str | None, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
-        if self._tmpfs is not None:
+        tmpfs, keep = self.config.tmpfs, self.config.keep
+        if tmpfs is not None and keep is not None:
             assert isinstance(self._copies, RowCopies)
-            root = tmpfs_dir(self._tmpfs.root, self.output_dir, incarnations.run_id(self.output_dir) or "none")
-            size, arithmetic = self._copies.file_bytes, self._tmpfs.arithmetic
-            check_room(root, self._tmpfs.versions, size, arithmetic, available_bytes())
+            root = tmpfs_dir(tmpfs, self.output_dir, incarnations.run_id(self.output_dir) or "none")
+            # One version more than is kept (`protocol.prunable`), while that is being written.
+            arithmetic = f"the newest, async_level {self.async_level}, keep {keep}, and one that is being written"
+            versions, size = self.async_level + keep + 2, self._copies.file_bytes
+            check_room(root, versions, size, arithmetic, available_bytes())
         clean_stages(self.root)
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory, reference).hash
@@ -490,12 +464,12 @@ class WeightPublisher:
         self._remove_superseded(incarnation)
         in_use = (tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root))
         used = {files.directory for files in in_use if files is not None}
-        self._had_tmpfs = self._tmpfs is not None or bool(used)
-        if self._tmpfs is None:
+        self._had_tmpfs = tmpfs is not None or bool(used)
+        if tmpfs is None:
             return incarnation, base, None
         run = incarnations.run_id(self.output_dir)
         assert run is not None, "each incarnation file holds it"
-        root = tmpfs_dir(self._tmpfs.root, self.output_dir, run)
+        root = tmpfs_dir(tmpfs, self.output_dir, run)
         open_tmpfs(root, self.output_dir, used)
         return incarnation, base, str(root)
 
@@ -530,11 +504,10 @@ class WeightPublisher:
         remove_in_tmpfs(manifest.tmpfs, self.output_dir, incarnations.run_id(self.output_dir))
         return True
 
-    def _leave_tmpfs(self, unused: Callable[[], list[int]]) -> None:
-        for version in sorted({*list_steps(self.root)} - {*unused()}, reverse=True):
+    def _leave_tmpfs(self) -> None:
+        for version in reversed(list_steps(self.root)):
             if tmpfs_of(version_dir(self.root, version)) is not None:
                 self._bring_to_disk(version)
-        self._prune(unused)
         if self._tmpfs_dir is not None and not any(self._tmpfs_dir.iterdir()):
             self._tmpfs_dir.rmdir()
 
@@ -570,22 +543,10 @@ def export_dtype(config_dtype: str, source: Source) -> torch.dtype:
     return source.config.dtype if source.config.dtype in DTYPE_NAMES else torch.bfloat16
 
 
-def transport_of(config: "TrainerConfig", world: World) -> MemoryTransport | None:
-    """The options of `memory`, if `weights.transport` asks for it here; None for `filesystem`."""
-    weights = config.weights
-    auto = weights.transport == "auto"
-    if weights.transport == "filesystem" or (auto and (world.device.type != "cuda" or weights.tmpfs is not None)):
-        return None
-    return MemoryTransport(weights.host, weights.port, weights.timeout, fallback=auto)
-
-
-def tmpfs_of_config(config: "TrainerConfig") -> Tmpfs | None:
-    """The tmpfs of a run. It holds one version more than is kept (`protocol.prunable`) while that is being written."""
-    root, keep = config.weights.tmpfs, config.weights.keep
-    if root is None or keep is None:
-        return None
-    arithmetic = f"the newest, async_level {config.async_level}, keep {keep}, and one that is being written"
-    return Tmpfs(root, config.async_level + keep + 2, arithmetic)
+def uses_memory(weights: WeightsConfig, world: World) -> bool:
+    """Whether servers get versions from the trainer's memory: `auto` from a GPU without a tmpfs."""
+    auto = world.device.type == "cuda" and weights.tmpfs is None
+    return weights.transport == "memory" or (weights.transport == "auto" and auto)
 
 
 def published_bytes(config: "TrainerConfig", source: Source, world: World, parameters: int) -> float:
@@ -594,9 +555,7 @@ def published_bytes(config: "TrainerConfig", source: Source, world: World, param
     A server that shares the GPU takes twice as much again for its own copy, which it wants to find free
     (`inference.staging`).
     """
-    if transport_of(config, world) is None:
-        return 0.0
     itemsize = export_dtype(config.weights.dtype, source).itemsize
-    if not on_device(parameters * itemsize, world.device):
+    if not uses_memory(config.weights, world) or not on_device(parameters * itemsize, world.device):
         return 0.0
     return (3 if config.weights.shares_gpu else 1) * itemsize * world.shards

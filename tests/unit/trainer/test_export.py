@@ -11,13 +11,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prime_rl.config.trainer import WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.weight_copy import RowCopies
-from prime_rl.trainer.weight_publisher import Tmpfs, WeightPublisher, export_dtype, write_version
+from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, write_version
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import drop_lease, write_lease
 from prime_rl.transport.protocol import Lease
@@ -125,10 +126,10 @@ def versions(
     """One incarnation of a trainer each call, all on the same run directory. However versions get to those who read them, the same holds."""
     policy, source = make_policy(tied_model), find_model(str(tied_model))
     made = []
-    place = Tmpfs(tmpfs, 9, "of this test") if request.param == "tmpfs" else None
+    weights = WeightsConfig(tmpfs=tmpfs, keep=7) if request.param == "tmpfs" else None
 
     def make() -> WeightPublisher:
-        made.append(WeightPublisher(tmp_path, policy, source, world, torch.float32, timeout=60, tmpfs=place))
+        made.append(WeightPublisher(tmp_path, policy, source, world, torch.float32, timeout=60, weights=weights))
         return made[-1]
 
     yield make
@@ -142,19 +143,19 @@ def test_prune(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     incarnation.open(0)
     for version in range(1, 7):
         incarnation.publish(version)
-    incarnation.prune(1, None, list)
+    support.prune(incarnation, 1, None, list)
     incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
     write_lease(tmp_path, Lease(incarnation=-1, version=0))  # has not heard of this incarnation yet
-    incarnation.prune(1, 0, lambda: [3])
+    support.prune(incarnation, 1, 0, lambda: [3])
     incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
     write_lease(tmp_path, Lease(incarnation=0, version=4))
-    incarnation.prune(1, 0, lambda: [2])
+    support.prune(incarnation, 1, 0, lambda: [2])
     incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 4, 5, 6]
     drop_lease(tmp_path)
-    incarnation.prune(1, 0, lambda: [2])
+    support.prune(incarnation, 1, 0, lambda: [2])
     incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 5, 6]
 

@@ -27,7 +27,7 @@ def incarnation(
 ) -> Iterator[WeightPublisher]:
     """An incarnation with four versions beside the base; two of them are superfluous."""
     made = WeightPublisher(
-        tmp_path, make_policy(tied_model), find_model(str(tied_model)), world, torch.float32, timeout=60
+        tmp_path, make_policy(tied_model), find_model(str(tied_model)), world, torch.float32, timeout=60, async_level=1
     )
     with closing(made):
         made.open(0)
@@ -38,7 +38,7 @@ def incarnation(
 
 
 def prune_old(incarnation: WeightPublisher) -> None:
-    incarnation.prune(1, 0, list)
+    incarnation.prune(list)
 
 
 class Slow:

@@ -17,7 +17,7 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.weight_copy import RowCopies
-from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
+from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
 from prime_rl.transport.incarnations import ask_for_files, read_versions
@@ -146,8 +146,8 @@ def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
     hashes = run.train(incarnation, range(1, 5), durable=(2,))
     assert load(run, 2) is not None
     incarnation.ensure(4, durable=True)
-    incarnation.prune(1, 0, list)
-    incarnation.leave_tmpfs(1, 0, list)
+    support.prune(incarnation, 1, 0, list)
+    incarnation.finish(list)
     assert run.held() == []
     assert {3, 4} <= {*list_steps(run.weights)} <= {0, 2, 3, 4}
     for version in (4,):
@@ -218,7 +218,7 @@ def test_only_its_own_is_cleaned(in_tmpfs: Run, tmp_path: Path, caplog: pytest.L
     shutil.copytree(own, stranger)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = WeightPublisher(
-        tmp_path / "copy", in_tmpfs.policy, first.source, first.world, torch.bfloat16, tmpfs=first._tmpfs
+        tmp_path / "copy", in_tmpfs.policy, first.source, first.world, torch.bfloat16, weights=first.config
     )
     with closing(copy):
         copy.open(1)
@@ -241,7 +241,9 @@ def test_room_is_checked_before_anything_is_begun(in_tmpfs: Run, monkeypatch: py
             "prime_rl.trainer.weight_publisher.available_bytes", lambda left=needed - held - missing: left
         )
         if missing:
-            with pytest.raises(UserError, match=r"may be needed: 9 versions \(of this test\)"):
+            with pytest.raises(
+                UserError, match=r"may be needed: 9 versions \(the newest, async_level 0, keep 7, and one"
+            ):
                 in_tmpfs.incarnation(3)
         else:
             in_tmpfs.incarnation(3)
@@ -321,7 +323,7 @@ def test_versions_of_an_interval_are_kept_for_good(
     with open_run("saved", world, make_policy(tied_model), tied_model, tmp_path) as run:
         incarnation = run.incarnation()
         run.train(incarnation, range(1, 8))
-        incarnation.prune(0, 0, list)
+        support.prune(incarnation, 0, 0, list)
         incarnation.settle()
         assert list_steps(run.weights) == [0, 2, 4, 6, 7]
         for version in (2, 4, 6):
@@ -333,7 +335,7 @@ def test_servers_that_cannot_reach_the_publisher_get_files(
 ) -> None:
     """Contract: under `auto` the version that they wait for is written, though the loop stands still, and every later one; a call to a dead
     incarnation counts for nothing."""
-    TRANSPORTS["auto"] = {"memory": MemoryTransport(host="127.0.0.1", fallback=True)}
+    TRANSPORTS["auto"] = {"transport": "auto", "host": "127.0.0.1"}
     with open_run("auto", world, make_policy(tied_model), tied_model, tmp_path) as run:
         incarnation = run.incarnation()
         ask_for_files(run.root / "run", 7, "of another incarnation")

@@ -35,7 +35,7 @@ def make_recipe(config: TrainerConfig) -> Recipe:
         open_data=partial(RolloutData if config.data.fake is None else FakeSamples, config),
         served=config if config.data.fake is None else None,
         async_level=config.async_level,
-        keep=config.weights.keep,
+        weights=config.weights,
     )
 
 
