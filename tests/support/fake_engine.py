@@ -281,13 +281,15 @@ class PolicyEngine(FakeEngine):
         return await super()._generate(request)
 
     def _score(self, tokens: list[int]) -> web.Response:
-        """The canary of the version that is served: it computes nothing, but says what the trainer computed."""
+        """The log-probabilities of the trainer's reference for the version that is served: nothing is computed."""
         faults.point("canary")
         served = int(str(self._served["version"]))
-        canary = None if self.weights is None else weights_manifest(version_dir(self.weights, served)).canary
-        if canary is None or list(canary.tokens) != tokens:
-            return _error(400, "a scripted engine scores canaries alone")
-        entries = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], canary.logprobs, strict=True)]
+        reference = None if self.weights is None else weights_manifest(version_dir(self.weights, served)).reference
+        if reference is None or list(reference.tokens) != tokens:
+            return _error(400, "a scripted engine scores references alone")
+        entries = [
+            {str(token): {"logprob": value}} for token, value in zip(tokens[1:], reference.logprobs, strict=True)
+        ]
         return web.json_response({"prompt_logprobs": [None, *entries]})
 
     def _noise(self) -> float:

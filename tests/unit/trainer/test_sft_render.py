@@ -1,7 +1,6 @@
 """From rows to tokens and loss masks, against token lists written by hand. The tokenizer has one token per byte."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,22 +230,6 @@ def test_content_in_parts(tokenizer: PreTrainedTokenizerBase) -> None:
     assert shown({"prompt": "a", "completion": "b"}, tokenizer) == ["<user/a><assistant/[b>]"]
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", r"writes nothing of message 1 \(assistant\)"),
-        ("{{ messages | length }}{{ messages[-1].content }}", r"message 1 \(assistant\) cannot be .* prompts for it with '1a', but .* writes '2b'"),
-        ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}", "leaves out the tool calls of message 1"),
-    ],
-)  # fmt: skip
-def test_rows_that_a_template_cannot_show(template: str, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What the template loses, or prompts for otherwise than it shows, is refused by the number of the message."""
-    tokenizer.chat_template = template
-    reply = assistant("b") | ({"tool_calls": [{"name": "f", "arguments": {}}]} if "tool" in message else {})
-    with pytest.raises(UserError, match=message):
-        shown({"messages": [user("a"), reply]}, tokenizer)
-
-
 DROPS_CALLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CALLS_ALONE = DROPS_CALLS.replace(
     "{{ m.content }}", "{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}"
@@ -256,16 +239,24 @@ CALLS_ALONE = DROPS_CALLS.replace(
 @pytest.mark.parametrize(
     ("template", "content", "message"),
     [
-        (DROPS_CALLS, "I call f now", "leaves out the tool calls of message 1"),
+        (DROPS_CALLS, "I call f now", r"leaves out the tool calls of message 1"),
         (CALLS_ALONE, "Wait.", "leaves out the content of message 1"),
-        (WITH_TOOLS, "a<|im_end|>b", "holds '<|im_end|>', which ends a reply"),
+        (WITH_TOOLS, "a<|im_end|>b", r"holds '<\|im_end\|>', which ends a reply"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", None, "writes nothing of message 1"),
+        (
+            "{{ messages | length }}{{ messages[-1].content }}",
+            None,
+            r"message 1 \(assistant\) cannot be .* prompts for it with '1a', but .* writes '2b'",
+        ),
     ],
 )
-def test_half_a_reply_is_refused(template: str, content: str, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A call that the content only names, content beside a call, what follows a stop token: nothing is lost silently."""
+def test_what_a_template_loses_is_refused(
+    template: str, content: str | None, message: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A call that the content only names, content beside a call, what follows a stop token, or a whole reply."""
     tokenizer.chat_template = template
-    reply = {**assistant(content), "tool_calls": [{"name": "f", "arguments": {}}]}
-    with pytest.raises(UserError, match=re.escape(message)):
+    reply = assistant(content or "b") | ({"tool_calls": [{"name": "f", "arguments": {}}]} if content else {})
+    with pytest.raises(UserError, match=message):
         shown({"messages": [user("a"), reply]}, tokenizer)
 
 

@@ -196,6 +196,8 @@ class RowRenderer:
         self._tokenizer, self._name = tokenizer, tokenizer.name_or_path
         self._trained_roles = loss_mask.model_dump()
         self._warned = False
+        template = str(tokenizer.chat_template)
+        self._reasoning_names = [key for key in _REASONING_KEYS if re.search(rf"""(\.|["']){key}\b""", template)]
         self._stop_ids = [int(token) for token in (*stop_ids, tokenizer.eos_token_id) if token is not None]
 
     def samples(self, row: Row) -> list[Tokens]:
@@ -267,13 +269,12 @@ class RowRenderer:
         JSON of the arguments, or `content` None. Reasoning goes under the name that the template reads (gpt-oss:
         `thinking`), where it does not read the row's.
         """
-        template = str(self._tokenizer.chat_template)
-        names = [key for key in _REASONING_KEYS if re.search(rf"""(\.|["']){key}\b""", template)]
         renamed = []
         for message in messages:
             name = next((key for key in _REASONING_KEYS if message.get(key)), None)
-            other = {} if name is None or name in names else dict.fromkeys(names, message[name])
-            renamed.append({**message, **other})
+            if name is not None and name not in self._reasoning_names:
+                message = {**message, **dict.fromkeys(self._reasoning_names, message[name])}
+            renamed.append(message)
         messages = renamed
         if self._wants_parts:
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
