@@ -206,6 +206,22 @@ class EvalResults:
         reward = f"reward {mean(rewards):.3f}" if rewards else "no reward yet"
         return f"{self.env} {len(keys)}/{len(self.keys)} ({reward}{failed})"
 
+    def average(self) -> str:
+        """`avg@2 0.5 ± 0.1`"""
+        metrics, name = self.metrics(), f"avg@{self.k}"
+        return f"{name} {number(metrics.get(name))} ± {number(metrics.get(f'{name}/ci95'))}"
+
+    def trouble(self, max_error_rate: float) -> str | None:
+        """Why the numbers cannot be relied on; None if they can."""
+        failed, rollouts = self.failed, sum(map(len, self.by_task))
+        if self.scored and len(failed) <= max_error_rate * rollouts:
+            return None
+        where = f"{self.env} on version {self.version}"
+        example = f"; the first one: {failed[0].outcome}: {failed[0].message}" if failed else ""
+        if not self.scored:
+            return f"no episode of {where} succeeded{example}"
+        return f"{len(failed)} of {rollouts} attempts of {where} failed (max_error_rate {max_error_rate:g}){example}"
+
     def cells(self) -> dict[str, str]:
         """Return its row of the table."""
         metrics, k = self.metrics(), self.k
@@ -278,19 +294,12 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(file)
 
 
-def check_settings(directory: Path, settings: Mapping[str, Any], but: str = "") -> None:
-    """Check that the results in `directory`, if there are any, were made with these settings.
-
-    Args:
-        but: A setting that is not known yet.
-
-    Raises:
-        UserError: naming the first that differs.
-    """
+def check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the first setting that differs, if the results in `directory` were made with others."""
     before, now = read_settings(directory), flat(settings)
     if before is None:
         return
-    for key in sorted((before.keys() | now.keys()) - {but}):
+    for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             old, new = (json.dumps(table[key]) if key in table else "nothing" for table in (before, now))
             raise UserError(

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import time
 from contextlib import AsyncExitStack, ExitStack, closing
 from pathlib import Path
@@ -14,7 +13,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EndlessTasks
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
-from prime_rl.evals.results import EvalResults, alone, check_settings, number, print_table, read_settings, write_report
+from prime_rl.evals.results import EvalResults, alone, print_table, read_settings, write_report
 from prime_rl.evals.runner import EvalJob, EvalPlan, EvalRunner, KeyRejected, tasks_of
 from prime_rl.evals.servers import EvalServers, connect, rejected_key, way_of_asking
 from prime_rl.evals.versions import API, EvalPolicy, EvalVersions, is_lost
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 10.0  # between two lines of progress
 _TRIES = 5  # at one attempt, of which all but the last failed for want of a server
-_NUMBERED = re.compile(r"(.+)#[0-9]+")  # how `envs` tells tasks apart that share an id
 
 
 async def run_evals(config: "EvalConfig") -> list[EvalResults]:
@@ -59,7 +57,6 @@ async def run_evals(config: "EvalConfig") -> list[EvalResults]:
 async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
     status.phase("waiting for the server")
     chat = await way_of_asking(config, status.waiting) == "chat"
-    check_results(config, chat)
     monitor = Monitor(config.output_dir, "eval", config.monitor, config.model_dump(mode="json"))
     pool = make_pool(config, chat)
     run = Evaluation(config, pool, monitor, status, chat)
@@ -80,25 +77,9 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
         run.report(quiet=False)
     if missing := run.missing():
         raise UserError(missing)
-    if troubles := [trouble for results in run.results if (trouble := trouble_of(results, config)) is not None]:
+    if troubles := [trouble for results in run.results if (trouble := results.trouble(config.max_error_rate))]:
         raise UserError("; ".join(troubles))
     return run.results
-
-
-def check_results(config: "EvalConfig", chat: bool) -> None:
-    """Check whether earlier results can be gone on with, as far as that is known before anything starts.
-
-    Raises:
-        UserError: they were made with other settings; it names the first that differs.
-    """
-    for env in config.environments if not config.clean else ():
-        policies = [API] if chat else []
-        if not chat and config.weights_dir is not None:  # else only the server says which
-            versions = list_steps(directory_of(config, env, API).parent)
-            policies = [EvalPolicy(f"step_{v}", v) for v in versions if not config.steps or v in config.steps]
-        for policy in policies:
-            settings = settings_of(config, env, plan_of(config, env, chat), policy)
-            check_settings(directory_of(config, env, policy), settings, but="weights")
 
 
 def directory_of(config: "EvalConfig", env: "EvalEnv", policy: EvalPolicy) -> Path:
@@ -143,7 +124,7 @@ def make_pool(config: "EvalConfig", chat: bool) -> EnvPool:
 
 
 def check_tasks(pool: EnvPool, env: "EvalEnv", plan: EvalPlan) -> None:
-    """Warn of what may not be meant: fewer tasks than asked for, tasks that share an id.
+    """Warn of fewer tasks than asked for.
 
     Raises:
         UserError: the environment is endless, and no number of tasks is set.
@@ -152,13 +133,6 @@ def check_tasks(pool: EnvPool, env: "EvalEnv", plan: EvalPlan) -> None:
     listed = tasks_of(pool, plan) if isinstance(tasks, EndlessTasks) else tasks
     if plan.num_examples > len(listed):
         logger.warning("{} has {} tasks, not {}: all of them are evaluated", env.name, len(listed), plan.num_examples)
-    ids = {task.task_id for task in listed}
-    twice = [match[0] for name in ids if (match := _NUMBERED.fullmatch(name)) and match[1] in ids]
-    if twice:
-        logger.warning(
-            "{}: {} tasks share their id with an earlier one and count as tasks of their own (the first is {}): are rows repeated?",
-            env.name, len(twice), min(twice),
-        )  # fmt: skip
 
 
 class Evaluation:
@@ -183,7 +157,7 @@ class Evaluation:
                 await self._evaluate(API if servers is None else servers.as_served(), servers)
                 return
             async for policy in self._versions.policies(self._status.waiting):
-                await self._load_and_evaluate(policy, servers)
+                await self._evaluate(policy, servers)
         finally:
             if servers is not None and self._config.weights_dir is not None:
                 self._status.phase("restoring the base model")
@@ -206,20 +180,18 @@ class Evaluation:
             self._results |= {(job.plan.env, name): job.results for job in jobs}
             self._versions.hashes[version] = policy.hash
 
-    async def _load_and_evaluate(self, policy: EvalPolicy, servers: EvalServers) -> None:
-        self._status.phase(f"loading {policy.name}")
-        try:
-            policy = await servers.serve(policy)
-        except UserError:
-            if policy.weights is None or not is_lost(policy.weights):
-                raise
-            self._versions.skip(policy.version, "it was removed before the servers had loaded it")
-            self._versions.hashes.pop(policy.version)  # should it be made again
-            return
-        await self._evaluate(policy, servers)
-
     async def _evaluate(self, policy: EvalPolicy, servers: EvalServers | None) -> None:
-        config = self._config
+        config, status = self._config, self._status
+        if servers is not None and config.weights_dir is not None:
+            status.phase(f"loading {policy.name}")
+            try:
+                policy = await servers.serve(policy)
+            except UserError:
+                if policy.weights is None or not is_lost(policy.weights):
+                    raise
+                self._versions.skip(policy.version, "it was removed before the servers had loaded it")
+                self._versions.hashes.pop(policy.version)  # should it be made again
+                return
         with ExitStack() as stack:
             jobs = [self._job(env, policy, stack) for env in config.environments]
             self._results |= {(job.plan.env, policy.name): job.results for job in jobs}
@@ -227,13 +199,13 @@ class Evaluation:
             done = sum(key in job.results.done for job in jobs for key in job.results.keys)
             if done:
                 logger.info("{}: {} of {} attempts are there already", policy.name, done, total)
-            self._status.phase(f"evaluating {policy.name}: {done}/{total}")
+            status.phase(f"evaluating {policy.name}: {done}/{total}")
             shown = time.monotonic()
 
             def show(job: EvalJob) -> None:
                 nonlocal done, shown
                 done += 1
-                self._status.phase(f"evaluating {policy.name}: {done}/{total}")
+                status.phase(f"evaluating {policy.name}: {done}/{total}")
                 if time.monotonic() - shown > LINE_SECONDS:
                     shown = time.monotonic()
                     logger.info("{}: {}", policy.name, ", ".join(job.results.progress() for job in jobs))
@@ -243,15 +215,9 @@ class Evaluation:
                 seed=config.seed, max_concurrent=config.max_concurrent, timeout=config.rollout_timeout,
                 verify=None if servers is None else servers.verify, on_result=show, tries=_TRIES,
             ).run()  # fmt: skip
-        for job in jobs:
-            results, metrics = job.results, job.results.metrics()
+        for results in (job.results for job in jobs):
             self._monitor.log(policy.version, results.logged())
-            average = f"avg@{results.k}"
-            logger.info(
-                "{}, {}: {} {} ± {} | errors {} | {:.1f} s",
-                policy.name, results.env, average, number(metrics.get(average)), number(metrics.get(f"{average}/ci95")),
-                dict(results.errors), results.seconds,
-            )  # fmt: skip
+            logger.info("{}, {}: {} | errors {} | {:.1f} s", policy.name, results.env, results.average(), dict(results.errors), results.seconds)  # fmt: skip
         self.report()
 
     def _job(self, env: "EvalEnv", policy: EvalPolicy, stack: ExitStack) -> EvalJob:
@@ -289,15 +255,3 @@ class Evaluation:
             write_report(self.results, self._versions.skipped, self._config)
             if not quiet:
                 print_table(self.results, self._config)
-
-
-def trouble_of(results: EvalResults, config: "EvalConfig") -> str | None:
-    """Why an environment's evaluation cannot be relied on; None if it can."""
-    failed, rollouts = results.failed, sum(map(len, results.by_task))
-    if results.scored and len(failed) <= config.max_error_rate * rollouts:
-        return None
-    where = f"{results.env} on version {results.version}"
-    example = f"; the first one: {failed[0].outcome}: {failed[0].message}" if failed else ""
-    if not results.scored:
-        return f"no episode of {where} succeeded{example}"
-    return f"{len(failed)} of {rollouts} attempts of {where} failed (max_error_rate {config.max_error_rate:g}){example}"

@@ -181,18 +181,15 @@ class VersionWriter:
 
     def __init__(self, run_dir: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._run_dir, self._monotonic = run_dir, monotonic
-        self._watch: TrainerWatch | None = None
-        self._since = monotonic()
+        self._watch = TrainerWatch(run_dir, monotonic)
         self.name = f"the run in {run_dir}"
 
     def ended(self) -> bool:
         """Whether no more is to come: it said so, has given no sign for long, or never began."""
         beats = {name: status.heartbeat for name, status in read_status(self._run_dir).items() if name in _WRITERS}
-        name = max(beats, key=beats.__getitem__, default="")
-        if name and (self._watch is None or name != self.name):
+        name = max(beats, key=beats.__getitem__, default=self.name)
+        if name != self.name:
             self._watch, self.name = TrainerWatch(self._run_dir, self._monotonic, name), name
-        if self._watch is None:
-            return self._monotonic() - self._since > GONE_SECONDS
         return self._watch.ended(asked_to_stop=False)
 
 
