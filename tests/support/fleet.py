@@ -1,7 +1,7 @@
 """A scripted fleet around the real orchestrator: servers that are late, die, are started again, reject versions, and the pool of their episodes."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.fleet.client import Served, ServerError
@@ -10,6 +10,8 @@ from prime_rl.monitor import Monitor, Status
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from support.ledgers import conserved
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
+
+Story = Callable[[Orchestrator, "asyncio.Task[None]"], Coroutine[None, None, None]]
 
 
 class Server(ScriptedEngine):
@@ -97,13 +99,18 @@ class FleetWorld(World):
             assert self.really_sampled(step) <= set(self.versions(step))
 
 
-async def run(world: FleetWorld, steps: int = 4, last: Callable[[], bool] = lambda: True):
+async def run(world: FleetWorld, steps: int = 4, last: Callable[[], bool] = lambda: True, story: Story | None = None):
+    """A run of so many steps, `story(orchestrator, running)` beside it; afterwards no episode is lost, and all are of a version that their lineage names."""
     orchestrator = world.orchestrator()
-    trainer = asyncio.create_task(world.train(steps, last))
+    running = asyncio.create_task(orchestrator.run())
+    beside = [asyncio.create_task(world.train(steps, last))]
+    if story is not None:
+        beside.append(asyncio.create_task(story(orchestrator, running)))
     async with asyncio.timeout(60):
-        await orchestrator.run()
-        await trainer
+        await running
+        await asyncio.gather(*beside)
     conserved(orchestrator.config.output_dir)
+    world.check(steps)
     return orchestrator
 
 

@@ -6,7 +6,9 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0
-_PROOF_TIMEOUT_SECONDS = 60.0  # for a server that is busy; who takes longer proves nothing
+_VERIFY_TIMEOUT_SECONDS = 60.0  # for a server that is busy; one that takes longer is not verified
 _SAY_WAIT_AFTER_SECONDS = 0.5
 _BUSY = 409  # another weight change goes on, perhaps one whose answer was lost
 _UNUSABLE = 500  # as an answer to what is served
@@ -48,7 +50,7 @@ class CannotScore(UserError):
 @dataclass(frozen=True)
 class Served:
     """What the server says it serves. `boot` names the incarnation of the server, where it tells one; `seconds`, what parts its update took, of one that
-    answered (`inference.service.WeightUpdate`, and `verify`, its canary); `models`, the names that requests may give."""
+    answered (`inference.service.WeightUpdate`, and `verify`, its logprob check); `models`, the names that requests may give."""
 
     version: int
     hash: str
@@ -102,7 +104,7 @@ class InferenceClient:
         """Wait until the server answers, at most `client.ready_timeout` seconds. A wait that is noticed is logged, also while a look hangs.
 
         Args:
-            on_wait: Told subject, owner and deadline in seconds before every pause.
+            on_wait: Called with subject, owner and deadline in seconds before every pause.
 
         Raises:
             UserError: it did not come up in time.
@@ -115,9 +117,7 @@ class InferenceClient:
         try:
             while trouble := await self._trouble(start + most - time.monotonic()):  # bounded: by the deadline below
                 if time.monotonic() - start > most:
-                    raise UserError(
-                        f"no inference server at {self.root} after {most:.0f} s ({self._config.source}, client.ready_timeout): {trouble}; {how_to_start(self.root)}"
-                    )
+                    raise UserError(f"no inference server at {self.root} after {most:.0f} s ({self._config.source}, client.ready_timeout): {trouble}; {how_to_start(self.root)}")  # fmt: skip
                 on_wait("a healthy server", f"inference at {self.root}", most)
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
@@ -136,7 +136,7 @@ class InferenceClient:
             NoWeightsServed: a load that failed has left it without weights.
             UserError: the server is not ours (it has no such route), refuses the key, or does not answer.
         """
-        body = await self._call("GET", "/weights", timeout=min(_PROOF_TIMEOUT_SECONDS, self._config.timeout))
+        body = await self._call("GET", "/weights", timeout=min(_VERIFY_TIMEOUT_SECONDS, self._config.timeout))
         try:
             return Served(
                 int(body["version"]),
@@ -147,12 +147,10 @@ class InferenceClient:
                 models=tuple(map(str, body["models"])) if "models" in body else None,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{self.root}/weights does not say what is served ({error!r}): is this server started with `inference`?"
-            ) from error
+            raise UserError(f"{self.root}/weights does not say what is served ({error!r}): is this server started with `inference`?") from error  # fmt: skip
 
     async def update(self, weights: WeightsManifest) -> Served:
-        """Have the server load a committed version and prove it: say what it serves, and compute what the trainer computed.
+        """Have the server load a committed version and verify it: by what it reports to serve, and by what it computes.
 
         Raises:
             ServerError: it failed, or its answer was lost, and it does not serve that version; or it computes something else.
@@ -175,12 +173,13 @@ class InferenceClient:
         body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
         try:
             answer = await self._call("POST", "/update_weights", body)
-            served = replace(await self.served(), seconds=_seconds(answer))
+            served = replace(await self.served(), seconds=answer.get("seconds", {}))
         except ServerError:
-            current = await self._served_or_none()
-            if current is None or not current.holds(weights):  # that counts, not what became of its answer
-                raise
-            return current
+            with suppress(UserError):  # what is served counts, not what became of the answer
+                current = await self.served()
+                if current.holds(weights):
+                    return current
+            raise
         if not served.holds(weights):
             raise UserError(
                 f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it serves "
@@ -198,9 +197,7 @@ class InferenceClient:
         await self._call("POST", "/reload_weights")
         served = await self.served()
         if served.version != 0:
-            raise UserError(
-                f"the server at {self.root} was to load its base weights and says it serves version {served.version}"
-            )
+            raise UserError(f"the server at {self.root} was to load its base weights and says it serves version {served.version}")  # fmt: skip
         return served
 
     async def score(self, tokens: Sequence[int], engine: int | None = None) -> list[float]:
@@ -218,7 +215,7 @@ class InferenceClient:
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
             # vLLM reads no cached prefix for such a request; another server might.
             "cache_salt": f"canary-{secrets.token_hex(8)}",
-            # Right after an update all that is in flight waits to be computed anew. Where the server goes by priority, the proof does not wait behind it.
+            # Right after an update all that is in flight waits to be computed anew. Where the server goes by priority, this does not wait behind it.
             "priority": -1,
         }
         try:
@@ -247,12 +244,6 @@ class InferenceClient:
             raise ServerError(f"{self.root} did not answer POST {path}: {error!r}") from error
         return response.status_code
 
-    async def _served_or_none(self) -> Served | None:
-        try:
-            return await self.served()
-        except UserError:
-            return None
-
     async def _trouble(self, seconds_left: float) -> str | None:
         """Why the server is not healthy; None if it is. Takes hardly longer than the seconds that are left."""
         seconds = min(max(seconds_left, _POLL_SECONDS), _PROBE_TIMEOUT_SECONDS)
@@ -275,40 +266,34 @@ class InferenceClient:
     ) -> dict[str, Any]:
         limit = httpx.Timeout(timeout or self._config.timeout, connect=_PROBE_TIMEOUT_SECONDS)
         try:
+            request = partial(self._http.request, method, path, json=body, timeout=limit, headers=headers)
             try:
-                response = await self._http.request(method, path, json=body, timeout=limit, headers=headers)
+                response = await request()
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                # A connection that broke says nothing about the server; every call here may be repeated.
-                response = await self._http.request(method, path, json=body, timeout=limit, headers=headers)
+                response = (
+                    await request()
+                )  # a connection that broke says nothing about the server; every call may be repeated
         except httpx.TransportError as error:
-            raise ServerError(
-                f"the inference server at {self.root} did not answer {method} {path}: {error!r}"
-            ) from error
-        if response.status_code == 401:
-            raise UserError(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
-        if response.status_code == 404:
+            raise ServerError(f"the inference server at {self.root} did not answer {method} {path}: {error!r}") from error  # fmt: skip
+        status, message = response.status_code, _message(response)
+        server = f"the inference server at {self.root}"
+        if status == 401:
+            raise UserError(f"{server} refused the key in ${self._config.api_key_var}")
+        if status == 404:
             raise UserError(f"{self.root}{path} does not exist: is this server started with `inference`?")
-        if response.status_code == _UNSENT:
-            raise VersionNotSent(f"the inference server at {self.root}: {_message(response)}")
-        if response.status_code == _BUSY:
-            raise ServerError(f"the inference server at {self.root} is at another change: {_message(response)}")
-        if response.status_code >= 500:
-            kind = NoWeightsServed if (path, response.status_code) == ("/weights", _UNUSABLE) else ServerError
-            raise kind(f"the inference server at {self.root} failed {method} {path}: {_message(response)}")
+        if status == _UNSENT:
+            raise VersionNotSent(f"{server}: {message}")
+        if status == _BUSY:
+            raise ServerError(f"{server} is at another change: {message}")
+        if status >= 500:
+            kind = NoWeightsServed if (path, status) == ("/weights", _UNUSABLE) else ServerError
+            raise kind(f"{server} failed {method} {path}: {message}")
         if not response.is_success:
-            raise UserError(f"the inference server at {self.root} refused {method} {path}: {_message(response)}")
+            raise UserError(f"{server} refused {method} {path}: {message}")
         try:
             return dict(response.json())
         except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{self.root}{path} does not answer with an object: is this server started with `inference`?"
-            ) from error
-
-
-def _seconds(answer: dict[str, Any]) -> dict[str, float]:
-    """What the server says its update took; nothing where it does not say."""
-    seconds = answer.get("seconds")
-    return {str(part): float(value) for part, value in seconds.items()} if isinstance(seconds, dict) else {}
+            raise UserError(f"{self.root}{path} does not answer with an object: is this server started with `inference`?") from error  # fmt: skip
 
 
 def _message(response: httpx.Response) -> str:

@@ -647,14 +647,21 @@ class WeightSync:
             delay = min(2 * delay, MAX_RETRY_SECONDS if patient else RETRY_SECONDS)
 
     async def _hand_over(self, replica: Replica) -> None:
-        """Have made again by the others, if there are any, what a quarantined replica cannot be verified for."""
-        if replica.unverified | replica.invalid and self.fleet.ready and not self.config.bench:
-            if replica.unverified and not replica.invalid and await replica.verify():
-                return
-            async with self.shipping:
-                if not replica.ready:
-                    self.invalidate(replica, "the server is gone")
-            self._loop.wake()
+        """Count what a quarantined replica is verified for; have the rest made again by the others, if there are any."""
+        if not (replica.unverified | replica.invalid and self.fleet.ready) or self.config.bench:
+            return
+        finished = replica.unverified.intersection(self.scheduler.unverified())
+        verified = bool(replica.unverified) and not replica.invalid and await replica.verify()
+        async with self.shipping:
+            if (
+                verified and not replica.invalid
+            ):  # a batch may wait for these, while the replica cannot load what the others serve
+                finished &= replica.unverified
+                self.scheduler.verify(finished)
+                self.fleet.forget(finished)
+            elif not replica.ready:
+                self.invalidate(replica, "the server is gone")
+        self._loop.wake()
 
     async def _catch_up(self, replica: Replica) -> bool:
         """Have a healthy replica load what the others serve, and let it in. False: what they serve has changed meanwhile."""

@@ -122,11 +122,6 @@ def test_without_environments_an_error_lists_what_is_installed(tmp_path, content
             assert not {"prime-rl", "benchmark-tasks", "verifiers"} & set(listed)
 
 
-def test_steps_are_given_with_commas():
-    config = parse(EvalConfig, ["--environment-ids", "a,b", "--weights-dir", "w", "--steps", "10,20"], {})
-    assert (config.steps, [env.id for env in config.environments]) == ([10, 20], ["a", "b"])
-
-
 async def test_a_version_that_is_removed_before_its_turn_is_skipped_and_reported(world):
     """Contract: it is no error of what is there; the report says which and why."""
     commit(world, 0, 5, 10)
@@ -202,38 +197,6 @@ async def test_following_again_reports_what_was_evaluated_before_and_removed_sin
     assert names(found) == ["step_0", "step_5", "step_15"]
     assert len(world.pool.made) == 10 + 4
     assert "* 10: it was removed before its evaluation was complete" in (world.directory / "out" / "evals" / "report.md").read_text()  # fmt: skip
-
-
-async def test_following_a_run_that_goes_on_from_before_evaluates_what_it_makes_again(world):
-    """Contract: an earlier follower's results of a number that another incarnation of the trainer makes again are replaced: complete, or given up as removed."""
-    commit(world, 0, 5, 10)
-    run = Status(world.directory / "run", "sft")
-
-    def interrupt(env, task, number):
-        if number == 10:  # the second attempt at version 10
-            command.cancel()
-
-    world.pool.before = interrupt
-    command = asyncio.create_task(world.run(weights_dir=world.weights, follow=True, max_concurrent=1))
-    await asyncio.wait([command], timeout=30)
-    shutil.rmtree(
-        world.weights / "step_10"
-    )  # the new incarnation began before the follower, and has come to 5 when that looks
-    made = len(world.pool.made)
-
-    def before(env, task, number):
-        if number == made + 1:
-            shutil.rmtree(world.weights / "step_5")
-            commit(world, 5, 10, incarnation=1)
-            run.done("finished")
-
-    world.pool.before = before
-    settings = {"weights_dir": world.weights, "follow": True, "rollouts_per_example": 2, "max_concurrent": 1}
-    found = await asyncio.wait_for(world.run(**settings), 30)
-    assert names(found) == ["step_0", "step_5", "step_10"]
-    assert len(world.pool.made) == made + 4 + 8 + 8  # of the base what was missing, of the others all
-    report = (world.directory / "out" / "evals" / "report.md").read_text()
-    assert "not evaluated" not in report
 
 
 async def test_what_is_written_to_the_disk_only_later_is_evaluated_then(world):

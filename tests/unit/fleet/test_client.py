@@ -13,10 +13,8 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig, how_to_start
 from prime_rl.errors import UserError
-from prime_rl.fleet import client as engine_module
 from prime_rl.fleet.client import CannotScore, InferenceClient, NoWeightsServed, Served, ServerError
 from prime_rl.transport.weights import WeightsManifest
-from support.scripted import until
 
 
 class Scripted(ThreadingHTTPServer):
@@ -201,22 +199,3 @@ async def test_a_server_that_accepts_and_never_answers_is_waited_for_in_the_same
             assert not waiting.done()
             with pytest.raises(UserError, match=f"no inference server at {url} after 2 s .*: it does not answer"):
                 await waiting
-
-
-async def test_a_server_that_is_there_is_no_news(server, heard, monkeypatch):
-    """Nothing is said of a wait that is over before it is noticed; of another its end is said, too."""
-    server.answers["GET", "/health"] = 200, {}
-    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
-        monkeypatch.setattr(engine_module, "_SAY_WAIT_AFTER_SECONDS", 3.0)
-        await engine.wait_ready(lambda *wait: None)
-        await asyncio.sleep(3.1)
-        assert heard.messages == []
-        monkeypatch.setattr(engine_module, "_SAY_WAIT_AFTER_SECONDS", 0.1)
-        server.answers["GET", "/health"] = 503, {}
-        waiting = asyncio.create_task(engine.wait_ready(lambda *wait: None))
-        await until(lambda: bool(heard.messages), run=waiting)
-        server.answers["GET", "/health"] = 200, {}
-        await waiting
-    asked, answers = heard.messages
-    assert asked.startswith("waiting for an inference server")
-    assert answers.startswith(f"the inference server at {server.url} answers after")

@@ -9,7 +9,7 @@ import pytest
 from prime_rl.errors import UserError
 from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served
-from support.fleet import FleetWorld, Server
+from support.fleet import FleetWorld, Server, run
 from support.ledgers import conserved
 from support.scripted import has_batch, until
 
@@ -32,20 +32,6 @@ class LeavingWorld(FleetWorld):
         super().__init__(directory, **settings)
         for server in self.servers:
             server.__class__ = Leaver
-
-    async def go(self, steps: int, story, last=lambda: True):
-        """A run of so many steps, and `story(orchestrator, running)` beside it."""
-        orchestrator = self.orchestrator()
-        running = asyncio.create_task(orchestrator.run())
-        trainer = asyncio.create_task(self.train(steps, last))
-        beside = asyncio.create_task(story(orchestrator, running))
-        async with asyncio.timeout(60):
-            await running
-            await trainer
-            await beside
-        conserved(orchestrator.config.output_dir)
-        self.check(steps)
-        return orchestrator
 
     def sent_to(self, server: Server) -> int:
         return list(self.pool.sent.values()).count(server.root)
@@ -91,7 +77,7 @@ async def test_a_server_that_asks_to_leave_is_drained(tmp_path, moment, heard):
         at["done"] = True
         assert in_flight > 0
 
-    orchestrator = await world.go(8, story, lambda: "done" in at)
+    orchestrator = await run(world, 8, lambda: "done" in at, story)
     assert (world.sent_to(leaver), leaver.updates) == (at["sent"], at["updates"])
     assert conserved(orchestrator.config.output_dir).dropped.keys().isdisjoint({"stale", "errored"})
     assert f"{leaver.root} is to leave: it gets nothing new" in heard.text
@@ -119,7 +105,7 @@ async def test_what_ended_last_on_a_leaving_server_is_verified_before_it_goes(tm
         leaver.up, world.pool.seconds = False, 0.02
         left.append(True)
 
-    orchestrator = await world.go(3, story, lambda: bool(left))
+    orchestrator = await run(world, 3, lambda: bool(left), story)
     assert "stale" not in conserved(orchestrator.config.output_dir).dropped
 
 
@@ -142,7 +128,7 @@ async def test_a_server_that_dies_while_it_drains_takes_only_its_own_with_it(tmp
         world.pool.seconds = 0.02
         left.append(True)
 
-    await world.go(6, story, lambda: bool(left))
+    await run(world, 6, lambda: bool(left), story)
 
 
 async def test_when_the_last_one_leaves_the_run_waits_and_a_later_incarnation_of_it_joins(tmp_path):
@@ -161,7 +147,7 @@ async def test_when_the_last_one_leaves_the_run_waits_and_a_later_incarnation_of
         await until(lambda: bool(orchestrator.fleet.ready), run=running)
         seen.append(True)
 
-    orchestrator = await world.go(5, story, lambda: bool(seen))
+    orchestrator = await run(world, 5, lambda: bool(seen), story)
     assert server.updates[-1] == (5, 0)
     assert "stale" not in conserved(orchestrator.config.output_dir).dropped
 
@@ -206,7 +192,7 @@ async def test_an_evaluation_stands_that_a_leaving_server_had_a_part_in(tmp_path
         leaver.up = False
         left.append(True)
 
-    await world.go(3, story)
+    await run(world, 3, story=story)
     assert len(world.pool.evaluated) == 12
     assert {world.pool.sent[name] for name in world.pool.sent if name.startswith("eval")} == {
         s.root for s in world.servers
@@ -258,4 +244,4 @@ async def test_whoever_comes_and_goes_the_run_ends_and_its_stamps_are_right(tmp_
         world.pool.seconds = 0.02
         ended.append(True)
 
-    await world.go(12, story, lambda: bool(ended))
+    await run(world, 12, lambda: bool(ended), story)

