@@ -16,7 +16,7 @@ from prime_rl.orchestrator.checkpoint import JointCheckpoints, OrchestratorState
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
 from prime_rl.transport.incarnations import read_incarnations, read_versions
-from prime_rl.transport.protocol import to_set_aside
+from prime_rl.transport.protocol import superseded_versions
 from prime_rl.transport.rollouts import open_batch
 from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
 
@@ -31,7 +31,9 @@ class ScriptedTrainer:
         """Open an incarnation, then set aside what it gives up."""
         (self.directory / "incarnations").mkdir(exist_ok=True)
         write_atomically(self.directory / "incarnations" / f"{number}.json", json.dumps({"step": start}).encode())
-        for version in to_set_aside(read_versions(self.directory / "weights"), read_incarnations(self.directory)):
+        for version in superseded_versions(
+            read_versions(self.directory / "weights"), read_incarnations(self.directory)
+        ):
             prune(self.directory / "weights" / f"step_{version}")
 
     def commit(self, version: int, incarnation: int = 0, **more: dict) -> None:

@@ -44,7 +44,7 @@ from prime_rl.trainer.weight_copy import (
 from prime_rl.transport import incarnations
 from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune, supersede
 from prime_rl.transport.exchange import Publisher, checksums, own_address
-from prime_rl.transport.protocol import prunable, spared, to_set_aside
+from prime_rl.transport.protocol import prunable, spared, superseded_versions
 from prime_rl.transport.tmpfs import check_room, in_tmpfs, open_tmpfs, remove_in_tmpfs, tmpfs_dir, tmpfs_of
 from prime_rl.transport.weights import (
     INDEX,
@@ -521,7 +521,7 @@ class WeightPublisher:
     def _remove_superseded(self, incarnation: int) -> None:
         """Remove the versions that the new incarnation supersedes, or keep the newest under another name."""
         versions = incarnations.read_versions(self.root)
-        superseded = to_set_aside(versions, incarnations.read_incarnations(self.output_dir))
+        superseded = superseded_versions(versions, incarnations.read_incarnations(self.output_dir))
         with_files = [v for v in superseded if weights_manifest(version_dir(self.root, v)).publisher is None]
         kept = spared({v: versions[v] for v in with_files}, incarnations.sparing_incarnations(self.output_dir))
         if kept is not None and not self._bring_to_disk(kept):

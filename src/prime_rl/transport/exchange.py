@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,14 +42,12 @@ from prime_rl.errors import UserError
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import UNREACHABLE, PublisherAddress, TensorEntry, WeightsManifest
 
-DTYPES = {
+DTYPES = {  # by their names in safetensors
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""By their names in safetensors."""
-ALIGNMENT = 512
-"""Bytes: every tensor begins at a multiple of it, as in torch's own allocator, and is padded with zeros."""
+ALIGNMENT = 512  # bytes: every tensor begins at a multiple, as in torch's own allocator, and is padded with zeros
 _COLUMNS = ALIGNMENT // 8
 _CHUNK_ROWS = 1 << 17  # 64 MiB multiplied at once: the products take as much again
 PROTOCOL = 3
@@ -69,22 +68,22 @@ class ExchangeError(Exception):
 
 
 def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, tuple[int, int]], int]:
-    """The start and size of each tensor in the buffer, and the size of the buffer, in bytes.
+    """Return the start and size of each tensor in the buffer, and the size of the buffer, in bytes.
 
     Raises CommitError for a tensor of an unknown type or an impossible shape.
     """
-    places, at = {}, 0
+    ranges, at = {}, 0
     for name, entry in tensors.items():
         if entry.dtype not in DTYPES or any(length < 0 for length in entry.shape):
             raise CommitError(f"tensor {name} of type {entry.dtype} and shape {entry.shape} cannot be loaded")
         size = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
-        places[name] = at, size
+        ranges[name] = at, size
         at += -(-size // ALIGNMENT) * ALIGNMENT
-    return places, at
+    return ranges, at
 
 
 def tensor_views(buffer: Tensor, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor as a view of the buffer, in the order of the manifest."""
+    """Yield every tensor as a view of the buffer, in the order of the manifest."""
     by_dtype = {dtype: buffer.view(DTYPES[dtype]) for dtype in {entry.dtype for entry in tensors.values()}}
     for name, (start, _) in layout(tensors)[0].items():
         entry, typed = tensors[name], by_dtype[tensors[name].dtype]
@@ -118,7 +117,7 @@ class Channel:
             raise ExchangeError(f"the other side is gone ({error.strerror or error})") from error
 
     def receive(self, *, wait: bool = False) -> dict[str, Any]:
-        """The next message. With `wait` there is no deadline; keep-alive probes find out if the other side dies."""
+        """Return the next message. With `wait` there is no deadline; keep-alive probes find out if the other side dies."""
         header = bytearray(4)
         self.receive_bytes(memoryview(header), wait=wait)
         (size,) = struct.unpack("<I", header)
@@ -126,10 +125,9 @@ class Channel:
             raise ExchangeError(_STRANGER)
         data = bytearray(size)
         self.receive_bytes(memoryview(data))
-        try:
+        message = None
+        with suppress(ValueError, RecursionError):
             message = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise ExchangeError(_STRANGER) from error
         if not isinstance(message, dict):
             raise ExchangeError(_STRANGER)
         if "error" in message:
@@ -137,7 +135,7 @@ class Channel:
         return message
 
     def expect(self, key: str) -> Any:
-        """The value of `key` in the next message."""
+        """Return the value of `key` in the next message."""
         message = self.receive()
         if key not in message:
             raise ExchangeError(f"the other side says {sorted(message)} where {key} was expected")
@@ -173,6 +171,20 @@ def _close(connection: socket.socket) -> None:
     connection.close()
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
+
+
+def own_address() -> str:
+    """Return this host's address on the way to others; the loopback address if there is no such way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has; nothing is sent, it is only routed
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
 def _proof(token: str, challenge: str) -> str:
     return hmac.new(token.encode(), f"subscriber {challenge}".encode(), hashlib.sha256).hexdigest()
 
@@ -180,22 +192,13 @@ def _proof(token: str, challenge: str) -> str:
 # ---- the trainer's side
 
 
-class _Request(NamedTuple):
-    """A version that a worker asks for, or that the publisher holds."""
-
-    version: int
-    incarnation: int
-    hash: str
-
-    def __str__(self) -> str:
-        return f"version {self.version} of incarnation {self.incarnation}"
-
-
 @dataclass
 class _Published:
     """The version in the buffer, the number of its readers, and whether the buffer may change under them."""
 
-    key: _Request
+    version: int
+    incarnation: int
+    hash: str
     size: int
     readers: int = 0
     withdrawn: bool = False
@@ -203,7 +206,7 @@ class _Published:
     def check(self) -> None:
         """Raise if the buffer may change; a worker that is in the middle of it sees the connection close."""
         if self.withdrawn:
-            raise ExchangeError(f"version {self.key.version} is superseded: its memory is needed for a newer one")
+            raise ExchangeError(f"version {self.version} is superseded: its memory is needed for a newer one")
 
 
 class Publisher:
@@ -223,7 +226,7 @@ class Publisher:
         self._closed = False
         self._changed = threading.Condition()  # bounded: held for a look at who reads
         self._store: tuple[dist.TCPStore, int] | None = None  # and its port
-        self._announced: set[tuple[str, str]] = set()
+        self._announced: set[tuple[str, str]] = set()  # logged: the address of a worker, and its backend
         self._host = host
         try:
             self._socket = _listen(host, port)
@@ -239,7 +242,7 @@ class Publisher:
     def offer(self, version: int, incarnation: int, digest: str, size: int) -> None:
         """Let workers ask for the version in the buffer, which must not change until `withdraw`."""
         with self._changed:
-            self._current = _Published(_Request(version, incarnation, digest), size)
+            self._current = _Published(version, incarnation, digest, size)
 
     def withdraw(self) -> None:
         """Return once nobody reads the buffer. Workers that still do after `timeout` seconds are cut off."""
@@ -247,7 +250,7 @@ class Publisher:
             current, self._current = self._current, None
             if current is not None and not self._changed.wait_for(lambda: not current.readers, timeout=self._timeout):
                 current.withdrawn = True
-                late = f"{current.readers} workers have not read version {current.key.version}"
+                late = f"{current.readers} workers have not read version {current.version}"
                 logger.warning("{} in {:.0f} s: they are cut off", late, self._timeout)
 
     def close(self) -> None:
@@ -282,7 +285,7 @@ class Publisher:
                 self._announced.add((address, backend))
                 logger.info("a worker at {} gets weights by {}", address, backend)
             while True:  # ends when the worker closes the connection
-                self._answer(channel, group, backend, _request(channel.receive(wait=True)))
+                self._answer(channel, group, backend, channel.receive(wait=True))
         except ExchangeError as error:
             logger.debug("publishing to {}: {}", address, error)
         except (OSError, RuntimeError) as error:  # torch's, of a GPU without memory for a group
@@ -322,29 +325,35 @@ class Publisher:
         channel.send(store=[port, name])
         return _NcclGroup(channel, dist.PrefixStore(name, store), 0, self._buffer.device)
 
-    def _answer(self, channel: Channel, group: "_NcclGroup | None", backend: str, asked: _Request) -> None:
+    def _answer(self, channel: Channel, group: "_NcclGroup | None", backend: str, request: Mapping[str, Any]) -> None:
+        """Send the version that a worker asks for, or say that it is superseded."""
+        try:
+            asked = int(request["version"]), int(request["incarnation"]), str(request["hash"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ExchangeError(f"a worker asks for something else than a version ({error!r})") from error
         with self._changed:
             current = self._current
-            if current is not None and current.key == asked:
+            match = current is not None and (current.version, current.incarnation, current.hash) == asked
+            if current is not None and match:
                 current.readers += 1
-        if current is None or current.key != asked:
-            held = "none" if current is None else current.key
-            channel.send(superseded=f"{asked} is superseded: the trainer holds {held}")
+        if current is None or not match:
+            held = "none" if current is None else f"version {current.version} of incarnation {current.incarnation}"
+            superseded = f"version {asked[0]} of incarnation {asked[1]} is superseded"
+            channel.send(superseded=f"{superseded}: the trainer holds {held}")
             return
         try:
             channel.send(size=current.size)
             if backend == "cuda-ipc":
                 channel.expect("read")
-            else:
-                size = BLOCK_BYTES if group is None else NCCL_BLOCK_BYTES
-                for block in self._buffer[: current.size].split(size):
+            elif group is not None:
+                for block in self._buffer[: current.size].split(NCCL_BLOCK_BYTES):
                     current.check()
-                    if group is not None:
-                        group.transfer(block)
-                    else:
-                        channel.send_bytes(block.cpu().numpy().data)
-                if group is not None:
-                    group.flush()
+                    group.transfer(block)
+                group.flush()
+            else:
+                for block in self._buffer[: current.size].split(BLOCK_BYTES):
+                    current.check()
+                    channel.send_bytes(block.cpu().numpy().data)
             current.check()
         finally:
             with self._changed:
@@ -353,73 +362,17 @@ class Publisher:
         channel.send(done=True)
 
 
-def _request(message: Mapping[str, Any]) -> _Request:
-    try:
-        return _Request(int(message["version"]), int(message["incarnation"]), str(message["hash"]))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ExchangeError(f"a worker asks for something else than a version ({error!r})") from error
-
-
-def own_address() -> str:
-    """Return this host's address on the way to others; the loopback address if there is no such way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has; nothing is sent, it is only routed
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
-
-
 # ---- the server's side
-
-
-class _Connection:
-    """A connection to a publisher, set up for one backend."""
-
-    def __init__(self, address: PublisherAddress, buffer: Tensor) -> None:
-        host, port = address.host, address.port
-        self.key = address, buffer.is_cuda
-        try:
-            self.channel = Channel(socket.create_connection((host, port), address.timeout), address.timeout)
-        except OSError as error:
-            why = error.strerror or error
-            raise ExchangeError(f"{socket.gethostname()} {UNREACHABLE} at {host}:{port} ({why})") from error
-        self.group: _NcclGroup | None = None
-        self.handle = ""
-        try:
-            hello = self.channel.receive()
-            if hello.get("protocol") != PROTOCOL:
-                raise ExchangeError(f"what answers at {host}:{port} is no publisher of this release")
-            self.backend = _choose(hello, buffer)
-            self.channel.send(proof=_proof(address.token, str(hello.get("challenge"))), backend=self.backend)
-            if self.backend == "cuda-ipc":
-                self.handle = str(self.channel.expect("handle"))
-            elif self.backend == "nccl":
-                store_port, name = self.channel.expect("store")
-                limit = timedelta(seconds=address.timeout)
-                store = dist.TCPStore(host, int(store_port), is_master=False, wait_for_workers=False, timeout=limit)
-                self.group = _NcclGroup(self.channel, dist.PrefixStore(str(name), store), 1, buffer.device)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, RuntimeError | TypeError | ValueError):  # torch's, if the store cannot be reached
-                raise ExchangeError(f"no group with the publisher at {host}:{port} ({_brief(error)})") from error
-            raise
-
-    def close(self) -> None:
-        if self.group is not None:
-            self.group.abort()
-        self.channel.close()
 
 
 class Subscriber:
     """Receives versions for one worker of a server. The connection is kept for the next version."""
 
     def __init__(self) -> None:
-        self._connection: _Connection | None = None
+        self._channel: Channel | None = None
+        self._key: tuple[PublisherAddress, bool] | None = None  # of the connection: for buffers on a GPU or not
+        self._group: _NcclGroup | None = None
+        self._backend = self._handle = ""
         self.spoilt = ""  # hash of the last version with a wrong checksum: a second time, no retry mends it
 
     def receive(self, manifest: WeightsManifest, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> str:
@@ -433,58 +386,84 @@ class Subscriber:
         Raises:
             ExchangeError: the publisher holds another version, is unreachable, refuses, or misses its deadline.
         """
-        connection = self._connect(manifest, buffer)
+        assert manifest.publisher is not None
+        channel, key = self._channel, (manifest.publisher, buffer.is_cuda)
+        if channel is None or self._key != key or not channel.is_open():
+            self.close()
+            channel = self._connect(manifest.publisher, buffer)
+            self._key = key
         try:
-            connection.channel.send(version=manifest.version, incarnation=manifest.incarnation, hash=manifest.hash)
-            answer = connection.channel.receive()
+            channel.send(version=manifest.version, incarnation=manifest.incarnation, hash=manifest.hash)
+            answer = channel.receive()
             if "superseded" not in answer:
                 if (size := answer.get("size")) != buffer.numel():
                     version = f"{size} bytes of version {manifest.version}"
                     raise ExchangeError(f"the publisher has {version}, not {buffer.numel()}")
-                self._fill(connection, buffer, progress)
-                connection.channel.expect("done")
+                self._fill(channel, buffer, progress)
+                channel.expect("done")
         except BaseException:
             self.close()
             raise
         if "superseded" in answer:  # the connection is as good as before
             raise ExchangeError(str(answer["superseded"]))
-        return connection.backend
+        return self._backend
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self._group is not None:
+            self._group.abort()
+        if self._channel is not None:
+            self._channel.close()
+        self._group = self._channel = None
 
-    def _connect(self, manifest: WeightsManifest, buffer: Tensor) -> _Connection:
-        """The connection that is open, if it is to the same publisher and for the same kind of buffer, or a new one."""
-        assert manifest.publisher is not None
-        kept = self._connection
-        if kept is None or kept.key != (manifest.publisher, buffer.is_cuda) or not kept.channel.is_open():
+    def _connect(self, address: PublisherAddress, buffer: Tensor) -> Channel:
+        """Connect to a publisher, and set up the backend."""
+        host, port = address.host, address.port
+        try:
+            channel = self._channel = Channel(socket.create_connection((host, port), address.timeout), address.timeout)
+        except OSError as error:
+            why = error.strerror or error
+            raise ExchangeError(f"{socket.gethostname()} {UNREACHABLE} at {host}:{port} ({why})") from error
+        try:
+            hello = channel.receive()
+            if hello.get("protocol") != PROTOCOL:
+                raise ExchangeError(f"what answers at {host}:{port} is no publisher of this release")
+            self._backend = _choose(hello, buffer)
+            channel.send(proof=_proof(address.token, str(hello.get("challenge"))), backend=self._backend)
+            if self._backend == "cuda-ipc":
+                self._handle = str(channel.expect("handle"))
+            elif self._backend == "nccl":
+                store_port, name = channel.expect("store")
+                limit = timedelta(seconds=address.timeout)
+                store = dist.TCPStore(host, int(store_port), is_master=False, wait_for_workers=False, timeout=limit)
+                self._group = _NcclGroup(channel, dist.PrefixStore(str(name), store), 1, buffer.device)
+        except BaseException as error:
             self.close()
-            kept = self._connection = _Connection(manifest.publisher, buffer)
-        return kept
+            if isinstance(error, RuntimeError | TypeError | ValueError):  # torch's, if the store cannot be reached
+                raise ExchangeError(f"no group with the publisher at {host}:{port} ({_brief(error)})") from error
+            raise
+        return channel
 
-    def _fill(self, connection: _Connection, buffer: Tensor, progress: Callable[[], None]) -> None:
-        if connection.backend == "cuda-ipc":
+    def _fill(self, channel: Channel, buffer: Tensor, progress: Callable[[], None]) -> None:
+        if self._backend == "cuda-ipc":
             progress()
-            with opened(connection.handle, buffer.numel(), buffer.device) as lent:
-                buffer.copy_(lent)
+            with opened(self._handle, buffer.numel(), buffer.device) as shared:
+                buffer.copy_(shared)
                 torch.cuda.current_stream(buffer.device).synchronize()
-            connection.channel.send(read=True)
-            return
-        through_host = connection.group is None and buffer.is_cuda
-        host = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if through_host else None
-        for block in buffer.split(BLOCK_BYTES if connection.group is None else NCCL_BLOCK_BYTES):
-            progress()
-            if connection.group is not None:
-                connection.group.transfer(block)
-            elif host is None:
-                connection.channel.receive_bytes(block.numpy().data)
-            else:
-                connection.channel.receive_bytes(host[: len(block)].numpy().data)
-                block.copy_(host[: len(block)])
-        if connection.group is not None:
-            connection.group.flush()
+            channel.send(read=True)
+        elif self._group is not None:
+            for block in buffer.split(NCCL_BLOCK_BYTES):
+                progress()
+                self._group.transfer(block)
+            self._group.flush()
+        else:
+            host = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if buffer.is_cuda else None
+            for block in buffer.split(BLOCK_BYTES):
+                progress()
+                if host is None:
+                    channel.receive_bytes(block.numpy().data)
+                else:
+                    channel.receive_bytes(host[: len(block)].numpy().data)
+                    block.copy_(host[: len(block)])
 
 
 def _choose(hello: Mapping[str, Any], buffer: Tensor) -> str:
@@ -674,18 +653,13 @@ def _on(device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Bytes:
-    """Memory that `torch.as_tensor` makes a tensor of, in place."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2}
-
-
 def _tensor(address: int, size: int, device: torch.device) -> Tensor:
-    return torch.as_tensor(_Bytes(address, size), device=device)
+    """View memory on a GPU as a tensor, in place."""
+    interface = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
 
 
-def checksums(buffer: Tensor, places: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+def checksums(buffer: Tensor, ranges: Mapping[str, tuple[int, int]]) -> dict[str, str]:
     """Return a checksum of every tensor in a buffer, as 16 hex digits: the same on every device.
 
     The words of a tensor (64 bits each) are multiplied by odd numbers that depend on their places, and summed modulo
@@ -695,14 +669,14 @@ def checksums(buffer: Tensor, places: Mapping[str, tuple[int, int]]) -> dict[str
 
     Args:
         buffer: uint8 [B], on any device, with zeros between two tensors.
-        places: The start of each tensor, a multiple of `ALIGNMENT`, and its size, both in bytes.
+        ranges: The start of each tensor, a multiple of `ALIGNMENT`, and its size, both in bytes.
     """
-    names = list(places)
+    names = list(ranges)
     if not names:
         return {}
     device = buffer.device
-    starts = torch.tensor([start // ALIGNMENT for start, _ in places.values()], device=device)
-    ends = torch.tensor([-(-(start + size) // ALIGNMENT) for start, size in places.values()], device=device)
+    starts = torch.tensor([start // ALIGNMENT for start, _ in ranges.values()], device=device)
+    stops = torch.tensor([-(-(start + size) // ALIGNMENT) for start, size in ranges.values()], device=device)
     words = buffer.view(torch.int64).view(-1, _COLUMNS)
     columns = _odd(torch.arange(_COLUMNS, device=device) + 1)
     rows = torch.cat([(chunk * columns).sum(1) for chunk in words.split(_CHUNK_ROWS)])
@@ -711,7 +685,7 @@ def checksums(buffer: Tensor, places: Mapping[str, tuple[int, int]]) -> dict[str
     tensor = (torch.searchsorted(starts, place, right=True) - 1).clamp_(min=0)
     weighted = rows * _odd(_mix(place - starts[tensor] + 1))
     total = torch.cat([weighted.new_zeros(1), weighted.cumsum(0)])
-    sums = (total[ends] - total[starts]).tolist()
+    sums = (total[stops] - total[starts]).tolist()
     return {name: f"{value % (1 << 64):016x}" for name, value in zip(names, sums, strict=True)}
 
 

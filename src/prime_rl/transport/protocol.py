@@ -1,10 +1,10 @@
-"""The protocol between trainer, orchestrator and engines, as pure functions of what stands in the run directory.
+"""The protocol between trainer, orchestrator and engines, as pure functions of what is committed in the run directory.
 
-The processes share no memory and no lock; each looks at the committed names and decides by these functions. The model checker in
-`tests/unit/protocol` drives the very same ones through all interleavings of commits, updates, prunes, crashes and resumes.
+The processes share no memory and no lock; each reads the committed names and decides by these functions. The model check
+in `tests/unit/protocol` calls the very same ones in all interleavings of commits, updates, prunes, crashes and resumes.
 
-Words: an *incarnation* is one life of the trainer, from a start step on. `versions` maps the number of a committed version to the incarnation that made
-it; `incarnations` maps each incarnation to its start step, i.e. to the number of updates it found done.
+`versions` maps the number of a committed version to the incarnation that made it; `incarnations` maps each incarnation of
+the trainer to its start step, the number of updates that it began with.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,66 +23,69 @@ class Incarnation:
 
 @dataclass(frozen=True)
 class Lease:
-    """What the orchestrator and its engines may still read: no version from `version` on, of the incarnations up to `incarnation`, may be removed."""
+    """What a reader may still read: no version from `version` on, of incarnations up to `incarnation`, may be removed."""
 
     incarnation: int
     version: int
 
 
+# ---- which versions count
+
+
 def current_incarnation(incarnations: Mapping[int, int]) -> Incarnation:
-    """The newest incarnation."""
+    """Return the newest incarnation."""
     return Incarnation(max(incarnations), incarnations[max(incarnations)]) if incarnations else Incarnation()
 
 
 def valid(version: int, made_by: int, incarnations: Mapping[int, int]) -> bool:
-    """Whether a version made by incarnation `made_by` belongs to the history that is being continued: no later incarnation began before it."""
-    return version == BASE or all(
-        version <= start for incarnation, start in incarnations.items() if incarnation > made_by
-    )
+    """Whether a version made by incarnation `made_by` is of the present history: no later incarnation began before it."""
+    return version == BASE or all(version <= start for number, start in incarnations.items() if number > made_by)
 
 
 def valid_versions(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
-    """The versions that may be served, ascending."""
+    """Return the versions that may be served, ascending."""
     return sorted(version for version, incarnation in versions.items() if valid(version, incarnation, incarnations))
 
 
 def newest_version(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> int | None:
-    """What the engines should serve: the newest version of the present history; None before the trainer has begun an incarnation."""
-    if not incarnations:
-        return None
-    return max(valid_versions(versions, incarnations), default=None)
+    """Return the version that the engines should serve; None before the trainer has begun an incarnation."""
+    return max(valid_versions(versions, incarnations), default=None) if incarnations else None
 
 
 def goes_on_from(step: int, incarnations: Mapping[int, int]) -> bool:
     """Whether the present history goes on from `step`: an incarnation began there, and none since began before it."""
-    return any(
-        start == step and all(later >= step for other, later in incarnations.items() if other > incarnation)
-        for incarnation, start in incarnations.items()
-    )
+    return any(start == step and valid(step, number, incarnations) for number, start in incarnations.items())
 
 
-def to_set_aside(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
-    """Versions that a new incarnation gives up; the trainer renames them aside after it has committed its incarnation and before its first version."""
-    return sorted(version for version, incarnation in versions.items() if not valid(version, incarnation, incarnations))
+def superseded_versions(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
+    """Return the versions that the newest incarnation supersedes.
+
+    The trainer renames or removes them after it has committed its incarnation and before its first version.
+    """
+    return sorted(versions.keys() - set(valid_versions(versions, incarnations)))
 
 
-def spared(given_up: Mapping[int, int], sparing: Mapping[int, int]) -> int | None:
-    """The newest of the given-up steps (and the incarnations that made them), if an incarnation that spares its likes gave it up; None: nothing is spared.
+def spared(superseded: Mapping[int, int], sparing: Mapping[int, int]) -> int | None:
+    """Return the newest superseded step, if an incarnation that spares it superseded it; None: nothing is spared.
 
     Args:
+        superseded: Steps and the incarnations that made them.
         sparing: Incarnations that were opened by hand or without any state, and their start steps.
     """
-    newest = max(given_up, default=None)
-    return None if newest is None or valid(newest, given_up[newest], sparing) else newest
+    newest = max(superseded, default=None)
+    return None if newest is None or valid(newest, superseded[newest], sparing) else newest
+
+
+# ---- what may be sampled and trained
 
 
 def may_batch(first: int, last: int, incarnation: int, incarnations: Mapping[int, int]) -> bool:
-    """Whether an episode that the versions `first` … `last` sampled, as they stood in incarnation `incarnation`, may still go into a batch."""
+    """Whether an episode that versions `first` … `last` of incarnation `incarnation` sampled may still be in a batch."""
     return first <= last and valid(last, incarnation, incarnations)
 
 
 def first_to_collect(batches: Collection[int], start: int) -> int:
-    """The first step from `start` on without a committed batch. Batches from `start` on are trained (again) as they are."""
+    """Return the first step from `start` on without a committed batch. Those before are trained (again) as they are."""
     step = start
     while step in batches:
         step += 1
@@ -90,23 +93,26 @@ def first_to_collect(batches: Collection[int], start: int) -> int:
 
 
 def serve_floor(step: int, async_level: int) -> int:
-    """The oldest version on which an episode for `step` may start."""
+    """Return the oldest version on which an episode for `step` may start."""
     return max(0, step - async_level)
 
 
 def planned_step(step: int, groups: int, groups_per_batch: int) -> int:
-    """The step that the next group will be trained at, as `groups` opened and unbatched ones stand before it while `step` is collected."""
+    """Return the step that the next group is trained at, after `groups` unbatched ones, while `step` is collected."""
     return step + groups // groups_per_batch
 
 
 def may_start(step: int, version: int, async_level: int) -> bool:
-    """The gate: whether an episode for `step` may start while the engines serve `version`."""
+    """Whether an episode for `step` may start while the engines serve `version`."""
     return version >= serve_floor(step, async_level)
 
 
 def too_old(step: int, first: int, max_off_policy_steps: int) -> bool:
-    """The hard bound: whether a sample whose oldest token is of version `first` may no longer be trained at `step`."""
+    """Whether a sample whose oldest token is of version `first` may no longer be trained at `step`."""
     return step - first > max_off_policy_steps
+
+
+# ---- what is kept for whom
 
 
 def prunable(
@@ -118,17 +124,17 @@ def prunable(
     keep: int | None,
     checkpoints: Collection[int],
 ) -> list[int]:
-    """Versions that nobody needs any more, ascending.
+    """Return the versions that nobody needs any more, ascending.
 
     Args:
-        lease: What the orchestrator reads; None where there is no orchestrator.
+        lease: What readers hold; None if there are none.
         async_level: Steps that sampling may run ahead.
         keep: Versions kept beyond what is needed; None keeps all.
         checkpoints: Kept checkpoints and the one that is being saved; each needs the versions `[N - async_level, N]`.
 
     Returns:
-        Never the base, never the newest, never a version that a reader holds or that a kept checkpoint needs. While the orchestrator has not
-        acknowledged the newest incarnation nothing is pruned: it may still have to go back to that incarnation's start.
+        Never the base, never the newest, never a version that a reader holds or that a kept checkpoint needs. Nothing
+        while a reader has not acknowledged the newest incarnation: it may still have to go back to its start.
     """
     incarnation, valid_now = current_incarnation(incarnations), valid_versions(versions, incarnations)
     if keep is None or not valid_now:
@@ -143,37 +149,37 @@ def prunable(
 
 
 def first_lease(held: Lease | None) -> Lease:
-    """What an orchestrator that starts commits before it looks for a version: the lease that a dead one left, else one that holds everything.
+    """Return what an orchestrator that starts commits: the lease that a dead one left, else one that holds everything.
 
-    Looking first would be too late: a trainer that saw no lease may be removing the very version that is then chosen.
+    It does so before it looks for a version: a trainer that saw no lease may be removing the one that is then chosen.
     """
     return held or Lease(-1, BASE)
 
 
 def lease_to_load(held: Lease, incarnation: int, version: int) -> Lease:
-    """What is committed before any engine reads `version` of `incarnation`: an engine whose load fails reads again what it served before."""
+    """Return what is committed before any engine reads `version`: one whose load fails goes back to what it served."""
     return Lease(incarnation, min(held.version, version))
 
 
 def lease_to_hold(incarnation: int, served: int, reading: Collection[int] = ()) -> Lease:
-    """What is committed once all engines that are given work serve `served`. Engines that come back meanwhile may still be `reading` older ones."""
+    """Return what is committed once all engines in use serve `served`. Others may still be `reading` older versions."""
     return Lease(incarnation, min([served, *reading]))
 
 
 def joinable(parts: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
-    """Trainer parts (step: incarnation that saved it) that may become joint checkpoints, ascending: those of the present history."""
+    """Return the trainer parts (step: incarnation that saved it) that may become joint checkpoints, ascending."""
     return sorted(step for step, incarnation in parts.items() if valid(step, incarnation, incarnations))
 
 
 def resume_step(complete: Collection[int], asked: int) -> int | None:
-    """The checkpoint to go on from: the newest complete one for -1, else the one asked for; None where there is none."""
+    """Return the checkpoint to go on from: the newest complete one for -1, else the one asked for; None if none is."""
     if asked == -1:
         return max(complete, default=None)
     return asked if asked in complete else None
 
 
 def expendable_checkpoints(complete: Collection[int], keep: int | None, keep_interval: int | None) -> list[int]:
-    """Complete checkpoints beyond the `keep` newest, without those whose step is a multiple of `keep_interval`, ascending."""
+    """Return complete checkpoints beyond the `keep` newest, except at multiples of `keep_interval`, ascending."""
     if keep is None:
         return []
     older = sorted(complete)[:-keep]

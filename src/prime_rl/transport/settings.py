@@ -1,4 +1,7 @@
-"""Settings that the processes of a run must agree on: each commits its own as `settings/<process>.json` and refuses a living partner's that differ."""
+"""Settings that the processes of a run must agree on.
+
+Each process commits its own as `settings/<process>.json`, and refuses a living partner whose settings differ.
+"""
 
 import json
 import os
@@ -18,32 +21,18 @@ from prime_rl.transport.commit import write_atomically
 
 Party = Literal["trainer", "orchestrator", "inference"]
 
-# Dotted keys; compared where both sides have them, so the server, which has few, is asked for few.
-_SAME: dict[Party, tuple[str, ...]] = {
-    "inference": ("model.name",),
-    **dict.fromkeys(
-        ("trainer", "orchestrator"),
-        (
-            "model.name", "async_level", "max_steps", "seed",
-            "ckpt.interval", "ckpt.keep", "ckpt.keep_interval", "ckpt.output_dir",
-        ),
-    ),
-}  # fmt: skip
-_DATA = "data"  # what passes between the two: compared with partners that are gone, too, for what they committed stays
-_BATCHES, _FAKE, _UNTRAINED = (
-    "rollouts",
-    "random samples (data.fake)",
-    "rollouts for no trainer (trainer = false)",
-)
-_ALONE = {
-    _FAKE: (
-        f"the trainer trains on {_FAKE}, not on what the orchestrator makes",
-        "leave data.fake out (--no-data.fake)",
-    ),
-    _UNTRAINED: (f"the orchestrator makes {_UNTRAINED}", "give it --trainer"),
-}
-_SEQ_LEN = "seq_len"  # need not be equal: what the orchestrator makes must fit the trainer's micro-batches
 _ONE_PER_RUN: tuple[Party, ...] = ("trainer", "orchestrator")
+# Dotted keys, compared if both sides have them.
+_SAME = (
+    "model.name", "async_level", "max_steps", "seed", "ckpt.interval", "ckpt.keep", "ckpt.keep_interval", "ckpt.output_dir",
+)  # fmt: skip
+_SEQ_LEN = "seq_len"  # need not be equal: the orchestrator's samples must fit the trainer's micro-batches
+_DATA = "data"  # between trainer and orchestrator; compared with partners that are gone, too: what they committed stays
+_BATCHES, _FAKE, _UNTRAINED = "rollouts", "random samples (data.fake)", "rollouts for no trainer (trainer = false)"
+_ALONE = {
+    _FAKE: f"the trainer trains on {_FAKE}, not on what the orchestrator makes: leave data.fake out (--no-data.fake)",
+    _UNTRAINED: f"the orchestrator makes {_UNTRAINED}: give it --trainer",
+}
 _FRESH_SECONDS = 30.0  # of a heartbeat, on another host
 _START_SECONDS = 300.0  # from these settings to the first status, on another host
 
@@ -64,15 +53,15 @@ def agree(config: BaseConfig, process: Party) -> None:
     """Commit the settings of this process, then compare them with those of every partner that is alive.
 
     Raises:
-        UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is at work in this run: then nothing
-            has been written. Where a setting differs, the earlier settings of this process are restored.
+        UserError: one differs; the key and both values are named, and the earlier settings of this process are
+            restored. Or another trainer, or orchestrator, is at work in this run: then nothing has been written.
     """
     root, own = config.output_dir / "settings", shared(config, process)
     _refuse_twin(config.output_dir, process)
     root.mkdir(parents=True, exist_ok=True)
     itself = me()
     mine = Committed(process, itself.pid, itself.started, socket.gethostname(), time.time(), own)
-    # First say, then look: of two that start at the same time at least one sees the other.
+    # First write, then read: of two that start at the same time at least one sees the other.
     path = root / f"{process}.json"
     before = path.read_bytes() if path.exists() else None
     write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
@@ -80,40 +69,36 @@ def agree(config: BaseConfig, process: Party) -> None:
         _refuse_twin(config.output_dir, process)
         _compare(config.output_dir, mine)
     except UserError:  # a process that was refused is no partner of the next one
-        written = _read(path)
-        if written is None or (written.pid, written.host, written.started) != (mine.pid, mine.host, mine.started):
-            pass  # a twin's by now
-        elif before is None:
-            path.unlink(missing_ok=True)
-        else:
-            write_atomically(path, before)
+        if _read(path) == mine:  # else a twin's
+            if before is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_atomically(path, before)
         raise
 
 
 def _compare(output_dir: Path, mine: Committed) -> None:
-    """Raise UserError where these settings do not go with those of a partner."""
+    """Raise UserError unless these settings go with those of every partner."""
     for path in sorted((output_dir / "settings").glob("*.json")):
         partner = _read(path)
         if partner is None or partner.process == mine.process:
             continue
         passed = [each.settings[_DATA] for each in (mine, partner) if _DATA in each.settings]
         if len(passed) == 2 and (alone := [data for data in passed if data != _BATCHES]):
-            why, remedy = _ALONE[alone[0]]
-            raise UserError(f"in {output_dir} {why}: {remedy}, start over with --clean, or choose another --output-dir")
-        if not _at_work(output_dir, partner):
-            continue
-        if difference := differs(mine, partner):
+            ways = "start over with --clean, or choose another --output-dir"
+            raise UserError(f"in {output_dir} {_ALONE[alone[0]]}, {ways}")
+        if _at_work(output_dir, partner) and (difference := differs(mine, partner)):
             raise UserError(difference)
 
 
 def dry_path(output_dir: Path, name: str) -> Path:
-    """Where a dry run writes the resolved configuration of process `name`: beside, not over, that of a run which the directory holds."""
+    """Return where a dry run writes the configuration of process `name`: never over that of a run in the directory."""
     held = any((output_dir / part).is_dir() for part in ("settings", "weights", "rollouts", "checkpoints", "evals"))
     return output_dir / "configs" / ("dry-run" if held else "") / f"{name}.toml"
 
 
 def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
-    """What to do about an earlier run in `output_dir`, for an error's end.
+    """Say what to do about an earlier run in `output_dir`, for an error's end.
 
     Args:
         saved: Whether a checkpoint is there.
@@ -123,15 +108,14 @@ def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
         return "the other processes of that run are at work: go on with them by --recover, or stop them first"
     stem = output_dir.name.rstrip("0123456789") or output_dir.name
     free = next(path for n in count(2) if not (path := output_dir.with_name(f"{stem}{n}")).exists())
-    on = ["from a checkpoint with --ckpt.resume-step -1"] * saved + [
-        "from whatever was committed with --recover"
-    ] * recover
     ways = ["remove it with --clean", f"choose another --output-dir ({free} is free)"]
+    on = ["from a checkpoint with --ckpt.resume-step -1"] * saved
+    on += ["from whatever was committed with --recover"] * recover
     return ", or ".join([", ".join(ways), f"go on {' or '.join(on)}"]) if on else " or ".join(ways)
 
 
 def at_work(output_dir: Path) -> set[str]:
-    """Names of the other processes that are at work in a run directory."""
+    """Return the names of the other processes that are at work in a run directory."""
     committed = [_read(path) for path in (output_dir / "settings").glob("*.json")]
     names: set[str] = {one.process for one in committed if one is not None and _at_work(output_dir, one)}
     for name, status in read_status(output_dir).items():
@@ -143,15 +127,15 @@ def at_work(output_dir: Path) -> set[str]:
 
 
 def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
-    """The settings that matter to partners, by dotted key."""
+    """Return the settings that matter to partners, by dotted key."""
     table = config.model_dump(mode="json")
     settings = {}
-    for key in (*_SAME[process], *([_SEQ_LEN] if process != "inference" else [])):
-        here: Any = table
+    for key in ("model.name",) if process == "inference" else (*_SAME, _SEQ_LEN):
+        value: Any = table
         for part in key.split("."):
-            here = here.get(part, table) if isinstance(here, Mapping) else table
-        if here is not table:
-            settings[key] = here
+            value = value.get(part, table) if isinstance(value, Mapping) else table
+        if value is not table:
+            settings[key] = value
     if table.get("bench") is True:
         return settings  # trainer and orchestrator are measured each by itself
     if process == "orchestrator":
@@ -163,7 +147,7 @@ def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
 
 
 def differs(mine: Committed, partner: Committed) -> str | None:
-    """What the two disagree on, for people; None where they agree."""
+    """Say what the two disagree on; None if they agree."""
     for key in mine.settings.keys() & partner.settings.keys() - {_SEQ_LEN, _DATA}:
         ours, theirs = mine.settings[key], partner.settings[key]
         if ours != theirs:
@@ -179,7 +163,7 @@ def differs(mine: Committed, partner: Committed) -> str | None:
 
 
 def _refuse_twin(output_dir: Path, process: Party) -> None:
-    """Raise UserError where another process of the same kind is at work: there is one of each. Servers are told apart by their addresses."""
+    """Raise UserError if another process of a kind that is one per run is at work. Servers have addresses."""
     twin = _read(output_dir / "settings" / f"{process}.json")
     if process in _ONE_PER_RUN and twin is not None and _at_work(output_dir, twin):
         raise UserError(
@@ -192,12 +176,13 @@ def _at_work(output_dir: Path, partner: Committed) -> bool:
     """Whether the process that committed these settings is still at work."""
     itself = ProcessId(partner.pid, partner.started)
     status = read_status(output_dir).get(partner.process)
-    own = status is not None and (status.id, status.host) == (itself, partner.host)
-    if status is not None and own and status.outcome is not None:
+    if status is not None and (status.id, status.host) != (itself, partner.host):
+        status = None  # another process's
+    if status is not None and status.outcome is not None:
         return False
     if partner.host == socket.gethostname():
         return partner.pid != os.getpid() and is_alive(itself)
-    if status is not None and own:
+    if status is not None:
         return time.time() - status.heartbeat < _FRESH_SECONDS
     return time.time() - partner.time < _START_SECONDS
 

@@ -53,7 +53,7 @@ MUTANTS = {
     "given-up-version-served": Mutant("the newest version is served, whichever incarnation made it",
         Rules(newest_version=lambda versions, incarnations: max(versions) if incarnations else None), SMALL, "which an engine has to load"),
     "nothing-set-aside": Mutant("a new incarnation leaves the versions of given-up incarnations where they are",
-        Rules(to_set_aside=lambda versions, incarnations: []), SMALL, "is committed already"),
+        Rules(superseded_versions=lambda versions, incarnations: []), SMALL, "is committed already"),
     "old-incarnation-goes-on": Mutant("the orchestrator does not notice the trainer's new incarnation",
         Rules(follow_new_incarnation=False, incarnations_read_at_seal=False), SMALL, "given up"),
     "old-incarnation-batched": Mutant("finished episodes of a given-up incarnation are kept",

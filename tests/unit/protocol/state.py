@@ -36,7 +36,7 @@ class Rules(NamedTuple):
     """The decisions under check: the functions the processes call, and the order of what they do. A mutant replaces one of them."""
 
     newest_version: Callable[..., int | None] = protocol.newest_version
-    to_set_aside: Callable[..., list[int]] = protocol.to_set_aside
+    superseded_versions: Callable[..., list[int]] = protocol.superseded_versions
     may_batch: Callable[..., bool] = protocol.may_batch
     may_stay: Callable[..., bool] = protocol.may_batch  # on what is served, when a new incarnation began
     may_start: Callable[..., bool] = protocol.may_start

@@ -35,7 +35,7 @@ def found(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
 def aside(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     """One thing of the given-up incarnations after the other is set aside, then the start version is committed."""
     incarnations = d.history if rules.incarnation_before_aside else d.history | {len(d.incarnations): t.step}
-    for version in rules.to_set_aside(d.versions, incarnations):
+    for version in rules.superseded_versions(d.versions, incarnations):
         left = d._replace(weights=_with(d.weights, version, NOTHING))
         return [(f"trainer sets weights/step_{version} aside", left, t)]
     for step, _ in d.parts:
