@@ -17,17 +17,7 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.faults import Fault
 from prime_rl.transport import checkpoints
-from prime_rl.transport.commit import (
-    CommitError,
-    clean_stages,
-    list_steps,
-    prune,
-    read_manifest,
-    stage,
-    verify,
-    write_atomically,
-)
-from prime_rl.transport.rollouts import Sample, open_batch, write_batch
+from prime_rl.transport.commit import clean_stages, list_steps, prune, stage, verify, write_atomically
 
 COMMIT = ("write", "fsync", "manifest", "rename", "renamed")
 BEFORE_IT_COUNTS = COMMIT[:-1]
@@ -112,21 +102,6 @@ def test_the_next_incarnation_commits_the_same_step(tmp_path, live, point):
     assert [path.name for path in final.parent.iterdir()] == ["step_3"]
 
 
-def test_two_writers_of_one_step_never_mix(tmp_path, live):
-    """The one that comes second is refused; what the first committed stays byte for byte."""
-    final = tmp_path / "out" / "step_3"
-    publish(final, "first")
-    before = (final / "manifest.json").read_bytes()
-    assert live(lambda: _refused(final)) == 0
-    assert (final / "manifest.json").read_bytes() == before
-    assert verify(final).extra == {"text": "first"}
-
-
-def _refused(final: Path) -> None:
-    with pytest.raises(CommitError, match="another writer"):
-        publish(final, "second")
-
-
 @pytest.mark.parametrize("do", ["kill", "tear", "enospc"])
 @pytest.mark.parametrize("point", ["rename", "renamed"])
 def test_a_small_file_is_the_old_one_or_the_new_one(tmp_path, live, point, do):
@@ -150,24 +125,6 @@ def test_a_prune_is_all_or_nothing(tmp_path, live, point):
         assert list_steps(final.parent) == []
     clean_stages(final.parent)
     assert [path.name for path in final.parent.iterdir()] == (["step_3"] if point == "prune" else [])
-
-
-@pytest.mark.parametrize("do", ["kill", "tear", "enospc"])
-@pytest.mark.parametrize("point", COMMIT)
-def test_a_batch_is_read_whole_or_not_at_all(tmp_path, live, point, do):
-    samples = [
-        Sample(
-            f"{i}.0.0.0", str(i), "task", "env", [0], [1, 2, 3], [False, True, True], [0, -1, -1], [0, 1, 1], 1.0, 0.5
-        )
-        for i in range(20)
-    ]
-    root = tmp_path / "rollouts"
-    live(lambda: write_batch(root, 0, samples), fault(do, f"{point}:rollouts/step_0"))
-    if point in BEFORE_IT_COUNTS:
-        assert list_steps(root) == []
-        write_batch(root, 0, samples)
-    batch = open_batch(root / "step_0")
-    assert [row.sample_id for row in batch.rows(range(20))] == [sample.sample_id for sample in samples]
 
 
 JOIN = (
@@ -202,16 +159,3 @@ def test_a_checkpoint_is_complete_or_never_chosen(tmp_path, live, point):
     for part in checkpoints.TOGETHER:
         checkpoints.check(root, 2, part)
         verify(checkpoints.part_dir(root, 2, part))
-
-
-def test_a_torn_commit_behind_the_protocols_back_is_noticed(tmp_path):
-    """A file system that loses bytes after fsync is beyond what a rename can guard; readers still refuse what it left."""
-    final = tmp_path / "step_3"
-    publish(final)
-    for name in ("sub/data.txt", "manifest.json"):
-        data = (final / name).read_bytes()
-        (final / name).write_bytes(data[: len(data) // 2])
-        with pytest.raises(CommitError):
-            verify(final)
-        (final / name).write_bytes(data)
-    assert read_manifest(final) == verify(final)

@@ -1,4 +1,4 @@
-"""The seam itself: a plan's faults happen where, when and as often as it says, over all incarnations of a process; without a plan nothing does."""
+"""Fault injection: a plan's faults happen where, when and as often as it says, over all incarnations of a process."""
 
 import json
 import os
@@ -30,75 +30,60 @@ class Plan:
     """A plan file, and processes that pass points under it."""
 
     def __init__(self, directory: Path, *planned: Fault) -> None:
-        self.file = directory / "file"
+        self.file, self.path = directory / "file", directory / "plan.json"
         self.file.write_bytes(b"0123456789")
-        self.path = directory / "plan.json"
         self.path.write_text(json.dumps([vars(fault) for fault in planned]))
+        self.env = {**os.environ, faults.ENV: str(self.path)}
 
     def incarnation(self, process: str, *points: str) -> tuple[int, list[str]]:
         """Exit status of a process that passes the points, and what it saw at each."""
-        done = subprocess.run(
-            [sys.executable, "-c", PASS, process, str(self.file), *points],
-            env={**os.environ, faults.ENV: str(self.path)}, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        command = [sys.executable, "-c", PASS, process, str(self.file), *points]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, check=False)
         return done.returncode, done.stdout.splitlines()
 
 
-def test_without_a_plan_a_point_does_nothing(monkeypatch):
+def test_without_a_plan_a_point_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(faults.ENV, raising=False)
     faults.arm("trainer")
     assert faults.point("write:weights/step_1", None) is None
 
 
-def test_a_kill_happens_once_over_all_incarnations(tmp_path):
+def test_a_kill_happens_once_over_all_incarnations_and_in_its_process_alone(tmp_path: Path) -> None:
     """The counter lies beside the plan: the incarnation after the killed one passes the same point unharmed."""
     plan = Plan(tmp_path, Fault("rename:*", "trainer", "kill"))
+    assert plan.incarnation("orchestrator", "rename:a") == (0, ["rename:a None"])
     assert plan.incarnation("trainer", "write:a", "rename:a", "rename:b") == (-signal.SIGKILL, ["write:a None"])
     assert plan.incarnation("trainer", "rename:a", "rename:b") == (0, ["rename:a None", "rename:b None"])
 
 
-def test_a_fault_belongs_to_one_process(tmp_path):
-    plan = Plan(tmp_path, Fault("rename:*", "trainer", "kill"))
-    assert plan.incarnation("orchestrator", "rename:a") == (0, ["rename:a None"])
-
-
-def test_nth_and_times_count_over_incarnations(tmp_path):
+def test_nth_and_times_count_over_incarnations(tmp_path: Path) -> None:
     """From the second match on, two times: the third incarnation's first match is not hit any more."""
     plan = Plan(tmp_path, Fault("result:*", "environment", "error", nth=2, times=2))
     assert plan.incarnation("environment", "result:e", "result:e")[1] == ["result:e None", "result:e error"]
     assert plan.incarnation("environment", "result:e", "result:e")[1] == ["result:e error", "result:e None"]
 
 
-@pytest.mark.parametrize("kind", ["drop", "duplicate", "error"])
-def test_what_the_caller_carries_out_is_returned(tmp_path, kind):
-    plan = Plan(tmp_path, Fault("result:*", "environment", kind))
-    assert plan.incarnation("environment", "result:e")[1] == [f"result:e {kind}"]
-
-
-def test_a_full_disk_is_the_systems_error(tmp_path):
-    plan = Plan(tmp_path, Fault("write:*", "trainer", "enospc"))
-    assert plan.incarnation("trainer", "write:a", "write:a") == (0, ["write:a 28", "write:a None"])
-
-
-def test_a_torn_write_leaves_half_of_the_file_and_no_process(tmp_path):
-    plan = Plan(tmp_path, Fault("manifest:*", "trainer", "tear"))
-    assert plan.incarnation("trainer", "manifest:a")[0] == -signal.SIGKILL
+def test_each_kind_does_what_it_says(tmp_path: Path) -> None:
+    """`drop`, `duplicate` and `error` are left to the caller; `tear` leaves half of the file and no process."""
+    returned = [Fault(f"{kind}:*", "trainer", kind) for kind in ("drop", "duplicate", "error")]
+    plan = Plan(tmp_path, *returned, Fault("write:*", "trainer", "enospc"), Fault("manifest:*", "trainer", "tear"))
+    status, seen = plan.incarnation("trainer", "drop:a", "duplicate:a", "error:a", "write:a", "write:a", "manifest:a")
+    assert seen == ["drop:a drop", "duplicate:a duplicate", "error:a error", "write:a 28", "write:a None"]
+    assert status == -signal.SIGKILL
     assert plan.file.read_bytes() == b"01234"
 
 
-def test_a_stopped_process_goes_on_where_it_stood_when_it_is_continued(tmp_path):
+def test_a_stopped_process_goes_on_where_it_stood_when_it_is_continued(tmp_path: Path) -> None:
     plan = Plan(tmp_path, Fault("update:*", "orchestrator", "stop"))
     command = [sys.executable, "-c", PASS, "orchestrator", str(plan.file), "update:v1"]
-    with subprocess.Popen(
-        command, env={**os.environ, faults.ENV: str(plan.path)}, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, env=plan.env, stdout=subprocess.PIPE, text=True) as process:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
         process.send_signal(signal.SIGCONT)
         assert process.communicate(timeout=60)[0] == "update:v1 None\n"
 
 
-def test_a_delay_sleeps_as_long_as_the_plan_says(tmp_path, monkeypatch):
+def test_a_delay_sleeps_as_long_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, slept = Plan(tmp_path, Fault("rename:*", "trainer", "delay", seconds=2.5)), []
     monkeypatch.setenv(faults.ENV, str(plan.path))
     for name in ("_plan", "_process", "_path"):
@@ -109,7 +94,7 @@ def test_a_delay_sleeps_as_long_as_the_plan_says(tmp_path, monkeypatch):
     assert slept == [2.5]
 
 
-def test_a_plan_with_an_unknown_field_is_refused(tmp_path):
+def test_a_plan_with_an_unknown_field_is_refused(tmp_path: Path) -> None:
     """A misspelt plan must not pass for one under which everything survived."""
     plan = Plan(tmp_path)
     plan.path.write_text('[{"point": "x", "process": "trainer", "do": "kill", "nht": 2}]')

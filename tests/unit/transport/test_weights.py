@@ -1,15 +1,26 @@
-"""A version of weights has one identity, and any change to it is found."""
+"""A version of weights has one identity, whoever hashes it in whatever chunks, and any change to it is found."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from prime_rl.inference.staging import Staging
+from prime_rl.trainer.weight_copy import Range, hash_files, write_ranges
+from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import (
+    chunks,
     hash_directory,
     manifest_extra,
+    of_chunks,
     verify_weights,
     version_dir,
     version_hash,
@@ -17,104 +28,151 @@ from prime_rl.transport.weights import (
     write_base_version,
 )
 
+CHUNK = 1000
 
-def make_model(directory, seed=0):
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "HASH_CHUNK_BYTES", CHUNK)
+
+
+def make_model(directory: Path, seed: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
-    tensors = {
-        "a.weight": rng.normal(size=(4, 3)).astype(np.float32),
-        "b.weight": rng.normal(size=(4, 3)).astype(np.float32),
-    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(4, 3, generator=generator) for name in ("a.weight", "b.weight")}
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"seed": seed}))
     return directory
 
 
-def publish(root, version, seed=0):
-    final = version_dir(root, version)
-    model = make_model(root.parent / f"model-{seed}", seed)
-    extra = manifest_extra(version, 1, hash_directory(model))
-    with stage(final, step=version, producer="trainer", extra=extra) as path:
+def publish(root: Path, version: int, **changes: object) -> Path:
+    model = make_model(root.parent / "model")
+    extra = {**manifest_extra(version, 1, hash_directory(model)), **changes}
+    with stage(version_dir(root, version), step=version, producer="trainer", extra=extra) as path:
         for file in model.iterdir():
             (path / file.name).write_bytes(file.read_bytes())
-    return final
+    return version_dir(root, version)
 
 
-def test_a_committed_version_verifies(tmp_path):
-    """Identity: version, incarnation and one hash over all tensors."""
+def test_a_committed_version_verifies(tmp_path: Path) -> None:
+    """Identity: version, incarnation and one hash over all tensors, each with its name."""
     directory = publish(tmp_path / "weights", 4)
-    manifest = verify_weights(directory)
+    manifest, tensors = verify_weights(directory), hash_directory(directory)
     assert (manifest.version, manifest.incarnation, manifest.base) == (4, 1, None)
-    assert manifest.hash == version_hash(hash_directory(directory))
-
-
-def test_the_hash_depends_on_every_tensor_and_on_which_name_it_has(tmp_path):
-    """Swapped layers or another model are another hash."""
-    tensors = hash_directory(make_model(tmp_path / "model"))
+    assert manifest.hash == version_hash(tensors)
     swapped = {"a.weight": tensors["b.weight"], "b.weight": tensors["a.weight"]}
-    assert version_hash(tensors) != version_hash(swapped)
-    assert version_hash(tensors) != version_hash({"a.weight": tensors["a.weight"]})
+    assert len({version_hash(each) for each in (tensors, swapped, {"a.weight": tensors["a.weight"]})}) == 3
 
 
-def flip_a_bit(directory):
-    file = directory / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+def flip_a_bit(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
-def swap_tensors(directory):
-    file = directory / "model.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-96] + data[-48:] + data[-96:-48])
+def swap_tensors(data: bytes) -> bytes:
+    return data[:-96] + data[-48:] + data[-96:-48]
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [
-        (flip_a_bit, "tensor b.weight"),
-        (swap_tensors, "tensor a.weight"),
-        (lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-8]), "bytes"),
-        (lambda d: (d / "config.json").write_text('{"seed": 1}'), "config.json"),
-        (lambda d: (d / "model.safetensors").unlink(), "missing"),
-    ],
+    [(flip_a_bit, "tensor b.weight"), (swap_tensors, "tensor a.weight"), (lambda data: data[:-8], "bytes")],
 )
-def test_damaged_weights_are_refused_by_name(tmp_path, damage, message):
-    """A flipped bit, swapped tensors, truncation, a changed config: all found before anything is loaded."""
-    directory = publish(tmp_path / "weights", 1)
-    damage(directory)
+def test_damaged_weights_are_refused_by_name(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+    file = publish(tmp_path / "weights", 1) / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(CommitError, match=message):
+        verify_weights(file.parent)
+    file.unlink()
+    with pytest.raises(CommitError, match="missing"):
+        verify_weights(file.parent)
+
+
+def test_other_files_of_a_version_are_verified_too(tmp_path: Path) -> None:
+    directory = publish(tmp_path / "weights", 1)
+    (directory / "config.json").write_text('{"seed": 1}')
+    with pytest.raises(CommitError, match="config.json"):
         verify_weights(directory)
 
 
-def test_version_zero_names_the_base_without_a_copy(tmp_path):
-    """Version 0 is a manifest with hashes and the base path; writing it again changes nothing."""
-    model = make_model(tmp_path / "model")
-    first = write_base_version(tmp_path / "weights", model)
-    assert write_base_version(tmp_path / "weights", model) == first
+def test_version_zero_names_the_base_without_a_copy(tmp_path: Path) -> None:
+    """A manifest with hashes and the base path; writing it again changes nothing, and a run has one base model."""
+    model, root = make_model(tmp_path / "model"), tmp_path / "weights"
+    first = write_base_version(root, model)
+    assert write_base_version(root, model) == first
     assert first.files == model.resolve()
-    assert [path.name for path in version_dir(tmp_path / "weights", 0).iterdir()] == ["manifest.json"]
-    assert verify_weights(version_dir(tmp_path / "weights", 0)) == first
-
-
-def test_another_base_model_in_the_same_run_is_refused(tmp_path):
-    """A run directory belongs to one base model."""
-    write_base_version(tmp_path / "weights", make_model(tmp_path / "model"))
+    assert [path.name for path in version_dir(root, 0).iterdir()] == ["manifest.json"]
+    assert verify_weights(version_dir(root, 0)) == first
     with pytest.raises(CommitError, match="another base model"):
-        write_base_version(tmp_path / "weights", make_model(tmp_path / "other", seed=1))
+        write_base_version(root, make_model(tmp_path / "other", seed=1))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x05\0\0\0\0\0\0\0{nope", b"\x02\0\0\0\0\0\0\0[]"])
-def test_a_broken_safetensors_file_is_one_clear_error(tmp_path, content):
-    """A truncated or malformed file is named, not a stack trace."""
+def test_a_broken_safetensors_file_is_one_clear_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CommitError, match="model.safetensors"):
         hash_directory(tmp_path)
 
 
-def test_a_committed_directory_that_is_no_version_is_refused(tmp_path):
+def test_a_snapshot_of_links_is_read(tmp_path: Path) -> None:
+    """As in Hugging Face's cache, where the files of a model are links to `../../blobs/<hash>`."""
+    model = make_model(tmp_path / "model")
+    expected = hash_directory(model)
+    (model / "model.safetensors").rename(tmp_path / "blob")
+    (model / "model.safetensors").symlink_to("../blob")
+    assert hash_directory(model) == expected
+
+
+@pytest.mark.parametrize("changes", [{"hash_chunk": None}, {"sender": {}}, {"delta": {"version": 3}}])
+def test_a_version_of_another_release_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    with pytest.raises(CommitError, match="another release"):
+        weights_manifest(publish(tmp_path / "weights", 1, **changes))
+
+
+def test_a_committed_directory_that_is_no_version_is_refused(tmp_path: Path) -> None:
     """A rollout batch is not taken for weights."""
     with stage(tmp_path / "step_1", step=1, producer="orchestrator"):
         pass
     with pytest.raises(CommitError, match="not as a version of weights"):
         weights_manifest(tmp_path / "step_1")
+
+
+# ---- the hash of a tensor
+
+
+def by_hand(data: bytes) -> str:
+    if len(data) <= CHUNK:
+        return xxhash.xxh3_128(data).hexdigest()
+    parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+    return xxhash.xxh3_128(b"".join(bytes.fromhex(xxhash.xxh3_128(part).hexdigest()) for part in parts)).hexdigest()
+
+
+@given(st.binary(max_size=5 * CHUNK))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_tensors_hash_is_that_of_its_chunks(small_chunks: None, data: bytes) -> None:
+    """Of a small tensor it is xxh3-128 of its bytes; of a large one that of its chunks' hashes."""
+    digests = [xxhash.xxh3_128_digest(data[start:end]) for start, end in chunks(len(data))]
+    assert of_chunks(digests) == by_hand(data)
+
+
+def test_writers_and_readers_agree(small_chunks: None, tmp_path: Path) -> None:
+    """Contract: the ranks that write a file, whoever reads it back, and a server that stages it hash the same."""
+    sizes = {"a": 9 * CHUNK, "b": 10, "c": 20, "none": 0, "d": 9 * CHUNK + 7}
+    tensors = {name: torch.randint(0, 256, (size,), dtype=torch.uint8) for name, size in sizes.items()}
+    directory, extra = version_dir(tmp_path, 1), {}
+    with stage(directory, step=1, producer="trainer", extra=extra) as staging:
+        save_file(tensors, staging / "model.safetensors")
+        extra |= manifest_extra(1, 0, hash_directory(staging))
+    want = {name: by_hand(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    assert {name: entry.xxh3 for name, entry in hash_directory(directory).items()} == want
+
+    read = Staging(directory, weights_manifest(directory).hash, torch.device("cpu"), Subscriber())
+    read.wait(60.0)
+    assert {name: by_hand(tensor.numpy().tobytes()) for name, tensor in read.tensors} == want
+
+    data = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(bytes(len(data)))
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    write_ranges(buffer, directory, {"model.safetensors": [Range(0, len(data), 0)]})
+    hashed = hash_files(directory, ["model.safetensors"])
+    assert {name: entry["xxh3"] for name, entry in hashed.items()} == want
