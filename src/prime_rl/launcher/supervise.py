@@ -293,16 +293,12 @@ def killed_rank(lines: Sequence[str]) -> list[str]:
 
 
 class _Failure(NamedTuple):
-    """A process that must not have ended, or had to be killed.
-
-    `last_words`: of its log. `to_correct`: only the user can correct it. `never_ready`: it had all the time it may take.
-    """
+    """A process that must not have ended, or had to be killed. `final`: a restart would end in the same way."""
 
     child: SupervisedChild
     reason: str
     last_words: list[str]
-    to_correct: bool = False
-    never_ready: bool = False
+    final: bool = False
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -442,7 +438,8 @@ class Supervisor:
             words = child.last_words()
             # Before it was ready a restart would end with the same line.
             to_correct = status > 0 and not child.was_ready and any(map(_ERROR_LINE.match, words))
-            failures.append(_Failure(child, reason, words, to_correct))
+            self.to_correct |= to_correct
+            failures.append(_Failure(child, reason, words, final=to_correct))
         return failures
 
     def _kill_stalled(self) -> list[_Failure]:
@@ -462,8 +459,8 @@ class Supervisor:
             if reason is not None:
                 self._consult_doctor(full=False)  # while it can still be seen
                 self._reap(child)
-                never_ready = server is not None and not child.was_ready
-                failures.append(_Failure(child, reason, child.last_words(), never_ready=never_ready))
+                never_ready = server is not None and not child.was_ready  # in all the time it may take
+                failures.append(_Failure(child, reason, child.last_words(), final=never_ready))
         return failures
 
     def _note_ready(self, child: SupervisedChild, statuses: Mapping[str, ProcessStatus]) -> None:
@@ -484,10 +481,7 @@ class Supervisor:
     def _restart(self, failure: _Failure) -> bool:
         """Schedule a restart where it may help; return whether the run goes on."""
         child, name, most = failure.child, failure.child.name, self._policy.max_restarts
-        self.to_correct |= failure.to_correct
-        grant: str | tuple[int, float] = ""
-        if not (failure.to_correct or failure.never_ready):
-            grant = child.budget.ask(self._now, newest_steps(self._output_dir))
+        grant = "" if failure.final else child.budget.ask(self._now, newest_steps(self._output_dir))
         if isinstance(grant, str):
             self._report(failure)
             if grant and most:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from prime_rl.lifeline import ENV, Lifeline
 
 CHILD = """
@@ -18,14 +20,6 @@ time.sleep(60)
 """
 RANK = "from prime_rl import lifeline; lifeline.watch(); import time; print('up', flush=True); time.sleep(60)"
 AGENT = f"""
-import subprocess, sys, time
-from prime_rl import lifeline
-lifeline.watch()
-rank = subprocess.Popen([sys.executable, "-c", {RANK!r}], start_new_session=True)
-print(rank.pid, flush=True)
-time.sleep(60)
-"""
-TORCHRUN = f"""
 import subprocess, sys, time
 from prime_rl import lifeline
 lifeline.watch()
@@ -72,21 +66,13 @@ def test_cutting_the_line_kills_child_and_grandchild() -> None:
     assert gone(grandchild)
 
 
-def test_grandchild_in_its_own_session_follows_its_parent() -> None:
-    """A rank that torchrun started in a session of its own, without the pipe, dies when its agent dies."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_rank_dies_with_its_agent(stopped: bool) -> None:
+    """One that torchrun started in a session of its own, without the pipe; the kernel wakes one that is stopped."""
     line = Lifeline()
     agent, rank = spawn(AGENT, line)
-    time.sleep(0.3)
-    line.close()
-    assert agent.wait(60) == -signal.SIGKILL
-    assert gone(rank)
-
-
-def test_a_stopped_rank_dies_with_its_agent() -> None:
-    """It cannot watch: the kernel wakes it."""
-    line = Lifeline()
-    agent, rank = spawn(TORCHRUN, line)
-    os.kill(rank, signal.SIGSTOP)
+    if stopped:
+        os.kill(rank, signal.SIGSTOP)
     line.close()
     assert agent.wait(60) == -signal.SIGKILL
     assert gone(rank)
