@@ -66,11 +66,6 @@ class Scores:
     trainer: Sequence[float]
     server: Sequence[float]
 
-    @property
-    def difference(self) -> Difference:
-        """Compare the two."""
-        return compare(self.server, self.trainer)
-
 
 def stayed(before: Scores, now: Scores) -> bool:
     """Return whether a server's numbers are unchanged to the last digit although the trainer's have changed.
@@ -81,20 +76,16 @@ def stayed(before: Scores, now: Scores) -> bool:
     return moved and list(now.server) == list(before.server)
 
 
-async def score(engine: InferenceClient, reference: LogprobReference, engines: int) -> list[Scores]:
-    """Score the prompt on each data-parallel engine behind a server.
+async def score(engine: InferenceClient, reference: LogprobReference, engines: int) -> tuple[list[Scores], Difference]:
+    """Score the prompt on each data-parallel engine behind a server. Return the scores and the largest differences.
 
     Raises:
         CannotScore, ServerError: as `InferenceClient.score` does.
     """
     numbers: Sequence[int | None] = range(engines) if engines > 1 else [None]
-    return [Scores(reference.logprobs, await engine.score(reference.tokens, number)) for number in numbers]
-
-
-def farthest(scores: Sequence[Scores]) -> Difference:
-    """Return the largest mean and the largest difference of all."""
-    differences = [each.difference for each in scores]
-    return Difference(max(each.mean for each in differences), max(each.most for each in differences))
+    scores = [Scores(reference.logprobs, await engine.score(reference.tokens, number)) for number in numbers]
+    differences = [compare(each.server, each.trainer) for each in scores]
+    return scores, Difference(max(each.mean for each in differences), max(each.most for each in differences))
 
 
 class LogprobCheck:
@@ -106,9 +97,8 @@ class LogprobCheck:
 
     def __init__(self, any_base: bool = False) -> None:
         self._any_base = any_base
-        self._bands: dict[
-            str, tuple[str, Difference | None]
-        ] = {}  # by address: the server's boot, and its band (None: it cannot be checked)
+        # By address: the server's boot, and its band (None: it cannot be checked).
+        self._bands: dict[str, tuple[str, Difference | None]] = {}
         self._scores: dict[str, list[Scores]] = {}  # of what each computed last, engine by engine
         self._said: set[str] = set()
 
@@ -133,42 +123,33 @@ class LogprobCheck:
         self._bands.pop(engine.root, None)
         base = _base_of(weights)
         if weights.reference is None or base is None or base.reference is None:
-            which = (
-                "version 0, on which they would be calibrated" if weights.reference else "the version that is loaded"
-            )
-            self._say_once(
-                f"servers are checked by hashes alone: there are no log-probabilities of the fixed prompt in {which}"
-            )
+            which = "version 0, on which they would be calibrated" if weights.reference else "the version that is loaded"  # fmt: skip
+            self._say_once(f"servers are checked by hashes alone: there are no log-probabilities of the fixed prompt in {which}")  # fmt: skip
             if served is not None:
                 self._bands[engine.root] = served.boot, None
             return
         if served is None or not served.holds(base):
             try:
                 served = await engine.give(base)
-            except ServerError:
-                raise
             except UserError as error:
-                if not self._any_base or served is None:
+                if isinstance(error, ServerError) or not self._any_base or served is None:
                     raise
                 self._say_once("servers are checked by hashes alone", str(error))
                 self._bands[engine.root] = served.boot, None
                 return
         try:
-            scores = await score(engine, base.reference, served.engines)
+            scores, difference = await score(engine, base.reference, served.engines)
         except CannotScore as error:
             logger.warning("{} is checked by hashes alone: {}", engine.root, error)
             self._bands[engine.root] = served.boot, None
             return
-        difference = farthest(scores)
         band = calibrated(difference)
         if band is None:
             raise LogprobCheckFailed(
                 f"the server at {engine.root} does not compute the trainer's model: on the base weights the log-probabilities of the "
                 f"fixed prompt differ by {difference}; {WORST_MEAN:g} on average is the most that can be noise (logprob_check = false switches this off)"
             )
-        logger.info(
-            "{}: log-probabilities differ by {} on the base weights; the band is {}", engine.root, difference, band
-        )
+        logger.info("{}: log-probabilities differ by {} on the base weights; the band is {}", engine.root, difference, band)  # fmt: skip
         self._bands[engine.root], self._scores[engine.root] = (served.boot, band), scores
 
     async def check(self, engine: InferenceClient, weights: WeightsManifest, served: Served) -> None:
@@ -189,10 +170,9 @@ class LogprobCheck:
             return
         claim = f"the server at {engine.root} says it serves version {weights.version} ({weights.hash[:12]}) but"
         try:
-            scores = await score(engine, weights.reference, served.engines)
+            scores, difference = await score(engine, weights.reference, served.engines)
         except (CannotScore, ServerError) as error:  # it could answer when it was calibrated
             raise LogprobCheckFailed(f"{claim} does not score the fixed prompt: {error}") from error
-        difference = farthest(scores)
         if not difference.within(band):
             raise LogprobCheckFailed(
                 f"{claim} does not compute it: its log-probabilities of the fixed prompt differ from the trainer's by {difference}; "
@@ -205,10 +185,7 @@ class LogprobCheck:
             )
         before = self._scores[engine.root]
         if any(stayed(one, other) for one, other in zip(before, scores, strict=True)):
-            raise LogprobCheckFailed(
-                f"{claim} does not compute it: its log-probabilities of the fixed prompt are the very same as before (logprob_check = false switches "
-                f"this off)"
-            )
+            raise LogprobCheckFailed(f"{claim} does not compute it: its log-probabilities of the fixed prompt are the very same as before (logprob_check = false switches this off)")  # fmt: skip
         self._scores[engine.root] = scores
 
     def band(self, root: str) -> Difference | None:

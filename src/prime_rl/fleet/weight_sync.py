@@ -26,7 +26,7 @@ from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, rest_seconds
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.incarnations import (
+from prime_rl.transport.incarnations import (  # fmt: skip
     Seen,
     ask_for_files,
     call_for_files,
@@ -35,8 +35,8 @@ from prime_rl.transport.incarnations import (
     read_lease,
     read_versions,
     write_lease,
-)  # fmt: skip
-from prime_rl.transport.protocol import (
+)
+from prime_rl.transport.protocol import (  # fmt: skip
     BASE,
     Incarnation,
     Lease,
@@ -47,7 +47,7 @@ from prime_rl.transport.protocol import (
     lease_to_load,
     newest_version,
     valid,
-)  # fmt: skip
+)
 from prime_rl.transport.weights import UNREACHABLE, WeightsManifest, version_dir, weights_manifest
 from prime_rl.wait import wait_async
 

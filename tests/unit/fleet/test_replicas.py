@@ -9,6 +9,7 @@ import pytest
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals import servers as eval_servers
+from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served
 from prime_rl.fleet.replicas import ReplicaPool, ReplicaState
 from prime_rl.monitor import read_metrics
@@ -146,6 +147,15 @@ async def test_a_server_that_refuses_a_version_is_left_out_and_the_others_serve_
     world.servers[0].refuses = {3}
     await run(world, 6)
     assert all(server.updates[-1][0] == 6 for server in world.servers[1:])
+
+
+async def test_no_batch_waits_for_a_server_that_can_load_nothing_any_more(tmp_path, monkeypatch):
+    """Contract: what it finished counts once it is verified for the version that it has, though it never gets work again."""
+    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.05)
+    world = FleetWorld(tmp_path, servers=2, max_steps=6)
+    world.servers[0].refuses, world.pool.seconds = set(range(3, 7)), 0.1  # it samples while version 3 is loaded
+    await run(world, 6)
+    assert "http://server0" in world.pool.sent.values()
 
 
 async def test_when_all_are_gone_the_run_waits_for_the_first_to_come_back(tmp_path):
