@@ -35,13 +35,13 @@ def quick_imports() -> Iterator[None]:
 
 
 def load_function(
-    path: str, args: Mapping[str, Any], given: int, key: str, offered: Collection[str] = ()
+    path: str, args: Mapping[str, Any], positional: int, key: str, offered: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """The function at `path`: `module:name`, or `file.py:name`.
+    """Return the function at `path`: `module:name`, or `file.py:name`.
 
     Args:
         args: Keyword arguments that it will be called with.
-        given: Positional arguments that it will be called with.
+        positional: How many positional arguments it will be called with.
         key: The setting that names it, for errors.
         offered: More keyword arguments, which it is called with if it takes them.
 
@@ -50,26 +50,28 @@ def load_function(
     """
     where, name = find_module(path, key)
     try:
-        found = getattr(_module(where), name)
+        module = _file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
+        function: Callable[..., Any] = getattr(module, name)
     except Exception as error:  # whatever the user's module raises while it is imported
         raise UserError(f"{key}: {path!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise UserError(f"{key}: {path!r} is a {type(found).__name__}, not a function")
+    if not callable(function):
+        raise UserError(f"{key}: {path!r} is a {type(function).__name__}, not a function")
     try:
-        inspect.signature(found).bind_partial(*range(given), **args)
-        missing = _missing(found, given, {*args, *offered})
+        signature = inspect.signature(function)
+        bound = signature.bind_partial(*range(positional), **args)
     except TypeError as error:
         raise UserError(f"{key}: {path!r} does not take its arguments: {error}") from error
     except ValueError as error:  # of one that is not written in Python
         raise UserError(f"{key}: {path!r} does not tell its parameters: call it from a function of your own") from error
-    if missing:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind not in variadic]
+    if missing := [name for name in required if name not in {*bound.arguments, *offered}]:
         raise UserError(f"{key}: {path!r} needs arguments that are not given: {', '.join(missing)}")
-    function: Callable[..., Any] = found
     return function
 
 
 def find_module(path: str, key: str) -> tuple[str, str]:
-    """The parts of `path`, whose module is not imported yet: it may need torch, or a GPU.
+    """Return the parts of `path`, whose module is not imported yet: it may need torch, or a GPU.
 
     Raises:
         UserError: there is no such module, or its text defines no such name.
@@ -84,42 +86,34 @@ def find_module(path: str, key: str) -> tuple[str, str]:
         return where, name
     look_here()
     try:
-        found = importlib.util.find_spec(where)
+        spec = importlib.util.find_spec(where)
     except (ImportError, ValueError):  # a package above it is missing
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise UserError(f"{key}: there is no module {where}")
-    if found.origin is not None and found.origin.endswith(".py"):
-        _check_defined(Path(found.origin), name, path, key)
+    if spec.origin is not None and spec.origin.endswith(".py"):
+        _check_defined(Path(spec.origin), name, path, key)
     return where, name
 
 
 def _check_defined(file: Path, name: str, path: str, key: str) -> None:
-    """As far as the text of a module tells, which is not run.
-
-    Raises:
-        UserError: it is no Python, or defines no such name.
-    """
+    """Raise UserError if a module's text, which is not run, is no Python or defines no such name."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{key}: {file} is no Python: {error}") from error
-    names = {bound for node in ast.walk(tree) for bound in _bound(node)}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Import() | ast.ImportFrom():
+                names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
     if names.isdisjoint({name, "*", "__getattr__"}):
         near = difflib.get_close_matches(name, names, 1)
         raise UserError(f"{key}: {path!r}: {file} defines no {name}" + (f"; did you mean {near[0]}?" if near else ""))
-
-
-def _bound(node: ast.AST) -> list[str]:
-    """Names that a piece of a module may give a meaning."""
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            return [node.name]
-        case ast.Import() | ast.ImportFrom():
-            return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
-        case ast.Name(ctx=ast.Store()):
-            return [node.id]
-    return []
 
 
 def look_here() -> None:
@@ -131,24 +125,6 @@ def look_here() -> None:
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether the function has a parameter of that name."""
     return name in inspect.signature(function).parameters
-
-
-def _missing(function: Callable[..., Any], given: int, named: Collection[str]) -> list[str]:
-    """Parameters without a default that nothing is given for."""
-    parameters = list(inspect.signature(function).parameters.values())
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = [parameter.name for parameter in parameters if parameter.kind in plain][:given]
-    return [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        and parameter.name not in {*taken, *named}
-    ]
-
-
-def _module(where: str) -> ModuleType:
-    return _file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
 
 
 @functools.cache

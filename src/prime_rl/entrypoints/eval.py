@@ -2,29 +2,18 @@
 
 import asyncio
 import signal
-import sys
 from collections.abc import Awaitable
 
-from prime_rl import lifeline
-from prime_rl.config import EvalConfig, load, write_toml
-from prime_rl.errors import UserError
+from prime_rl.config import EvalConfig, write_toml
+from prime_rl.entrypoints import run_command, show
 from prime_rl.launcher.preflight import check_environment, check_key
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb
-from prime_rl.transport.settings import dry_path
 
 
 def main() -> None:
     """Parse the command line, evaluate every environment, print and write the report."""
-    lifeline.watch()
-    config = load(EvalConfig, prog="eval")
-    log.setup(config.log.level, "eval")
-    try:
-        run(config)
-    except UserError as error:
-        log.fail(error)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit(130)
+    run_command(EvalConfig, "eval", run)
 
 
 def run(config: EvalConfig) -> None:
@@ -38,12 +27,9 @@ def run(config: EvalConfig) -> None:
     for env in config.environments:
         check_environment(env)
     if config.dry_run:
-        path = dry_path(config.output_dir, "eval")
-        write_toml(config, path)
         names = ", ".join(env.name for env in config.environments)
         of = "" if config.weights_dir is None else f", versions of {config.weights_dir}"
-        print(f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
-        print(f"config: {path}")
+        show(config, "eval", f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
         return
     from prime_rl.envs.venv import prepare
     from prime_rl.evals.run import run_evals

@@ -1,24 +1,19 @@
 """`inference`: vLLM's OpenAI server with the weight routes."""
 
-from prime_rl import faults, lifeline
-from prime_rl.config import InferenceConfig, load
-from prime_rl.errors import UserError
+from prime_rl import faults
+from prime_rl.config import InferenceConfig
+from prime_rl.entrypoints import run_command
 
 
 def main() -> None:
-    lifeline.watch()
     faults.arm("inference")
-    config = load(InferenceConfig, prog="inference")
-    from prime_rl.inference import server
-    from prime_rl.monitor import log
+    run_command(InferenceConfig, "inference", run)
 
-    try:
-        if config.dry_run:
-            server.dry_run(config)
-        else:
-            server.run(config)
-    except UserError as error:
-        log.fail(error)
+
+def run(config: InferenceConfig) -> None:
+    from prime_rl.inference import server
+
+    server.dry_run(config) if config.dry_run else server.run(config)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,27 @@
 """`orchestrator`: makes rollouts, scores them, cuts batches."""
 
 import asyncio
-import sys
 from contextlib import nullcontext
 
 from loguru import logger
 
-from prime_rl import faults, lifeline
-from prime_rl.config import OrchestratorConfig, load, write_toml
+from prime_rl import faults
+from prime_rl.config import OrchestratorConfig, write_toml
+from prime_rl.entrypoints import run_command, show
 from prime_rl.envs.venv import prepare
-from prime_rl.errors import UserError
 from prime_rl.launcher.preflight import check_environment, check_model, check_own_functions
 from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.orchestrator.checkpoint import refuse_used, resume_point
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.settings import agree, dry_path
+from prime_rl.transport.settings import agree
 
 
 def main() -> None:
     """Parse the command line and run until the last step is committed."""
     faults.arm("orchestrator")
-    lifeline.watch()
-    config = load(OrchestratorConfig, prog="orchestrator")
-    log.setup(config.log.level, "orchestrator")
-    try:
-        run(config)
-    except (UserError, CommitError) as error:
-        log.fail(error)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit(130)
+    run_command(OrchestratorConfig, "orchestrator", run, CommitError)
 
 
 def run(config: OrchestratorConfig) -> None:
@@ -39,27 +30,27 @@ def run(config: OrchestratorConfig) -> None:
     check_wandb(config.monitor.wandb)
     if config.bench:
         config = separate_bench(config, logger.info)
-    for env in [*config.environments, *(config.eval.environments if config.eval else [])]:
+    environments = [*config.environments, *(config.eval.environments if config.eval else [])]
+    for env in environments:
         check_environment(env)
     check_own_functions(config)
     if not (config.dry_run or config.bench or config.clean):
         progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
         refuse_used(config.output_dir, progress)  # before that run's own config is written over
-    path = config.output_dir / "configs" / "orchestrator.toml"
     if config.dry_run:
-        path = dry_path(config.output_dir, "orchestrator")
-    if config.dry_run:
-        write_toml(config, path)
         names = ", ".join(f"{env.name} (workers: {env.workers})" for env in config.environments)
-        print(f"orchestrator: {names}; {config.batch_size} rollouts a step from {config.client.servers}")
-        print(f"batches to {config.output_dir / 'rollouts'}, weights from {config.output_dir / 'weights'}")
-        print(f"config: {path}")
+        show(
+            config,
+            "orchestrator",
+            f"orchestrator: {names}; {config.batch_size} rollouts a step from {config.client.servers}",
+            f"batches to {config.output_dir / 'rollouts'}, weights from {config.output_dir / 'weights'}",
+        )
         return
-    prepare([*config.environments, *(config.eval.environments if config.eval else [])])
+    prepare(environments)
     with cleaned(config.output_dir, "orchestrator") if config.clean else nullcontext():
         agree(config, "orchestrator")
     log.setup(config.log.level, "orchestrator", config.output_dir)
-    write_toml(config, path)
+    write_toml(config, config.output_dir / "configs" / "orchestrator.toml")
     if config.bench:
         metrics_path(config.output_dir, "orchestrator").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.orchestrator.orchestrator import orchestrate

@@ -1,36 +1,24 @@
 """`trainer`: trains on the rollouts that an orchestrator commits."""
 
-import os
-import sys
 from contextlib import nullcontext
 
 from loguru import logger
 
-from prime_rl import faults, lifeline
-from prime_rl.config import TrainerConfig, load, write_toml
-from prime_rl.errors import UserError
+from prime_rl import faults
+from prime_rl.config import TrainerConfig
+from prime_rl.entrypoints import run_trainer, show
 from prime_rl.importing import quick_imports
 from prime_rl.launcher.preflight import check_model
 from prime_rl.launcher.rundir import cleaned, separate_bench
-from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.transport.commit import disk_errors
-from prime_rl.transport.settings import agree, dry_path
+from prime_rl.transport.settings import agree
 
 
 def main() -> None:
     """Parse the command line and train: one process, or one rank of torchrun."""
     faults.arm("trainer")
-    # Before torch is imported. A server and environments need the other half, and threads that wait for cores are slow.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
-    lifeline.watch()
-    config = load(TrainerConfig, prog="trainer")
-    rank = int(os.environ.get("RANK", 0))
-    log.setup(config.log.level, f"trainer.{rank}" if rank else "trainer")
-    try:
-        run(config, rank)
-    except UserError as error:
-        log.fail(error) if rank == 0 else sys.exit(1)  # every rank fails alike: one of them says why
+    run_trainer(TrainerConfig, "trainer", run)
 
 
 def run(config: TrainerConfig, rank: int) -> None:
@@ -42,13 +30,9 @@ def run(config: TrainerConfig, rank: int) -> None:
         config = separate_bench(config, logger.info if rank == 0 else logger.debug)
     if config.dry_run:
         if rank == 0:
-            path = dry_path(config.output_dir, "trainer")
-            write_toml(config, path)
             data = "fake data" if config.data.fake else f"rollouts in {config.output_dir / 'rollouts'}"
-            print(
-                f"trainer: {config.model.name} on {config.device}, {data}, versions to {config.output_dir / 'weights'}"
-            )
-            print(f"config: {path}")
+            weights = config.output_dir / "weights"
+            show(config, "trainer", f"trainer: {config.model.name} on {config.device}, {data}, versions to {weights}")
         return
     if rank == 0:
         with cleaned(config.output_dir, "trainer") if config.clean else nullcontext():

@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,34 +40,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """The policy version in the engine.
-
-    Attributes:
-        hash: The manifest's.
-        weight_dir: None for the weights it started with.
-        boot: Identifies the incarnation of the server: one that was restarted has served its base in between.
-    """
+    """The policy version in the engine."""
 
     version: int
-    hash: str
+    hash: str  # the manifest's
     base: str
-    weight_dir: str | None
-    boot: str
+    weight_dir: str | None  # None for the weights it started with
+    boot: str  # identifies the incarnation of the server: one that was restarted has served its base in between
 
 
 @dataclass
 class WeightUpdate:
-    """A change of weights: what is served after it, and what it took.
-
-    Attributes:
-        seconds: Of `check` (of the manifest), `stage` (beside generation), `pause`, and within it `stop` and `load`.
-        place: Where the workers kept the staged version: device, host, nowhere; of several the worst.
-    """
+    """A change of weights: what is served after it, and what it took."""
 
     version: int = 0
     hash: str = ""
+    # Of `check` (of the manifest), `stage` (beside generation), `pause`, and within it `stop` and `load`.
     seconds: dict[str, float] = field(default_factory=dict)
-    place: str = "nowhere"
+    place: str = "nowhere"  # where the workers kept the staged version: device, host, nowhere; of several the worst
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -151,23 +141,11 @@ class WeightService:
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Stop generating; what becomes of requests is `mode`'s. Weight updates are still possible, and do not end it."""
-
-        async def pause() -> None:
-            self._check_usable()  # one that lets requests end would have them go on
-            await self._stop(mode, clear_cache, DRAIN_SECONDS if mode == "wait" else PAUSE_SECONDS)
-            self._paused_by_client = True
-
-        await self._run_exclusively(pause)
+        await self._run_exclusively(lambda: self._pause(mode, clear_cache))
 
     async def resume(self) -> None:
         """Resume generation. Rejected (500) if the weights are unusable: a forward pass would kill the engine."""
-
-        async def resume() -> None:
-            self._check_usable()
-            self._paused_by_client = False
-            await self._resume_if_allowed()
-
-        await self._run_exclusively(resume)
+        await self._run_exclusively(self._resume)
 
     def stop(self) -> None:
         """Cancel all changes, since the engine is ending; their clients are answered."""
@@ -194,12 +172,19 @@ class WeightService:
             await self._stage(manifest, change)
             await self._swap(directory, identity, change, stamp)
         except Rejected as rejection:
-            if rejection.status == 400 and await _changed(directory, stamp):
-                raise Rejected(503, f"{rejection.message} (its place was changed meanwhile)") from rejection
+            if rejection.status == 400:  # of one that was removed the client sees so itself
+                with suppress(CommitError, OSError):
+                    if await read(lambda _: read_stamp(directory), directory) != stamp:  # made durable meanwhile
+                        raise Rejected(503, f"{rejection.message} (its place was changed meanwhile)") from rejection
             raise
         finally:
             if self._staged:
-                await self._unstage()
+                self._staged = False
+                try:
+                    async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
+                        await self._engine.collective_rpc("prime_unstage")
+                except Rejected as rejection:  # the outcome of the change itself counts
+                    logger.warning("{}", rejection.message)
 
     async def _reload(self, change: WeightUpdate, weight_dir: str | None = None) -> None:
         expected = await self._base_hashes()
@@ -245,15 +230,6 @@ class WeightService:
         if self._stage_options[0] and change.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True
             logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")
-
-    async def _unstage(self) -> None:
-        """Free the staged version."""
-        self._staged = False
-        try:
-            async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
-                await self._engine.collective_rpc("prime_unstage")
-        except Rejected as rejection:  # the outcome of the change itself counts
-            logger.warning("{}", rejection.message)
 
     async def _swap(
         self, directory: Path, identity: dict[str, Any], change: WeightUpdate, stamp: bytes | None = None
@@ -323,6 +299,16 @@ class WeightService:
             await self._resume_if_allowed()
             raise
 
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        self._check_usable()  # one that lets requests end would have them go on
+        await self._stop(mode, clear_cache, DRAIN_SECONDS if mode == "wait" else PAUSE_SECONDS)
+        self._paused_by_client = True
+
+    async def _resume(self) -> None:
+        self._check_usable()
+        self._paused_by_client = False
+        await self._resume_if_allowed()
+
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise Rejected(500, self._broken)
@@ -374,14 +360,6 @@ class WeightService:
             if task.cancelled():
                 raise Rejected(503, "the server is stopping") from None
             raise
-
-
-async def _changed(directory: Path, stamp: bytes) -> bool:
-    """Whether the manifest has changed, as it does when the trainer makes the version durable."""
-    try:
-        return await read(lambda _: read_stamp(directory), directory) != stamp
-    except (CommitError, OSError):  # removed, as the client sees itself
-        return False
 
 
 @asynccontextmanager

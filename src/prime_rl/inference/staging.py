@@ -52,18 +52,12 @@ class Staging:
     """One version, staged by a thread that starts with the construction. Its memory is held until `drop`.
 
     Args:
-        directory: A committed version.
-        digest: The hash that it must have.
+        directory: A committed version, with the hash `digest`.
         device: The model's.
         subscriber: Receives versions that are in no file.
         keep: Keep the tensors in memory if there is room; `on_device`: the device's memory may be used.
         verify: Hash files that are kept nowhere. One worker of an engine does.
         sharing: Workers that share the host's memory.
-
-    Attributes:
-        tensors: The staged tensors in the order of the manifest; none if they are kept nowhere.
-        place: Where they are kept.
-        seconds: The time that staging took.
     """
 
     def __init__(
@@ -71,9 +65,9 @@ class Staging:
         keep: bool = True, on_device: bool = True, verify: bool = True, sharing: int = 1,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
-        self.tensors: list[tuple[str, Tensor]] = []
-        self.place: Place = "nowhere"
-        self.seconds = 0.0
+        self.tensors: list[tuple[str, Tensor]] = []  # in the order of the manifest; none if they are kept nowhere
+        self.place: Place = "nowhere"  # where they are kept
+        self.seconds = 0.0  # that staging took
         self._device, self._subscriber = device, subscriber
         self._keep, self._on_device, self._verify, self._sharing = keep, on_device, verify, sharing
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -145,12 +145,8 @@ def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tie
 async def read(function: Callable[[Callable[[], None]], T], subject: Path | str) -> T:
     """Return the result of `function(go_on)`, from a daemon thread that may hang: it is left behind then, and ends with the process.
 
-    Args:
-        function: It calls `go_on` between two blocks of a long read; the call raises once the thread was left behind.
-
-    Raises:
-        Rejected: there was no progress for `STALL_SECONDS`, or too many earlier reads hang (503).
-        Exception: what `function` raises.
+    `function` calls `go_on` between two blocks of a long read; the call raises once the thread was left behind. Rejected
+    (503) if there was no progress for `STALL_SECONDS`, or too many earlier reads hang.
     """
     _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
     if len(_abandoned) >= MOST_ABANDONED:

@@ -22,8 +22,7 @@ from prime_rl.launcher import rundir
 from prime_rl.launcher.console import limit_line, minutes
 from prime_rl.launcher.supervise import Restart, RestartPolicy, killed_rank, log_tail, stall_reason
 from prime_rl.monitor import read_status
-from prime_rl.monitor.record import as_table, build
-from prime_rl.monitor.status import ProcessStatus
+from prime_rl.monitor.status import ProcessStatus, parse_record
 from prime_rl.processes import ProcessId, Table, descendants, identify, is_stopped, table
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
@@ -184,7 +183,7 @@ def collect(run: Path) -> Facts:
         workers=_workers(orchestrator.pid, processes) if orchestrator is not None and local else (),
         free=shutil.disk_usage(run).free,
         recoverable=bool(rundir.results(run)),
-        policy=build(RestartPolicy, settings) or RestartPolicy(),
+        policy=parse_record(RestartPolicy, json.dumps(settings, default=str)) or RestartPolicy(),
     )
 
 
@@ -213,10 +212,7 @@ def _restarts(run: Path) -> dict[str, Restart]:
     """Return the last restart of each process, where it explains what is seen now."""
     restarts = {}
     for line in log_tail(run / "logs" / "restarts.jsonl"):
-        try:
-            restart = build(Restart, as_table(json.loads(line)))
-        except (ValueError, RecursionError):  # cut short
-            continue
+        restart = parse_record(Restart, line)
         if restart is not None and time.time() - restart.time < _RECENT_SECONDS:
             restarts[restart.process] = restart
     return restarts

@@ -16,8 +16,7 @@ from typing import Any, Self, TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.record import build, read_table
-from prime_rl.monitor.status import read_status, unless_full
+from prime_rl.monitor.status import read_record, read_status, unless_full
 from prime_rl.processes import ProcessId, boot_id, is_alive, me
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.incarnations import run_id
@@ -243,7 +242,7 @@ def forget_dead(output_dir: Path) -> None:
 
 def read_claim(output_dir: Path) -> Claim | None:
     """Return the present holder of a run directory, dead or alive; None where there is none, or a damaged one."""
-    return build(Claim, read_table(output_dir / _OWNER))
+    return read_record(Claim, output_dir / _OWNER)
 
 
 def is_held(claim: Claim) -> bool:

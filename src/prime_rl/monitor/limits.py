@@ -1,4 +1,4 @@
-"""Where the time of a run's steps goes, and what limits it: pure functions of the metrics rows of trainer and orchestrator, and who reads those.
+"""Say where the time of a run's steps goes and what limits it, from the metrics rows of trainer and orchestrator.
 
 The console, the metrics (`limit/*`) and `rl doctor` all ask here. The rule: the side that is busy nearly all the time limits the run. Where neither
 is, and measured waits explain at least half of what the busier one loses, the longest of them does; else the pipeline, in which the two take turns.
@@ -104,10 +104,10 @@ def limit_of(shares: Shares) -> Limit:
         Limit(LimitName.DATA, shares.read, f"the trainer waits {shares.read:.0%} to read batches"),
         Limit(LimitName.WORKERS, sampled * worker_bound, f"the busiest uses {shares.cpu:.0%} of a core"),
     )
-    lost, longest = 1.0 - max(trained, sampled), max(causes, key=lambda cause: cause.share)
-    if longest.share >= NOTABLE and sum(cause.share for cause in causes) >= lost / 2:
+    loss, longest = 1.0 - max(trained, sampled), max(causes, key=lambda cause: cause.share)
+    if longest.share >= NOTABLE and sum(cause.share for cause in causes) >= loss / 2:
         return longest
-    return Limit(LimitName.PIPELINE, lost, f"neither side is full: engines sample {sampled:.0%}, trainer {trained:.0%}")
+    return Limit(LimitName.PIPELINE, loss, f"neither side is full: engines sample {sampled:.0%}, trainer {trained:.0%}")
 
 
 def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | None:

@@ -5,6 +5,7 @@ gets anywhere is another question, which `progress` answers.
 """
 
 import errno
+import functools
 import json
 import os
 import socket
@@ -14,10 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from loguru import logger
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
-from prime_rl.monitor.record import build, read_table
 from prime_rl.processes import ProcessId, me
 
 HEARTBEAT_SECONDS = 2.0
@@ -28,9 +30,13 @@ WAITS_FOR_US_SECONDS = 10.0  # a trainer that was asked to stop as well looks up
 _SAY_WAIT_SECONDS = 5.0  # from when the console hears of a wait: the first for each owner,
 _SAY_LATER_WAIT_SECONDS = 30.0  # and later ones, which are common between steps
 _MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but times
-_FULL_OR_AWAY = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EIO, errno.ESTALE)
-_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)  # somebody's directory under the file's name
-_TOLERATED = (*_FULL_OR_AWAY, *_IN_THE_WAY)
+# The disk is full, fails or is away; or somebody's directory is under the file's name.
+_TOLERATED = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EIO, errno.ESTALE),
+    *(errno.EISDIR, errno.ENOTDIR),
+)
+
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,8 @@ class Waiting:
 
     subject: str
     owner: str
-    since: float
-    deadline: float
+    since: FiniteFloat
+    deadline: FiniteFloat
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,12 @@ class ProcessStatus:
     pid: int
     phase: str
     step: int | None
-    since: float
-    heartbeat: float
+    since: FiniteFloat
+    heartbeat: FiniteFloat
     waiting: Waiting | None
     outcome: str | None
-    progress: float = 0.0
-    ready: float | None = None
+    progress: FiniteFloat = 0.0
+    ready: FiniteFloat | None = None
     host: str = ""
     started: int = 0
 
@@ -90,26 +96,24 @@ class Status:
     """
 
     def __init__(self, output_dir: Path, process: str, of: ProcessId | None = None) -> None:
-        self._path = status_path(
-            output_dir.resolve(), process
-        )  # by which the one before is known, however it was written
+        # Resolved: by it the one before is known, however it was written.
+        self._path = status_path(output_dir.resolve(), process)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _remove_stages(self._path)
-        self._process = process
-        self._phase = "starting"
-        self._since = self._progress = time.time()
-        self._step: int | None = None
-        self._waiting: Waiting | None = None
+        now, own, host = time.time(), of or me(), socket.gethostname()
+        self._status = ProcessStatus(
+            process, own.pid, "starting", None, now, now, None, None, now, None, host, own.started
+        )
         self._say_wait = 0.0  # when to say it next
         self._owners: set[str] = set()  # who was waited for long enough to be named
-        self._outcome: str | None = None
-        self._ready: float | None = None
-        self._host, self._id = socket.gethostname(), of or me()
         self._last_write = 0.0
         # Reentrant: a signal handler may call while the same thread is inside.
         self._lock = threading.RLock()  # bounded: held for the write of one small file
         self._ended = threading.Event()
-        self._succeed(_writers.get(self._path))
+        before = _writers.get(self._path)
+        if before is not None and before._status.id == self._status.id:
+            before.close()
+            self._status = replace(self._status, ready=before._status.ready)
         _writers[self._path] = self
         self._write()
         threading.Thread(target=self._beat, name=f"heartbeat-{process}", daemon=True).start()
@@ -118,66 +122,50 @@ class Status:
         """A new phase (`loading the model`) ends the wait before it. What follows `: ` is progress within the phase
         (`evaluating: 3/20`), which may change as often as it likes."""
         with self._lock:
-            changed = phase_name(text) != phase_name(self._phase) or self._waiting is not None
-            if changed:
-                self._since = time.time()
-            if changed or text != self._phase:
-                self._progress = time.time()
-            self._phase, self._waiting = text, None
-            self._changed_or_heartbeat(changed)
+            now, last = time.time(), self._status
+            changed = phase_name(text) != phase_name(last.phase) or last.waiting is not None
+            since = now if changed else last.since
+            progress = now if changed or text != last.phase else last.progress
+            self._update(changed, phase=text, waiting=None, since=since, progress=progress)
 
     def step(self, n: int) -> None:
         """Step `n` (0-based) has begun."""
         with self._lock:
-            changed, self._step = n != self._step, n
-            if changed:
-                self._progress = time.time()
-            self._changed_or_heartbeat(changed)
+            changed = n != self._status.step
+            self._update(changed, step=n, progress=time.time() if changed else self._status.progress)
 
     def progress(self) -> None:
         """Work got on within the phase: an item done, an episode landed. Call it as often as you like."""
         with self._lock:
-            self._progress = time.time()
-            self._changed_or_heartbeat(False)
+            self._update(False, progress=time.time())
 
     def ready(self) -> None:
         """The steady state is reached in this incarnation: what fails from here on is worth starting again."""
         with self._lock:
-            changed = self._ready is None
-            self._ready = self._ready or time.time()
-            self._changed_or_heartbeat(changed)
+            self._update(self._status.ready is None, ready=self._status.ready or time.time())
 
     def waiting(self, subject: str, owner: str, deadline_seconds: float) -> None:
         """Call it once per wait or again and again during it. `deadline_seconds` counts from the first call."""
         with self._lock:
-            now = time.time()
-            current = self._waiting
+            now, current = time.time(), self._status.waiting
             changed = current is None or (current.subject, current.owner) != (subject, owner)
             if changed:
-                self._waiting = Waiting(subject, owner, now, now + deadline_seconds)
+                current = Waiting(subject, owner, now, now + deadline_seconds)
                 self._say_wait = now + (_SAY_LATER_WAIT_SECONDS if owner in self._owners else _SAY_WAIT_SECONDS)
-            self._changed_or_heartbeat(changed)
+            self._update(changed, waiting=current)
 
     def done(self, outcome: str) -> None:
         """Last word: `finished`, `stopped`, `failed: …`. The heartbeat ends with it."""
         with self._lock:
-            self._phase, self._since, self._outcome, self._waiting = "done", time.time(), outcome, None
-            self._write()
+            self._update(True, phase="done", since=time.time(), outcome=outcome, waiting=None)
         self.close()
 
     def close(self) -> None:
         """End the heartbeat and leave the file as it is. Safe to call twice."""
         self._ended.set()
 
-    def _succeed(self, before: "Status | None") -> None:
-        if before is not None and before._id == self._id:
-            before.close()
-            self._ready = before._ready
-
     def _beat(self) -> None:
-        while not self._ended.wait(
-            HEARTBEAT_SECONDS
-        ):  # bounded: a daemon thread, it ends with the process, or with close()
+        while not self._ended.wait(HEARTBEAT_SECONDS):  # bounded: a daemon thread, ends with the process, or close()
             with self._lock, suppress(OSError):  # whatever it is may have passed by the next beat
                 if not self._ended.is_set():
                     self._write()
@@ -185,8 +173,8 @@ class Status:
 
     def _say(self) -> None:
         """Name a long wait at the console, and again whenever it has become twice as long; of several ranks the first does."""
-        now, wait = time.time(), self._waiting
-        if wait is None or now < self._say_wait or "." in self._process:
+        now, wait = time.time(), self._status.waiting
+        if wait is None or now < self._say_wait or "." in self._status.process:
             return
         self._owners.add(wait.owner)
         waited = now - wait.since
@@ -196,26 +184,14 @@ class Status:
             wait.subject, wait.owner, self._path.parents[1], waited, wait.deadline - wait.since,
         )  # fmt: skip
 
-    def _changed_or_heartbeat(self, changed: bool) -> None:
+    def _update(self, changed: bool, **values: Any) -> None:
+        self._status = replace(self._status, **values)
         if changed or time.monotonic() - self._last_write >= _MIN_INTERVAL_SECONDS:
             self._write()
 
     def _write(self) -> None:
-        status = ProcessStatus(
-            self._process,
-            self._id.pid,
-            self._phase,
-            self._step,
-            self._since,
-            time.time(),
-            self._waiting,
-            self._outcome,
-            self._progress,
-            self._ready,
-            self._host,
-            self._id.started,
-        )
-        _replace(self._path, status)
+        self._status = replace(self._status, heartbeat=time.time())
+        _replace(self._path, self._status)
         self._last_write = time.monotonic()
 
 
@@ -224,11 +200,8 @@ _writers: dict[Path, Status] = {}  # of this process
 
 @contextmanager
 def unless_full() -> Iterator[None]:
-    """For files that are no results: where the disk is full, fails or is away, or the run directory gone, they are not written, and nobody
-    fails by it.
-
-    Those who write results tell of it.
-    """
+    """Skip writing files that are no results where the disk is full, fails or is away, or the run directory gone. Those who
+    write results tell of it."""
     try:
         yield
     except OSError as error:
@@ -240,7 +213,7 @@ def say_for(output_dir: Path, process: str, outcome: str) -> None:
     """The last word of a process that has ended, or was never started, and has said none: nobody is to wait for it."""
     now, path = time.time(), status_path(output_dir, process)
     _remove_stages(path)
-    last = read_one(path) or ProcessStatus(process, 0, "done", None, now, now, None, None)
+    last = read_record(ProcessStatus, path) or ProcessStatus(process, 0, "done", None, now, now, None, None)
     if last.outcome is None:
         _replace(path, replace(last, phase="done", heartbeat=now, waiting=None, outcome=outcome))
 
@@ -249,7 +222,7 @@ def _remove_stages(path: Path) -> None:
     """Remove what processes that were killed while they wrote their status left beside `path`."""
     with unless_full():
         for stage in path.parent.glob(f".{path.name}.tmp-*"):
-            if stage.name != _stage(path).name:
+            if stage != _stage(path):
                 stage.unlink(missing_ok=True)
 
 
@@ -275,13 +248,33 @@ def status_path(output_dir: Path, process: str) -> Path:
 
 def read_status(output_dir: Path) -> dict[str, ProcessStatus]:
     """Every process's last word, by name; of processes that are gone too: compare `started` and `heartbeat`."""
-    read = {path.stem: read_one(path) for path in sorted((output_dir / "status").glob("*.json"))}
+    read = {path.stem: read_record(ProcessStatus, path) for path in sorted((output_dir / "status").glob("*.json"))}
     return {name: status for name, status in read.items() if status is not None}
 
 
-def read_one(path: Path) -> ProcessStatus | None:
-    """One process's last word; None where there is none, or nothing that is one: empty after a power cut, damaged, foreign."""
-    return build(ProcessStatus, read_table(path))
+def read_record(kind: type[_Record], path: Path) -> _Record | None:
+    """Read a dataclass from a small JSON file that another process wrote; None where there is none, or as `parse_record`."""
+    try:
+        return parse_record(kind, path.read_bytes())
+    except OSError:
+        return None
+
+
+def parse_record(kind: type[_Record], text: str | bytes) -> _Record | None:
+    """Parse a dataclass from a JSON object; None where the text is damaged (a power cut) or foreign.
+
+    Fields that it does not know are passed over, those with a default may be missing.
+    """
+    try:
+        record: _Record = _adapter(cast(Any, kind)).validate_json(text, strict=True)
+        return record
+    except ValidationError:
+        return None
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 class TrainerWatch:
@@ -304,7 +297,7 @@ class TrainerWatch:
         No status at all is no end: the launcher removes it when it starts a trainer again. One that failed may be started again, too, but not where
         all is being stopped.
         """
-        trainer, now = read_one(status_path(self._output_dir, self._process)), self._monotonic()
+        trainer, now = read_record(ProcessStatus, status_path(self._output_dir, self._process)), self._monotonic()
         sign = None if trainer is None else (trainer.pid, trainer.heartbeat)
         if sign != self._sign:
             self._sign, self._sign_at = sign, now

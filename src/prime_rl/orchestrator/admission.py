@@ -148,7 +148,7 @@ def output_tokens(result: EpisodeResult) -> int:
 def check_filters(config: "FilterConfig", key: str) -> None:
     """Raise UserError where a function of the user's own is not there, or does not take its arguments. `key`: the setting, for messages."""
     if config.custom is not None:
-        load_function(config.custom.path, config.custom.args, given=1, key=f"{key}.custom.path")
+        load_function(config.custom.path, config.custom.args, positional=1, key=f"{key}.custom.path")
 
 
 def _repeats(sequence: SampleTokens, rule: "RepetitionFilter") -> bool:

@@ -132,13 +132,13 @@ def unfit(config: "AlgorithmConfig", attempt: Attempt) -> str:
 def check_algorithm(config: "AlgorithmConfig", key: str) -> None:
     """Raise UserError where a function of the user's own is not there, or does not take its arguments. `key`: the setting, for messages."""
     if config.type == "custom":
-        load_function(config.path, config.args, given=1, key=f"{key}.path")
+        load_function(config.path, config.args, positional=1, key=f"{key}.path")
 
 
 @cache
 def own_function(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
     """Load a function of the user's own once. `names`: its settings; `key`: the setting that names it, for errors."""
-    return load_function(path, dict.fromkeys(names), given=1, key=key)
+    return load_function(path, dict.fromkeys(names), positional=1, key=key)
 
 
 def _by_agent(group: Sequence[Attempt]) -> list[list[int]]:

@@ -296,7 +296,7 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
 def _policy_loss(config: "LossConfig") -> tuple[Callable[..., tuple[Tensor, Tensor]], bool]:
     """The policy loss, and whether it couples the tokens of a sequence: then it takes `sequences`."""
     if config.type == "custom":
-        function = load_function(config.path, config.args, given=3, key="loss.path", offered=("sequences",))
+        function = load_function(config.path, config.args, positional=3, key="loss.path", offered=("sequences",))
         coupled = takes(function, "sequences")
         of_tokens = partial(_custom, function, config.path, config.args)
         _try_out(of_tokens, config.path, coupled)

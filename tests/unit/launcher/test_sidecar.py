@@ -99,7 +99,7 @@ def test_ctrl_c_while_the_last_version_is_evaluated(monkeypatch: pytest.MonkeyPa
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sft, "load", lambda *_, **__: config())
+    monkeypatch.setattr("prime_rl.entrypoints.load", lambda *_, **__: config())
     monkeypatch.setattr(sft, "run", interrupted)
     with pytest.raises(SystemExit) as ended:
         sft.main()
