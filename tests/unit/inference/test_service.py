@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from prime_rl import faults
 from prime_rl.inference import version_files
-from prime_rl.inference.routes import PrimeRoutes, add_alias
+from prime_rl.inference.routes import PrimeRoutes
 from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import AllowedRoots, Rejected, check_fit
 from prime_rl.monitor.status import Status, read_status
@@ -563,16 +563,6 @@ def test_fit() -> None:
     ):
         with pytest.raises(Rejected):
             check_fit(tensors, base, tied=False)
-
-
-def test_the_alias_is_the_same_route() -> None:
-    """Contract: the alias runs the token route with its dependencies; a vLLM without that route is an error."""
-    app = FastAPI()
-    app.post("/inference/v1/generate")(lambda: {"from": "tokens"})
-    add_alias(app, "/inference/v1/generate", "/v1/generate")
-    assert TestClient(app).post("/v1/generate").json() == {"from": "tokens"}
-    with pytest.raises(Exception, match="no token route"):
-        add_alias(FastAPI(), "/inference/v1/generate", "/v1/generate")
 
 
 async def test_version_zero_of_another_base(

@@ -227,21 +227,6 @@ def test_files_that_make_no_sense(tmp_path: Path, header: dict[str, Any], says: 
     assert read._blocks == 0
 
 
-def test_a_tensor_that_lies_askew(tmp_path: Path) -> None:
-    """Contract: bytes that are not aligned to their type are loaded all the same."""
-    extra: dict[str, Any] = {}
-    header = {"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}, "b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]}}  # fmt: skip
-    with stage(version_dir(tmp_path, 1), step=1, producer="trainer", extra=extra) as tmp:
-        _write(tmp / "model.safetensors", header, 11)
-        extra |= manifest_extra(1, 0, hash_directory(tmp))
-    read = begin(version_dir(tmp_path, 1))
-    read.wait(SECONDS)
-    assert [tensor.tolist() for _, tensor in read.tensors] == [[0, 0, 0], [0.0, 0.0]]
-
-
-# Versions whose tensors lie in a tmpfs.
-
-
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Path:
     place, final = tmp_path / "tmpfs" / "run" / "step_5", tmp_path / "weights" / "step_5"

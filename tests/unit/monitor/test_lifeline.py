@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from prime_rl.lifeline import ENV, Lifeline
+from prime_rl.lifeline import ENV, Lifeline, ancestors, follow
 
 CHILD = """
 import subprocess, sys, time
@@ -19,7 +19,7 @@ print(grandchild.pid, flush=True)
 time.sleep(60)
 """
 RANK = "from prime_rl import lifeline; lifeline.watch(); import time; print('up', flush=True); time.sleep(60)"
-AGENT = f"""
+TORCHRUN = f"""
 import subprocess, sys, time
 from prime_rl import lifeline
 lifeline.watch()
@@ -67,15 +67,40 @@ def test_cutting_the_line_kills_child_and_grandchild() -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_rank_dies_with_its_agent(stopped: bool) -> None:
-    """One that torchrun started in a session of its own, without the pipe; the kernel wakes one that is stopped."""
+def test_a_rank_in_its_own_session_dies_with_its_agent(stopped: bool) -> None:
+    """A rank that torchrun started in a session of its own, without the pipe; one that is stopped cannot watch: the kernel wakes it."""
     line = Lifeline()
-    agent, rank = spawn(AGENT, line)
+    agent, rank = spawn(TORCHRUN, line)
     if stopped:
         os.kill(rank, signal.SIGSTOP)
     line.close()
     assert agent.wait(60) == -signal.SIGKILL
     assert gone(rank)
+
+
+FOLLOWER = "import os, sys, time; from prime_rl.lifeline import follow; assert follow(int(sys.argv[1])); print('ready', flush=True); time.sleep(60)"
+FOLLOWED = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {FOLLOWER!r}, str(os.getpid())], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_follower_of_a_killed_process_ends() -> None:
+    """SIGKILL of the followed process ends the follower. What is no ancestor (another host's process) is not followed."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FOLLOWED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate(timeout=30)
+    assert gone(child), "the child outlived its parent"
+    assert os.getppid() in ancestors()
+    assert not follow(os.getpid())
+    assert not follow(2**22 + 1)
 
 
 def test_another_file_under_the_same_number_is_not_read() -> None:

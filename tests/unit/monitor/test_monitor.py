@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from string import Formatter
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,7 +25,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics, read_status
 from prime_rl.monitor.monitor import JsonlWriter, check_wandb, metrics_path
 from prime_rl.monitor.status import say_for
-from prime_rl.processes import identify, me
+from prime_rl.processes import me
 from prime_rl.wait import wait
 from support.processes import REPOSITORY
 
@@ -76,7 +77,7 @@ def test_the_line_that_a_process_fails_with_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("process", ["trainer", "trainer.1"])
 def test_what_rl_keeps_is_not_kept_twice(tmp_path: Path, process: str) -> None:
-    """Stdout is the log file already, which ranks share: every line once, and no other file. A rank's lines bear its name."""
+    """Stdout is the log file already, which ranks share: every line once, and no other file. A rank's lines bear its name; by hand it has its own file."""
     path = tmp_path / "logs" / "trainer.log"
     path.parent.mkdir()
     with path.open("ab") as file:
@@ -84,13 +85,8 @@ def test_what_rl_keeps_is_not_kept_twice(tmp_path: Path, process: str) -> None:
     tag = r"\[trainer.1\] " if "." in process else ""
     assert len(re.findall(f"{DATED} INFO    {tag}hello", path.read_text())) == path.read_text().count("hello") == 1
     assert os.listdir(path.parent) == ["trainer.log"]
-
-
-def test_a_rank_by_hand_has_a_file_of_its_own(tmp_path: Path) -> None:
-    """Two files in one directory, the first rank's without a number."""
-    for process in ("trainer", "trainer.1"):
-        says(process, tmp_path)
-    assert sorted(os.listdir(tmp_path / "logs")) == ["trainer.1.log", "trainer.log"]
+    says(process, tmp_path / "by hand")
+    assert os.listdir(tmp_path / "by hand" / "logs") == [f"{process}.log"]
 
 
 def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
@@ -271,17 +267,6 @@ def test_heartbeats_are_throttled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert writes == 5
 
 
-def test_a_status_may_be_of_another_process(tmp_path: Path) -> None:
-    """Of several processes that answer for a server one writes its status: who reads it is told of the server."""
-    with subprocess.Popen(["sleep", "60"]) as server:
-        status = Status(tmp_path, "inference", of=identify(server.pid))
-        status.phase("serving")
-        found = read_status(tmp_path)["inference"]
-        assert found.id == identify(server.pid)
-        status.close()
-        server.kill()
-
-
 def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The heartbeat goes on by itself, changes nothing else, and ends with the last word."""
     monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 0.02)
@@ -427,19 +412,15 @@ def test_the_heart_beats_on_after_a_failing_disk(tmp_path: Path, monkeypatch: py
     status.close()
 
 
-def test_a_full_disk_does_not_end_a_process_through_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results tell of a full disk; a status that cannot be written is left out. Other errors are errors."""
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE])
+def test_a_full_disk_does_not_end_a_process_through_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Results tell of a full disk; a status that cannot be written is left out."""
     status = Status(tmp_path, "trainer")
     status.close()
-    tolerated = [(number, False) for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)]
-    for number, raises in (*tolerated, (errno.EACCES, True)):
-
-        def refuse(self: Path, text: str, number: int = number) -> None:
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(Path, "write_text", refuse)
-        with pytest.raises(OSError) if raises else nullcontext():
-            status.phase(f"phase {number}")
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(number, os.strerror(number))))
+    status.phase("training")
 
 
 @pytest.mark.parametrize(
@@ -476,15 +457,3 @@ def test_wandb_without_a_key_is_found_first(
         check_wandb(None, WandbConfig())
     check_wandb(None, WandbConfig(offline=True))
     wandb.teardown()
-
-
-def test_wandbs_own_mode_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: WANDB_MODE=offline writes local files as --monitor.wandb.offline does."""
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    wandb.teardown()
-    monitor = Monitor(tmp_path, "trainer", MonitorConfig(wandb=WandbConfig()), {})
-    monitor.log(0, {"loss": 1.0})
-    monitor.close()
-    wandb.teardown()
-    assert list((tmp_path / "logs" / "wandb").glob("offline-run-*"))
