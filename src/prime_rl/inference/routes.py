@@ -35,19 +35,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prime_rl import faults
 from prime_rl.errors import UserError
-from prime_rl.inference import compat
+from prime_rl.inference import compat, middleware
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.engine_watch import watch_engine
-from prime_rl.inference.middleware import (
-    BODY_BYTES,
-    TOO_LONG,
-    ForwardToLeader,
-    Guard,
-    LeaderServer,
-    error_answer,
-    lead,
-    route_path,
-)
+from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import PluginContext, plugin_context
 from prime_rl.inference.service import PauseMode, WeightService
 from prime_rl.inference.version_files import AllowedRoots, Rejected
@@ -59,7 +50,7 @@ TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE = "/inference/v1/generate", "/v1/generate
 FOLLOW_SECONDS = 60.0
 STOP_SECONDS = 20.0  # from a signal to the end, at most; vLLM's own time for requests in flight comes on top
 EXPERTS_MOVE = (
-    "with enable_eplb vLLM moves experts between GPUs, and its reload would put new ones where they were at first"
+    "with enable_eplb vLLM moves experts between GPUs: its reload would put new ones where they were at first"
 )
 _SAMPLING_PARAMETERS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
@@ -93,8 +84,8 @@ class SampleBody(_Body):
 
 async def limit_body(request: Request) -> None:
     """What a request says may be repeated in answers and logs; this runs before it is looked at."""
-    if len(await request.body()) > BODY_BYTES:
-        raise Rejected(413, TOO_LONG)
+    if len(await request.body()) > middleware.BODY_BYTES:
+        raise Rejected(413, middleware.TOO_LONG)
 
 
 def _service(request: Request) -> WeightService:
@@ -152,12 +143,8 @@ async def resume(service: Service) -> dict[str, Any]:
 
 @router.post(SAMPLE_ROUTE)
 async def sample(body: SampleBody, request: Request) -> Response:
-    """Sample one reply. Ends when the client goes away.
-
-    Raises:
-        Rejected: 400 or 404 for what this route does not do, 500 when the engine fails.
-        ValueError: from vLLM, for a prompt that it does not take; its own handler makes 400 of it.
-    """
+    """Sample one reply. Ends when the client goes away. Rejected (400, 404) for what this route does not do, 500 when the
+    engine fails; vLLM's own handler makes 400 of its ValueError for a prompt that it does not take."""
     state = request.app.state
     if body.model is not None and body.model not in state.prime_models:
         raise Rejected(404, f"the model {body.model!r} is not served; this server has {', '.join(state.prime_models)}")
@@ -173,12 +160,8 @@ async def sample(body: SampleBody, request: Request) -> Response:
 def sampling_params(requested: dict[str, Any], prompt: int, most: int) -> Any:
     """vLLM's parameters for one output with the log-probabilities of the sampled tokens, in flat lists, without text.
 
-    Args:
-        prompt: Tokens of the prompt.
-        most: Tokens of prompt and reply; the reply's bound where none is requested.
-
-    Raises:
-        Rejected: a parameter that this route does not take, or a value that vLLM does not take (400).
+    Rejected (400) for a parameter that this route, or a value that vLLM does not take. `prompt`: tokens of the prompt;
+    `most`: of prompt and reply, the reply's bound where none is requested.
     """
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -226,11 +209,8 @@ async def _while_wanted(request: Request, work: Coroutine[Any, Any, Any]) -> Any
 
 
 def sample_answer(prompt: Sequence[int], output: Any) -> bytes:
-    """The JSON of vLLM's token route for one finished output with flat log-probabilities; without what a rollout does not read.
-
-    Raises:
-        Rejected: the log-probabilities are not those of the sampled tokens (500).
-    """
+    """The JSON of vLLM's token route for one finished output with flat log-probabilities; without what a rollout does not
+    read. Rejected (500) if the log-probabilities are not those of the sampled tokens."""
     ids, logprobs = list(output.token_ids), output.logprobs
     if logprobs is None or list(logprobs.token_ids) != ids:
         raise Rejected(500, "the engine gave log-probabilities of other tokens than it sampled")
@@ -260,16 +240,16 @@ class PrimeRoutes:
         self._app = app
         self._context = plugin_context()  # None without a server: when vLLM writes its API's description
         shared = None if self._context is None else self._context.shared
-        self._leads = shared is None or lead(shared)
+        self._leads = shared is None or middleware.lead(shared)
         if shared is not None and not self._leads:
-            app.add_middleware(ForwardToLeader, directory=shared)
+            app.add_middleware(middleware.ForwardToLeader, directory=shared)
         if faults.armed():
             app.add_middleware(FaultyGenerate)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         # Outermost: vLLM has added its middleware by now, and what it hosts may have built the stack, which `add_middleware` would refuse to change.
-        app.middleware_stack = Guard(app.middleware_stack or app.build_middleware_stack(), keys)
+        app.middleware_stack = middleware.Guard(app.middleware_stack or app.build_middleware_stack(), keys)
         state.prime_models = args.served_model_name or [args.model]
         assert self._context is not None, "the engine was started by our server"
         if self._context.shared is not None:
@@ -300,7 +280,7 @@ class PrimeRoutes:
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(context.server,))
         if context.shared is not None:
-            state.prime_leader = asyncio.create_task(LeaderServer(self._app, context.shared).serve())
+            state.prime_leader = asyncio.create_task(middleware.LeaderServer(self._app, context.shared).serve())
         status.phase("serving")
         status.ready()
         loop = asyncio.get_running_loop()
@@ -322,7 +302,7 @@ class FaultyGenerate:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generates = scope["type"] == "http" and route_path(scope) in (TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE)
+        generates = scope["type"] == "http" and middleware.route_path(scope) in (TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE)
         faulty = generates and faults.point("generate") == "error"
         await (error_answer(500, "fault injection") if faulty else self._app)(scope, receive, send)
 

@@ -62,16 +62,11 @@ _REJECTED_ON_CPU = {
 
 @dataclass(frozen=True)
 class PluginContext:
-    """What the server passes to our plugin in vLLM's processes: in an environment variable, as vLLM makes the plugin.
-
-    Args:
-        server: Process id of the server, which the engine ends with.
-        shared: Directory of the API processes if there are several, see `middleware`; None for one.
-    """
+    """What the server passes to our plugin in vLLM's processes: in an environment variable, as vLLM makes the plugin."""
 
     config: InferenceConfig
-    server: int
-    shared: Path | None
+    server: int  # process id of the server, which the engine ends with
+    shared: Path | None  # directory of the API processes if there are several, see `middleware`; None for one
 
 
 def plugin_context() -> PluginContext | None:
@@ -80,12 +75,8 @@ def plugin_context() -> PluginContext | None:
 
 
 def run(config: InferenceConfig) -> None:
-    """Serve until stopped.
-
-    Raises:
-        UserError: the config cannot be served here; found before vLLM is imported where that is possible.
-        SystemExit: vLLM's parser does not know an argument (status 2).
-    """
+    """Serve until stopped. Raises UserError if the config cannot be served here, before vLLM is imported where that is
+    possible, and SystemExit (2) if vLLM's parser does not know an argument."""
     log.setup(config.log.level, config.process)
     engine = compat.require_engine()
     compat.require_plugin()
@@ -140,11 +131,8 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def dry_run(config: InferenceConfig) -> None:
-    """Print what would be started and write the resolved config; nothing else is touched. Options of vLLM's own are shown to its parser.
-
-    Raises:
-        UserError, SystemExit: as `run`.
-    """
+    """Print what would be started and write the resolved config; nothing else is touched. Options of vLLM's own are shown
+    to its parser. Raises as `run`."""
     engine = compat.installed_engine()
     argv = arguments(config, engine)
     if config.vllm and engine is not None:
@@ -196,12 +184,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     """
     model, cpu = local_model(config.model.name), on_cpu(config, engine)
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    places = (
-        "data_parallel_size_local",
-        "data_parallel_address",
-        "data_parallel_rpc_port",
-        "data_parallel_start_rank",
-    )
+    nodes = ("size_local", "address", "rpc_port", "start_rank")
     flags: dict[str, Any] = {
         "model": config.model.name,
         "served_model_name": config.model.name,
@@ -221,7 +204,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
         **{name: size for name in sizes if (size := getattr(config, name)) > 1},
-        **{name: getattr(config, name) for name in places},
+        **{name: getattr(config, name) for name in (f"data_parallel_{node}" for node in nodes)},
         **compat.release_flags(engine),
     }
     if config.quantization is not None:

@@ -17,8 +17,6 @@ from loguru import logger
 
 _ENV = "PRIMERL_LOG"  # arguments of `setup`, for the processes that vLLM starts
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_LEVEL = "<level>{level: <7}</level>"
-_DATE = "YYYY-MM-DD HH:mm:ss"
 _sinks = [0]  # 0: loguru's own
 _file: TextIO | None = None
 
@@ -33,17 +31,16 @@ def setup(level: str, process: str, output_dir: Path | str | None = None) -> Non
         output_dir: None: stdout only, until the process has been accepted: the log there may be that of the run that refuses it.
     """
     global _file
-    place = None if output_dir is None else str(Path(output_dir).resolve())
-    os.environ[_ENV] = json.dumps([level, process, place])
+    root = None if output_dir is None else str(Path(output_dir).resolve())
+    os.environ[_ENV] = json.dumps([level, process, root])
     while _sinks:
         logger.remove(_sinks.pop())
     _file = None
-    tag = f"[{process}] " if "." in process else ""
-    _add(sys.stdout, level, tag, terminal=sys.stdout.isatty())
-    if place is not None:
-        _file = _open(Path(place) / "logs", process)
-    if _file is not None:
-        _add(_file, level, tag, terminal=False)
+    terminal = sys.stdout.isatty()
+    _add(sys.stdout, level, process, "HH:mm:ss" if terminal else "YYYY-MM-DD HH:mm:ss", terminal)
+    if root is not None and (file := _open(Path(root) / "logs", process)) is not None:
+        _file = file
+        _add(file, level, process, "YYYY-MM-DD HH:mm:ss", False)
     sys.excepthook = _crashed
     threading.excepthook = lambda crash: _crashed(crash.exc_type, crash.exc_value, crash.exc_traceback)
     logging.basicConfig(handlers=[_Intercept()])
@@ -55,9 +52,8 @@ def setup(level: str, process: str, output_dir: Path | str | None = None) -> Non
 
 def fail(error: Exception, status: int = 1) -> NoReturn:
     """End the process with the error in one line, on stderr and in the log file."""
-    for stream in (sys.stderr, _file):
-        if stream is not None:
-            print(f"error: {error}", file=stream)
+    for stream in filter(None, (sys.stderr, _file)):
+        print(f"error: {error}", file=stream)
     sys.exit(status)
 
 
@@ -82,26 +78,21 @@ class _Intercept(logging.Handler):
         logger.opt(exception=record.exc_info).log(level, "{}", text)
 
 
-def _add(stream: TextIO, level: str, tag: str, terminal: bool) -> None:
-    time = "HH:mm:ss" if terminal else _DATE
+def _add(stream: TextIO, level: str, process: str, time: str, terminal: bool) -> None:
+    tag = f"[{process}] " if "." in process else ""
+    template = f"{{time:{time}}} <level>{{level: <7}}</level> {tag}{{message}}"
+    color = terminal and not os.environ.get("NO_COLOR")
+    # `diagnose` would show the values of variables, keys among them.
     _sinks.append(
-        logger.add(
-            stream,
-            level=level.upper(),
-            format=f"{{time:{time}}} {_LEVEL} {tag}{{message}}",
-            colorize=terminal and not os.environ.get("NO_COLOR"),
-            backtrace=False,
-            diagnose=False,  # it would show the values of variables, keys among them
-        )
+        logger.add(stream, level=level.upper(), format=template, colorize=color, backtrace=False, diagnose=False)
     )
 
 
 def _open(logs: Path, process: str) -> TextIO | None:
     """The log file, unless stdout is the file of this process or of its first rank. If it cannot be opened, a warning says so."""
-    path = logs / f"{process}.log"
+    path, first = logs / f"{process}.log", logs / f"{process.partition('.')[0]}.log"
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        first = logs / f"{process.partition('.')[0]}.log"
         if first.exists() and os.path.samestat(first.stat(), os.fstat(1)):
             return None
         return path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -111,8 +102,7 @@ def _open(logs: Path, process: str) -> TextIO | None:
 
 
 def _crashed(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    if error is None:
-        return
-    sys.__excepthook__(kind, error, trace)
-    if _file is not None:
-        traceback.print_exception(kind, error, trace, file=_file)
+    if error is not None:
+        sys.__excepthook__(kind, error, trace)
+        if _file is not None:
+            traceback.print_exception(kind, error, trace, file=_file)

@@ -292,8 +292,10 @@ class Checkpoints:
             begun = f"incarnation {now.number}, from step {now.start}" if opened else "its incarnation files are lost"
             logger.info("--recover decides, not ckpt.resume_step {}: this run has begun already ({})", resume, begun)
             return True
-        message = "ckpt.resume_step {} decides, not --recover: no run has begun in {} that could be recovered"
-        logger.warning(message, resume, self.output_dir)
+        logger.warning(
+            "ckpt.resume_step {} decides, not --recover: no run has begun in {} that could be recovered",
+            resume, self.output_dir,
+        )  # fmt: skip
         return False
 
     def _newest_whole(self) -> str | None:

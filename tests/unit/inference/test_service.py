@@ -6,22 +6,16 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 
-from prime_rl import faults
 from prime_rl.inference import version_files
-from prime_rl.inference.routes import PrimeRoutes
 from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import AllowedRoots, Rejected, check_fit
-from prime_rl.monitor.status import Status, read_status
 from prime_rl.transport.commit import prune, read_manifest, replace_manifest, stage
 from prime_rl.transport.weights import (
     PublisherAddress,
@@ -458,95 +452,6 @@ def test_what_is_no_version_is_not_described(tmp_path: Path) -> None:
         with pytest.raises(Rejected) as error:
             AllowedRoots(None).check(str(tmp_path / "home"), 1)
         assert (error.value.status, "s3cr3t" in str(error.value)) == (400, False)
-
-
-@pytest.mark.parametrize("limited", [True, False])
-async def test_files_outside_are_not_read(
-    engine: FakeEngine, base: Path, root: Path, tmp_path: Path, limited: bool
-) -> None:
-    """Contract: a file that is a link out of the root (without one: out of its directory), or that a manifest names outside of its directory, is not even
-    looked at."""
-    service = make(engine, base, root if limited else None)
-    linked, named = commit(root, 1), commit(root, 2)
-    (linked / "model.safetensors").rename(tmp_path / "elsewhere")
-    (linked / "model.safetensors").symlink_to(tmp_path / "elsewhere")
-    manifest = json.loads((named / "manifest.json").read_text())
-    manifest["files"]["../../elsewhere"] = manifest["files"]["model.safetensors"]
-    (named / "manifest.json").write_text(json.dumps(manifest))
-    for directory, version in ((linked, 1), (named, 2)):
-        await rejected(service.update(str(directory), version), "outside", 403)
-    assert engine.calls == []
-
-
-async def test_a_change_is_shown_with_its_deadline(engine: FakeEngine, base: Path, root: Path, tmp_path: Path) -> None:
-    """Contract: while weights are loaded the status waits for the engine with a deadline, so that the silence is no stall;
-    afterwards, also after a failure, it serves."""
-    engine.gate = asyncio.Event()
-    status = Status(tmp_path, "inference")
-    service = make(engine, base, root, status=status)
-    try:
-        for version, fail in ((1, set()), (2, {"prime_load"})):
-            engine.fail, engine.calls = fail, []
-            engine.gate.clear()
-            update = asyncio.create_task(service.update(str(commit(root, version)), version))
-            await engine.until("prime_load")
-            waiting = read_status(tmp_path)["inference"].waiting
-            assert waiting is not None
-            assert (waiting.subject, waiting.owner) == (f"version {version} in the engine", "engine")
-            assert waiting.deadline > waiting.since
-            engine.gate.set()
-            await asyncio.gather(update, return_exceptions=True)
-            after = read_status(tmp_path)["inference"]
-            assert (after.phase, after.waiting) == ("serving", None)
-    finally:
-        status.close()
-
-
-def make_client(base: Path, root: Path) -> TestClient:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.prime_service = make(FakeEngine(), base, root)
-        app.state.prime_models = ["m"]
-        app.state.prime_leaving = False
-        yield
-
-    app = FastAPI(lifespan=lifespan)
-    app.post("/inference/v1/generate")(lambda: {})
-    PrimeRoutes().attach_router(app)
-    return TestClient(app)
-
-
-def test_a_server_that_is_asked_to_leave_says_so_and_serves_on(base: Path, root: Path) -> None:
-    """Contract of /leave: it may be asked twice, /weights tells of it, and what is served does not change."""
-    with make_client(base, root) as client:
-        before = client.get("/weights").json()
-        assert before["leaving"] is False
-        assert [client.post("/leave").json() for _ in range(2)] == [{"leaving": True}] * 2
-        assert client.get("/weights").json() == before | {"leaving": True}
-        assert client.post("/v1/generate").status_code == 200
-
-
-def test_fault_points(base: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: under a plan the token route answers 500 as often as planned, under both names; an update is refused before or
-    after the load; without a plan there is no such layer."""
-    plan = tmp_path / "faults.json"
-    points = [("generate", 2), ("update-received:v1", 1), ("update-loaded:v1", 1), ("update-answered:v1", 1)]
-    rows = [{"point": point, "process": "inference", "do": "error", "times": times} for point, times in points]
-    plan.write_text(json.dumps(rows))
-    monkeypatch.setenv(faults.ENV, str(plan))
-    monkeypatch.setattr(faults, "_plan", [])
-    faults.arm("inference")
-    with make_client(base, root) as client:
-        paths = ("/inference/v1/generate", "/v1/generate", "/v1/generate")
-        assert [client.post(path).status_code for path in paths] == [500, 500, 200]
-        body = {"weight_dir": str(commit(root, 1)), "version": 1}
-        answers = [client.post("/update_weights", json=body) for _ in range(4)]
-        assert [answer.status_code for answer in answers] == [500, 500, 500, 200]
-        assert answers[-1].json().keys() == {"version", "hash", "seconds", "place"}
-        assert client.get("/weights").json()["version"] == 1
-        assert sorted(path.name for path in tmp_path.glob("*.seen")) == [f"faults.inference.{n}.seen" for n in range(4)]
-    monkeypatch.setattr(faults, "_plan", [])
-    assert not make_client(base, root).app.user_middleware  # type: ignore[attr-defined]
 
 
 def test_fit() -> None:

@@ -1,17 +1,14 @@
 """Reading a version into memory: the very bytes that were hashed, or nothing. The GPU's part needs one (benchmarks/weight_sync.py)."""
 
 import gc
-import itertools
 import json
 import shutil
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import Subscriber, layout
 from prime_rl.transport.tmpfs import in_tmpfs
-from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, weights_manifest
+from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 from prime_rl.wait import wait
 
 CPU = torch.device("cpu")
@@ -139,8 +136,8 @@ def no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("trouble", ["none", "damaged", "every read fails"])
-def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
     """Contract: what was read is freed once it is dropped, or once it is found to be wrong: not when garbage is collected some day."""
     arrays: list[weakref.ref[np.ndarray]] = []
 
@@ -152,20 +149,10 @@ def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(staging.torch, "from_numpy", noted)
     directory = commit(tmp_path)
-    if trouble == "damaged":
+    if damaged:
         _flip(directory)
-    if trouble == "every read fails":  # at the same time
-        together, started = threading.Barrier(2, timeout=SECONDS), itertools.count()
-        monkeypatch.setattr(staging, "THREADS", 2)
-
-        def failing(data: Any) -> bytes:
-            if next(started) < 2:
-                together.wait()
-            raise CommitError("scripted")
-
-        monkeypatch.setattr(staging.xxhash, "xxh3_128_digest", failing)
     read = begin(directory)
-    if trouble != "none":
+    if damaged:
         with pytest.raises(CommitError):
             read.wait(SECONDS)
     else:
@@ -202,29 +189,6 @@ def test_dropping_stops_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def _write(path: Path, header: dict[str, Any], size: int) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
-
-
-@pytest.mark.parametrize(
-    ("header", "says"),
-    [
-        ({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, "type F4"),
-        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}}, "tensor a is not the one"),
-        ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": {"dtype": "U8", "shape": [4], "data_offsets": [3, 7]}}, "tensors overlap"),
-    ],
-)  # fmt: skip
-def test_files_that_make_no_sense(tmp_path: Path, header: dict[str, Any], says: str) -> None:
-    """Contract: a header that describes what cannot be loaded is refused before anything is read, though the manifest says the same."""
-    directory = version_dir(tmp_path, 1)
-    entries = {
-        name: TensorEntry("model.safetensors", each["dtype"], each["shape"], "") for name, each in header.items()
-    }
-    with stage(directory, step=1, producer="trainer", extra=manifest_extra(1, 0, entries)) as tmp:
-        _write(tmp / "model.safetensors", header, 16)
-    read = begin(directory)
-    with pytest.raises(CommitError, match=says):
-        read.wait(SECONDS)
-    assert read.answer() == {"state": "failed", "why": ANY, "retry": False}
-    assert read._blocks == 0
 
 
 @pytest.fixture
