@@ -64,7 +64,7 @@ async def strike(pool: EnvPool, chance: random.Random, pause: float) -> None:
     """SIGKILL and SIGSTOP to workers, ready or not."""
     while True:
         await asyncio.sleep(chance.uniform(0.5, 1.5) * pause)
-        if processes := list(pool._processes.values()):
+        if processes := list(pool.workers.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chance.choice(processes).pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
 
@@ -115,7 +115,7 @@ def check(directory: Path, pool: Witness, steps: int) -> None:
     print(
         report.outcomes,
         dict(pool.outcomes),
-        f"{pool.restarts} restarts, {sum(one.recycled for one in pool._envs.values())} recycled",
+        f"{pool.restarts} restarts, {sum(one.recycled for one in pool.sets.values())} recycled",
     )
     assert all(row.name in ("issued", "trained") or row.name.startswith("dropped") for row in report.outcomes)
     assert max(pool.answered.values()) == 1
@@ -161,4 +161,4 @@ async def test_a_long_run_survives_its_environments(tmp_path: Path, monkeypatch:
     """Contract: the same for forty steps."""
     pool = await endure(tmp_path, monkeypatch, steps=40, seed=seed, pause=3.0)
     check(tmp_path, pool, 40)
-    assert sum(one.recycled for one in pool._envs.values()) >= 1
+    assert sum(one.recycled for one in pool.sets.values()) >= 1

@@ -124,7 +124,6 @@ async def test_result_describes_the_episode(world: World) -> None:
     assert (result.reward, result.rewards, result.num_turns, result.is_truncated) == (1.0, {"lcs": 1.0}, 1, False)
     assert result.prompt.endswith(f"user: {text}")
     assert result.completion == f"<reversed_text>{text[::-1]}</reversed_text>"
-    assert world.pool.renderer("reverse-text") == "chatml"
 
 
 async def test_truncated(world: World) -> None:

@@ -70,12 +70,12 @@ async def run(pool: EnvPool, env: str, seconds: float = 120.0) -> EpisodeResult:
 
 
 def pids(pool: EnvPool) -> list[int]:
-    return [process.pid for process in pool._processes.values()]
+    return [process.pid for process in pool.workers.values()]
 
 
 def pid(pool: EnvPool, env: str) -> int:
     """The process of an environment's only worker, 0 while it is not ready."""
-    return next((process.pid for process in pool._envs[env].processes if process is not None and process.tasks), 0)
+    return next((worker.pid for worker in pool._ready(pool.sets[env])), 0)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -21,9 +21,9 @@ import zmq.asyncio
 
 from prime_rl import faults
 from prime_rl.config.shared import EnvConfig
-from prime_rl.envs import output as output_module
 from prime_rl.envs import pool as pool_module
 from prime_rl.envs import worker_pool as worker_pool_module
+from prime_rl.envs import worker_process as worker_process_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.envs.worker_pool import IdleCores
@@ -64,7 +64,7 @@ async def run(pool: EnvPool, task: int = 0, name: str = "0.0.0", seconds: float 
 
 
 def pids(pool: EnvPool) -> set[int]:
-    return {process.pid for process in pool._processes.values()}
+    return {process.pid for process in pool.workers.values()}
 
 
 def alive(pid: int) -> bool:
@@ -88,20 +88,20 @@ async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
     """As many as fit are run by the workers there are; more than that start others, up to `max_workers`, which get what waits."""
     env = stub(tmp_path, {"slow": 1000.0}, max_concurrent=2, max_workers=3)
     async with serving(tmp_path, env) as pool:
-        stubs = pool._envs["stub"]
+        stubs = pool.sets["stub"]
         filling = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2)]
-        await until(lambda: sum(len(process.pending) for process in stubs.processes) == 2)
+        await until(lambda: sum(len(process.pending) for process in pool.of(stubs)) == 2)
         await asyncio.sleep(3 * worker_pool_module.WATCH_SECONDS)
-        assert len(stubs.workers) == 1
+        assert stubs.kept == 1
         more = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2, 9)]
-        await until(lambda: sum(len(process.pending) for process in stubs.processes) == 6)
-        assert len(stubs.workers) == 3
-        assert sorted(len(process.pending) for process in stubs.processes) == [2, 2, 2]
+        await until(lambda: sum(len(process.pending) for process in pool.of(stubs)) == 6)
+        assert stubs.kept == 3
+        assert sorted(len(process.pending) for process in pool.of(stubs)) == [2, 2, 2]
         for task in (*filling, *more):
             task.cancel()
         await asyncio.wait([*filling, *more], timeout=SECONDS)
         assert (await run(pool)).ok
-        assert len(stubs.workers) == 3
+        assert stubs.kept == 3
         assert pool.restarts == 0
 
 
@@ -111,13 +111,13 @@ async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(worker_pool_module, "IDLE_SECONDS", 1.0)
     env = stub(tmp_path, {"blocks": 0.02, "slow": 5.0}, max_concurrent=64, max_workers=3)
     async with serving(tmp_path, env) as pool:
-        stubs = pool._envs["stub"]
+        stubs = pool.sets["stub"]
         slow = [asyncio.create_task(run(pool, TASKS - 1, f"slow-{number}")) for number in range(6)]
         async with asyncio.timeout(SECONDS):
-            while sum(worker.ready for worker in stubs.workers) < 3:
+            while len(pool._ready(stubs)) < 3:
                 assert all(result.ok for result in await asyncio.gather(*(run(pool, 0, str(i)) for i in range(30))))
         assert all([(await task).ok for task in slow])
-        await until(lambda: len(stubs.workers) == 1)
+        await until(lambda: stubs.kept == 1)
         assert (await run(pool)).ok
         assert pool.restarts == 0
 
@@ -127,12 +127,12 @@ async def test_no_worker_without_an_idle_core(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(IdleCores, "measure", lambda _: 0.9)
     env = stub(tmp_path, {"blocks": 0.02}, max_concurrent=64, max_workers=3)
     async with serving(tmp_path, env) as pool:
-        (process,) = pool._processes.values()
+        (process,) = pool.workers.values()
         async with asyncio.timeout(SECONDS):
             while process.use < 0.7:
                 assert all(result.ok for result in await asyncio.gather(*(run(pool, 0, str(i)) for i in range(30))))
-        await asyncio.sleep(2 * pool_module.AUTOSCALE_SECONDS)
-        assert len(pool._envs["stub"].workers) == 1
+        await asyncio.sleep(2 * worker_pool_module.AUTOSCALE_SECONDS)
+        assert pool.sets["stub"].kept == 1
 
 
 async def test_the_room_of_an_episode_goes_to_who_waits_longest(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_who_waits_is_told_that_the_pool_is_closed(tmp_path: Path) -> None
     """Neither those who wait for a worker nor those who have one wait for their deadline."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
         has_one, waits = (asyncio.create_task(run(pool, TASKS - 1, name)) for name in "ab")
-        await until(lambda: any(process.pending for process in pool._processes.values()))
+        await until(lambda: any(process.pending for process in pool.workers.values()))
     async with asyncio.timeout(SECONDS / 2):
         assert (await has_one).outcome is Outcome.WORKER_DIED
         with pytest.raises(UserError, match="closed"):
@@ -187,7 +187,7 @@ async def test_a_worker_is_replaced_after_so_many_episodes(tmp_path: Path) -> No
     """Successors take over without an episode lost or doubled; the old ones finish what they have, and end."""
     env = stub(tmp_path, {"seconds": 0.02, "slow": 3.0}, recycle_episodes=5)
     async with serving(tmp_path, env) as pool:
-        stubs, first = pool._envs["stub"], pids(pool)
+        stubs, first = pool.sets["stub"], pids(pool)
         slow = asyncio.create_task(run(pool, TASKS - 1, "slow"))
         number = 0
         async with asyncio.timeout(SECONDS):
@@ -205,7 +205,7 @@ async def test_a_worker_that_leaks_is_replaced(tmp_path: Path) -> None:
     """By the memory of all that it has started, itself included."""
     env = stub(tmp_path, {"seconds": 0.1, "leak_mib": 16}, recycle_mib=200)
     async with serving(tmp_path, env) as pool:
-        stubs = pool._envs["stub"]
+        stubs = pool.sets["stub"]
         async with asyncio.timeout(SECONDS):
             while stubs.recycled < 2:
                 assert (await run(pool)).ok
@@ -229,7 +229,7 @@ async def test_a_successor_that_cannot_start(tmp_path: Path) -> None:
             assert (await run(pool, name=str(number))).ok
             await asyncio.sleep(0.1)
         assert pids(pool) == worker
-        assert pool._envs["stub"]._setbacks >= 1
+        assert pool.sets["stub"].setbacks >= 1
         tell(tmp_path, "stub", "kill")
         assert (await run(pool)).outcome is Outcome.WORKER_DIED
         with pytest.raises(UserError, match=r"cannot start a worker of 'stub': .*python") as caught:
@@ -291,7 +291,7 @@ DEADLY = {
 async def two(pool: EnvPool, directory: Path, deed: str) -> tuple[EpisodeResult, EpisodeResult]:
     """An episode that does it, and one that runs meanwhile in the same worker."""
     neighbour = asyncio.create_task(run(pool, TASKS - 1, "neighbour"))
-    await until(lambda: any(process.pending for process in pool._processes.values()))
+    await until(lambda: any(process.pending for process in pool.workers.values()))
     tell(directory, "stub", deed)
     culprit = await run(pool, 0, "culprit")
     return culprit, await neighbour
@@ -372,7 +372,7 @@ async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch
         outcomes = [(await run(pool)).outcome for _ in range(3)]
         assert outcomes == [Outcome.OK, Outcome.ERRORED, Outcome.OK]
         assert pids(pool) == workers
-        (process,) = pool._processes.values()
+        (process,) = pool.workers.values()
         assert process.finished == 3  # not the one that was lost, and the doubled one once
     assert pool.restarts == 4
 
@@ -451,7 +451,7 @@ from integration.test_envs_isolation import run, serving, stub, until
 
 async def main(directory):
     async with serving(directory, stub(directory, {"blocks": 600.0})) as pool:
-        (process,) = pool._processes.values()
+        (process,) = pool.workers.values()
         blocked = asyncio.create_task(run(pool))
         await until(lambda: process.heartbeat is not None and process.heartbeat.lag > 0.5)
         print(process.pid, flush=True)
@@ -498,7 +498,7 @@ async def test_the_kernel_is_offered_workers_first(tmp_path: Path) -> None:
 
 async def test_a_chatty_environment_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its log keeps to a size, the newest in it, the older part beside it; results come through."""
-    monkeypatch.setattr(output_module, "LOG_BYTES", 1 << 20)
+    monkeypatch.setattr(worker_process_module, "LOG_BYTES", 1 << 20)
     async with serving(tmp_path, stub(tmp_path)) as pool:
         for _ in range(3):
             tell(tmp_path, "stub", "chatter")

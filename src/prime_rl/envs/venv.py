@@ -22,7 +22,7 @@ from loguru import logger
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs.adapter import VERSIONS
-from prime_rl.envs.variables import passed_on
+from prime_rl.envs.worker_process import passed_on
 from prime_rl.errors import UserError
 
 BUILD_SECONDS = 1800.0

@@ -1,33 +1,61 @@
-"""The workers of one environment: kept alive, as many as its load needs, replaced when they are due; and the episodes that wait for a slot.
+"""The worker processes of all environments and their slots: started, scaled, watched, replaced, started again.
 
-`workers_wanted` and `why_replace` decide how many and when; `worker_process` is one process of one of them. An environment's faults are outcomes of its episodes: a
-worker that dies fails those that it had and is started again with backoff. Only one that keeps dying while nothing gets done ends the pool.
+An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails the episodes it had with
+`worker_died` and is started again with backoff; one that keeps dying while its environment finishes no episode ends the pool with a UserError that
+quotes its log. `workers_wanted` decides how many workers an environment has, `why_replace` when one is replaced.
 """
 
 import asyncio
 import itertools
 import math
 import os
+import secrets
+import shutil
+import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+import zmq
+import zmq.asyncio
 from loguru import logger
 
+import prime_rl
 from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import worker_process
-from prime_rl.envs.output import Log
-from prime_rl.envs.protocol import EndlessTasks, Outcome, Ready, TaskInfo
-from prime_rl.envs.worker_process import WorkerProcess
+from prime_rl.envs.protocol import (
+    MOST_BYTES,
+    MOST_TASKS_BYTES,
+    VERSION,
+    EndlessTasks,
+    Heartbeat,
+    Hello,
+    ListTasks,
+    LoadFailed,
+    Message,
+    Outcome,
+    ProtocolError,
+    Ready,
+    Result,
+    Setup,
+    TaskInfo,
+    Tasks,
+    decode,
+    encode,
+)
+from prime_rl.envs.worker_process import Log, Worker, WorkerState
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
+from prime_rl.lifeline import Lifeline
+from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
 
 WATCH_SECONDS = 0.5
+AUTOSCALE_SECONDS = 1.0
 MEMORY_SECONDS = 2.0
 IDLE_SECONDS = 60.0  # for which fewer workers must have sufficed before some end: load comes back with every step
 HEARTBEAT_TIMEOUT = 30.0
@@ -35,60 +63,19 @@ BACKOFF_SECONDS = 1.0  # before the second restart in a row of a worker that fin
 MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, of one worker, without one finished episode of its environment
 LAST_WORDS_SECONDS = 5.0
-_WORKERS, _CORES_A_WORKER = 4, 4  # at least: so many where there are so many cores for each
+CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS
 HIGH, LOW, TARGET = 0.7, 0.35, 0.5  # cores that the mean worker uses: above, more are started; below, some end; aim
+_WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
 
-_PROC, _QUOTA = Path("/proc"), Path("/sys/fs/cgroup/cpu.max")
+Slot = tuple[Worker, int]  # and the number of the request there
 
 
 class WorkerGone(Exception):
-    """The worker that ran the episode is dead or was ended; `outcome` tells whether the episode was at fault."""
+    """The worker that ran the episode is dead or was ended; `outcome` says whether the episode was at fault."""
 
     def __init__(self, message: str, outcome: Outcome = Outcome.WORKER_DIED) -> None:
         super().__init__(message)
         self.outcome = outcome
-
-
-class WorkerHost(Protocol):
-    """What a worker pool needs of `EnvPool`, which is common to all environments."""
-
-    start_timeout: float
-    hang_timeout: float
-    restarts: int
-
-    async def spawn(self, pool: "WorkerPool", identity: str) -> WorkerProcess:
-        """Start a worker process. Raises OSError."""
-
-    def forget(self, process: WorkerProcess) -> None:
-        """Ignore what still comes from a process."""
-
-    def end(self, process: WorkerProcess, deaf: bool) -> "asyncio.Task[None]":
-        """See `worker_process.end`. The task is awaited, not cancelled, when the pool is closed."""
-
-    def fail(self, error: UserError) -> None:
-        """End the pool with this error."""
-
-    def start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task whose failure is the pool's."""
-
-    @property
-    def failure(self) -> UserError | None:
-        """The error that ended the pool."""
-
-
-@dataclass
-class Worker:
-    """One of an environment's workers, through all the processes that it has after one another."""
-
-    number: int
-    process: WorkerProcess | None = None
-    extra: bool = False  # started later, and not started again should it not become ready
-    replaces: "Worker | None" = None  # the worker that ends once this one is ready
-    leaving: bool = False
-
-    @property
-    def ready(self) -> bool:
-        return self.process is not None and self.process.tasks is not None
 
 
 @dataclass(frozen=True)
@@ -98,393 +85,541 @@ class Ending:
     why: str
     hopeless: bool = False  # by itself, before it was ready: another one can be expected to end the same way
     offending_request: int = 0  # the request in whose code it died
-    done: bool = False  # as was wanted
-    not_started: bool = False
-    deaf: bool = False  # it is stopped or blocked, and hears no signal
-    useful: bool = False  # it had finished an episode
+    deaf: bool = False  # it is stopped or blocked, and handles no signal
+
+
+@dataclass(eq=False)
+class WorkerSet:
+    """The workers of one environment, and the episodes that wait for a slot."""
+
+    config: EnvConfig
+    setup: Setup
+    variables: Mapping[str, str]
+    withheld: Sequence[str]  # names of variables that its workers do not get
+    log: Log
+    least: int
+    most: int
+    tasks: list[TaskInfo] | EndlessTasks = field(default_factory=list)
+    info: Ready | None = None  # of the first worker that was ready
+    kept: int = 0  # workers with a process, or about to get one
+    recycled: int = 0  # workers that were replaced
+    finished: int = 0  # episodes, of all workers
+    departures: int = 0  # slots that were taken, and are not any more
+    setbacks: int = 0  # extra workers in a row that did not become ready
+    no_extra_before: float = 0.0
+    idle_since: float = field(default_factory=time.monotonic)
+    wanted_since: int = 0  # most workers that were wanted at a time since then
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    waiting: OrderedDict[asyncio.Future[Slot], None] = field(default_factory=OrderedDict)
 
 
 class WorkerPool:
-    """An environment's workers and the episodes that wait for a slot."""
+    """Worker processes of several environments, and the wire to them.
 
-    def __init__(self, config: EnvConfig, log: Log, host: WorkerHost, environments: int = 1) -> None:
-        self.config = config
-        self.log = log
-        self.tasks: list[TaskInfo] | EndlessTasks = []
-        self.info: Ready | None = None
-        self.withheld: list[str] = []  # names of variables that its workers do not get
-        self.workers: list[Worker] = []
-        self.recycled = 0  # workers
-        self._host = host
-        self._bounds = Bounds(config.max_concurrent, *worker_range(config.workers, config.max_workers, environments))
-        self._numbers = itertools.count()
-        self._waiting: OrderedDict[asyncio.Future[tuple[WorkerProcess, int]], None] = OrderedDict()
-        self._finished = 0  # episodes, of all workers
-        self._left = 0  # slots that were taken, and are not any more
-        self._setbacks = 0  # extra workers in a row that did not become ready
-        self._no_extra_before = 0.0
-        self._idle_since = time.monotonic()
-        self._wanted_since = 0  # most workers that were wanted at a time since then
+    Attributes:
+        workers: All processes that are up, by their identities: `environment/number/incarnation`.
+        sets: The same, and what else belongs to an environment, by its name.
+        restarts: How many processes were started in the place of a dead one.
+    """
 
-    def start(self) -> None:
-        """Start the first worker, or all where their number is given. `scale` adds the others once it is known how large one is."""
-        for _ in range(1 if self.config.workers == "auto" else self._bounds.least):
-            self._open(Worker(next(self._numbers)))
-        if self.config.recycle_mib is not None:
-            self._host.start_task(self._keep_measuring())
+    def __init__(self, sets: Sequence[WorkerSet], token: str, hang_timeout: float) -> None:
+        """`hang_timeout`: seconds that environment code may block a worker's loop before it is interrupted, and if that fails, its worker killed."""
+        self.sets = {each.config.name: each for each in sets}
+        self.workers: dict[str, Worker] = {}
+        self.restarts = 0
+        self._token, self._hang_timeout, self._start_timeout = token, hang_timeout, 0.0
+        self._pages = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._kills: set[asyncio.Task[None]] = set()
+        self._failure: UserError | None = None
+        self._exit_stack = ExitStack()
 
-    @property
-    def processes(self) -> list[WorkerProcess]:
-        """Those that are up."""
-        return [worker.process for worker in self.workers if worker.process is not None]
+    async def start(self, timeout: float = 300.0) -> None:
+        """Start the workers and wait until all are ready. `timeout` (seconds) also bounds later restarts.
 
-    @property
-    def ready(self) -> bool:
-        """Whether all workers are."""
-        return all(worker.ready for worker in self.workers)
-
-    # ---- episodes
-
-    async def place(self, seconds: float) -> tuple[WorkerProcess, int] | None:
-        """Wait for a slot. Returns the worker and the request's number there; None when for so many seconds no episode has left one.
-
-        Slots are given in the order in which they were asked for. Raises UserError once the pool has failed.
+        Raises:
+            UserError: not found, failing to import or load, bad arguments, no chat template, not ready in time.
         """
-        if self._host.failure is not None:
-            raise self._host.failure
-        if not self._waiting and (process := self._least_busy()) is not None:
-            return process, process.enter()
-        waiter: asyncio.Future[tuple[WorkerProcess, int]] = asyncio.get_running_loop().create_future()
-        self._waiting[waiter] = None
-        self._grow(0)
+        self._start_timeout = timeout
+        self._lifeline = self._exit_stack.enter_context(Lifeline())
+        self._directory = Path(tempfile.mkdtemp(prefix="prime-envs-"))  # short: socket paths are limited to 107 bytes
+        self._exit_stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        self._address = f"ipc://{self._directory}/pool"
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._exit_stack.callback(self._socket.close)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1), (zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.MAXMSGSIZE, MOST_TASKS_BYTES)
+        ):  # fmt: skip
+            self._socket.setsockopt(option, value)
+        self._socket.bind(self._address)
+        for each in self.sets.values():
+            each.log.write(b"")
+            if each.withheld:
+                names = ", ".join(each.withheld)
+                each.log.note(f"variables withheld from this environment (`secrets` passes them): {names}")
+            for _ in range(1 if each.config.workers == "auto" else each.least):  # `_autoscale` adds the others
+                self._open(each)
+        for work in (self._receive(), self._autoscale(), self._keep_measuring()):
+            self._start_task(work)
+        try:
+            for each in self.sets.values():
+                await self._await_ready(each)
+            await self._check_limits()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
+        self._fail(UserError("the environment pool was closed"))
+        for task in self._tasks:
+            task.cancel()
+        for tasks in (self._tasks, self._kills):
+            if tasks:
+                await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        self._exit_stack.close()
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task whose failure is the pool's."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.opt(exception=error).error("the environment pool failed")
+                self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
+
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+
+    def _fail(self, error: UserError) -> None:
+        """End the pool: every caller, waiting or coming, gets this error."""
+        if self._failure is None:
+            self._failure = error
+            for waiter in [waiter for each in self.sets.values() for waiter in each.waiting]:
+                if not waiter.done():
+                    waiter.set_exception(error)
+
+    async def _await_ready(self, own: WorkerSet) -> None:
+        def all_ready() -> bool:
+            if self._failure is not None:
+                raise self._failure
+            return len(self._ready(own)) == own.kept
+
+        await wait_async(
+            all_ready, subject="ready worker", owner=f"environment {own.config.name!r}", poll=LEAST_POLL_SECONDS,
+            seconds=self._start_timeout + HEARTBEAT_TIMEOUT,
+        )  # fmt: skip
+
+    def of(self, own: WorkerSet) -> list[Worker]:
+        """The workers of an environment that are up."""
+        return [worker for worker in self.workers.values() if worker.env == own.config.name]
+
+    def _ready(self, own: WorkerSet) -> list[Worker]:
+        return [worker for worker in self.of(own) if worker.state is WorkerState.READY]
+
+    # ---- slots
+
+    async def place(self, own: WorkerSet, seconds: float) -> Slot | None:
+        """Wait for a slot; they are given in the order in which they were asked for. None when for so many seconds no episode has left one.
+
+        Raises:
+            UserError: the pool has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not own.waiting and (worker := self._least_busy(own)) is not None:
+            return worker, worker.enter()
+        waiter: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+        own.waiting[waiter] = None
+        self._grow(own, 0)
         placed = False
         try:
             left = -1
             while (
-                not waiter.done() and left != self._left
-            ):  # bounded: by the episodes that came before, each of which leaves in its time
-                left = self._left
+                not waiter.done() and left != own.departures
+            ):  # bounded: episodes that came before leave in their time
+                left = own.departures
                 await asyncio.wait({waiter}, timeout=seconds)
             if not waiter.done():
                 return None
             placed = True
             return waiter.result()
         finally:
-            self._waiting.pop(waiter, None)
+            own.waiting.pop(waiter, None)
             if not placed and waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self.leave(*waiter.result())  # a slot was found in the very moment in which the wait ended
+                self.leave(*waiter.result())  # a slot became free at the very moment at which the wait ended
 
-    def leave(self, process: WorkerProcess, request: int) -> None:
+    def leave(self, worker: Worker, request: int) -> None:
         """Free the slot of a request."""
-        if (future := process.pending.pop(request, None)) is not None:
+        if (future := worker.pending.pop(request, None)) is not None:
             future.cancel()
-        self._left += 1
-        self.fill()
+        own = self.sets[worker.env]
+        own.departures += 1
+        self._fill(own)
 
-    def finish(self, process: WorkerProcess) -> None:
-        """Count an episode that has a result."""
-        process.finished += 1
-        self._finished += 1
-
-    def fill(self) -> None:
+    def _fill(self, own: WorkerSet) -> None:
         """Give free slots to waiting episodes."""
-        while self._waiting and (process := self._least_busy()) is not None:
-            waiter, _ = self._waiting.popitem(last=False)
+        while own.waiting and (worker := self._least_busy(own)) is not None:
+            waiter, _ = own.waiting.popitem(last=False)
             if not waiter.done():
-                waiter.set_result((process, process.enter()))
-        if self._waiting:
-            self._grow(0)
+                waiter.set_result((worker, worker.enter()))
+        if own.waiting:
+            self._grow(own, 0)
 
-    def fail(self, error: UserError) -> None:
-        """End every wait for a slot."""
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_exception(error)
-        self._waiting.clear()
-
-    def _least_busy(self) -> WorkerProcess | None:
-        """The worker with the fewest episodes, of those with a free slot."""
-        free = [process for process in self.processes if process.serves and len(process.pending) < self._bounds.slots]
-        return min(free, key=lambda process: len(process.pending), default=None)
-
-    @property
-    def any_serves(self) -> bool:
-        """Whether a worker takes episodes, be its slots free or not."""
-        return any(process.serves for process in self.processes)
+    def _least_busy(self, own: WorkerSet) -> Worker | None:
+        free = [each for each in self.of(own) if each.serves and len(each.pending) < own.config.max_concurrent]
+        return min(free, key=lambda worker: len(worker.pending), default=None)
 
     # ---- how many
 
-    def scale(self, idle_cores: float) -> int:
-        """Start the workers that the load calls for, or end those that it has not called for lately. Returns how many were started."""
-        started = self._grow(int(idle_cores))
-        now, workers = time.monotonic(), self._staying_workers()
-        wanted = self._wanted(workers, 0)
-        self._wanted_since = max(self._wanted_since, wanted)
-        if wanted < len(workers) and now - self._idle_since > IDLE_SECONDS:
-            self._retire(workers, len(workers) - self._wanted_since)
-            wanted = len(workers)
-        if wanted >= len(workers):
-            self._idle_since, self._wanted_since = now, 0
-        return started
+    async def _autoscale(self) -> None:
+        """Give environments the workers that their load calls for; the one with the fewest takes idle cores first. End those not needed lately."""
+        cores = IdleCores()
+        while True:  # bounded: `close` cancels it
+            await asyncio.sleep(AUTOSCALE_SECONDS)
+            idle = cores.measure()
+            for own in sorted(self.sets.values(), key=lambda own: own.kept):
+                idle -= self._grow(own, int(idle))
+                staying, wanted, now = self._staying(own), self._wanted(own, 0), time.monotonic()
+                own.wanted_since = max(own.wanted_since, wanted)
+                if wanted >= staying or len(self._ready(own)) < staying:
+                    own.idle_since, own.wanted_since = now, 0
+                elif now - own.idle_since > IDLE_SECONDS:
+                    for worker in sorted(self._ready(own), key=lambda each: len(each.pending))[
+                        : staying - own.wanted_since
+                    ]:
+                        worker.state = WorkerState.DRAINING
+                        logger.info("environment {}: worker {} is not needed any more", worker.env, worker.identity)
+                    own.idle_since, own.wanted_since = now, 0
 
-    def _staying_workers(self) -> list[Worker]:
-        """All but those that are to end, and the successors that are to replace one."""
-        return [worker for worker in self.workers if not worker.leaving and worker.replaces is None]
+    def _staying(self, own: WorkerSet) -> int:
+        return own.kept - sum(worker.state is WorkerState.DRAINING for worker in self.of(own))
 
-    def _wanted(self, workers: list[Worker], free: int) -> int:
-        up = [worker.process for worker in workers if worker.process is not None and worker.ready]
-        episodes = sum(len(process.pending) for process in up) + len(self._waiting)
-        load = Load(len(workers), len(workers) - len(up), sum(process.use for process in up), episodes)
-        return workers_wanted(load, self._bounds, free)
+    def _wanted(self, own: WorkerSet, free: int) -> int:
+        ready, staying = self._ready(own), self._staying(own)
+        return workers_wanted(
+            workers=staying, starting=staying - len(ready), use=sum(worker.use for worker in ready),
+            episodes=sum(len(worker.pending) for worker in ready) + len(own.waiting),
+            slots=own.config.max_concurrent, least=own.least, most=own.most, free=free,
+        )  # fmt: skip
 
-    def _grow(self, free: int) -> int:
-        if self.info is None or time.monotonic() < self._no_extra_before:
+    def _grow(self, own: WorkerSet, free: int) -> int:
+        """Start the workers that the load calls for. Returns how many."""
+        missing = self._wanted(own, free) - self._staying(own)
+        if own.info is None or missing <= 0 or time.monotonic() < own.no_extra_before:
             return 0
-        workers = self._staying_workers()
-        missing = self._wanted(workers, free) - len(workers)
-        if missing <= 0:
-            return 0
-        starting = sum(not worker.ready for worker in workers)
-        alive = [each for process in self.processes if (each := processes.read(process.pid)) is not None]
-        largest = max((process.resident for process in alive), default=0)
+        starting = self._staying(own) - len(self._ready(own))
+        alive = [each for worker in self.of(own) if (each := processes.read(worker.pid)) is not None]
+        largest = max((process.resident for process in alive), default=1)
         # Growth leaves half of the available memory alone.
-        missing = max(0, min(missing, cores() - starting, available_bytes() // (2 * max(largest, 1)) - starting))
+        missing = max(0, min(missing, cores() - starting, available_bytes() // (2 * largest) - starting))
         for _ in range(missing):
-            worker = Worker(next(self._numbers), extra=True)
-            logger.info("environment {}: starting worker {} for the load", self.config.name, worker.number)
-            self._open(worker)
+            logger.info("environment {}: starting one more worker for the load", own.config.name)
+            self._open(own, extra=True)
         return missing
 
-    def _retire(self, workers: list[Worker], count: int) -> None:
-        """Let the workers with the fewest episodes end, once their last one has."""
-        replaced = [worker.replaces for worker in self.workers]
-        able = [(worker, worker.process) for worker in workers if worker.process is not None and worker.ready]
-        able = [(worker, process) for worker, process in able if worker not in replaced]
-        for worker, process in sorted(able, key=lambda pair: len(pair[1].pending))[:count]:
-            worker.leaving = process.leaving = True
-            logger.info("environment {}: worker {} is not needed any more", self.config.name, worker.number)
+    def _open(self, own: WorkerSet, extra: bool = False) -> None:
+        own.kept += 1
+        self._start_task(self._keep(own, extra))
 
-    def _open(self, worker: Worker) -> None:
-        self.workers.append(worker)
-        self._host.start_task(self._keep(worker))
+    # ---- growing old
 
-    def _replace(self, worker: Worker, process: WorkerProcess) -> None:
-        """Start a successor where one is due; they start one at a time."""
-        config = self.config
-        why = why_replace(process.finished, process.resident, config.recycle_episodes, config.recycle_mib)
-        busy = worker.leaving or any(other.replaces is not None for other in self.workers)
-        if why is None or not process.finished or busy or time.monotonic() < self._no_extra_before:
+    def _why_replace(self, worker: Worker) -> str | None:
+        config = self.sets[worker.env].config
+        return why_replace(worker.finished, worker.resident, config.recycle_episodes, config.recycle_mib)
+
+    def _replace(self, worker: Worker) -> None:
+        """Start a successor for a worker that is due; they start one at a time, and it serves until then."""
+        own = self.sets[worker.env]
+        if worker.state is not WorkerState.READY or not worker.finished or (why := self._why_replace(worker)) is None:
             return
-        successor = Worker(next(self._numbers), extra=True, replaces=worker)
-        logger.info("worker {} {}: worker {} is to replace it", process.identity, why, successor.number)
-        self._open(successor)
+        if len(self._ready(own)) == self._staying(own) and time.monotonic() >= own.no_extra_before:
+            logger.info("worker {} {}: starting another one to replace it", worker.identity, why)
+            self._open(own, extra=True)
 
-    def welcome(self, process: WorkerProcess) -> None:
-        """Let a worker that has become ready take episodes, and the one that it replaces end."""
-        worker = next(worker for worker in self.workers if worker.process is process)
-        self._setbacks, worker.extra = 0, False
-        if (old := worker.replaces) is not None:
-            worker.replaces, old.leaving = None, True
-            self.recycled += 1
-            if old.process is not None:
-                old.process.leaving = True
-                logger.info(
-                    "worker {} is replaced by {} and ends with its last {} episodes (replaced so far: {})",
-                    old.process.identity, process.identity, len(old.process.pending), self.recycled,
-                )  # fmt: skip
-        self.fill()
+    def _welcome(self, worker: Worker) -> None:
+        """Let a worker that has become ready take episodes, and one end that is due."""
+        own = self.sets[worker.env]
+        due = [each for each in self._ready(own) if each.finished and self._why_replace(each)] if worker.extra else []
+        own.setbacks, worker.extra, worker.state = 0, False, WorkerState.READY
+        for old in due[:1]:
+            old.state = WorkerState.DRAINING
+            own.recycled += 1
+            logger.info(
+                "worker {} is replaced by {} and ends with its last {} episodes (replaced so far: {})",
+                old.identity, worker.identity, len(old.pending), own.recycled,
+            )  # fmt: skip
+        self._fill(own)
+
+    async def _keep_measuring(self) -> None:
+        while any(own.config.recycle_mib for own in self.sets.values()):  # bounded: `close` cancels it
+            await asyncio.sleep(MEMORY_SECONDS)
+            await self._measure()
+
+    async def _measure(self) -> None:
+        """Measure the memory of the workers and of what they have started; shared pages count in each process."""
+        table = await asyncio.to_thread(processes.table)
+        for worker in self.workers.values():
+            worker.resident = sum(table[pid].resident for pid in processes.family(worker.pid, table))
+
+    async def _check_limits(self) -> None:
+        """Raises UserError: a fresh worker holds more memory than one is replaced at: each would be replaced at once."""
+        await self._measure()
+        for worker in self.workers.values():
+            limit, used = self.sets[worker.env].config.recycle_mib, worker.resident >> 20
+            if limit is not None and used >= limit:
+                raise UserError(
+                    f"environment {worker.env!r}: a fresh worker holds {used} MiB already, so recycle_mib {limit} would replace each at once: "
+                    "set it well above that"
+                )
 
     # ---- supervision
 
-    async def _keep(self, worker: Worker) -> None:
+    async def _keep(self, own: WorkerSet, extra: bool) -> None:
         """Keep a worker up: start a process, watch it, fail its episodes when it is gone, start again."""
-        deaths, useless, seen = 0, 0, 0
+        number, deaths, useless, seen = next(own.numbers), 0, 0, 0
         try:
             for incarnation in itertools.count():  # bounded: `close` cancels it; MAX_DEATHS in a row end it
-                identity = f"{self.config.name}/{worker.number}/{incarnation}"
-                ending = await self._run_process(worker, identity)
-                if self._host.failure is not None or ending.done or self._dispensable(worker, identity, ending):
+                identity, finished = f"{own.config.name}/{number}/{incarnation}", 0
+                try:
+                    worker = self._spawn(own, identity, extra)
+                except OSError as error:
+                    ending = Ending(f"cannot be started: {error}", hopeless=True)
+                else:
+                    ending, drained = await self._supervise(worker)
+                    if drained:
+                        return
+                    extra, finished = worker.extra, worker.finished
+                if self._failure is not None:
                     return
-                useless = 1 if ending.useful else useless + 1
-                deaths, seen = 1 if self._finished > seen else deaths + 1, self._finished
-                if (ending.hopeless and self.info is None) or deaths >= MAX_DEATHS:
-                    self._host.fail(UserError(self._why_failed(ending, deaths)))
+                if extra:
+                    self._postpone(own, identity, ending)
                     return
-                logger.warning("worker {}: {}; starting it again (log: {})", identity, ending.why, self.log.path)
-                self._host.restarts += 1
+                useless = 1 if finished else useless + 1
+                deaths, seen = 1 if own.finished > seen else deaths + 1, own.finished
+                if (ending.hopeless and own.info is None) or deaths >= MAX_DEATHS:
+                    self._fail(UserError(_why_failed(own, ending, deaths)))
+                    return
+                logger.warning("worker {}: {}; starting it again (log: {})", identity, ending.why, own.log.path)
+                self.restarts += 1
                 await asyncio.sleep(processes.backoff_seconds(useless - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS))
         finally:
-            self.workers.remove(worker)
+            own.kept -= 1
 
-    async def _run_process(self, worker: Worker, identity: str) -> Ending:
-        try:
-            process = await self._host.spawn(self, identity)
-        except OSError as error:
-            return Ending(f"cannot be started: {error}", hopeless=True, not_started=True)
-        worker.process = process
+    def _postpone(self, own: WorkerSet, identity: str, ending: Ending) -> None:
+        """Start no further worker for a while: the environment can do without one that did not become ready."""
+        own.setbacks += 1
+        pause = 4 * processes.backoff_seconds(own.setbacks, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+        own.no_extra_before = time.monotonic() + pause
+        logger.warning(
+            "worker {}, one more for the load or a successor, did not become ready: {}; the others go on, and another one is tried in {:.0f} s at the "
+            "earliest (log: {})", identity, ending.why, pause, own.log.path,
+        )  # fmt: skip
+
+    def _spawn(self, own: WorkerSet, identity: str, extra: bool) -> Worker:
+        """Start a process. Raises OSError."""
+        variables, python = own.variables, own.config.python
+        if python is not None:  # it finds prime_rl, and nothing else of ours
+            (self._directory / "path").mkdir(exist_ok=True)
+            with suppress(FileExistsError):
+                (self._directory / "path" / "prime_rl").symlink_to(Path(prime_rl.__file__).parent)
+            variables = {**variables, "PYTHONPATH": str(self._directory / "path")}
+        self.workers[identity] = worker = worker_process.spawn(
+            identity, own.config.name, extra, self._address, python, variables, lifeline=self._lifeline, log=own.log,
+            page=self._directory / f"{next(self._pages)}.page", hang_timeout=self._hang_timeout,
+        )  # fmt: skip
+        return worker
+
+    async def _supervise(self, worker: Worker) -> tuple[Ending, bool]:
+        """Watch a process to its end, and end all it has started. Returns how it ended, and whether it was to end."""
         ending = Ending("the pool was closed")
         try:
-            ending = replace(await self._watch(worker, process), useful=process.finished > 0)
-            return ending
+            ending = await self._watch(worker)
+            return ending, worker.state is WorkerState.DRAINING
         finally:
-            worker.process = None
-            self._fail_episodes(process, ending)
-            await asyncio.shield(self._host.end(process, ending.deaf))
+            del self.workers[worker.identity]
+            worker.die(ending.why)
+            for request, future in worker.pending.items():
+                if request == ending.offending_request and not future.done():
+                    why = f"in this episode's code its worker {ending.why}"
+                    future.set_exception(WorkerGone(why, Outcome.ERRORED))
+                elif not future.done():
+                    future.set_exception(WorkerGone(ending.why))
+            # Awaited by `close`, which cancels this task, but not the kill.
+            kill = asyncio.create_task(self._kill(worker, ending.deaf))
+            self._kills.add(kill)
+            kill.add_done_callback(self._kills.discard)
+            await asyncio.wait({kill}, timeout=CLOSE_SECONDS + processes.DEATH_SECONDS)
 
-    def _dispensable(self, worker: Worker, identity: str, ending: Ending) -> bool:
-        """Whether a worker is not started again: it was to end anyway, or the environment can do without."""
-        if worker.leaving:
-            return True
-        for successor in self.workers:
-            if successor.replaces is worker:  # it takes its place at once
-                successor.replaces, successor.extra = None, False
-                return True
-        if not worker.extra:
-            return False
-        self._setbacks += 1
-        pause = 4 * processes.backoff_seconds(self._setbacks, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-        self._no_extra_before = time.monotonic() + pause
-        logger.warning(
-            "worker {}, {}, did not become ready: {}; the others go on, and another one is tried in {:.0f} s at the earliest (log: {})",
-            identity, "a successor" if worker.replaces else "one more for the load", ending.why, pause, self.log.path,
-        )  # fmt: skip
-        return True
+    async def _kill(self, worker: Worker, deaf: bool) -> None:
+        if strays := await worker_process.end(worker, deaf):
+            logger.warning("worker {} had left {} processes outside its group; they are ended", worker.identity, strays)
 
-    def _why_failed(self, ending: Ending, deaths: int) -> str:
-        name, tail = self.config.name, self.log.tail()
-        times = (
-            f"died {deaths} times in a row without finishing an episode" if deaths > 1 else "died before it was ready"
-        )
-        lines = [f"worker of environment {name!r} {times}: {ending.why}"]
-        if ending.not_started:
-            lines = [f"cannot start a worker of {name!r}: {ending.why.removeprefix('cannot be started: ')}"]
-        if ending.hopeless and self.info is not None:
-            lines.append("it could be loaded when the run started: was its package removed or changed since?")
-        if ending.hopeless and (remedy := worker_process.remedy(tail, self.config.python, self.config.id)):
-            lines.append(remedy)
-        return "\n".join([*lines, tail])
-
-    async def _watch(self, worker: Worker, process: WorkerProcess) -> Ending:
-        """Wait for the end of a process. Returns how it ended."""
-        exited = asyncio.create_task(worker_process.exited(process))
+    async def _watch(self, worker: Worker) -> Ending:
+        """Wait for the end of a process."""
+        exited = asyncio.create_task(worker_process.exited(worker))
         try:
             while True:  # bounded: by the end of the process; one that is stuck is `unhealthy`
                 before = time.monotonic()
-                either: set[asyncio.Future[Any]] = {exited, process.lost}
+                either: set[asyncio.Future[Any]] = {exited, worker.death}
                 await asyncio.wait(either, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if process.lost.done():
-                    return Ending(process.lost.result(), process.ready is None)
+                if exited.done() and worker.info is None and exited.result() == 0:
+                    await asyncio.wait(
+                        {worker.death}, timeout=LAST_WORDS_SECONDS
+                    )  # its reason may not have been read yet
+                if worker.death.done():
+                    return Ending(worker.death.result(), worker.info is None)
                 if exited.done():
-                    return await self._exited(process, exited.result())
-                if process.leaving and not process.pending:
-                    return Ending("it was not needed any more", done=True)
-                now = time.monotonic()
-                if now - before > 4 * WATCH_SECONDS:
-                    process.heard = now  # it was we who did not listen
-                elif why := process.unhealthy(
-                    now, self._host.start_timeout, HEARTBEAT_TIMEOUT, self._host.hang_timeout
-                ):
-                    current = processes.read(process.pid)
-                    offending = 0 if current and current.stopped else process.offending_request()
-                    never_ready = not process.silent(now, HEARTBEAT_TIMEOUT) and process.tasks is None
+                    return await self._exited(worker, exited.result())
+                if worker.state is WorkerState.DRAINING and not worker.pending:
+                    return Ending("it was not needed any more")
+                if time.monotonic() - before > 4 * WATCH_SECONDS:
+                    worker.heard = time.monotonic()  # it was we who did not listen
+                elif why := worker.unhealthy(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout):
+                    current = processes.read(worker.pid)
+                    offending = 0 if current and current.stopped else worker.offending_request()
+                    never_ready = worker.state is WorkerState.STARTING and not worker.silent(HEARTBEAT_TIMEOUT)
                     return Ending(why, never_ready, offending, deaf=True)
-                self._replace(worker, process)
+                self._replace(worker)
         finally:
             exited.cancel()
 
-    async def _exited(self, process: WorkerProcess, code: int) -> Ending:
-        if process.ready is None and code == 0:  # it has said why, and we may not have read it yet
-            await asyncio.wait({process.lost}, timeout=LAST_WORDS_SECONDS)
-            if process.lost.done():
-                return Ending(process.lost.result(), True)
-        offending = process.offending_request() if worker_process.by_its_own_code(code) else 0
-        if process.ready is None:
-            await worker_process.drained(process)
-        return Ending(processes.describe_exit(code), process.ready is None and code >= 0, offending)
+    async def _exited(self, worker: Worker, status: int) -> Ending:
+        offending = worker.offending_request() if worker_process.by_its_own_code(status) else 0
+        if worker.info is None:
+            await worker_process.output_ended(worker)
+        return Ending(processes.describe_exit(status), worker.info is None and status >= 0, offending)
 
-    def _fail_episodes(self, process: WorkerProcess, ending: Ending) -> None:
-        """Fail the offending episode for good, if one is known, and the others as ones that are worth another attempt."""
-        self._host.forget(process)
-        process.lose(ending.why)
-        for request, future in process.pending.items():
-            if future.done():
+    # ---- messages
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()  # bounded: owed by no one; `_watch` judges who sends nothing
+            identity, frame = frames[0], frames[-1]
+            worker = self.workers.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
+            if worker is None or worker.state is WorkerState.DEAD:
                 continue
-            if request == ending.offending_request:
-                future.set_exception(WorkerGone(f"in this episode's code its worker {ending.why}", Outcome.ERRORED))
-            else:
-                future.set_exception(WorkerGone(ending.why))
+            if len(frame) > (MOST_TASKS_BYTES if worker.state is WorkerState.STARTING else MOST_BYTES):
+                worker.die(f"sent a message of {len(frame) >> 20} MiB")
+                continue
+            try:
+                message = decode(frame)
+            except ProtocolError as error:
+                worker.die(f"sent a broken message: {error}")
+                continue
+            worker.heard = time.monotonic()
+            await self._handle(self.sets[worker.env], worker, message)
 
-    async def measure(self) -> None:
-        """Measure the memory of the workers and of what they have started; shared pages count in each process."""
-        table = await asyncio.to_thread(processes.table)
-        for process in self.processes:
-            process.resident = sum(table[pid].resident for pid in processes.family(process.pid, table))
+    async def _handle(self, own: WorkerSet, worker: Worker, message: Message) -> None:
+        match message:
+            case Heartbeat():
+                worker.heartbeat, worker.use = message, (worker.use + message.use) / 2
+                self._fill(own)
+            case Hello() if not secrets.compare_digest(message.token.encode(), self._token.encode()):
+                worker.die("sent a wrong token")
+            case Hello() if message.version != VERSION:
+                spoken = f"speaks protocol {message.version}, this is {VERSION}"
+                self._fail(
+                    UserError(f"the worker of {worker.env!r} {spoken}: its Python environment holds another prime-rl")
+                )
+                worker.die("protocol version")
+            case Hello():
+                worker.greeted = True
+                await self._send(worker, own.setup)
+            case _ if not worker.greeted:
+                worker.die(f"sent {message.kind!r} before its hello")
+            case Result() if not 0 < message.request <= worker.requests:
+                worker.die(f"sent a result of request {message.request}, which it never had")
+            case Result():
+                future = worker.pending.get(message.request)
+                if future is not None and not future.done():  # else it comes too late, or twice
+                    worker.finished += 1
+                    own.finished += 1
+                    future.set_result(message.episode)
+            case Ready():
+                worker.info = message
+                await self._send(worker, ListTasks())
+            case Tasks():
+                self._take_tasks(own, worker, message)
+            case LoadFailed():
+                self._not_loaded(own, worker, message.message)
+            case _:
+                worker.die(f"sent an unexpected {message.kind!r}")
 
-    async def _keep_measuring(self) -> None:
-        while True:  # bounded: `close` cancels it
-            await asyncio.sleep(MEMORY_SECONDS)
-            await self.measure()
+    def _take_tasks(self, own: WorkerSet, worker: Worker, message: Tasks) -> None:
+        if worker.info is None or worker.state is not WorkerState.STARTING:
+            worker.die("sent tasks that it was not asked for")
+        elif wrong := [task_id for task_id in message.task_ids if not isinstance(task_id, str)]:
+            worker.die(f"named a task {wrong[0]!r}, which is no text")
+        else:
+            if own.info is None:
+                own.info = worker.info
+                listed = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
+                own.tasks = EndlessTasks(message.stream) if message.stream else listed
+            self._welcome(worker)
 
-    async def check_limit(self) -> None:
-        """Check `recycle_mib` before the first episode.
+    def _not_loaded(self, own: WorkerSet, worker: Worker, why: str) -> None:
+        if (python := own.config.python) is not None:
+            why += f"; its Python is {python} (`uv pip install --python {python} …`)"
+        if own.info is None:  # it never loaded: no use trying again
+            withheld = f"; not passed to it: {', '.join(own.withheld)} (see its `secrets`)" if own.withheld else ""
+            self._fail(UserError(f"{why} (log: {own.log.path}){withheld}"))
+        worker.die(why)
 
-        Raises:
-            UserError: a fresh worker holds more memory than one is replaced at: each would be replaced at once.
-        """
-        if (limit := self.config.recycle_mib) is None:
+    async def _send(self, worker: Worker, message: Message) -> None:
+        if worker.state is WorkerState.DEAD:
             return
-        await self.measure()
-        if (most := max((process.resident >> 20 for process in self.processes), default=0)) >= limit:
-            raise UserError(
-                f"environment {self.config.name!r}: a fresh worker holds {most} MiB already, so recycle_mib {limit} would replace each at once: "
-                "set it well above that"
-            )
+        try:
+            frames = [worker.identity.encode(), encode(message)]
+            await self._socket.send_multipart(frames)  # bounded: it has room for any number (SNDHWM 0)
+        except zmq.ZMQError as error:  # ROUTER_MANDATORY: the peer is gone
+            worker.die(f"unreachable: {error}")
 
 
-# ---- how many workers, and when one is replaced: pure decisions, and what they are made on
+def _why_failed(own: WorkerSet, ending: Ending, deaths: int) -> str:
+    name, python, tail = own.config.name, own.config.python, own.log.tail()
+    times = f"died {deaths} times in a row without finishing an episode" if deaths > 1 else "died before it was ready"
+    lines = [f"worker of environment {name!r} {times}: {ending.why}"]
+    if ending.why.startswith("cannot be started: "):
+        lines = [f"cannot start a worker of {name!r}: {ending.why.removeprefix('cannot be started: ')}"]
+    if ending.hopeless and own.info is not None:
+        lines.append("it could be loaded when the run started: was its package removed or changed since?")
+    if ending.hopeless and (remedy := worker_process.remedy(tail, python, own.config.id)):
+        lines.append(remedy)
+    return "\n".join([*lines, tail])
 
 
-@dataclass(frozen=True)
-class Load:
-    """An environment's workers at one moment, without those that are to end and the successors that replace one."""
-
-    workers: int  # ready or starting
-    starting: int
-    use: float  # cores: the sum over the ready ones of the part of the last seconds in which each one's event loop or threads were busy
-    episodes: int  # in flight, and waiting for a slot
+# ---- how many workers, and when one is replaced
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What an environment may have."""
-
-    slots: int  # episodes that one worker runs at a time
-    least: int
-    most: int
-
-
-def workers_wanted(load: Load, bounds: Bounds, free: int) -> int:
-    """How many workers the load calls for.
+def workers_wanted(
+    *, workers: int, starting: int, use: float, episodes: int, slots: int, least: int, most: int, free: int
+) -> int:
+    """Decide how many workers an environment should have.
 
     Enough slots for all episodes; and where the workers are busy, more of them, so that each is about half busy. A worker that is
     always busy says only that one is too few: one round of growth at most doubles their number, and waits for those that are starting.
 
     Args:
+        workers: Ready or starting.
+        starting: Of these.
+        use: Cores: the sum over the ready ones of the part of the last seconds in which each one's event loop or threads were busy.
+        episodes: In flight, and waiting for a slot.
+        slots: Episodes that one worker runs at a time.
+        least, most: Bounds of the result.
         free: Workers that there is room for on idle cores. Slots are given without: waiting for an engine takes no core.
     """
-    ready = load.workers - load.starting
-    wanted = load.workers
-    if load.starting:
-        pass
-    elif load.use > HIGH * ready:
-        wanted = ready + min(math.ceil(load.use / TARGET) - ready, free)
-    elif load.use < LOW * (ready - 1):
-        wanted = math.ceil(load.use / TARGET)
-    return min(max(wanted, -(-load.episodes // bounds.slots), bounds.least), bounds.most)
+    ready, wanted = workers - starting, workers
+    if not starting and use > HIGH * ready:
+        wanted = ready + min(math.ceil(use / TARGET) - ready, free)
+    elif not starting and use < LOW * (ready - 1):
+        wanted = math.ceil(use / TARGET)
+    return min(max(wanted, -(-episodes // slots), least), most)
 
 
 def worker_range(workers: int | Literal["auto"], max_workers: int | None, environments: int = 1) -> tuple[int, int]:
-    """The least and the most workers that an environment has, by its settings.
+    """Return the least and the most workers that an environment has, by its settings.
 
     Episodes of a batch start together and often end together: one worker would take them one after the other, though it is idle between. A host with
     cores to spare soon has several.
@@ -496,13 +631,7 @@ def worker_range(workers: int | Literal["auto"], max_workers: int | None, enviro
 
 
 def why_replace(finished: int, resident: int, episodes: int | None, mib: int | None) -> str | None:
-    """Why a worker is to be replaced, None while it is not.
-
-    Args:
-        finished: Episodes that it has finished.
-        resident: Bytes of memory of the worker and what it has started.
-        episodes, mib: The limits, where there are any.
-    """
+    """Say why a worker that has finished so many episodes and holds so many bytes is to be replaced; None while it is not."""
     if episodes is not None and finished >= episodes:
         return f"has finished {finished} episodes (recycle_episodes {episodes})"
     if mib is not None and resident > mib << 20:
@@ -511,10 +640,10 @@ def why_replace(finished: int, resident: int, episodes: int | None, mib: int | N
 
 
 def cores() -> int:
-    """Processor cores that this process and its children may use."""
+    """Count the processor cores that this process and its children may use."""
     available = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no such control group, or no limit ("max")
-        quota, period = _QUOTA.read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         available = min(available, max(1, int(quota) // int(period)))
     return available
 
@@ -537,10 +666,8 @@ class IdleCores:
 
     def _counters(self) -> tuple[int, int]:
         """Idle time, and time, of all our cores together."""
-        idle = total = 0
-        for line in (_PROC / "stat").read_text().splitlines():
-            name, *counts = line.split()
-            if name in self._names:
-                times = [int(count) for count in counts[:8]]  # the others are part of these
-                idle, total = idle + times[3] + times[4], total + sum(times)
-        return idle, total
+        rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+        times = [
+            [int(count) for count in row[1:9]] for row in rows if row[0] in self._names
+        ]  # later ones are part of these
+        return sum(row[3] + row[4] for row in times), sum(map(sum, times))

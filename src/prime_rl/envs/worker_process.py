@@ -1,114 +1,237 @@
-"""A worker's process: start it in its own group, watch it, end it and what it has started."""
+"""One worker process: start it in its own group with the variables it may have, log what it prints, judge its heartbeats, end it and all it started."""
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import re
+import select
 import signal
 import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import prime_rl
 from prime_rl.envs.attribution import PAGE_BYTES
-from prime_rl.envs.output import Log, Output
-from prime_rl.envs.protocol import EpisodeResult, Heartbeat, Ready
+from prime_rl.envs.protocol import API_KEY_VAR, TOKEN_VAR, EpisodeResult, Heartbeat, Ready
 from prime_rl.lifeline import Child, Lifeline
+from prime_rl.redact import is_secret
 from prime_rl.wait import WaitTimeout, wait_async
 
 TERM_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
-LAG_SECONDS = 3.0  # a worker that lags so much gets no more episodes until it is heard to go on
-QUIET_SECONDS = 10.0  # nor does one that has not been heard of
-HANG_GRACE = 10.0  # a worker interrupts what blocks it; this much later that is taken to have failed
+LAG_SECONDS = 3.0  # a worker that lags so much gets no more episodes until it goes on
+QUIET_SECONDS = 10.0  # nor does one that was silent for so long
+HANG_GRACE = 10.0  # a worker interrupts what blocks it; this much later that has failed
+LOG_BYTES = 16 << 20  # of a log, and of the one before it
+TAIL_LINES = 12
+_TAIL_BYTES = 16384
+_PIPE_BYTES = 1 << 20
+_F_SETPIPE_SZ = 1031  # fcntl.F_SETPIPE_SZ
 _BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_MISSING = re.compile(r"(?:ModuleNotFoundError: )?No module named '?([\w.]+)'?")
 
 
-@dataclass
-class WorkerProcess:
-    """A running worker process and what the pool knows about it. Times are `time.monotonic()`."""
+# ---- what it prints
+
+
+class Log:
+    """The log of an environment's workers, of bounded size: when it is full it becomes `NAME.log.1`, in the place of the last one."""
+
+    def __init__(self, path: Path, limit: int | None = None) -> None:
+        self.path, self.former = path, path.with_name(f"{path.name}.1")
+        self._limit = limit or LOG_BYTES
+        self._lock = threading.Lock()  # bounded: its holders write to a file
+
+    def write(self, data: bytes) -> None:
+        """Append, or just create it. What does not fit on a full disk is dropped: a worker must not stop for it."""
+        with self._lock, contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                with self.path.open("ab", buffering=0) as file:
+                    room = max(self._limit - file.tell(), 0)
+                    file.write(data[:room])
+                if not (data := data[room:]):
+                    return
+                self.path.replace(self.former)
+
+    def note(self, text: str) -> None:
+        """Append a line of ours."""
+        self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} INFO    prime-rl: {text}\n".encode())
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """Return the last lines, indented for printing below a message."""
+        with self._lock:
+            text = _end_of(self.path)
+            if text.count(b"\n") <= lines:  # the first may be in the former
+                text = _end_of(self.former) + text
+        return "\n".join(f"  | {line}" for line in text.decode(errors="replace").splitlines()[-lines:])
+
+
+def _end_of(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES)
+
+
+class Output:
+    """The pipe that one worker prints into, and the thread that copies it to the log until no process can write to it any more."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._reader, self.writer = os.pipe()  # close `writer` once the worker has it
+        with contextlib.suppress(OSError):  # a user may not have as much as they like
+            fcntl.fcntl(self._reader, _F_SETPIPE_SZ, _PIPE_BYTES)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._copy, name="worker's output", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all that was printed is in the log, and nothing can follow."""
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop reading; what may still print gets SIGPIPE."""
+        self._closing.set()
+
+    def _copy(self) -> None:
+        poller = select.poll()
+        poller.register(self._reader, select.POLLIN)
+        try:
+            while not self._closing.is_set():
+                if poller.poll(500):
+                    if not (data := os.read(self._reader, _PIPE_BYTES)):  # bounded: there is something to read
+                        break
+                    self._log.write(data)
+        finally:
+            os.close(self._reader)
+
+
+# ---- its variables
+
+
+def passed_on(own: Mapping[str, str], promised: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables of `own` that a worker gets, and the names of those withheld from it: secrets that are not `promised`."""
+    withheld = sorted(name for name, value in own.items() if is_secret(name, value) and name not in promised)
+    return {name: value for name, value in own.items() if name not in withheld}, withheld
+
+
+def worker_variables(
+    passed: Mapping[str, str], *, token: str, base_urls: Sequence[str], api_key: str | None
+) -> dict[str, str]:
+    """Return `passed`, and what a worker needs from us: its token, the engine's key, no proxy towards our own servers."""
+    local = dict.fromkeys(["127.0.0.1", "localhost", *(urlsplit(url).hostname or "" for url in base_urls)])
+    no_proxy = ",".join([passed.get("NO_PROXY", passed.get("no_proxy", "")), *local]).strip(",")
+    return {
+        **passed,
+        TOKEN_VAR: token,
+        **({API_KEY_VAR: api_key} if api_key else {}),
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+# ---- the process
+
+
+class WorkerState(Enum):
+    """State of a worker process."""
+
+    STARTING = "starting"  # until it has listed its tasks
+    READY = "ready"  # takes episodes
+    DRAINING = "draining"  # gets no more episodes, and ends with its last one
+    DEAD = "dead"  # ended, or about to be killed
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process and what the pool knows about it. Times are `time.monotonic()`."""
 
     identity: str
+    env: str
     child: Child
     output: Output
     page: Path
-    hello: bool = False
-    ready: Ready | None = None
-    tasks: list[str] | None = None
-    leaving: bool = False  # gets no more episodes, and ends with its last one
+    extra: bool  # started for the load or as a successor, and not started again should it not become ready
+    state: WorkerState = WorkerState.STARTING
+    greeted: bool = False
+    info: Ready | None = None
     finished: int = 0  # episodes
-    requests: int = 0  # it was ever sent
+    requests: int = 0  # ever sent to it
     resident: int = 0  # bytes of memory, with what it has started, when last measured
     use: float = 0.0  # of a core, over its last heartbeats
     pending: dict[int, asyncio.Future[EpisodeResult]] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     heartbeat: Heartbeat | None = None
-    # Set when the process is over for a reason other than its exit: a failed load, a broken message.
-    lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    # Set with the reason when the process is over for another reason than its exit: a failed load, a broken message.
+    death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def pid(self) -> int:
         return self.child.pid
 
-    def lose(self, why: str) -> None:
-        if not self.lost.done():
-            self.lost.set_result(why)
+    def die(self, why: str) -> None:
+        """Have the pool end it."""
+        self.state = WorkerState.DEAD
+        if not self.death.done():
+            self.death.set_result(why)
 
     def enter(self) -> int:
-        """Take a slot for an episode; returns the number of its request."""
+        """Take a slot for an episode. Returns the number of its request."""
         self.requests += 1
         self.pending[self.requests] = asyncio.get_running_loop().create_future()
         return self.requests
 
-    def hear(self, heartbeat: Heartbeat) -> None:
-        self.heartbeat = heartbeat
-        self.use = (self.use + heartbeat.use) / 2
-
     @property
-    def serves(self) -> bool:
-        """Whether it takes new episodes, or will as soon as some have ended."""
-        return self.tasks is not None and not self.leaving and not self.lost.done() and not self.stuck
+    def lag(self) -> float:
+        """Seconds for which its event loop has been blocked."""
+        return 0.0 if self.heartbeat is None else self.heartbeat.lag
 
     @property
     def stuck(self) -> bool:
         """Whether it is blocked by the code of one of its episodes, or stopped."""
-        blocked = self.heartbeat is not None and self.heartbeat.lag > LAG_SECONDS
-        return blocked or self.silent(time.monotonic(), QUIET_SECONDS)
+        return self.lag > LAG_SECONDS or self.silent(QUIET_SECONDS)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes new episodes, or will as soon as some have ended."""
+        return self.state is WorkerState.READY and not self.stuck
+
+    def silent(self, seconds: float) -> bool:
+        """Whether it has not been heard of for so long."""
+        return time.monotonic() - self.heard > seconds
 
     def offending_request(self) -> int:
-        """The request whose code it is in, or was when it died; 0 for none."""
+        """The request whose code it is in, or was in when it died; 0 for none."""
         request = int.from_bytes(self.page.read_bytes(), "little") if self.page.is_file() else 0
         return request if request in self.pending else 0
 
-    def silent(self, now: float, seconds: float) -> bool:
-        """Whether it is dead or stopped, judging by its heartbeats."""
-        return now - self.heard > seconds
-
-    def unhealthy(self, now: float, start_timeout: float, heartbeat_timeout: float, hang_timeout: float) -> str | None:
+    def unhealthy(self, start_timeout: float, heartbeat_timeout: float, hang_timeout: float) -> str | None:
         """Why this process must be ended, or None. Until its first heartbeat (Python may start from a slow disk) `start_timeout` holds."""
-        lag = 0.0 if self.heartbeat is None else self.heartbeat.lag
-        if (self.tasks is not None or self.heartbeat is not None) and self.silent(now, heartbeat_timeout):
+        starting, now = self.state is WorkerState.STARTING, time.monotonic()
+        if (self.heartbeat is not None or not starting) and self.silent(heartbeat_timeout):
             return f"sent no heartbeat for {now - self.heard:.0f} s"
-        if self.tasks is None and now - self.started > start_timeout:
+        if starting and now - self.started > start_timeout:
             return f"not ready after {start_timeout:.0f} s"
-        if self.tasks is not None and self.heartbeat is not None and lag > hang_timeout + HANG_GRACE:
-            return f"blocked for {lag:.0f} s at {self.heartbeat.blocked_at}"
+        if not starting and self.heartbeat is not None and self.lag > hang_timeout + HANG_GRACE:
+            return f"blocked for {self.lag:.0f} s at {self.heartbeat.blocked_at}"
         return None
 
 
 def spawn(
-    identity: str,
-    address: str,
-    python: str | None,
-    env: dict[str, str],
-    *,
-    lifeline: Lifeline,
-    log: Log,
-    page: Path,
-    hang_timeout: float,
-) -> WorkerProcess:
+    identity: str, env: str, extra: bool, address: str, python: str | None, variables: Mapping[str, str], *,
+    lifeline: Lifeline, log: Log, page: Path, hang_timeout: float,
+) -> Worker:  # fmt: skip
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
     page.write_bytes(bytes(PAGE_BYTES))
     output = Output(log)
@@ -118,62 +241,59 @@ def spawn(
         *("--page", str(page), "--hang-timeout", str(hang_timeout)),
     ]
     try:
-        child = Child(argv, env, lifeline, output.writer)
+        child = Child(argv, variables, lifeline, output.writer)
     finally:
-        output.begin()
-    return WorkerProcess(identity, child, output, page)
+        os.close(output.writer)
+    return Worker(identity, env, child, output, page, extra)
 
 
-async def end(process: WorkerProcess, deaf: bool = False) -> int:
-    """Send SIGTERM to the whole process group, then SIGKILL to all that the worker has started. Returns how many of these had left its group.
+async def end(worker: Worker, deaf: bool = False) -> int:
+    """Send SIGTERM to the process group, then SIGKILL to all that the worker has started. Returns how many of these had left its group.
 
     Takes `TERM_SECONDS`, `DRAIN_SECONDS` and a little at most; then all that it printed is in the log. A process that is `deaf`, stopped or
     blocked, is not sent the SIGTERM.
     """
     if not deaf:
-        process.child.signal(signal.SIGTERM, group=True)
+        worker.child.signal(signal.SIGTERM, group=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TERM_SECONDS):
-                await exited(process)
-    killed = await asyncio.to_thread(process.child.reap)
-    await drained(process)
-    process.output.close()
-    process.page.unlink(missing_ok=True)
-    return sum(each.group != process.pid for each in killed)
+                await exited(worker)
+    killed = await asyncio.to_thread(worker.child.reap)
+    await output_ended(worker)
+    worker.output.close()
+    worker.page.unlink(missing_ok=True)
+    return sum(each.group != worker.pid for each in killed)
 
 
-async def drained(process: WorkerProcess) -> None:
+async def output_ended(worker: Worker) -> None:
     """Wait until what a dead worker printed is in the log; not for long, since a child of its may keep the pipe open."""
     with contextlib.suppress(WaitTimeout):
         await wait_async(
-            lambda: process.output.ended, subject="last words", owner=process.identity, seconds=DRAIN_SECONDS, poll=0.05
+            lambda: worker.output.ended, subject="last words", owner=worker.identity, seconds=DRAIN_SECONDS, poll=0.05
         )
 
 
-async def exited(process: WorkerProcess) -> int:
+async def exited(worker: Worker) -> int:
     """Wait until the process has ended. Returns its exit status."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    descriptor = os.pidfd_open(process.pid)  # readable once it has ended
+    descriptor = os.pidfd_open(worker.pid)  # readable once it has ended
     loop.add_reader(descriptor, ended.set)
     try:
-        await ended.wait()  # bounded: who waits for it watches its heartbeats
+        await ended.wait()  # bounded: the pool watches its heartbeats
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-    assert process.child.status is not None
-    return process.child.status
+    assert worker.child.status is not None
+    return worker.child.status
 
 
-def by_its_own_code(code: int) -> bool:
-    """Whether a process that ended so was ended by what it ran, and by nobody outside (the kernel, for want of memory)."""
-    return code >= 0 or -code not in _BY_OTHERS
-
-
-_MISSING = re.compile(r"(?:ModuleNotFoundError: )?No module named '?([\w.]+)'?")
+def by_its_own_code(status: int) -> bool:
+    """Whether a process that ended so was ended by its own code, and not from outside (the kernel, for want of memory)."""
+    return status >= 0 or -status not in _BY_OTHERS
 
 
 def remedy(log: str, python: str | None, env_id: str) -> str:
-    """What to do about a worker that could not even import what it needs, by the end of its log; "" where that says nothing."""
+    """Say what to do about a worker that could not import what it needs, by the end of its log; "" where that says nothing."""
     if not (missing := _MISSING.findall(log)):
         return ""
     module, interpreter = missing[-1].partition(".")[0], python or sys.executable
@@ -183,12 +303,3 @@ def remedy(log: str, python: str | None, env_id: str) -> str:
         f"python = {interpreter!r} has no module {module!r}: install pyzmq, msgpack, what prime-rl needs for {env_id!r}, and the environment itself there "
         f"(`uv pip install --python {interpreter} …`), or use `requirements`, or leave `python` out"
     )
-
-
-def expose_package(directory: Path) -> Path:
-    """A directory that holds prime_rl alone: what another Python environment gets on its path instead of ours."""
-    directory.mkdir(exist_ok=True)
-    link = directory / "prime_rl"
-    if not link.exists():
-        link.symlink_to(Path(prime_rl.__file__).parent)
-    return directory

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.envs import worker_pool
-from prime_rl.envs.worker_pool import Bounds, Load, why_replace, worker_range, workers_wanted
+from prime_rl.envs.worker_pool import why_replace, worker_range, workers_wanted
 
 counts = st.integers(0, 200)
 sizes = st.integers(1, 64)
@@ -18,17 +18,18 @@ def test_the_number_that_a_load_calls_for(
     workers: int, starting: int, use: float, episodes: int, slots: int, least: int, more: int, free: int
 ) -> None:
     """Within the bounds; as many as the episodes fill; beyond that only where the ready are busy, on idle cores, and once all are ready."""
-    starting = min(starting, workers)
-    ready, bounds = workers - starting, Bounds(slots, least, least + more)
-    wanted = workers_wanted(Load(workers, starting, use * ready, episodes), bounds, free)
-    enough = math.ceil(episodes / slots)
-    assert least <= wanted <= least + more
-    assert wanted == bounds.most or wanted * slots >= episodes
-    if wanted > max(workers, enough, least):
+    starting, most = min(starting, workers), least + more
+    ready = workers - starting
+    wanted = workers_wanted(
+        workers=workers, starting=starting, use=use * ready, episodes=episodes, slots=slots, least=least, most=most, free=free
+    )  # fmt: skip
+    assert least <= wanted <= most
+    assert wanted == most or wanted * slots >= episodes
+    if wanted > max(workers, math.ceil(episodes / slots), least):
         assert use > 0.7
         assert starting == 0
         assert wanted <= min(2 * ready, workers + free)
-    if wanted < min(workers, bounds.most):
+    if wanted < min(workers, most):
         assert starting == 0
         assert use * ready <= 0.5 * wanted + 1e-9  # those that stay are at most half busy
 
@@ -36,27 +37,31 @@ def test_the_number_that_a_load_calls_for(
 @given(st.floats(0.01, 40), st.integers(1, 64))
 def test_it_settles(demand: float, cores: int) -> None:
     """A steady load gets, in a few rounds, workers none of which is busy for more than 0.7 of the time, and keeps them; or all idle cores."""
-    bounds, workers, history = Bounds(10**6, 1, cores), 1, []
+    workers, seen = 1, []
     for _ in range(20):
         use = min(demand, workers)  # a worker is busy for all of the time at most
         free = cores - workers
-        workers = workers_wanted(Load(workers, 0, use, 1), bounds, free)
-        history.append(workers)
+        workers = workers_wanted(workers=workers, starting=0, use=use, episodes=1, slots=10**6, least=1, most=cores, free=free)  # fmt: skip
+        seen.append(workers)
     assert demand / workers <= 0.7 or workers == cores
     assert workers == 1 or demand / workers > 0.34
-    assert len(set(history[8:])) == 1
+    assert len(set(seen[8:])) == 1
 
 
-def test_by_hand() -> None:
-    """A busy worker doubles, then waits for the start; slots need no idle core; a quarter of the load leaves half of the workers."""
-    bounds = Bounds(100, 1, 16)
-    assert workers_wanted(Load(1, 0, 1.0, 50), bounds, free=8) == 2
-    assert workers_wanted(Load(1, 0, 1.0, 50), bounds, free=0) == 1
-    assert workers_wanted(Load(2, 1, 1.0, 50), bounds, free=8) == 2
-    assert workers_wanted(Load(4, 0, 4.0, 50), bounds, free=3) == 7
-    assert workers_wanted(Load(1, 0, 0.1, 301), bounds, free=0) == 4
-    assert workers_wanted(Load(4, 0, 1.0, 50), bounds, free=0) == 2
-    assert workers_wanted(Load(3, 0, 0.0, 0), Bounds(100, 3, 3), free=9) == 3
+@pytest.mark.parametrize(
+    ("workers", "starting", "use", "episodes", "free", "wanted"),
+    [
+        (1, 0, 1.0, 50, 8, 2),  # a busy worker doubles
+        (1, 0, 1.0, 50, 0, 1),  # on idle cores
+        (2, 1, 1.0, 50, 8, 2),  # and waits for the start
+        (4, 0, 4.0, 50, 3, 7),
+        (1, 0, 0.1, 301, 0, 4),  # slots need no idle core
+        (4, 0, 1.0, 50, 0, 2),  # a quarter of the load leaves half of the workers
+    ],
+)
+def test_by_hand(workers: int, starting: int, use: float, episodes: int, free: int, wanted: int) -> None:
+    bounds = {"slots": 100, "least": 1, "most": 16}
+    assert wanted == workers_wanted(workers=workers, starting=starting, use=use, episodes=episodes, free=free, **bounds)
 
 
 @pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 2, 2), (16, 9, 1)])
@@ -71,7 +76,6 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, cores: int, environments: int
 def test_replacement() -> None:
     """After so many episodes, beyond so much memory, and never where there is no limit."""
     assert why_replace(10**9, 1 << 50, None, None) is None
-    assert why_replace(9, 0, 10, None) is None
+    assert why_replace(9, 100 << 20, 10, 100) is None
     assert why_replace(10, 0, 10, None) == "has finished 10 episodes (recycle_episodes 10)"
-    assert why_replace(0, 100 << 20, None, 100) is None
     assert why_replace(0, (100 << 20) + 1, None, 100) == "holds 100 MiB (recycle_mib 100)"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prime_rl.envs.pool import vetted
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, ProtocolError, Result, SampleTokens, decode, encode
-from prime_rl.envs.vetting import vetted
 from prime_rl.orchestrator.samples import exact_streams
 
 IDS = {"episode_id": "1.0.0", "env": "env", "task_id": "task"}
@@ -51,7 +51,7 @@ def test_what_is_right_stays_as_it_is() -> None:
         ({"rewards": {"a": math.nan}}, "rewards['a'] is nan"),
         ({"rewards": {"a": "high"}}, "rewards['a'] is a str"),
         ({"metrics": {"a": None}}, "metrics['a'] is a NoneType"),
-        ({"metrics": {1: 1.0}}, "metrics has a name that is a int"),
+        ({"metrics": {1: 1.0}}, "a table has a name that is a int"),
         ({"timing": {"a": []}}, "timing['a'] is a list"),
         ({"num_turns": -1}, "num_turns is -1"),
         ({"output_tokens": 1 << 63}, "output_tokens is"),

@@ -1,0 +1,101 @@
+"""What a worker process gets and leaves: no secret that it was not promised; a log of bounded size that ends with the newest."""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.config.shared import EnvConfig
+from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.protocol import API_KEY_VAR, TOKEN_VAR
+from prime_rl.envs.worker_process import Log, Output, passed_on, worker_variables
+from prime_rl.errors import UserError
+from prime_rl.redact import HIDDEN, is_secret, redacted
+
+SECRETS = [
+    "OPENAI_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "GITHUB_TOKEN", "DB_PASSWORD", "PGPASSWORD",
+    "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "VLLM_API_KEY", "openai_apikey", "MYSQL_PWD", "SERVICE_SECRETS", "API_KEYS",
+]  # fmt: skip
+PLAIN = [
+    "PATH", "HOME", "PWD", "OLDPWD", "PYTHONPATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "VLLM_MAX_NUM_BATCHED_TOKENS", "KEYBOARD",
+    "HF_HOME", "CUDA_VISIBLE_DEVICES", "XDG_RUNTIME_DIR", "LANG", "PRIMERL_FAULTS", "MONKEY", "AUTHOR",
+]  # fmt: skip
+
+
+def test_secrets_are_withheld() -> None:
+    """Contract: a variable whose name looks like a secret's, or that `secrets` does not name, is reported and not passed on; all others are."""
+    plain = dict.fromkeys(PLAIN, "x")
+    assert passed_on({**plain, **dict.fromkeys(SECRETS, "x")}, []) == (plain, sorted(SECRETS))
+    assert passed_on({"OPENAI_API_KEY": "x", "HF_TOKEN": "y"}, ["OPENAI_API_KEY"]) == ({"OPENAI_API_KEY": "x"}, ["HF_TOKEN"])  # fmt: skip
+
+
+def test_urls_with_passwords_are_secrets() -> None:
+    """Contract: a password inside a URL is one, except a proxy's, without which nothing is reached."""
+    assert is_secret("DATABASE_URL", "postgres://user:pass@host/db")
+    assert not is_secret("HTTPS_PROXY", "http://user:pass@proxy:3128")
+    assert not is_secret("HOMEPAGE", "https://example.org:443/a@b")
+
+
+def test_a_missing_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Contract: a secret that is named but not set ends the start, not an episode hours later."""
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    with pytest.raises(UserError, match=r"'math' is to get the variable JUDGE_API_KEY .* not set"):
+        EnvPool([EnvConfig(id="math", secrets=["JUDGE_API_KEY"])], model="m", base_url="", api_key=None, output_dir=tmp_path)  # fmt: skip
+
+
+def test_what_a_worker_gets_from_us() -> None:
+    """Contract: the engine's key under the worker's own name, its token, no proxy towards our engine."""
+    variables = worker_variables({"A": "1"}, token="t", base_urls=["http://engine:8000/v1"], api_key="k")
+    assert (variables["A"], variables[TOKEN_VAR], variables[API_KEY_VAR]) == ("1", "t", "k")
+    assert "engine" in variables["NO_PROXY"].split(",")
+    assert API_KEY_VAR not in worker_variables({}, token="t", base_urls=["http://h"], api_key=None)
+
+
+def test_redacted() -> None:
+    """Contract: what others get to see has no values under the names of secrets, at any depth; the rest is unchanged."""
+    table = {"client": {"api_key_var": "V"}, "args": {"judge_api_key": "sk-1", "max_tokens": 5}, "l": [{"password": "p"}]}  # fmt: skip
+    hidden = {"client": {"api_key_var": "V"}, "args": {"judge_api_key": HIDDEN, "max_tokens": 5}, "l": [{"password": HIDDEN}]}  # fmt: skip
+    assert redacted(table) == hidden
+
+
+@given(st.lists(st.binary(max_size=40), max_size=30), st.integers(1, 25))
+def test_a_log_is_bounded_and_ends_with_the_newest(parts: list[bytes], limit: int) -> None:
+    """Both files within the limit, together a suffix of what several pools wrote."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "deep" / "env.log"
+        for part in parts:
+            Log(path, limit).write(part)
+        now = path.read_bytes() if path.exists() else b""
+        former = Log(path).former.read_bytes() if Log(path).former.exists() else b""
+        written = b"".join(parts)
+        assert max(len(now), len(former)) <= limit
+        assert written.endswith(former + now)
+        assert len(former + now) >= min(len(written), limit)
+
+
+def test_the_tail_reaches_into_the_former_log(tmp_path: Path) -> None:
+    """Last words are shown also when the log has just been begun anew. What a full disk does not take is dropped."""
+    log = Log(tmp_path / "env.log", 12)
+    log.write(b"first\nsecond\nthird\n")
+    assert log.tail(2) == "  | second\n  | third"
+    Log(tmp_path / "env.log" / "below.log").write(b"x")
+    assert Log(tmp_path / "none.log").tail() == ""
+
+
+def test_a_pipe_is_emptied_to_its_end(tmp_path: Path) -> None:
+    """More than a pipe holds goes through; then it has ended."""
+    log = Log(tmp_path / "env.log")
+    output = Output(log)
+    for number in range(200):
+        os.write(output.writer, b"%04d" % number * 10_000)
+    assert not output.ended
+    os.close(output.writer)
+    begin = time.monotonic()
+    while not output.ended and time.monotonic() - begin < 60:
+        time.sleep(0.01)
+    assert output.ended
+    assert log.path.stat().st_size == 200 * 40_000
