@@ -83,27 +83,38 @@ class ResumePoint:
 def resume_point(
     output_dir: Path, ckpt: "CkptConfig | None", max_steps: int | None = None, recover: bool = False
 ) -> ResumePoint:
-    """Where to start: step 0, or after what the run directory already holds.
+    """Find where to start: at step 0, or after what the run directory already holds.
 
     Batches committed beyond the checkpoint are trained again unchanged, so collecting goes on after them.
+
+    Args:
+        recover: Go on after a crash: everything that is committed counts. The run may once have been resumed from a checkpoint.
 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or it lies beyond `max_steps`.
     """
-    asked = ckpt.resume_step if ckpt is not None else None
-    root = checkpoints_root(output_dir, ckpt)
-    if recover:
-        return _recover(output_dir, root, asked)
-    if asked is None:
+    asked, rollouts = ckpt.resume_step if ckpt is not None else None, output_dir / "rollouts"
+    if asked is None and not recover:
         return ResumePoint()
-    version = checkpoints.find(root, asked, PART, max_steps)
-    state = read_part(root, version)
-    step, state = _after_batches(output_dir, version, state)
-    return ResumePoint(step, version, resumed=True, state=state)
+    batches, version = list_steps(rollouts), 0
+    if recover and (asked is None or asked in batches):
+        start, state = min(batches, default=0), OrchestratorState()
+    else:
+        assert asked is not None
+        root = checkpoints_root(output_dir, ckpt)
+        start = checkpoints.find(root, asked, PART, None if recover else max_steps)
+        state, version = read_part(root, start), 0 if recover else start
+    step = first_to_collect(batches, start)
+    if step > start:
+        try:
+            state = read_state(rollouts, step - 1)
+        except CommitError as error:
+            raise UserError(f"cannot go on from step {step}: the batch before it is damaged ({error})") from error
+    return ResumePoint(step, version, resumed=not recover, recovered=recover, state=state)
 
 
 def checkpoints_root(output_dir: Path, ckpt: "CkptConfig | None") -> Path:
-    """Where the run's checkpoints are."""
+    """Return the directory of the run's checkpoints."""
     return ((ckpt and ckpt.output_dir) or output_dir) / "checkpoints"
 
 
@@ -127,7 +138,7 @@ def refuse_other_seed(progress: ResumePoint, seed: int) -> None:
 
 
 def read_state(rollouts: Path, step: int) -> OrchestratorState:
-    """The state after the batch of `step`.
+    """Read the state after the batch of `step`.
 
     Raises:
         CommitError: the batch is not committed, or its manifest says nothing of a state.
@@ -137,7 +148,7 @@ def read_state(rollouts: Path, step: int) -> OrchestratorState:
 
 
 def read_part(root: Path, step: int) -> OrchestratorState:
-    """The state in this process's part of checkpoint `step`.
+    """Read the state in this process's part of checkpoint `step`.
 
     Raises:
         UserError: it is damaged.
@@ -150,18 +161,14 @@ def read_part(root: Path, step: int) -> OrchestratorState:
 
 
 def missing_rows(rollouts: Path, logged: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-    """Metrics of committed batches that a crash kept from being logged, by step.
+    """Read the metrics of committed batches that a crash kept from being logged, by step.
 
     Args:
         logged: The rows of `metrics/orchestrator.jsonl` by step. One without `reward/mean` holds an evaluation only.
     """
-    rows = {}
-    for step in list_steps(rollouts):
-        if "reward/mean" not in logged.get(step, {}):
-            metrics = read_manifest(rollouts / f"step_{step}").extra.get("metrics")
-            if metrics:
-                rows[step] = metrics
-    return rows
+    missing = [step for step in list_steps(rollouts) if "reward/mean" not in logged.get(step, {})]
+    rows = {step: read_manifest(rollouts / f"step_{step}").extra.get("metrics") for step in missing}
+    return {step: metrics for step, metrics in rows.items() if metrics}
 
 
 class JointCheckpoints:
@@ -226,29 +233,6 @@ class JointCheckpoints:
             return False
         logger.info("checkpoint {} is complete", step)
         return True
-
-
-def _recover(output_dir: Path, root: Path, asked: int | None) -> ResumePoint:
-    """After a crash: everything that is committed counts. `asked` is the checkpoint that the run once was resumed from, if any."""
-    batches = list_steps(output_dir / "rollouts")
-    if asked is None or asked in batches:
-        step, state = _after_batches(output_dir, min(batches, default=0), OrchestratorState())
-        return ResumePoint(step, recovered=True, state=state)
-    version = checkpoints.find(root, asked, PART)
-    step, state = _after_batches(output_dir, version, read_part(root, version))
-    return ResumePoint(step, recovered=True, state=state)
-
-
-def _after_batches(output_dir: Path, start: int, state: OrchestratorState) -> tuple[int, OrchestratorState]:
-    """The first step from `start` on that is to be collected, and the state there; `state` if there is no batch from `start` on."""
-    rollouts = output_dir / "rollouts"
-    step = first_to_collect(list_steps(rollouts), start)
-    if step == start:
-        return step, state
-    try:
-        return step, read_state(rollouts, step - 1)
-    except CommitError as error:
-        raise UserError(f"cannot go on from step {step}: the batch before it is damaged ({error})") from error
 
 
 def _state(data: object, path: Path) -> OrchestratorState:

@@ -1,7 +1,6 @@
 """What is left out of training, what is turned away (each rule by hand, and in a batch), and settings that are refused."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -115,14 +114,6 @@ def test_a_group_of_which_nothing_is_left() -> None:
     assert turned_away(both, rules) is None
     both.finished[1].result.filtered = "repetition"
     assert turned_away(both, rules) == "overlong+repetition"
-
-
-def test_every_environment_has_its_own_filters() -> None:
-    easy = {"id": "env", "filters": {"dynamic_sampling": True}}
-    settings = OrchestratorConfig(environments=[easy, {"id": "other"}], batch_size=4, rollouts_per_example=2)
-    alike = group(0, result([5], 1.0), result([5], 1.0))
-    assert turned_away(alike, settings) == "dynamic_sampling"
-    assert turned_away(replace(alike, task=Task("other", 0, "task")), settings) is None
 
 
 def shorter_than(episode: EpisodeResult, tokens: int) -> bool:

@@ -52,14 +52,6 @@ def test_it_goes_on_after_the_batches_that_are_committed_already(tmp_path):
     assert not progress.fresh
 
 
-def test_a_gap_in_the_batches_ends_what_is_reused(tmp_path):
-    """Only an unbroken row of batches from the checkpoint on counts; the state is the one in the checkpoint."""
-    commit_batch(tmp_path, 1, 20)
-    commit_checkpoint(tmp_path, 2)
-    commit_batch(tmp_path, 3, 41)
-    assert where(resume_point(tmp_path, CkptConfig(resume_step=2))) == (2, 20, 2)
-
-
 def test_the_newest_complete_checkpoint_is_resumed_and_a_single_part_never(tmp_path):
     """-1: a part of the trainer without this process's part is no checkpoint."""
     for step, groups in enumerate([10, 20, 33]):
@@ -99,16 +91,6 @@ def test_a_crash_right_after_resuming_goes_on_from_the_same_checkpoint(tmp_path)
     assert where(resume_point(tmp_path / "new", ckpt, recover=True)) == (2, 20, 0)
     commit_batch(tmp_path / "new", 2, 30)
     assert where(resume_point(tmp_path / "new", ckpt, recover=True)) == (3, 30, 0)
-
-
-@pytest.mark.parametrize(("step", "message"), [(5, "resume_step 5: not in"), (-1, "holds no checkpoint")])
-def test_a_checkpoint_that_is_not_there_is_named(tmp_path, step, message):
-    """One clear line instead of a run from nowhere."""
-    if step != -1:
-        commit_batch(tmp_path, 1, 20)
-        commit_checkpoint(tmp_path, 2)
-    with pytest.raises(UserError, match=message):
-        resume_point(tmp_path, CkptConfig(resume_step=step))
 
 
 def test_a_damaged_state_is_named_with_its_checkpoint(tmp_path):
@@ -165,17 +147,6 @@ def test_a_checkpoint_whose_batch_is_gone_stays_single_and_does_not_stop_the_run
     joint = JointCheckpoints(tmp_path, None)
     assert joint.join({}) == [4]
     assert joint.join({}) == []
-
-
-def test_completing_a_checkpoint_removes_what_is_not_kept(tmp_path):
-    """The owner of the joint manifest removes: the newest `keep`, and every multiple of `keep_interval`, stay."""
-    joint = JointCheckpoints(tmp_path, CkptConfig(keep=1, keep_interval=4))
-    for step in range(8):
-        commit_batch(tmp_path, step, step + 1)
-    for step in (2, 4, 6, 8):
-        commit_trainer_part(tmp_path, step)
-        joint.join({0: 0})
-    assert checkpoints.complete_steps(tmp_path / "checkpoints") == [4, 8]
 
 
 def test_what_a_crash_left_in_a_checkpoint_is_cleaned_and_completed(tmp_path):

@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -193,27 +192,6 @@ def test_killed_at_any_point_the_flush_is_there_or_not(tmp_path, path, point, wh
 
 
 # -- writing -------------------------------------------------------------------------------------------------------------------
-
-
-def test_recording_goes_on_while_a_flush_runs(path):
-    """Events recorded during flushes in another thread are all there in the end, in order."""
-    ledger, stop = ScriptedLedger(path), threading.Event()
-
-    def flush() -> None:
-        while not stop.is_set():
-            ledger.flush()
-
-    thread = threading.Thread(target=flush)
-    thread.start()
-    for number in range(200):
-        names = finish_group(ledger, number)
-        ledger.batched(number, names[:1], names[1:], [], [number])
-    stop.set()
-    thread.join(timeout=60)
-    ledger.flush()
-    expected = {"reverse-text": Counts(issued=400, batched=200, dropped={"filtered": 200})}
-    assert ledger.counts() == stored_counts(path) == expected
-    assert stored_results(path) == []
 
 
 def test_a_full_disk_loses_nothing(path):

@@ -413,17 +413,6 @@ def by_difficulty(tmp_path_factory) -> World:
     return world
 
 
-async def test_a_synchronous_run_by_difficulty_is_the_same_whoever_finishes_first(tmp_path):
-    """Draws, pools and batches are a function of the seed, though most groups are turned away while others of the step are still to be drawn."""
-    most = {"batch_size": 12, "filters": {"difficulty": {"low": 0.0, "high": 1.2}}}
-    worlds = [make_pools_world(tmp_path / str(haste), haste, **most) for haste in range(4)]
-    await asyncio.gather(*map(finish, worlds))
-    for world in worlds:
-        check_pools(world, worlds[0])
-    ends = [end for _, _, end in drawn(worlds[0])]
-    assert ends.count("discarded") > len(ends) / 3
-
-
 @pytest.mark.parametrize("turned_away", [1, 2, 4, 6])
 async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
     tmp_path, by_difficulty, monkeypatch, turned_away

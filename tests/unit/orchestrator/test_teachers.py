@@ -280,19 +280,6 @@ async def test_the_setting_that_names_it_is_named() -> None:
     await found.close()
 
 
-async def test_self_distillation_asks_the_server_that_sampled() -> None:
-    async with serving(vllm) as url:
-        config = OrchestratorConfig(environment={"id": "x"}, algorithm={"type": "opsd"}, model={"name": "big"})
-        found = Teachers(config)
-        await found.start(ignore)
-        assert found.demonstration_of("x").field == "answer"
-        result = finished()
-        result.samples[0].hint = [7, 8]
-        await found.score("x", result, url)
-        assert list(result.samples[0].ref_logprobs) == pytest.approx([-0.05, -0.1, -0.2])
-        await found.close()
-
-
 async def test_self_distillation_behind_a_hint_that_takes_room() -> None:
     """Contract: the policy's own server is asked for its context, though nobody waited for it; one that is silent is a teacher that is."""
     down = True
