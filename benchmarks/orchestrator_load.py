@@ -91,8 +91,8 @@ def run_orchestrator(options: argparse.Namespace) -> None:
     from prime_rl.entrypoints import orchestrator
     from prime_rl.orchestrator import orchestrator as loop
 
-    if options.scheduler is not None:
-        os.sched_setaffinity(0, {options.scheduler})
+    if options.core is not None:
+        os.sched_setaffinity(0, {options.core})
     lag = LoopLag()
     orchestrate = loop.orchestrate
 
@@ -135,7 +135,7 @@ class Run:
         (directory / "incarnations").mkdir()
         (directory / "incarnations" / "0.json").write_text('{"step": 0}')  # as a trainer would begin its incarnation
         cores = sorted(os.sched_getaffinity(0))
-        self.scheduler, self.others = cores[0], set(cores[1:]) or {cores[0]}
+        self.core, self.others = cores[0], set(cores[1:]) or {cores[0]}
         me = [sys.executable, str(Path(__file__).resolve())]
         self.engine = subprocess.Popen(
             [*me, "--as", "engine", "--shortest", str(delays[0]), "--longest", str(delays[1])],
@@ -158,7 +158,7 @@ class Run:
         (directory / "config.toml").write_text("\n".join(lines) + "\n")
         with (directory / "orchestrator.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [*me, "--as", "orchestrator", "--config", str(directory / "config.toml"), "--core", str(self.scheduler), ],
+                [*me, "--as", "orchestrator", "--config", str(directory / "config.toml"), "--core", str(self.core), ],
                 stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(HERE)},
             )  # fmt: skip
 
