@@ -197,9 +197,9 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
     extra = (committed or read_manifest(directory)).extra
     try:
         delta = (extra.get("delta") or {}).get("version") is not None
-        if "tensors" in extra and (delta or extra.get("hash_chunk") != HASH_CHUNK_BYTES or "sender" in extra):
+        if "tensors" in extra and (delta or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
             raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
-        publisher = extra.get("publisher")
+        publisher = extra.get("publisher", extra.get("sender"))  # the latter: its name until November 2026
         return WeightsManifest(
             extra["version"],
             extra["incarnation"],

@@ -121,7 +121,7 @@ def test_a_snapshot_of_links_is_read(tmp_path: Path) -> None:
     assert hash_directory(model) == expected
 
 
-@pytest.mark.parametrize("changes", [{"hash_chunk": None}, {"sender": {}}, {"delta": {"version": 3}}])
+@pytest.mark.parametrize("changes", [{"hash_chunk": None}, {"delta": {"version": 3}}])
 def test_a_version_of_another_release_is_not_taken_for_a_damaged_one(
     tmp_path: Path, changes: dict[str, object]
 ) -> None:
