@@ -243,17 +243,15 @@ class EvalResults:
 
     def as_json(self) -> dict[str, Any]:
         """Return its entry in `report.json`."""
+        counts = {"tasks": len(self.task_ids), "attempts_per_task": self.k, "complete": self.complete}
+        policy = {"policy": self.policy, "version": self.version, "hash": self.hash}
+        tokens = {"input_tokens": self.input_tokens, "output_tokens": self.output_tokens}
         return {
             "environment": self.env,
-            "policy": self.policy,
-            "version": self.version,
-            "hash": self.hash,
-            "tasks": len(self.task_ids),
-            "attempts_per_task": self.k,
-            "complete": self.complete,
+            **policy,
+            **counts,
             "errors": dict(self.errors),
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
+            **tokens,
             "metrics": self.metrics(),
         }
 

@@ -149,10 +149,9 @@ class EvalServers:
         try:
             async with asyncio.timeout(RESTORE_SECONDS):
                 await replica.load(None)
-        except TimeoutError:
-            logger.warning("{} does not serve its base again: no answer in {:.0f} s", replica.name, RESTORE_SECONDS)
-        except UserError as error:
-            logger.warning("{} does not serve its base again: {}", replica.name, error)
+        except (TimeoutError, UserError) as error:
+            why = str(error) or f"no answer in {RESTORE_SECONDS:.0f} s"
+            logger.warning("{} does not serve its base again: {}", replica.name, why)
         except asyncio.CancelledError:
             logger.warning("{} may not serve its base again: interrupted", replica.name)
             raise
