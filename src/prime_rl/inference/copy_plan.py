@@ -20,11 +20,8 @@ _CONSTANT = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}  # paddi
 
 
 class CopyPlan(TorchDispatchMode):
-    """Loads a version through the model's `load_weights` when it is made, and later ones by `load` while `matches`.
-
-    Attributes:
-        exact: The loaders only copy, as far as is known. Otherwise `load` calls them for every version.
-    """
+    """Loads a version through the model's `load_weights` when it is made, and later ones by `load` while `matches`. It is
+    `exact` if the loaders only copy, as far as is known; otherwise `load` calls them for every version."""
 
     def __init__(self, model: Any, tensors: Staged) -> None:
         super().__init__()

@@ -68,22 +68,17 @@ class WeightUpdate:
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
 
-    def __str__(self) -> str:
-        return ", ".join(f"{part} {seconds:.3f} s" for part, seconds in self.seconds.items())
-
 
 class WeightService:
     """Updates the engine's weights and reports which they are.
 
     Args:
         engine: Answers for all of the `engines` data-parallel engines behind this server.
-        base: The directory of the base model.
-        roots: Allowed roots of updates.
         label: Called with the version after a change, before generation goes on.
         tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
         status: Shows a change under way, during which the engine does not answer, with its deadline.
-        stage: The workers may keep new weights in memory before the engine pauses, `on_device` or in the host's.
-        servers_on_host: Engines that do so on this host at the same time.
+        stage: The workers may keep new weights in memory before the engine pauses, `on_device` or in the host's, as
+            `servers_on_host` engines do at the same time.
         fixed: Why this server's weights cannot be changed; None if they can.
     """
 
@@ -121,11 +116,9 @@ class WeightService:
         return ServedVersion(base=str(self._base), boot=self._boot, **identity)
 
     async def update(self, weight_dir: str, version: int) -> WeightUpdate:
-        """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it.
-
-        Rejected: with a 4xx the old weights serve on. After a 5xx `served` says what is served, if anything: they could
-        not be restored, or the engine did not resume.
-        """
+        """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it. Rejected:
+        with a 4xx the old weights serve on. After a 5xx `served` says what is served, if anything: they could not be
+        restored, or the engine did not resume."""
         return await self._change(lambda change: self._update(weight_dir, version, change))
 
     async def reload(self) -> WeightUpdate:
@@ -221,8 +214,8 @@ class WeightService:
             worst = min(failed, key=lambda answer: answer["retry"])  # a failure that no retry mends
             status, what = 400, "read"
             if publisher is not None and worst["retry"]:
-                where = f"by {socket.gethostname()} from the trainer at {publisher.host}:{publisher.port}"
-                status, what = EXCHANGE_FAILED, f"received {where}"
+                status, trainer = EXCHANGE_FAILED, f"{publisher.host}:{publisher.port}"
+                what = f"received by {socket.gethostname()} from the trainer at {trainer}"
             raise Rejected(status, f"{directory} could not be {what}, the previous weights go on: {worst['why']}")
         seconds = max(answer["seconds"] for answer in answers)
         self._least_staging = min(self._least_staging, seconds)
@@ -264,7 +257,8 @@ class WeightService:
             if self._status is not None:
                 self._status.phase("serving")
         change.version, change.hash = version, identity["hash"]
-        logger.info("serving version {} ({}): {}", version, change.hash[:12], change)
+        parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in change.seconds.items())
+        logger.info("serving version {} ({}): {}", version, change.hash[:12], parts)
         if faults.point(f"update-loaded:v{version}") == "error":
             raise Rejected(500, "fault injection")
 

@@ -78,10 +78,8 @@ class Staging:
         self._thread.start()
 
     def answer(self, seconds: float = 0.0) -> dict[str, Any]:
-        """The state after at most `seconds`: "reading" with `blocks`, "ready" with `place` and `seconds`, or "failed".
-
-        A failure has `why` and `retry`: whether another attempt may succeed, since the exchange failed.
-        """
+        """The state after at most `seconds`: "reading" with `blocks`, "ready" with `place` and `seconds`, or "failed" with
+        `why` and `retry`: whether another attempt may succeed, since the exchange failed."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             return {"state": "reading", "blocks": self._blocks}
@@ -243,9 +241,7 @@ class WeightsExtension:
         self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True
     ) -> dict[str, Any]:
         """Begin to stage a committed version with this hash (see `Staging`), and return the progress soon after.
-
-        `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other.
-        """
+        `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other."""
         self.prime_unstage()
         self.prime_subscriber = self.prime_subscriber or Subscriber()
         sharing = servers_on_host * self.vllm_config.parallel_config.world_size
@@ -271,11 +267,8 @@ class WeightsExtension:
                 torch.cuda.empty_cache()  # for other processes
 
     def prime_load(self, directory: str, identity: Identity, base: str) -> None:
-        """Load the staged version, or the base model's files if none is staged.
-
-        A failure leaves the model unusable: `prime_restore` must follow. `base` is the directory of the weights that
-        this worker was started with, which vLLM knows by a name only.
-        """
+        """Load the staged version, or the base model's files if none is staged. After a failure the model is unusable:
+        `prime_restore` must follow. `base`: the directory of the weights that this worker was started with."""
         self.prime_current = self.prime_current[0] or base, self.prime_current[1]
         self.prime_next = (directory, identity)
         staging = self.prime_staging
@@ -302,10 +295,8 @@ class WeightsExtension:
         self.prime_unstage()
 
     def prime_restore(self, identity: Identity) -> None:
-        """Go back to the weights before the load of `identity`, since some rank failed to load or to commit it.
-
-        Raises RuntimeError if no file holds them. The next load that succeeds makes the model usable again.
-        """
+        """Go back to the weights before the load of `identity`, since some rank failed to load or to commit it. Raises
+        RuntimeError if no file holds them. The next load that succeeds makes the model usable again."""
         self.prime_next = None
         self.prime_unstage()
         if self.prime_current[1] == identity:  # this rank had committed it
@@ -372,17 +363,16 @@ class WeightsExtension:
 
 
 def files_of(directory: Path, identity: Identity | None) -> Path:
-    """The directory of the files of weights that were loaded from `directory`, which is no committed version for 0.
-
-    Raises RuntimeError if there are none any more.
-    """
+    """The directory with the files of weights that were loaded from `directory` (no committed version for 0). Raises
+    RuntimeError if there are none any more."""
     if identity is None or identity["version"] == 0:
         return directory
     try:
         manifest = weights_manifest(directory)
     except CommitError as error:
         raise RuntimeError(f"{directory} is gone: load a version again") from error
-    if manifest.hash == identity["hash"] and manifest.publisher is None:
-        return manifest.files
-    why = never_written(directory) if manifest.hash == identity["hash"] else f"{directory} was committed anew"
-    raise RuntimeError(f"{why}: load a version again")
+    if manifest.hash != identity["hash"]:
+        raise RuntimeError(f"{directory} was committed anew: load a version again")
+    if manifest.publisher is not None:
+        raise RuntimeError(f"{never_written(directory)}: load a version again")
+    return manifest.files

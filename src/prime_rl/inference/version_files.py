@@ -44,10 +44,8 @@ class AllowedRoots:
     tmpfs: Path | None = None
 
     def check(self, weight_dir: str, version: int) -> tuple[WeightsManifest, bytes]:
-        """Check everything of a version except the tensors' bytes. Returns its manifest, parsed and as its bytes.
-
-        Raises Rejected: it lies outside the root (403), or is not `version`, or not whole (400).
-        """
+        """Check everything of a version except the tensors' bytes. Returns its manifest, parsed and as its bytes. Rejected
+        if it lies outside the root (403), or is not `version`, or not whole (400)."""
         directory = self.resolve(weight_dir)
         faults.point(f"update-read:v{version}")
         try:
@@ -186,10 +184,8 @@ async def read(function: Callable[[Callable[[], None]], T], subject: Path | str)
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Switch threads sooner: a thread waits 5 ms for the interpreter by default, which is longer than a block takes.
-
-    Of two that overlap, the first sets and restores the interval.
-    """
+    """Switch threads sooner: a thread waits 5 ms for the interpreter by default, which is longer than a block takes. Of
+    two that overlap, the first sets and restores the interval."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, TURN_SECONDS))
     try:
