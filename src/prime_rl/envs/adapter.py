@@ -5,7 +5,6 @@ Standard library only: a worker imports what an environment needs after its hell
 
 import importlib.metadata
 import importlib.util
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from prime_rl.envs.ids import LoadError, WrongVersion, check_version, find, kind_of
@@ -32,9 +31,7 @@ class Adapter(Protocol):
     """Name of an endless environment's tasks, before their index ("": they are listed)."""
 
     async def __aenter__(self) -> Self: ...
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    async def __aexit__(self, *_: object) -> None: ...
     async def run(
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:

@@ -16,7 +16,6 @@ import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, Self
 
 from prime_rl.envs.conversation import CallFailed, ContextFull, Conversation, EngineClient, arguments_of
@@ -51,53 +50,57 @@ class ClassicEnv:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        env = f"environment {setup.env_id!r}"
         if setup.demonstration:
-            raise LoadError(
-                f"environment {setup.env_id!r}: tasks of classic environments cannot be demonstrated to a teacher"
-            )
+            raise LoadError(f"{env}: tasks of classic environments cannot be demonstrated to a teacher")
         if setup.chat:
             raise LoadError(
-                f"environment {setup.env_id!r}: classic environments are evaluated on our servers, not on APIs by their chat route"
+                f"{env}: classic environments are evaluated on our servers, not on APIs by their chat route"
             )
         load = vars(import_module(setup.env_id)).get("load_environment")
         if load is None:
-            raise LoadError(
-                f"environment {setup.env_id!r} is not classic: {module_name(setup.env_id)} has no load_environment"
-            )
+            raise LoadError(f"{env} is not classic: {module_name(setup.env_id)} has no load_environment")
         self.arguments = sorted({*keywords(load), "split"})
         args = dict(setup.args)
         split = "train" if "split" in keywords(load) else args.pop("split", "train")
         if split not in ("train", "eval"):
-            raise LoadError(f"environment {setup.env_id!r}: argument split is {split!r}: 'train' or 'eval' is needed")
+            raise LoadError(f"{env}: argument split is {split!r}: 'train' or 'eval' is needed")
         if not takes_any(load):
             check_arguments(setup.env_id, setup.args, self.arguments)
+        # A classic environment takes SIGINT and SIGTERM for itself.
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self._env = _with_signals(functools.partial(load, **args))
+            self._env = load(**args)
             if split == "eval":
-                self._check_eval_rows(setup.env_id)
-            rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
-            self.task_ids = unique(f"{module_name(setup.env_id)}/{number}" for number in rows["example_id"])
+                self._env.build_eval_dataset()
+                if self._env.eval_dataset is None:  # verifiers would take the training tasks in their place
+                    raise LoadError(
+                        f'{env} has no tasks of its own for evaluation (split = "eval"): leave the split out to be evaluated on those that it is '
+                        "trained on, or name another environment"
+                    )
+            self._rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
+            self.task_ids = unique(f"{module_name(setup.env_id)}/{number}" for number in self._rows["example_id"])
         except LoadError:
             raise
         except Exception as error:
-            raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
+            raise LoadError(f"{env} failed to load: {describe(error)}") from error
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         if not self.task_ids:
-            raise LoadError(f"environment {setup.env_id!r} has no tasks")
-        self._rows = rows
+            raise LoadError(f"{env} has no tasks")
         self._weights = _prepare_rubrics(self._env, setup.env_id)
         self._shortened = False  # by `max_turns`, below what the environment itself would allow
-        for nested in _nested_environments(self._env):
+        for nested in _nested(self._env, "envs"):
             if setup.max_turns and isinstance(nested, MultiTurnEnv) and not 0 < nested.max_turns <= setup.max_turns:
                 nested.max_turns, self._shortened = setup.max_turns, True
-        self._client = EngineClient(setup, tools=any(nested.tool_defs for nested in _nested_environments(self._env)))
+        self._client = EngineClient(setup, tools=any(nested.tool_defs for nested in _nested(self._env, "envs")))
         self.renderer = self._client.renderer_name
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._client.close()  # verifiers tears the environment down when the process exits
 
     async def run(
@@ -123,18 +126,9 @@ class ClassicEnv:
         conversation.finish(result, setup, turns)
         return result
 
-    def _check_eval_rows(self, env_id: str) -> None:
-        """verifiers would take the training tasks in their place. Raises LoadError."""
-        self._env.build_eval_dataset()
-        if self._env.eval_dataset is None:
-            raise LoadError(
-                f'environment {env_id!r} has no tasks of its own for evaluation (split = "eval"): leave the split out to be evaluated on those that it is '
-                "trained on, or name another environment"
-            )
-
     def _cut(self, state: Mapping[str, Any]) -> bool:
-        turns = len(state.get("trajectory", ()))
-        at_limit = state.get("stop_condition") == "max_turns_reached" and turns == self._setup.max_turns
+        at_limit = state.get("stop_condition") == "max_turns_reached"
+        at_limit = at_limit and len(state.get("trajectory", ())) == self._setup.max_turns
         return bool(state.get("is_truncated")) or (self._shortened and at_limit)
 
     def _judge(
@@ -146,17 +140,18 @@ class ClassicEnv:
     ) -> None:
         """What verifiers made of the episode; any doubt about it is the outcome."""
         metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
-        result.rewards = {
-            name: value * self._weights[name] for name, value in metrics.items() if self._weights.get(name)
-        }
-        result.metrics = {name: value for name, value in metrics.items() if not self._weights.get(name)}
+        weighed = {name for name, weight in self._weights.items() if weight}
+        result.rewards = {name: value * self._weights[name] for name, value in metrics.items() if name in weighed}
+        result.metrics = {name: value for name, value in metrics.items() if name not in weighed}
         if 0.0 in self._weights.values():
             result.metrics[FAILED_METRICS] = float(sum(not weighs for _, weighs in raised))
         failed = [message for message, weighs in raised if weighs]
         result.reward = float(output["reward"] or 0.0)
         result.prompt, result.completion = _text(output["prompt"]), _text(output["completion"])
-        stages = {"setup": "setup", "agent": "generation", "scoring": "scoring"}
-        result.timing = {ours: _seconds(output["timing"], theirs) for ours, theirs in stages.items()}
+        for ours, theirs in (("setup", "setup"), ("agent", "generation"), ("scoring", "scoring")):
+            # Before 0.1.14 verifiers has milliseconds under another name, and none of the setup.
+            span = output["timing"].get(theirs) or {"duration": output["timing"].get(f"{theirs}_ms", 0.0) / 1000}
+            result.timing[ours] = float(span["duration"])
         if (error := state.get("error")) is not None:
             result.outcome, result.message = Outcome.ERRORED, describe(error.__cause__ or error)
         elif state.get("timed_out"):
@@ -180,10 +175,8 @@ class _Client(ClassicClient):  # type: ignore[misc, valid-type]
 
     async def to_native_tool(self, tool: Any) -> dict[str, Any]:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return {
-            "type": "function",
-            "function": function if tool.strict is None else {**function, "strict": tool.strict},
-        }
+        strict = {} if tool.strict is None else {"strict": tool.strict}
+        return {"type": "function", "function": {**function, **strict}}
 
     async def to_native_prompt(self, messages: Any) -> tuple[list[Message], dict[str, Any]]:
         return [_message(message) for message in messages], {}
@@ -249,32 +242,16 @@ def _message(message: Any) -> Message:
     return data
 
 
-def _seconds(timing: Any, stage: str) -> float:
-    """How long a stage took; before 0.1.14 verifiers has milliseconds under another name, and none of the setup."""
-    span = timing.get(stage)
-    return float(timing.get(f"{stage}_ms", 0.0)) / 1000 if span is None else float(span["duration"])
-
-
 def _text(messages: Any) -> str:
     dumped = [one if isinstance(one, dict) else one.model_dump() for one in messages or []]
     return text_of(dumped)
 
 
-def _with_signals(make: Callable[[], Any]) -> Any:
-    """Make an environment and keep our own signal handlers: a classic one takes SIGINT and SIGTERM for itself."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return make()
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-
-
-def _nested_environments(env: Any) -> Iterator[Any]:
-    """An environment, and those that it is a group of."""
-    yield env
-    for nested in vars(env).get("envs", ()):
-        yield from _nested_environments(nested)
+def _nested(whole: Any, parts: str) -> Iterator[Any]:
+    """An environment and those that it is a group of, or a rubric and those that it is made of: `parts` names the attribute."""
+    yield whole
+    for part in list(vars(whole).get(parts, ())):
+        yield from _nested(part, parts)
 
 
 def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
@@ -284,32 +261,24 @@ def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
         LoadError: a function that scores a group counts.
     """
     weights: dict[str, float] = {}
-    for nested in _nested_environments(env):
-        for rubric in _rubrics(nested.rubric):
-            weighed = list(zip(rubric.funcs, rubric.weights, strict=True))
-            for func, weight in weighed:
-                if rubric._is_group_func(func) and weight:
-                    raise LoadError(
-                        f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes together, which cannot be had "
-                        "here: score each episode alone, or let an algorithm compare those of a group"
-                    )
-            kept = [(func, weight) for func, weight in weighed if not rubric._is_group_func(func)]
-            rubric.funcs = [_watched(func, weighs=bool(weight)) for func, weight in kept]
-            rubric.weights = [weight for _, weight in kept]
-            weights |= {func.__name__: weight for func, weight in kept}
-            if "rubrics" in vars(rubric):  # one without functions refuses to score
-                rubric.rubrics = [one for one in rubric.rubrics if "rubrics" in vars(one) or any(_single(one))]
+    for rubric in [rubric for one in _nested(env, "envs") for rubric in _nested(one.rubric, "rubrics")]:
+        kept = []
+        for func, weight in zip(rubric.funcs, rubric.weights, strict=True):
+            if not rubric._is_group_func(func):
+                kept.append((func, weight))
+            elif weight:
+                raise LoadError(
+                    f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes together, which cannot be had "
+                    "here: score each episode alone, or let an algorithm compare those of a group"
+                )
+        rubric.funcs = [_watched(func, weighs=bool(weight)) for func, weight in kept]
+        rubric.weights = [weight for _, weight in kept]
+        weights |= {func.__name__: weight for func, weight in kept}
+        if "rubrics" in vars(rubric):  # one without functions refuses to score
+            rubric.rubrics = [
+                one for one in rubric.rubrics if "rubrics" in vars(one) or not all(map(one._is_group_func, one.funcs))
+            ]
     return weights
-
-
-def _single(rubric: Any) -> list[bool]:
-    return [not rubric._is_group_func(func) for func in rubric.funcs]
-
-
-def _rubrics(rubric: Any) -> Iterator[Any]:
-    yield rubric
-    for one in list(vars(rubric).get("rubrics", ())):
-        yield from _rubrics(one)
 
 
 def _watched(func: Callable[..., Any], weighs: bool) -> Callable[..., Any]:

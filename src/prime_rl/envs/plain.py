@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Self
 
 from prime_rl.envs.conversation import ContextFull, Conversation, EngineClient, arguments_of
@@ -141,9 +141,7 @@ class PlainEnv:
             await self._exit_stack.enter_async_context(self._made)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._client.close()
         await self._exit_stack.aclose()
 

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import aiohttp
@@ -40,7 +39,7 @@ from verifiers.v1.dialects import DIALECTS
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
 from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.types import ToolCall
-from verifiers.v1.utils.loaders import default_harness_id, import_taskset, taskset_class, taskset_config_type
+from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskset_config_type
 
 from prime_rl.envs import renderer
 from prime_rl.envs.chat import PatientClient, chat_config
@@ -62,7 +61,7 @@ from prime_rl.envs.convert import (
     opening,
     parsed_json,
 )
-from prime_rl.envs.ids import LoadError, check_arguments, describe, import_module, module_name, unique
+from prime_rl.envs.ids import LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
 from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, SharedTools, Toolbox, install_runtime
 
@@ -143,9 +142,7 @@ class VerifiersEnv:
         self._exit_stack.push_async_callback(self._tools.close)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._exit_stack.aclose()
 
     async def run(
@@ -226,24 +223,19 @@ def _by_tokens(setup: Setup, choice: renderer.RendererChoice) -> vf.TrainClientC
 def _env_config(setup: Setup) -> Any:
     _import(setup.env_id)
     check_arguments(setup.env_id, setup.args, _arguments(setup.env_id))
+    taskset = {"id": setup.env_id, **setup.args}
     try:
-        bare = vf.resolve_env_config({"taskset": {"id": setup.env_id, **setup.args}})
+        bare = vf.resolve_env_config({"taskset": taskset})
         agents = {name: _agent_overrides(setup, agent) for name, agent in bare if isinstance(agent, vf.AgentConfig)}
         ours = any(agent.get("harness", {}).get("id") == HARNESS_ID for agent in agents.values())
-        options = [
-            name for name, on in (("turn_timeout", setup.turn_timeout), ("overflow", setup.overflow != "stop")) if on
-        ]
+        asked = {"turn_timeout": bool(setup.turn_timeout), "overflow": setup.overflow != "stop"}
+        options = [name for name, is_set in asked.items() if is_set]
         if options and not ours:
             raise LoadError(
                 f"environment {setup.env_id!r} talks to the model through a harness of its own, which does not know {' and '.join(options)}: leave it out"
             )
-        return vf.resolve_env_config(
-            {
-                "taskset": {"id": setup.env_id, **setup.args},
-                "interception": {"type": "server"},  # one server, hence one client and one connection pool
-                **agents,
-            }
-        )
+        server = {"type": "server"}  # one, hence one client and one connection pool
+        return vf.resolve_env_config({"taskset": taskset, "interception": server, **agents})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "taskset")
@@ -291,30 +283,21 @@ def _findable(env_id: str) -> str:
 
 
 def _import(env_id: str) -> None:
-    """Import the package and its taskset, or a LoadError with the real cause: verifiers reports a missing dependency
-    as "not found"."""
+    """Import the package and its taskset. Raises LoadError with the real cause: verifiers reports a missing dependency as "not found"."""
     module = module_name(env_id)
-    try:
-        package = import_taskset(env_id)
-    except ModuleNotFoundError as error:
-        cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and cause.name == module:
-            raise LoadError(
-                f"environment {env_id!r} not found: there is no Python module {module!r} "
-                f"(install it with `prime env install owner/{env_id.rsplit('/', 1)[-1]}` or `uv add`)"
-            ) from error
-        raise LoadError(f"environment {env_id!r} failed to import: {describe(cause or error)}") from error
-    except Exception as error:
-        raise LoadError(f"environment {env_id!r} failed to import: {describe(error)}") from error
+    if find(env_id) is not None:
+        import_module(env_id)
     try:
         taskset_class(env_id)
+    except ModuleNotFoundError as error:
+        raise LoadError(
+            f"environment {env_id!r} not found: there is no Python module {module!r} "
+            f"(install it with `prime env install owner/{env_id.rsplit('/', 1)[-1]}` or `uv add`)"
+        ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        if "load_environment" in vars(package):
-            raise LoadError(
-                f"environment {env_id!r} uses the classic verifiers API (load_environment), "
-                "which verifiers 0.4 does not have"
-            ) from error
-        raise LoadError(f"environment {env_id!r} is not usable: {describe(error)}") from error
+        classic = module in sys.modules and "load_environment" in vars(sys.modules[module])
+        old = "uses the classic verifiers API (load_environment), which verifiers 0.4 does not have"
+        raise LoadError(f"environment {env_id!r} {old if classic else f'is not usable: {describe(error)}'}") from error
 
 
 def _arguments(env_id: str) -> list[str]:

@@ -1,6 +1,5 @@
 """calculator: problems made the same everywhere, an evaluator that computes exactly and cannot be made to do anything else."""
 
-import hashlib
 import subprocess
 import sys
 from fractions import Fraction
@@ -12,21 +11,6 @@ from hypothesis import strategies as st
 
 from calculator.arithmetic import ArithmeticRefused, calculate, evaluate
 from calculator.data import TEMPLATES, Problem, parse, problems
-
-
-def test_problems_never_change() -> None:
-    """The data is part of every published number: its bytes are pinned, on every Python version."""
-    ids = [problem.id for problem in problems("train", 300) + problems("eval", 100)]
-    assert (
-        hashlib.sha256("\n".join(ids).encode()).hexdigest()
-        == "292e7b69d3cd861ed2ce93422bd846aa86909be3f272c119baa7464a197c480b"
-    )
-
-
-def test_longer_lists_extend_shorter_ones() -> None:
-    """Asking for more tasks keeps the ones there; another seed gives others."""
-    assert problems("train", 20) == problems("train", 60)[:20]
-    assert problems("train", 20, seed=1) != problems("train", 20)
 
 
 @settings(max_examples=10, deadline=None)
@@ -51,11 +35,6 @@ def test_answers_make_sense(template: Any) -> None:
         assert problem.answer >= 0
         assert all(str(number) in problem.text for number in numbers)
         assert "{" not in problem.text
-
-
-def test_ids_are_readable() -> None:
-    """A key names the problem."""
-    assert Problem(TEMPLATES[0], (24, 36, 100)).id == "bakery/24/36/100"
 
 
 @pytest.mark.parametrize(
@@ -92,22 +71,12 @@ def test_parse(reply: str, number: Fraction | None) -> None:
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("1 + 2 * 3", "7"),
-        ("(1+2)*3", "9"),
-        ("-2**2", "-4"),
-        ("2**-1", "0.5"),
-        ("2**3**2", "512"),
-        ("7//2", "3"),
-        ("-7//2", "-4"),
-        ("-7 % 3", "2"),
-        ("1/3", "0.333333333333"),
-        ("0.1 + 0.2", "0.3"),
-        ("2.50 * 4", "10"),
-        ("100000000000000000.1 - 100000000000000000", "0.1"),
-        ("10**39", "1" + "0" * 39),
+        ("1 + 2 * 3", "7"), ("(1+2)*3", "9"), ("-2**2", "-4"), ("2**-1", "0.5"), ("2**3**2", "512"),
+        ("7//2", "3"), ("-7//2", "-4"), ("-7 % 3", "2"), ("1/3", "0.333333333333"), ("0.1 + 0.2", "0.3"),
+        ("2.50 * 4", "10"), ("100000000000000000.1 - 100000000000000000", "0.1"), ("10**39", "1" + "0" * 39),
         ("+5", "5"),
     ],
-)
+)  # fmt: skip
 def test_calculate(expression: str, value: str) -> None:
     """Exact, with Python's precedence."""
     assert calculate(expression) == value
@@ -134,43 +103,12 @@ def test_integers_are_pythons(expression: str) -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        "__import__('os').system('true')",
-        "().__class__",
-        "(1).real",
-        "1 .real",
-        "abs(1)",
-        "1(2)",
-        "x",
-        "[1, 2]",
-        "(1, 2)",
-        "()",
-        "1 if 1 else 2",
-        "1 == 1",
-        "1 or 2",
-        "~1",
-        "1 << 1000",
-        "1j",
-        "0x10",
-        "1_000",
-        "1e300",
-        "'a' * 5",
-        "lambda: 0",
-        "1; 2",
-        "1\n2",
-        "1\x00",
-        "１+１",
-        "1 2",
-        "((",
-        "",
-        "   ",
-        "2**0.5",
-        "1/0",
-        "1//0",
-        "1%0",
-        "0**-1",
-        "10**40",
+        "__import__('os').system('true')", "().__class__", "(1).real", "1 .real", "abs(1)", "1(2)", "x",
+        "[1, 2]", "(1, 2)", "()", "1 if 1 else 2", "1 == 1", "1 or 2", "~1", "1 << 1000", "1j", "0x10", "1_000",
+        "1e300", "'a' * 5", "lambda: 0", "1; 2", "1\n2", "1\x00", "１+１", "1 2", "((", "", "   ", "2**0.5",
+        "1/0", "1//0", "1%0", "0**-1", "10**40",
     ],
-)
+)  # fmt: skip
 def test_refused(expression: str) -> None:
     """Anything but arithmetic with a value is refused with a reason, never run."""
     with pytest.raises(ArithmeticRefused):
@@ -217,12 +155,6 @@ def test_any_text_has_a_value_or_a_reason(expression: str) -> None:
     except ArithmeticRefused:
         return
     assert max(abs(value.numerator), value.denominator) < 2**512
-
-
-def test_data_needs_no_verifiers() -> None:
-    """Problems and evaluator work without importing verifiers (seconds, hundreds of MB)."""
-    code = "import sys, calculator.data, calculator.arithmetic; sys.exit('verifiers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_verifiers_loads_the_package() -> None:

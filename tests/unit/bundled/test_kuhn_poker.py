@@ -1,12 +1,10 @@
 """kuhn-poker: every game there is, against its rules written out as a table."""
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 
-from kuhn_poker.game import BET, DEALS, PASS, Deal, is_over, message, parse, payoff, play, to_act, words
+from kuhn_poker.game import BET, DEALS, PASS, Deal, is_over, message, parse, payoff, play, to_act
 
 # Who wins what at each end, by position: "showdown" by the card, else the position that the other folded to.
 ENDS = {"pp": ("showdown", 1), "pbb": ("showdown", 2), "bb": ("showdown", 2), "bp": (0, 1), "pbp": (1, 1)}
@@ -34,13 +32,6 @@ def test_payoffs(cards: tuple[str, str], end: str) -> None:
     winner, chips = ENDS[end]
     winner = HIGHER[cards] if winner == "showdown" else winner
     assert payoff(cards, end) == (chips if winner == 0 else -chips)
-
-
-def test_unfinished_games_have_no_payoff() -> None:
-    """Asking is an error."""
-    for history in ("", "p", "b", "pb"):
-        with pytest.raises(ValueError, match="not over"):
-            payoff(("J", "Q"), history)
 
 
 def test_deals() -> None:
@@ -125,12 +116,6 @@ def test_value_of_the_game() -> None:
     assert sum(value(cards, "") for cards in HIGHER) / 6 == pytest.approx(-1 / 18)
 
 
-def test_rules_need_no_verifiers() -> None:
-    """`kuhn_poker.game` works without importing verifiers (seconds, hundreds of MB)."""
-    code = "import sys, kuhn_poker.game; sys.exit('verifiers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
 def test_verifiers_loads_the_package() -> None:
     """verifiers' own loader finds taskset, environment with two seats, harness and settings; keys are durable."""
     import verifiers.v1 as vf
@@ -143,9 +128,3 @@ def test_verifiers_loads_the_package() -> None:
     unknown = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "kuhn-poker", "deals": ["AA-1"]}}))
     with pytest.raises(ValueError, match="deals: there is no 'AA-1' \\(there are JQ-1"):
         list(unknown.taskset)
-
-
-def test_words() -> None:
-    """Two words at a time, one for each action."""
-    assert words("") == words("p") == {"check": "p", "bet": "b"}
-    assert words("b") == words("pb") == {"fold": "p", "call": "b"}

@@ -1,9 +1,5 @@
 """wordle: words listed once, splits that cannot overlap, marks against a slow second implementation, rewards worked out by hand."""
 
-import hashlib
-import itertools
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -11,18 +7,6 @@ from hypothesis import strategies as st
 
 from wordle.data import WORDS, split_of, words
 from wordle.game import Game, marks, parse, play
-
-
-def test_words_are_plain_and_distinct() -> None:
-    """Five lower-case ASCII letters each, several hundred of them."""
-    assert len(WORDS) == len(set(WORDS)) >= 500
-    assert all(len(word) == 5 and word.isascii() and word.isalpha() and word.islower() for word in WORDS)
-
-
-def test_words_never_change() -> None:
-    """The data is part of every published number: its bytes are pinned, on every Python version."""
-    digest = hashlib.sha256("\n".join(words("train") + words("eval") + words("train", 50, seed=7)).encode()).hexdigest()
-    assert digest == "479d2b0790c041e476dee5214ba22f42a4dd2b1880d75467674416ac8363f6c2"
 
 
 def test_splits_are_a_partition() -> None:
@@ -58,13 +42,6 @@ def _slow_marks(secret: str, guess: str) -> str:
             found[place] = "Y"
             left[left.index(guess[place])] = None
     return "".join(found)
-
-
-def test_marks_of_all_words_of_two_letters() -> None:
-    """Every pair of words of the letters a and b: nothing but repeated letters."""
-    all_words = ["".join(letters) for letters in itertools.product("ab", repeat=5)]
-    for secret, guess in itertools.product(all_words, repeat=2):
-        assert marks(secret, guess) == _slow_marks(secret, guess), (secret, guess)
 
 
 @given(st.text("abc", min_size=5, max_size=5), st.text("abcd", min_size=5, max_size=5))
@@ -143,21 +120,3 @@ def test_answers() -> None:
     assert play("crane", _replies("nacre"), 6).answer() == "n a c r e\nY Y Y Y G\n5 left."
     assert play("crane", ["?", "?"], 6).answer() == "No guess of 5 letters in tags.\n4 left."
     assert Game("crane", (), 1).over is False
-
-
-def test_data_needs_no_verifiers() -> None:
-    """Words and rules work without importing verifiers (seconds, hundreds of MB)."""
-    code = "import sys, wordle.data, wordle.game; sys.exit('verifiers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-def test_verifiers_loads_the_package() -> None:
-    """verifiers' own loader finds taskset, environment, harness and settings; keys are durable, the secret is not in the prompt."""
-    import verifiers.v1 as vf
-
-    config = vf.resolve_env_config({"taskset": {"id": "wordle", "split": "eval", "num_tasks": 3, "max_turns": 4}})
-    env = vf.load_environment(config)
-    tasks = list(env.taskset)
-    assert type(env).__name__ == "WordleEnv"
-    assert [task.key for task in tasks] == [f"wordle/{word}" for word in words("eval", 3)]
-    assert all(task.data.max_turns == 4 and task.data.secret not in task.data.system_prompt for task in tasks)

@@ -182,33 +182,20 @@ def test_engine_counts_must_agree(changed: dict[str, Any], reason: str) -> None:
     assert reason in result.message
 
 
-def _short_mask(node: SimpleNamespace) -> None:
-    node.mask = node.mask[:-1]
-
-
-def _missing_logprob(node: SimpleNamespace) -> None:
-    node.logprobs = node.logprobs[:-1]
-
-
-def _extra_logprob(node: SimpleNamespace) -> None:
-    node.logprobs = [*node.logprobs, -1.0]
-
-
-def _sampled_before_scaffold(node: SimpleNamespace) -> None:
-    node.mask = [True, False, True]
-
-
-def _infinite_logprob(node: SimpleNamespace) -> None:
-    node.logprobs = [-0.1, -math.inf]
-
-
 @pytest.mark.parametrize(
-    "damage", [_short_mask, _missing_logprob, _extra_logprob, _sampled_before_scaffold, _infinite_logprob]
+    "damage",
+    [
+        {"mask": [False, True]},
+        {"logprobs": [-0.5]},
+        {"logprobs": [-0.5, -1.5, -1.0]},
+        {"mask": [True, False, True]},  # sampled before the scaffold
+        {"logprobs": [-0.1, -math.inf]},
+    ],
 )
-def test_misaligned_tokens_are_invalid(damage: Any) -> None:
+def test_misaligned_tokens_are_invalid(damage: dict[str, Any]) -> None:
     """Mask, logprobs and tokens that do not fit together are an outcome with a reason, never a sample."""
     base = trace()
-    damage(base.nodes[1])
+    vars(base.nodes[1]).update(damage)
     result = run(episode(base))
     assert (result.outcome, result.samples) == (Outcome.INVALID, [])
     assert result.message

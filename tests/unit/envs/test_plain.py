@@ -136,20 +136,6 @@ async def test_tools(model: Path, package: Callable[[str, str], str]) -> None:
     assert [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on] == sampled
 
 
-async def test_a_call_that_nests_without_end(model: Path, package: Callable[[str, str], str]) -> None:
-    """It is a broken one, and the model's fault."""
-    name = package("plain_tools", CALLS)
-
-    def reply(prompt: str) -> str:
-        return (
-            "3" if "invalid_json" in prompt else f'<tool_call>\n{{"name": "add", "arguments": {"[" * 3000}</tool_call>'
-        )
-
-    async with FakeEngine(model, reply=reply, max_model_len=20_000) as engine:
-        result = await play(engine, setup(name, model, renderer="chatml"), max_tokens=10_000)
-    assert (result.outcome, result.reward, result.num_turns) == (Outcome.OK, 1.0, 2), result.message
-
-
 def test_tools_need_a_renderer_that_shows_them(model: Path, package: Callable[[str, str], str]) -> None:
     with pytest.raises(LoadError, match="environment 'plain_tools'.*tools"):
         load(setup(package("plain_tools", CALLS), model))
@@ -196,19 +182,6 @@ async def test_branched(model: Path, package: Callable[[str, str], str]) -> None
         assert 0 < sample.prompt_len <= len(engine.exchanges[0].prompt)
 
 
-async def test_what_is_rendered_again_is_another_sample(model: Path, package: Callable[[str, str], str]) -> None:
-    """A conversation that does not go on from an earlier reply shares nothing with it that is trained on twice."""
-    source = (
-        HEAD
-        + "async def rollout(task, chat):\n await chat()\n chat.messages = [{'role': 'user', 'content': 'b'}]\n await chat()\n return 1"
-    )
-    name = package("plain_fork", source)
-    async with FakeEngine(model) as engine:
-        result = await play(engine, setup(name, model))
-    assert [list(sample.input_ids) for sample in result.samples] == [e.prompt + e.completion for e in engine.exchanges]
-    assert sum(sum(sample.loss_mask) for sample in result.samples) == result.output_tokens
-
-
 async def test_max_turns(model: Path, package: Callable[[str, str], str]) -> None:
     """When its turns are used up the conversation is over; the environment judges what there is."""
     package("unused", "")
@@ -236,16 +209,6 @@ async def test_context_is_full(
     assert sum(sum(sample.loss_mask) for sample in result.samples) == (result.output_tokens if result.ok else 0)
 
 
-async def test_first_prompt_too_long(model: Path, package: Callable[[str, str], str]) -> None:
-    """A task longer than the context is an outcome of its own, whatever is done about overflow."""
-    name = package(
-        "plain_long", "tasks = [{'prompt': 'x' * 900}]\nasync def rollout(task, chat):\n await chat()\n return 1"
-    )
-    async with FakeEngine(model) as engine:
-        for overflow in ("stop", "truncate", "refuse"):
-            assert (await play(engine, setup(name, model, overflow=overflow))).outcome is Outcome.PROMPT_TOO_LONG
-
-
 async def test_engine_failures_are_the_cause(model: Path, package: Callable[[str, str], str]) -> None:
     """An engine that is down, refuses or answers rubbish is the outcome, also where the environment catches everything."""
     name = package(
@@ -261,15 +224,6 @@ async def test_engine_failures_are_the_cause(model: Path, package: Callable[[str
             engine.status, engine.malformed = status, malformed
             assert (await play(engine, setup(name, model))).outcome is outcome
     assert (await play(engine, setup(name, model))).outcome is Outcome.ENGINE_UNAVAILABLE  # it is gone
-
-
-async def test_turn_timeout(model: Path, package: Callable[[str, str], str]) -> None:
-    """A reply that takes too long ends the episode."""
-    name = package("plain_waits", HEAD + "async def rollout(task, chat):\n await chat()\n return 1")
-    async with FakeEngine(model, delay=30.0) as engine:
-        result = await play(engine, setup(name, model, turn_timeout=0.05))
-    assert result.outcome is Outcome.TIMEOUT
-    assert "turn 1: no reply within 0.05 s" in result.message
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from prime_rl.envs.renderer import (
     ChatMLRenderer,
     FileTokenizer,
     RendererError,
-    _environment,
     _tokenizer,
     choose,
     equals_template,
@@ -66,14 +65,6 @@ def test_chatml_equals_the_template(tokenizer: FileTokenizer, messages: list[dic
 
 
 TEMPLATE = (Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja").read_text()
-PLAIN_TEMPLATE = """\
-{% for message in messages %}
-{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{% if add_generation_prompt %}
-{{ '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 calls = st.builds(
     lambda word, number: {
         "id": f"call_{number}",
@@ -113,16 +104,6 @@ def test_chatml_with_tools_equals_the_template(
     indices = [index for index in rendered.message_indices if index >= 0]
     assert indices == sorted(indices)
     assert set(indices) == set(range(len(messages)))
-
-
-@settings(max_examples=60, deadline=None)
-@given(messages=conversations, generate=st.booleans())
-def test_tiny_template_without_tools_is_plain_chatml(messages: list[dict[str, Any]], generate: bool) -> None:
-    """The bundled model's template gives byte for byte what it gave before it knew tools."""
-    plain, tooled = (_environment().from_string(source) for source in (PLAIN_TEMPLATE, TEMPLATE))
-    expected = plain.render(messages=messages, add_generation_prompt=generate)
-    assert tooled.render(messages=messages, add_generation_prompt=generate, tools=None) == expected
-    assert tooled.render(messages=messages, add_generation_prompt=generate) == expected
 
 
 def test_tiny_template_is_the_scripts() -> None:
@@ -173,22 +154,6 @@ def test_calls_are_read(tooled: FileTokenizer, text: str, content: str, statuses
     parsed = renderer.parse_response(ids, tools=TOOLS)
     assert (parsed.content, [call.status for call in parsed.tool_calls]) == (content, statuses)
     assert (renderer.parse_response(ids).content, renderer.parse_response(ids).tool_calls) == (text, [])
-
-
-def test_file_tokenizer_equals_transformers(model: Path, tokenizer: FileTokenizer) -> None:
-    """Reading the files ourselves gives the ids and texts that transformers gives."""
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(model)
-    for text in ("Hello  world\n", "é 你好 🦊", "<|im_start|>user\n\nx<|im_end|>", ""):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert ids == theirs.encode(text, add_special_tokens=False)
-        for skip in (False, True):
-            assert tokenizer.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
-    messages = [{"role": "user", "content": " a\nb"}]
-    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True) == expected
-    assert (tokenizer.eos_token_id, tokenizer.get_vocab()) == (theirs.eos_token_id, theirs.get_vocab())
 
 
 TOOL_TEMPLATE = (
@@ -291,13 +256,6 @@ def test_bridge_refuses_to_retokenize_an_assistant_turn(tokenizer: FileTokenizer
     renderer = ChatMLRenderer(tokenizer)
     assert renderer.bridge_to_next_turn([1], [2], [{"role": "assistant", "content": "x"}]) is None
     assert renderer.bridge_to_next_turn([1], [2], []) is None
-
-
-def test_parse_response_drops_the_end_token(tokenizer: FileTokenizer) -> None:
-    """The reward sees the text without <|im_end|>."""
-    renderer = ChatMLRenderer(tokenizer)
-    ids = tokenizer.encode("<reversed_text>abc</reversed_text><|im_end|>", add_special_tokens=False)
-    assert renderer.parse_response(ids).content == "<reversed_text>abc</reversed_text>"
 
 
 def test_auto_takes_chatml_only_when_it_is(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""What holds for every bundled environment: data that never change, modules that need no verifiers, packages that verifiers loads."""
+
+import hashlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import verifiers.v1 as vf
+
+import alphabet_sort.data
+import calculator.data
+import reverse_text.data
+import wordle.data
+
+
+def _ids(problems: list[Any]) -> list[str]:
+    return [problem.id for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("made", "digest"),
+    [
+        (wordle.data.words("train") + wordle.data.words("eval") + wordle.data.words("train", 50, seed=7), "479d2b0790c041e476dee5214ba22f42a4dd2b1880d75467674416ac8363f6c2"),
+        (_ids(alphabet_sort.data.problems("train", 200) + alphabet_sort.data.problems("eval", 50)), "0f095b54836fa05fd2afeb60eaa949540b8f1d349bd468aa0bc52abcab0760c8"),
+        (_ids(calculator.data.problems("train", 300) + calculator.data.problems("eval", 100)), "292e7b69d3cd861ed2ce93422bd846aa86909be3f272c119baa7464a197c480b"),
+        (reverse_text.data.texts("train", 1000) + reverse_text.data.texts("eval", 200), "14bea1e8c55a80e1988a3f854235ee0ad5017acfc6bbbcd613e99c8f4855fcb3"),
+    ],
+    ids=["wordle", "alphabet-sort", "calculator", "reverse-text"],
+)  # fmt: skip
+def test_data_never_change(made: list[str], digest: str) -> None:
+    """The data are part of every published number: their bytes are pinned, on every Python version."""
+    assert hashlib.sha256("\n".join(made).encode()).hexdigest() == digest
+
+
+@pytest.mark.parametrize(
+    "make", [wordle.data.words, alphabet_sort.data.problems, calculator.data.problems, reverse_text.data.texts]
+)
+def test_longer_lists_extend_shorter_ones(make: Any) -> None:
+    """Asking for more tasks keeps the ones there."""
+    assert make("train", 20) == make("train", 60)[:20]
+
+
+def test_data_need_no_verifiers() -> None:
+    """Data and rules work without importing verifiers (seconds, hundreds of MB)."""
+    code = (
+        "import sys, wordle.data, wordle.game, alphabet_sort.data, calculator.data, calculator.arithmetic, kuhn_poker.game, reverse_text.data\n"
+        "sys.exit('verifiers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("package", "keys", "environment"),
+    [
+        ("wordle", wordle.data.words("eval", 3), "WordleEnv"),
+        ("alphabet-sort", _ids(alphabet_sort.data.problems("eval", 3)), "AlphabetSortEnv"),
+        ("reverse-text", reverse_text.data.texts("eval", 3), "ReverseTextEnv"),
+    ],
+)
+def test_verifiers_loads_the_package(package: str, keys: list[str], environment: str) -> None:
+    """verifiers' own loader finds taskset, environment, harness and settings; keys are durable."""
+    env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": package, "split": "eval", "num_tasks": 3}}))
+    assert type(env).__name__ == environment
+    assert [task.key for task in env.taskset] == [f"{package}/{key}" for key in keys]
