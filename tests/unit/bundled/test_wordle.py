@@ -1,6 +1,5 @@
 """wordle: words listed once, splits that cannot overlap, marks against a slow second implementation, rewards worked out by hand."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
