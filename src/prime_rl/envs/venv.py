@@ -15,6 +15,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +36,8 @@ _TOKENS = ("renderers", "transformers", "tokenizers", "jinja2", "aiohttp", "hugg
 # Of verifiers the newest that the environment's own package allows, of those that our adapters run.
 _OLDEST, _LAST_CLASSIC = "verifiers>=0.1.11", "<=0.3.1"
 _NOT_CONTENT = {".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", "build", "dist"}
+
+_PROGRESS = ("Using ", "Resolved ", "Prepared ", "warning:", "Creating ", "Building ")  # lines of uv that say no reason
 
 Env = TypeVar("Env", bound=EnvConfig)
 
@@ -61,51 +64,53 @@ def check(environment: EnvConfig) -> None:
         if path is not None and not path.exists():
             raise UserError(f"{where}: {requirement} does not exist")
         if path is not None and path.is_dir():
-            _check_project(path, f"{where}: {requirement}")
+            project = path / "pyproject.toml"
+            if not project.is_file() and not (path / "setup.py").is_file():
+                raise UserError(f"{where}: {requirement} is not a package: it has neither pyproject.toml nor setup.py")
+            try:
+                tomllib.loads(project.read_text() if project.is_file() else "")
+            except ValueError as error:
+                raise UserError(f"{where}: {requirement} has a pyproject.toml that cannot be read: {error}") from error
     if environment.requirements and shutil.which("uv") is None:
         raise UserError(f"{where} are installed by uv, which is not there: `pip install uv`")
 
 
 def _python(env: EnvConfig) -> Path:
     check(env)
-    wanted = [*_absolute(env.requirements), *_needs(env)]
-    place = _cache() / _key(wanted)
-    python = Path("bin") / "python"
-    if not (place / python).exists():  # also where the interpreter that it was made with is gone
-        _make(env, wanted, place)
-    return place / python
-
-
-def _needs(env: EnvConfig) -> list[str]:
-    """Beside the requirements, in the versions of this interpreter: all kinds of environments make the same tokens of a conversation."""
-    kind = {
+    own = importlib.metadata.version("verifiers")
+    verifiers = {
         "classic": [f"{_OLDEST},{_LAST_CLASSIC}"],
         "python": [],
-        "verifiers": [_same("verifiers")],
-        "auto": [f"{_OLDEST},<={importlib.metadata.version('verifiers')}"],
+        "verifiers": [f"verifiers=={own}"],
+        "auto": [f"{_OLDEST},<={own}"],
     }[env.adapter]
-    return [*kind, *(_same(name) for name in (*_WIRE, *_TOKENS))]
+    # In the versions of this interpreter: all kinds of environments make the same tokens of a conversation.
+    same = [f"{package}=={importlib.metadata.version(package)}" for package in (*_WIRE, *_TOKENS)]
+    wanted = [*_absolute(env.requirements), *verifiers, *same]
+    target = _cache() / _key(wanted)
+    if not (target / "bin" / "python").exists():  # also where the interpreter that it was made with is gone
+        _make(env, wanted, target)
+    return target / "bin" / "python"
 
 
-def _same(package: str) -> str:
-    return f"{package}=={importlib.metadata.version(package)}"
-
-
-def _make(env: EnvConfig, wanted: Sequence[str], place: Path) -> None:
+def _make(env: EnvConfig, wanted: Sequence[str], target: Path) -> None:
     """Raises UserError."""
-    logger.info("making the Python environment of {} in {}", env.name, place)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(place.parent)
-    made = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
+    logger.info("making the Python environment of {} in {}", env.name, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for unfinished in target.parent.glob(".making-*"):  # of builds that were killed
+        with suppress(OSError):  # its owner removes it
+            if time.time() - unfinished.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:
         _uv(env, made, "venv", "--quiet", "--relocatable", "--python", sys.executable, made / "venv")
         _uv(env, made, "pip", "install", "--python", made / "venv" / "bin" / "python", *_refreshed(wanted), *wanted)
-        if place.exists():  # broken, or another run's by now
-            place.rename(made / "replaced")
-        (made / "venv").rename(place)
+        if target.exists():  # broken, or another run's by now
+            target.rename(made / "replaced")
+        (made / "venv").rename(target)
     except OSError as error:
-        if not (place / "bin" / "python").exists():
-            raise UserError(f"environment {env.name}: {place} cannot be made: {error}") from error
+        if not (target / "bin" / "python").exists():
+            raise UserError(f"environment {env.name}: {target} cannot be made: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -123,30 +128,13 @@ def _uv(env: EnvConfig, directory: Path, *arguments: object) -> None:
     except subprocess.TimeoutExpired as error:
         raise UserError(f"environment {env.name}: uv was not done after {BUILD_SECONDS:.0f} s") from error
     if done.returncode:
-        shown = "\n".join(f"  | {line}" for line in _reason(done.stderr))
+        lines = [line.rstrip() for line in done.stderr.splitlines() if line.strip()]
+        reasons = [line for line in lines if not line.lstrip().startswith(_PROGRESS)] or lines
+        shown = "\n".join(f"  | {line}" for line in reasons[:SHOWN_LINES])
         which = f"\n{VERSIONS}" if env.adapter != "python" and "verifiers" in done.stderr else ""
         raise UserError(
             f"environment {env.name}: its requirements {env.requirements} cannot be installed\n{shown}{which}"
         )
-
-
-def _reason(output: str) -> list[str]:
-    """The first lines of uv's that say what is wrong."""
-    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
-    noise = ("Using ", "Resolved ", "Prepared ", "warning:", "Creating ", "   Building ", "Building ")
-    reasons = [line for line in lines if not line.lstrip().startswith(noise)] or lines
-    return reasons[:SHOWN_LINES]
-
-
-def _sweep(cache: Path) -> None:
-    """Remove what builds that were killed have left."""
-    for left in cache.glob(".making-*"):
-        try:
-            old = time.time() - left.stat().st_mtime > ABANDONED_SECONDS
-        except OSError:  # its owner removes it
-            continue
-        if old:
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _cache() -> Path:
@@ -155,7 +143,7 @@ def _cache() -> Path:
 
 
 def _key(wanted: Sequence[str]) -> str:
-    """Changes with everything that makes another Python environment."""
+    """Name a Python environment by all that goes into it."""
     digest = hashlib.sha256(f"{sys.implementation.cache_tag} {platform.python_version()} {platform.machine()}".encode())
     for requirement in sorted(wanted):
         digest.update(f"\n{requirement}".encode())
@@ -167,18 +155,13 @@ def _key(wanted: Sequence[str]) -> str:
 
 def _files(path: Path) -> Iterator[str]:
     """Name, size and time of change of every file of a local package."""
-    if path.is_file():
-        yield _entry(path, path.name)
+    files = [path] if path.is_file() else []
     for directory, below, names in os.walk(path):
         below[:] = sorted(name for name in below if name not in _NOT_CONTENT and not name.endswith(".egg-info"))
-        for name in sorted(names):
-            file = Path(directory) / name
-            yield _entry(file, str(file.relative_to(path)))
-
-
-def _entry(file: Path, name: str) -> str:
-    status = file.lstat()
-    return f"{name} {status.st_size} {status.st_mtime_ns}"
+        files += [Path(directory) / name for name in sorted(names)]
+    for file in files:
+        status = file.lstat()
+        yield f"{file.relative_to(path if path.is_dir() else path.parent)} {status.st_size} {status.st_mtime_ns}"
 
 
 def _local(requirement: str) -> Path | None:
@@ -189,12 +172,9 @@ def _local(requirement: str) -> Path | None:
 
 
 def _absolute(requirements: Sequence[str]) -> list[str]:
-    """Local ones by their whole path: uv runs elsewhere."""
-    expanded = []
-    for requirement in requirements:
-        path, (_, bracket, extras) = _local(requirement), requirement.partition("[")
-        expanded.append(requirement if path is None else f"{path}{bracket}{extras}")
-    return expanded
+    """Expand local ones: uv runs elsewhere."""
+    paths = [(requirement, _local(requirement)) for requirement in requirements]
+    return [each if path is None else f"{path}{''.join(each.partition('[')[1:])}" for each, path in paths]
 
 
 def _refreshed(wanted: Sequence[str]) -> Iterator[str]:
@@ -203,12 +183,3 @@ def _refreshed(wanted: Sequence[str]) -> Iterator[str]:
         file = path / "pyproject.toml"
         project = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
         yield f"--refresh-package={project['name']}" if "name" in project else "--refresh"
-
-
-def _check_project(path: Path, where: str) -> None:
-    if not (path / "pyproject.toml").is_file() and not (path / "setup.py").is_file():
-        raise UserError(f"{where} is not a package: it has neither pyproject.toml nor setup.py")
-    try:
-        tomllib.loads((path / "pyproject.toml").read_text() if (path / "pyproject.toml").is_file() else "")
-    except ValueError as error:
-        raise UserError(f"{where} has a pyproject.toml that cannot be read: {error}") from error
