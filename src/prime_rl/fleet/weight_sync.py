@@ -53,8 +53,8 @@ from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
+    from prime_rl.orchestrator.checkpoint import ResumePoint
     from prime_rl.orchestrator.orchestrator import Orchestrator
-    from prime_rl.orchestrator.resume import ResumePoint
     from prime_rl.orchestrator.scheduler import Scheduler, Start
 
 POLL_SECONDS = 0.1
@@ -129,7 +129,7 @@ class WeightSync:
         lock: Held while the version that is served must not change.
         shipping: Held while finished episodes must not be invalidated.
         seconds: Spent on updates since `take_times`.
-        parts: Of these, what each part took the slowest server (`inference.service.UpdateMetrics`).
+        parts: Of these, what each part took the slowest server (`inference.service.WeightUpdate`).
     """
 
     scheduler: "Scheduler[Any]"
@@ -311,7 +311,7 @@ class WeightSync:
                 served = self.scheduler.version
                 if self.scheduler.must_go_back:
                     await self._go_back()
-                elif newest is not None and newest > served and not self._loop.keeps(served):
+                elif newest is not None and newest > served and not self._loop.must_keep_serving(served):
                     await self._serve(newest)
             await asyncio.sleep(POLL_SECONDS)
 
@@ -347,7 +347,7 @@ class WeightSync:
             logger.info("serving version {} after {:.2f} s{}", version, seconds, self.fleet.where())
             self._served(version)
         self._loop.wake()
-        await self._loop.serves(version)
+        await self._loop.on_version_served(version)
 
     async def _skip_to(self, version: int) -> None:
         """No replica is ready, and what was served is not to be had any more: go on with the newest version. Replicas that come back load that;
@@ -360,7 +360,7 @@ class WeightSync:
             self.scheduler.announce(version)
             self._lease_to_load(self.scheduler.incarnation, version)
             self._served(version)
-        await self._loop.serves(version)
+        await self._loop.on_version_served(version)
 
     async def _go_back(self) -> None:
         """The trainer went on from an earlier step, and gave up what is served: load the newest version of its new incarnation."""
@@ -382,7 +382,7 @@ class WeightSync:
                 self._hold(incarnation.number, version)
         self._loop.wake()
         if not self.scheduler.must_go_back:
-            await self._loop.serves(self.scheduler.version)  # it may be one that was made again meanwhile
+            await self._loop.on_version_served(self.scheduler.version)  # it may be one that was made again meanwhile
 
     def _served(self, version: int) -> None:
         self.scheduler.serve(version)

@@ -14,7 +14,7 @@ from loguru import logger
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
 from prime_rl.importing import load_function
-from prime_rl.orchestrator.algorithms import attempts, carries_signal, check_algorithm, own_function, unfit
+from prime_rl.orchestrator.algorithms import attempts, carries_signal, check_algorithm, missing_rewards, own_function
 from prime_rl.orchestrator.scheduler import Finished, Group
 from prime_rl.transport.rollouts import as_array
 
@@ -45,15 +45,15 @@ class Admission:
         self._empty_batches = 0  # in a row
         self._turned_away: Counter[str] = Counter()  # groups in a row, by reason
 
-    def look(self, env: str, result: EpisodeResult) -> None:
+    def apply_filters(self, env: str, result: EpisodeResult) -> None:
         """Mark an episode that a filter leaves out, and fail one that the algorithm cannot use."""
         if not result.ok:
             return
         algorithm = self._config.algorithm_of(env)
-        if why := next(filter(None, (unfit(algorithm, one) for one in attempts(result).values())), ""):
+        if why := next(filter(None, (missing_rewards(algorithm, one) for one in attempts(result).values())), ""):
             result.outcome, result.message, result.samples = Outcome.INVALID, why, []
             return
-        result.filtered = why_episode(self._config.filters_of(env), result, self._config.seq_len)
+        result.filtered = filter_reason(self._config.filters_of(env), result, self._config.seq_len)
 
     def gate(self, group: Group[EpisodeResult]) -> str | None:
         """Return why a complete group is turned away, or None.
@@ -117,7 +117,7 @@ def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> st
     return None
 
 
-def why_episode(config: "FilterConfig", result: EpisodeResult, seq_len: int) -> str:
+def filter_reason(config: "FilterConfig", result: EpisodeResult, seq_len: int) -> str:
     """Return the name of the first filter that leaves the episode out, "" where none does.
 
     Args:

@@ -65,17 +65,17 @@ def attempts(result: EpisodeResult) -> dict[int, Attempt]:
     for sequence in result.samples:
         sequences.setdefault(sequence.part, []).append(sequence)
     by_part = {}
-    for number, its in sorted(sequences.items()):
+    for number, sequences_of_part in sorted(sequences.items()):
         scores = result.parts[number] if result.parts else result
         by_part[number] = Attempt(
             reward=scores.reward,
-            output_tokens=sum(sequence.loss_mask.count(1) for sequence in its),
-            total_tokens=sum(len(sequence.input_ids) for sequence in its),
+            output_tokens=sum(sequence.loss_mask.count(1) for sequence in sequences_of_part),
+            total_tokens=sum(len(sequence.input_ids) for sequence in sequences_of_part),
             turns=scores.num_turns,
             rewards=scores.rewards,
             metrics=scores.metrics,
             is_truncated=scores.is_truncated,
-            agent=its[0].agent,
+            agent=sequences_of_part[0].agent,
         )
     return by_part
 
@@ -119,7 +119,7 @@ def carries_signal(config: "AlgorithmConfig", group: Sequence[Attempt]) -> bool:
     return any(values[0])
 
 
-def unfit(config: "AlgorithmConfig", attempt: Attempt) -> str:
+def missing_rewards(config: "AlgorithmConfig", attempt: Attempt) -> str:
     """Return what the algorithm needs and the attempt does not have, "" where it has all."""
     if config.type != "gdpo":
         return ""
@@ -274,7 +274,7 @@ def gdpo(groups: Groups, config: "GDPO", state: dict[str, Any]) -> list[list[flo
     A = Σ_k w_k (r_k - mean(r_k)) / (std(r_k) + 1e-6) over the reward functions k, mean and std over the group; then normalized over the batch.
 
     Adding rewards up before they are normalized, as GRPO does, gives different combinations of them the same advantage. Every attempt has all
-    rewards: `unfit` names those that have not.
+    rewards: `missing_rewards` names those that have not.
     """
     sums = []
     for group in groups:

@@ -182,8 +182,8 @@ class JointCheckpoints:
         # The trainer may be reading it, while a later one that it is about to give up still stands.
         self._resumed = () if ckpt is None or ckpt.resume_step is None else (ckpt.resume_step,)
         self._hopeless: set[int] = set()
-        # An earlier incarnation may have died before it removed something. In a resumed run what will be given up may still stand: there not before
-        # the next checkpoint.
+        # An earlier incarnation may have died before it removed something. After a resume, checkpoints about to be
+        # superseded may still exist: do not prune before the next checkpoint.
         self._untidy = not self._resumed
 
     def clean(self) -> None:
@@ -237,7 +237,7 @@ class JointCheckpoints:
 
 def _state(data: object, path: Path) -> OrchestratorState:
     if not isinstance(data, dict):
-        raise CommitError(f"{path} tells no state of the orchestrator: another version wrote it")
+        raise CommitError(f"{path} contains no orchestrator state: another version wrote it")
     try:
         return OrchestratorState(**{name: value for name, value in data.items() if name not in _OBSOLETE})
     except TypeError as error:

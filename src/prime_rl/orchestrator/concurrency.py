@@ -2,13 +2,14 @@
 
 The controller has one rule, applied once a *turn*, in which as many episodes end as may be in flight (contexts reach their usual length):
 
-    pressure: limit = ceiling = 0.9 x what the servers served of the limit (half of the limit at least)
+    pressure: limit = ceiling = 0.9 x the episodes the servers were actually running (half of the limit at least)
     calm:     limit = min(ceiling, 1.25 x limit), no further than the fullest cache stays below its mark
     calm at the ceiling for `patience` turns, with room in the cache: no ceiling any more, and `patience` doubles
 
-Pressure is a preemption that no update explains, or a cache that is nearly full; both end the turn at once. So is a queue that every look of a turn
-finds while the limit is reached; the first prompts, or contexts that are computed again after an update, are served sooner. A turn in which the limit
-was not reached, in which an evaluation ran, or which has more in flight than a new limit allows, says nothing.
+Pressure is a preemption that no update explains, or a cache that is nearly full; both end the turn at once. So is a
+queue that every look of a turn finds while at the limit; queues from first prompts or recomputed contexts clear faster.
+A turn in which the limit was not reached, in which an evaluation ran, or which has more in flight than a new limit
+allows, says nothing.
 
 Under a steady load the limit rests where it fits, and tries become rarer with the logarithm of time. `Concurrency` is pure; `LoadWatch` asks the servers.
 """
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 GROWTH = 1.25
 CUT = 0.9  # of what was served when it was too much
 LEAST_KEPT = 0.5  # of the limit, whatever was served
-FULL = 0.95  # share of the cache in use from which on the next token may preempt
-MARK = 0.85  # growth stops short of it
+FULL = 0.95  # KV-cache usage above which the next token may cause a preemption
+MARK = 0.85  # KV-cache usage that growth must not exceed
 PATIENCE = 3  # turns at the first ceiling before it is lifted
 LOOKS = 4  # of a turn, at least: fewer could miss the moment at which the cache is fullest, or the queue empty
-QUEUE = 0.05  # of what runs: as much waits for the engine's next step where many come and go
-REACHED = 0.95  # of the limit in flight: the limit holds the number back, not the steps that may run ahead
+QUEUE = 0.05  # queue length, as a share of running requests, that is normal churn
+REACHED = 0.95  # of the limit in flight: then the limit is the bottleneck, not the async level
 LOOK_SECONDS = 2.0
 ANSWER_SECONDS = 5.0  # a server that is busier than that is not looked at this time
 
@@ -66,7 +67,7 @@ def steps_ahead(config: "OrchestratorConfig") -> int:
 
 
 def most_in_flight(config: "OrchestratorConfig") -> int:
-    """As many episodes as the steps that may be sampled hold, and the workers run: no number lets more start."""
+    """The most episodes that can ever be in flight: bounded by the async level and by worker slots."""
     return min(config.batch_size * (steps_ahead(config) + 1), slots(config))
 
 
@@ -100,7 +101,7 @@ class Concurrency:
         self._calm = 0  # turns at the ceiling, with room for more
         self._servers = 0
         self._preempted = 0.0
-        # Of this turn: looks, those that reached the limit and those that found a queue; the fullest cache, the most that ran.
+        # Per turn: polls, polls at the limit, polls with a queue; peak cache usage, peak running requests.
         self._turn_ends = self._looks = self._reached = self._queued = 0
         self._fullest = self._ran = 0.0
 
@@ -157,7 +158,7 @@ class Concurrency:
         self.limit = min(wanted, self._ceiling)
 
     def _rescale(self, servers: int, ended: int) -> None:
-        """Adapt to servers that came or went: each takes what it took."""
+        """Rescale the limit when the number of servers changes; the load per server stays the same."""
         if self._servers:
             share = servers / self._servers
             self.limit = max(1, min(self._most, round(self.limit * share)))

@@ -58,11 +58,14 @@ class Evaluations:
 
     @property
     def _last(self) -> int:
-        """The version that the interval led to evaluate last."""
+        """The newest version that is fully evaluated."""
         return max((version for _, version in self._logged if self._complete(version)), default=0)
 
     def owed(self, version: int) -> bool:
-        """Whether `version` is to be evaluated before anything else: the base model, or what an earlier incarnation of this process came not to do."""
+        """Whether `version` is to be evaluated before anything else.
+
+        That is the base model, or an evaluation that a previous process did not finish.
+        """
         at_start = self._section is not None and self._section.at_start and version == 0 and not self._complete(0)
         return at_start or self.due(version)
 
@@ -78,11 +81,15 @@ class Evaluations:
         return self._section is not None and self._section.at_end and not self._complete(version)
 
     async def run(self) -> None:
-        """Evaluate what is served; nothing newer is served until it is done. `stop` ends it, and so does the end of the version's incarnation.
+        """Evaluate what is served; nothing newer is served until it is done.
+
+        `stop` ends it, and so does the end of the version's incarnation. After `stop` no evaluation begins.
 
         Raises:
             UserError: the server was lost again and again meanwhile.
         """
+        if self._stopping:
+            return
         self._running = asyncio.create_task(self._evaluate())
         try:
             await self._running  # bounded: every episode has its deadline
@@ -94,7 +101,7 @@ class Evaluations:
             self._running.cancel()
 
     def stop(self) -> None:
-        """End the evaluation that is being made; it counts as not made."""
+        """End the evaluation that is being made, which counts as not made, and begin no other."""
         self._stopping = True
         if self._running is not None:
             self._running.cancel()
@@ -160,7 +167,7 @@ class Evaluations:
         return all(self._is_logged(plan.env, version) for plan in self._plans)
 
     def _is_logged(self, env: str, version: int) -> bool:
-        """Whether it is, and the trainer has not gone on from before that version since: what it makes again is another policy."""
+        """Whether it is logged for the present history; a version retrained after a rollback is another policy."""
         incarnation = self._logged.get((env, version))
         return incarnation is not None and valid(version, incarnation, self._weight_sync.history.incarnations)
 

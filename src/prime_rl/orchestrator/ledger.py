@@ -12,7 +12,7 @@ import itertools
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,9 @@ FORMAT = 1
 _BUSY_SECONDS = 10.0
 _FAULT = "episodes are lost or counted twice, so the run stops (a fault of prime-rl)"
 
-# 16 KiB pages: tokens of an episode lie in few overflow pages. The partial index holds only what is not trained yet. `life` is the trainer's
-# incarnation; `issued` counts by environment apart from the rows, and `carried` what a lost ledger knew of episodes without rows.
+# 16 KiB pages: tokens of an episode lie in few overflow pages. The partial index holds only what is not trained yet.
+# `life` is the trainer's incarnation; `issued` counts independently of the rows, as a cross-check; `carried` holds
+# counts taken from manifests after a ledger was lost.
 _SCHEMA = f"""
 PRAGMA page_size = 16384;
 BEGIN;
@@ -135,7 +136,7 @@ class Counts:
 
     @property
     def difference(self) -> int:
-        """Episodes that were issued and are nowhere now; 0 if they are conserved."""
+        """Issued minus accounted-for episodes; 0 if none is lost or counted twice."""
         return self.issued - (self.trained + sum(self.dropped.values()) + self.in_flight + self.finished + self.batched)
 
     def add(self, state: str, reason: str, count: int) -> None:
@@ -204,15 +205,15 @@ def batch_extra(
     """
     env = {group.number: group.task.env for group in groups}
     for name, state, reason in _outcomes(event):
-        its = counts[env[_key(name)[0]]]
-        its.finished -= 1
-        its.add(state, reason, 1)
+        env_counts = counts[env[_key(name)[0]]]
+        env_counts.finished -= 1
+        env_counts.add(state, reason, 1)
     ledger = {
         "trained": list(event.trained),
         "filtered": list(event.filtered),
         "truncated": list(event.truncated),
         "groups": [[group.number, group.task.env, group.task.index, group.task.task_id] for group in groups],
-        "account": {env: asdict(its) for env, its in sorted(counts.items())},
+        "account": {env: asdict(env_counts) for env, env_counts in sorted(counts.items())},
     }
     return {"groups_opened": opened, "ledger": ledger | ({"details": dict(event.details)} if event.details else {})}
 
@@ -233,7 +234,7 @@ def read_batches(rollouts: Path) -> list[BatchRecord]:
             trained, filtered, truncated = (list(data[name]) for name in ("trained", "filtered", "truncated"))
             numbers, details = [number for number, *_ in groups], dict(data.get("details", {}))
             event = Batched(step, numbers, trained, filtered, truncated, details)
-            counts = {env: Counts(**its) for env, its in data["account"].items()}
+            counts = {env: Counts(**fields) for env, fields in data["account"].items()}
             records.append(BatchRecord(event, groups, int(extra["groups_opened"]), counts))
         except CommitError as error:
             if directory.exists():  # else it was pruned since it was listed
@@ -465,7 +466,7 @@ class Ledger:
     # -- reconciling -----------------------------------------------------------------------------------------------------------
 
     def reconcile(self, batches: Sequence[BatchRecord], version: int, step: int | None = None) -> list[str]:
-        """Bring the ledger to what the committed batches say. Call it at start, before `open_groups`.
+        """Make the ledger agree with the committed batches. Call it at start, before `open_groups`.
 
         Args:
             batches: Records of all batches that stand in the run directory (`read_batches`), by step.
@@ -532,7 +533,7 @@ class Ledger:
             mended.append(f"{detail}: {len(gone)} episodes of it are dropped")
 
     def _carry(self, newest: BatchRecord, mended: list[str]) -> None:
-        """Keep as numbers what the newest manifest counts and no row has, because the ledger was lost; what was open then is dropped."""
+        """After the ledger was lost, store what only the newest manifest counted as totals; drop what was open then."""
         now, carried = read_counts(self._db), 0
         for env, then in newest.counts.items():
             have, missing = now.get(env, Counts()), Counts()
@@ -603,7 +604,8 @@ def restore(
     for line in ledger.reconcile(batches, version, progress.step):
         logger.warning("ledger: {}", line)
     known = ledger.groups_opened
-    # From difficulty pools only what was drawn since `state` is drawn again alike, for they have not changed since; before, environments alone count.
+    # Pools change only at batch commits, so draws after `state` repeat exactly; for draws before it, only the choice of
+    # environment matters.
     tasks = list(itertools.islice(stream, state.groups_opened))
     curriculum.load(state.curriculum)
     tasks += itertools.islice(stream, max(0, known - len(tasks)))
@@ -693,7 +695,8 @@ def _create(path: Path) -> None:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         clean_stages(path.parent, path.name)
-        write_atomically(path, _empty().serialize())
+        with closing(_empty()) as db:
+            write_atomically(path, db.serialize())
 
 
 def connect(path: Path) -> sqlite3.Connection:

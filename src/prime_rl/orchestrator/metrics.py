@@ -39,8 +39,8 @@ def step_metrics(
         now: Of all environments, without this batch.
         seconds: Since the step before.
         updating: Seconds of these that the engines took to load weights, most of it while they went on generating.
-        update_parts: Seconds of these in parts, as the servers told them (`time/update_pause`: nothing was generated), and `time/update_verify`, until the
-            canary was scored.
+        update_parts: The same time by phase, as reported by the servers (`time/update_pause`: nothing was generated),
+            and `time/update_verify`, until the logprob check was done.
         several: Whether the run trains on several environments: then each one that has finished episodes has distributions of its own.
 
     Distributions (`distribution`) of reward, advantage, lengths and turns are over all finished episodes of the batch, before any filter;
@@ -160,10 +160,10 @@ def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch
     for group in groups:
         by_env.setdefault(group.task.env, []).append(group)
     metrics: dict[str, float] = {}
-    for env, its in by_env.items():
+    for env, env_groups in by_env.items():
         if several:
-            metrics |= _distributions(its, scored, env)
-        results = [episode.result for group in its for episode in group.finished]
+            metrics |= _distributions(env_groups, scored, env)
+        results = [episode.result for group in env_groups for episode in group.finished]
         by_agent: dict[str, list[float]] = {}
         own: dict[str, list[float]] = {}
         for result in results:

@@ -1,7 +1,8 @@
 """The orchestrator's loop: keep the fleet full within the staleness bound, cut batches, commit them, follow new weights, run evals.
 
-`scheduler.py` decides what may start, what is a batch and what is too old; `ledger.py` stores what became of every episode; the fleet's `WeightSync`
-follows the trainer and its `Recovery` brings servers back. A killed orchestrator goes on from the run directory (`checkpoint.py`, `ledger.restore`).
+`scheduler.py` decides what may start, what is a batch and what is too old; `ledger.py` stores what became of every
+episode; the fleet's `WeightSync` follows the trainer and brings failed servers back. A killed orchestrator goes on from
+the run directory (`checkpoint.py`, `ledger.restore`).
 """
 
 import asyncio
@@ -77,7 +78,7 @@ class Orchestrator:
         monitor: Monitor,
         teachers: Teachers | None = None,
     ) -> None:
-        """`engines`: clients of all servers; `teachers`: who is ready, and whom `pool` knows (None: none is needed)."""
+        """`engines`: clients of all servers; `teachers`: started, and known to `pool` (None: the run has none)."""
         self.config = config
         self.pool = pool
         self.teachers = teachers or Teachers(config)
@@ -257,7 +258,7 @@ class Orchestrator:
     async def _run_episode(self, start: Start, replica: Replica) -> None:
         env = start.task.env
         seed = request_seed(self.config.seed, str(start.group), start.number)
-        async with self.teachers.turn(env):
+        async with self.teachers.sampler_slot(env):
             result = await self.pool.run(
                 env=env,
                 task_index=start.task.index,
@@ -282,7 +283,7 @@ class Orchestrator:
         self._last_end = time.monotonic()
         self.status.progress()
         self._wake.set()
-        self.admission.look(start.task.env, result)
+        self.admission.apply_filters(start.task.env, result)
         if result.ok:
             self._outcomes.append(None)
             self.tally.output_tokens += output_tokens(result)
@@ -327,15 +328,15 @@ class Orchestrator:
         """The trainer began a new incarnation: batches from its start on are trained again."""
         self.ledger.rewound(incarnation.start)
 
-    async def serves(self, version: int) -> None:
-        """A newer version is served."""
+    async def on_version_served(self, version: int) -> None:
+        """Take note that a newer version is served, and evaluate it if that is due."""
         self._gated_since = None
         if self.evaluations.due(version):
             await self.evaluations.run()
             self._gated_since = None
 
-    def keeps(self, version: int) -> bool:
-        """Whether the run is stopped before `version` is evaluated, as it should be: a resumed run does so."""
+    def must_keep_serving(self, version: int) -> bool:
+        """Whether the run is stopping with `version` not yet evaluated: keep serving it for the resumed run."""
         return self.stopping and self.evaluations.owed(version)
 
     def wake(self) -> None:
@@ -343,7 +344,10 @@ class Orchestrator:
         self._wake.set()
 
     def note_failure(self, task: "asyncio.Task[None]") -> None:
-        """A fault of an episode is a result; an exception is the run's: the loop raises it."""
+        """Record a background task's exception; the main loop raises it.
+
+        Failed episodes are results, not exceptions.
+        """
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self.evaluations.stop()
@@ -384,9 +388,9 @@ class Orchestrator:
             self.status.waiting(subject, owner, self.config.client.timeout)
         elif quiet > _QUIET_SECONDS:
             subject = f"one of {self.scheduler.in_flight} episodes to end"
-            patience = self.config.rollout_timeout + self.teachers.patience
+            seconds = self.config.rollout_timeout + self.teachers.max_request_seconds
             *owners, last = ["inference", "environments", *self.teachers.names]
-            self.status.waiting(subject, f"{', '.join(owners)} and {last}", patience)
+            self.status.waiting(subject, f"{', '.join(owners)} and {last}", seconds)
         else:
             self.status.phase("making rollouts")
 
@@ -422,7 +426,7 @@ class Orchestrator:
         return True
 
     async def _commit(self, batch: Batch[EpisodeResult], scored: ScoredBatch) -> dict[str, float]:
-        """Write a batch with its metrics and the state after it; the ledger has all its episodes before."""
+        """Write a batch with its metrics and the state after it; its episodes are flushed to the ledger first."""
         numbers, opened = [group.number for group in batch.groups], self.scheduler.groups_opened
         still_open = {number: task for number, task in self.scheduler.open_groups.items() if number not in numbers}
         counts = await self._check_ledger()
@@ -563,7 +567,7 @@ class Orchestrator:
             if self._failure is not None:
                 raise self._failure
 
-        subject, seconds = "last word", self.config.weights_timeout
+        subject, seconds = "final status", self.config.weights_timeout
         await wait_async(
             lambda: watch.ended(asked_to_stop=self.stopping), subject=subject, owner="trainer", seconds=seconds, on_wait=on_wait
         )  # fmt: skip
@@ -647,8 +651,8 @@ def _on_signals(call: Callable[[], object]) -> None:
 def spare_collector() -> None:
     """Have the garbage collector look at young objects alone: `collect_by_the_clock` does the rest.
 
-    Nearly everything here is freed by its count. By Python's own rule the collector looks at all objects the oftener the larger the fleet, and holds
-    up the event loop each time. How long, and what it finds: benchmarks/simulate_fleet.py.
+    Reference counting frees nearly everything here. By Python's own rule the collector scans all objects more often the
+    larger the fleet, and holds up the event loop each time. How long, and what it finds: benchmarks/simulate_fleet.py.
     """
     gc.collect()
     gc.freeze()  # modules, functions, settings: never garbage
@@ -663,7 +667,10 @@ async def collect_by_the_clock() -> None:
 
 
 def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
-    """Make the worker pool of all training and evaluation environments. Evaluations are the policy's own, whoever samples what it learns from."""
+    """Make the worker pool of all training and evaluation environments.
+
+    Evaluations always sample from the policy, even where a teacher samples the training data.
+    """
     names = [env.name for env in config.environments]
     evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
     return EnvPool(

@@ -7,7 +7,7 @@ Which component of the loss each token feeds:
 | by reward | policy gradient, with the advantage | – |
 | echo | as above | cross-entropy on what the environment says after the first reply, by role |
 | opd, opsd | towards the teacher's log-probabilities | – |
-| sft | cross-entropy: they are the teacher's, not the policy's, and so on no mask | – |
+| sft | cross-entropy; `loss_mask` is off because the teacher sampled them | – |
 """
 
 from collections.abc import Mapping
@@ -90,7 +90,11 @@ def _advantages(
     by_episode: dict[str, dict[int, float]] = {}
     by_env: dict[str, list[list[tuple[str, int, Attempt]]]] = {}
     for group in batch.groups:
-        rows = [(one.start.episode, part, its) for one in in_order(group) for part, its in attempts(one.result).items()]
+        rows = [
+            (one.start.episode, part, attempt)
+            for one in in_order(group)
+            for part, attempt in attempts(one.result).items()
+        ]
         by_env.setdefault(group.task.env, []).append(rows)
     for env, groups in by_env.items():
         of_env = [[attempt for *_, attempt in rows] for rows in groups]
@@ -109,9 +113,10 @@ def episode_samples(
     temperature: float,
     config: "OrchestratorConfig",
 ) -> list[Sample] | None:
-    """Build one sample for each token sequence of an episode that some component of the loss is to learn from, cut to `seq_len` tokens.
+    """Build one sample for each token sequence of an episode that some component of the loss is to learn from.
 
-    Its streams are arrays, of the types that are written: no work a token in Python, and a fourth of the memory of lists.
+    A sequence is cut to `seq_len` tokens. A sample's streams are arrays, of the types that are written: no per-token
+    Python work, and a quarter of the memory of lists.
 
     Args:
         part_advantages: The advantage of each of its parts.
@@ -175,7 +180,8 @@ def streams_of(
     Args:
         mask: (T,) the sampled tokens.
         logprobs: (T,) of the sampler.
-        keep_zero: Tokens of advantage zero are members of the RL component, too: they widen its denominator, and feed the loss's penalties and bonus.
+        keep_zero: Tokens of advantage zero still count in the RL loss: in its denominator, KL penalty and entropy
+            bonus.
 
     Returns:
         None where no component has a token of it.
@@ -194,9 +200,9 @@ def streams_of(
         return {**streams, "rl_weight": nothing, "ref_kl_weight": scored} if scored.any() else None
     streams["advantages"] = sampled * np.float32(advantage)
     by_reward = (advantage != 0.0 or keep_zero) and bool(scored.any())
-    foreseen = _foreseen(sequence, mask, config.weights) if isinstance(config, Echo) else nothing
-    if foreseen.any():
-        streams["ce_weight"] = foreseen
+    observation = _observation_weights(sequence, mask, config.weights) if isinstance(config, Echo) else nothing
+    if observation.any():
+        streams["ce_weight"] = observation
     elif not by_reward:
         return None
     if not by_reward or not np.array_equal(scored, sampled):
@@ -204,7 +210,7 @@ def streams_of(
     return streams
 
 
-def _foreseen(sequence: SampleTokens, mask: Mask, weights: dict[str, float]) -> Floats:
+def _observation_weights(sequence: SampleTokens, mask: Mask, weights: dict[str, float]) -> Floats:
     """(T,) weights of the tokens that the environment gave after the policy's first reply, by the role of their message."""
     assert sequence.roles is not None, "a worker gives the roles of all tokens"
     by_role = np.array([weights.get(role, 0.0) for role in ROLES], dtype=np.float32)

@@ -28,7 +28,7 @@ from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_
 Result = TypeVar("Result")
 
 NO_SIGNAL = "no signal in the whole batch"
-PACE = 0.9  # of a recent step's time between the starts of two batches: below 1, so that steps soon become as short as they can
+PACE = 0.9  # fraction of the recent step time to leave between batch starts; below 1 so that steps can get shorter
 _TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how long a step takes
 
 
@@ -103,7 +103,7 @@ class Start:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What its name is made of."""
+        """`(group, number, attempt)`, the parts of `episode`."""
         return self.group, self.number, self.attempt
 
     @property
@@ -232,7 +232,6 @@ class Scheduler(Generic[Result]):
         step: The first step to collect (0 in a fresh run).
         version: The policy version the engines serve.
         incarnation: The trainer's present incarnation.
-        groups_opened: Groups opened before, in a resumed run.
         emit: Called with every event, in order.
         gate: Returns why a complete group should not be trained, or None. A group that it turns away leaves room for another, so that batches stay full.
     """
@@ -244,7 +243,6 @@ class Scheduler(Generic[Result]):
         step: int = 0,
         version: int = 0,
         incarnation: int = 0,
-        groups_opened: int = 0,
         emit: Callable[[Event], None] = lambda event: None,
         gate: Callable[[Group[Result]], str | None] = lambda group: None,
     ) -> None:
@@ -258,20 +256,21 @@ class Scheduler(Generic[Result]):
         self.opens_at: float | None = (
             None  # when a group may be opened that only the pace held back at the last `next_start`
         )
-        self.groups_opened = groups_opened
+        self.groups_opened = 0
         self.ended = 0  # episodes that ran to their end, whatever it was: for rates
         self._tasks, self._emit, self._gate = tasks, emit, gate
         self._groups: dict[int, Group[Result]] = {}  # in no batch yet, in the order of opening
         # The scheduler is asked thousands of times a second about thousands of groups, so these are kept up to date by `_reindex`.
         self._numbers: list[int] = []  # of all groups, ascending
         self._startable: set[int] = set()  # groups with an episode to start
-        self._complete: set[int] = set()  # and not looked at by the gate
+        self._complete: set[int] = set()  # complete groups that the gate has not checked
         self._admitted: set[int] = set()  # complete, and let through by the gate
         # When groups were opened: those of the last turns, and one more.
         self._opened: deque[float] = deque(maxlen=_TURNS * (limits.async_level + 1) * limits.groups_per_batch + 1)
         self._running: dict[str, Start] = {}
         self._unverified: dict[str, Finished[Result]] = {}  # finished since the servers were last verified
-        self._stale_checked = False  # since the step or something that has finished changed
+        # Whether finished episodes were checked since the step or the finished set last changed.
+        self._stale_checked = False
 
     def restore(self, groups: Iterable[Group[Result]]) -> None:
         """Go on with the open groups of an earlier orchestrator, in the order of opening. What is finished in them was verified.
@@ -334,7 +333,7 @@ class Scheduler(Generic[Result]):
         return opened[-batch] + PACE * seconds / (level + 1)
 
     def allow(self, max_concurrent: int) -> None:
-        """Set how many episodes may be in flight from now on; those beyond it end by themselves."""
+        """Set how many episodes may be in flight from now on; episodes already above the limit are not cancelled."""
         self.limits = replace(self.limits, max_concurrent=max_concurrent)
 
     # -- what happened -------------------------------------------------------------------------------------------------------
@@ -389,7 +388,7 @@ class Scheduler(Generic[Result]):
         return {*self._running, *self._unverified}
 
     def invalidate(self, detail: str, episodes: Collection[str]) -> list[Start]:
-        """Make again what a server sampled since its last verification, finished or in flight: it failed the next one.
+        """Drop and retry what a server sampled since its last successful verification.
 
         Args:
             episodes: What it sampled; those that are neither in flight nor unverified are passed over.
@@ -401,7 +400,7 @@ class Scheduler(Generic[Result]):
         return self._retry(unverified, [start for name, start in self._running.items() if name in episodes], detail)
 
     def retract(self) -> None:
-        """Take back an announced update that failed, once nothing is left that it could have reached."""
+        """Take back an announced update that failed, once no episode can hold tokens of that version."""
         self.announced = self.version
 
     def begin_incarnation(self, incarnation: int, incarnations: Mapping[int, int]) -> list[Start]:
@@ -410,17 +409,19 @@ class Scheduler(Generic[Result]):
         Returns:
             What was in flight; the loop cancels it. If `must_go_back` is set afterwards, nothing starts before `go_back`.
         """
-
-        def counts(first: int, last: int, incarnation: int) -> bool:
-            return may_batch(first, last, incarnation, incarnations)
-
         finished = [one for group in self._groups.values() for one in group.finished]
         running = self._retry(
-            [one for one in finished if not counts(one.first, one.last, one.incarnation)],
-            [one for one in self._running.values() if not counts(one.version, self.announced, self.incarnation)],
+            [one for one in finished if not may_batch(one.first, one.last, one.incarnation, incarnations)],
+            [
+                one
+                for one in self._running.values()
+                if not may_batch(one.version, self.announced, self.incarnation, incarnations)
+            ],
             f"version given up in incarnation {incarnation}",
         )
-        self.must_go_back = self.must_go_back or not counts(self.version, self.announced, self.incarnation)
+        self.must_go_back = self.must_go_back or not may_batch(
+            self.version, self.announced, self.incarnation, incarnations
+        )
         self.incarnation = incarnation
         return running
 

@@ -4,7 +4,7 @@ Difficulty pools (`curriculum`): a task is *new* until a group of it has left; t
 by that group's mean reward. A draw takes a pool in proportion to its tasks times its weight, then one of its tasks:
 the new ones in turn, of the others any. Pools change only where a batch is cut, by all groups that left since the one
 before, in the order of their numbers: what is drawn follows from the seed and from committed batches, not from who
-finished first. All that there is to keep is the pool of each task, how many were drawn, and whose turn it is.
+finished first. The saved state is each task's pool, the number of draws, and the position among new tasks.
 """
 
 import base64
@@ -43,7 +43,7 @@ class Pools:
         # Places in that order, ascending: a draw depends on which tasks a pool holds, not on how they came there.
         self._pools: dict[str, list[int]] = {NEW: list(range(len(tasks))), EASY: [], NORMAL: [], HARD: []}
         self._drawn = 0
-        self._turn = 0  # the place from which on the next new task is looked for
+        self._turn = 0  # position where the search for the next new task starts
 
     def draw(self) -> Task:
         """The next task."""
@@ -59,7 +59,7 @@ class Pools:
         return self._order[place]
 
     def observe(self, index: int, reward: float) -> None:
-        """The attempts of a group of task `index` were worth `reward` on average. A task that is not there is passed over."""
+        """The attempts of a group of task `index` were worth `reward` on average. Unknown tasks are ignored."""
         if index not in self._place:
             return
         place, before = self._place[index], self._pools[_NAMES[self._codes[index]]]
@@ -170,7 +170,7 @@ def task_stream(
         tasks: The tasks of each environment; of an endless one an iterator, from its first task.
         ratios: Relative weight of each environment.
         seed: The run's seed; the same seed gives the same stream, so that a resumed run goes on by drawing what was drawn before.
-        pools: Of environments whose tasks are drawn by how hard they are, instead of all alike. What they give depends on what is observed.
+        pools: Environments that draw by difficulty instead of uniformly. What they give depends on what is observed.
     """
 
     def epochs(name: str, own: Sequence[Task]) -> Iterator[Task]:
@@ -190,12 +190,12 @@ def task_stream(
 
 
 def count(tasks: list[TaskInfo] | EndlessTasks) -> str:
-    """How many, for people."""
+    """The number of tasks, for display."""
     return "endless" if isinstance(tasks, EndlessTasks) else str(len(tasks))
 
 
 def tasks_of_env(env: str, tasks: list[TaskInfo] | EndlessTasks) -> Sequence[Task] | Iterator[Task]:
-    """What a pool says of an environment's tasks, as `task_stream` takes them."""
+    """Convert an environment's task list for `task_stream`."""
     if isinstance(tasks, EndlessTasks):
         return (Task(env, index, tasks[index].task_id) for index in itertools.count())
     return [Task(env, task.index, task.task_id) for task in tasks]

@@ -142,9 +142,10 @@ class Teacher(ModelServer):
             raise UserError(f"{self._key}: {error}") from error
 
     async def score(self, tokens: Sequence[int], hint: Sequence[int] = ()) -> "array[float]":
-        """Return the log-probability of each of T tokens given those before it, (T,); 0 for the first, which nothing predicts unless there is a hint.
+        """Return the log-probability of each of T tokens given those before it, (T,).
 
-        Of as many leading tokens as the model's context holds, with the token that each request samples, where the server says how many those are.
+        The first one's is 0 unless there is a hint: nothing predicts it. If the server reports its context length, only
+        the leading tokens that fit are scored; one position is reserved for the sampled token.
 
         Args:
             hint: Tokens that are read before.
@@ -173,8 +174,8 @@ class Teacher(ModelServer):
             self._listed = True
 
     @property
-    def patience(self) -> float:
-        """Seconds after which a request that has begun is over, whatever the server does."""
+    def max_request_seconds(self) -> float:
+        """Upper bound on the seconds of one request, retries included."""
         pauses = sum(_BACKOFF_SECONDS * 2**attempt * 1.5 for attempt in range(self.config.max_attempts - 1))
         return self.config.max_attempts * self.config.timeout + pauses
 
@@ -262,11 +263,11 @@ class Teachers:
         return list(dict.fromkeys(f"the teacher at {server.root}" for server in self._servers))
 
     @property
-    def patience(self) -> float:
-        """Seconds within which a request that has begun is over, whichever server it asks."""
-        return max((one.patience for one in [*self._scorers.values(), *self._own.values()]), default=0.0)
+    def max_request_seconds(self) -> float:
+        """Upper bound on the seconds of one request to any of the servers, retries included."""
+        return max((one.max_request_seconds for one in [*self._scorers.values(), *self._own.values()]), default=0.0)
 
-    def turn(self, env: str) -> AbstractAsyncContextManager[None]:
+    def sampler_slot(self, env: str) -> AbstractAsyncContextManager[None]:
         """Wait until the environment's sampler takes one more episode. The policy's own servers take any."""
         return self._samplers[env].slots if env in self._samplers else nullcontext()
 
@@ -276,16 +277,16 @@ class Teachers:
         return None if teacher is None else Sampler(teacher.root, teacher.model, teacher.api_key)
 
     def demonstration_of(self, env: str) -> Demonstration | None:
-        """Return what the environment's workers show to the server that scores its episodes."""
+        """Return the demonstration that workers add to the scoring prompt (OPSD), or None."""
         algorithm = self._config.algorithm_of(env)
         return Demonstration(algorithm.demonstration, algorithm.template) if isinstance(algorithm, OPSD) else None
 
     async def score(
         self, env: str, result: EpisodeResult, server: str, on_scored: Callable[[], None] = lambda: None
     ) -> None:
-        """Give the samples of an episode their `ref_logprobs`, where a teacher scores them. An episode that cannot be scored has failed.
+        """Give the samples of an episode their `ref_logprobs`, where a teacher scores them.
 
-        No clock runs over the wait for other episodes' requests: each request has a deadline of its own.
+        An episode that cannot be scored has failed. Queueing has no deadline; each request has its own.
 
         Args:
             server: The policy's server that sampled it.

@@ -34,8 +34,8 @@ from prime_rl.orchestrator.algorithms import (
     advantages,
     carries_signal,
     check_algorithm,
+    missing_rewards,
     penalized,
-    unfit,
 )
 from prime_rl.transport.rollouts import open_batch
 from support.scripted import follow, fresh
@@ -308,10 +308,20 @@ def test_penalties_compare_an_agent_with_its_own_kind() -> None:
 
 def test_what_gdpo_needs() -> None:
     """Contract: an attempt without the rewards that it is to be judged by is told apart, with the reason."""
-    assert unfit(GDPO(), Attempt(1.0)) == "gdpo needs rewards of single functions, and the environment gives none"
+    assert (
+        missing_rewards(GDPO(), Attempt(1.0))
+        == "gdpo needs rewards of single functions, and the environment gives none"
+    )
     asked = GDPO(weights={"b": 1.0})
-    assert unfit(asked, Attempt(1.0, rewards={"a": 1.0})) == "gdpo needs a reward 'b', and the environment gives a"
-    assert unfit(asked, Attempt(1.0, rewards={"a": 1.0, "b": 0.0})) == unfit(GRPO(), Attempt(1.0)) == ""
+    assert (
+        missing_rewards(asked, Attempt(1.0, rewards={"a": 1.0}))
+        == "gdpo needs a reward 'b', and the environment gives a"
+    )
+    assert (
+        missing_rewards(asked, Attempt(1.0, rewards={"a": 1.0, "b": 0.0}))
+        == missing_rewards(GRPO(), Attempt(1.0))
+        == ""
+    )
 
 
 def test_an_algorithm_that_gives_no_numbers() -> None:

@@ -9,7 +9,7 @@ from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import FilterConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.admission import check_filters, turned_away, why_episode
+from prime_rl.orchestrator.admission import check_filters, filter_reason, turned_away
 from prime_rl.orchestrator.samples import score_batch
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 
@@ -53,8 +53,8 @@ def config(**settings: object) -> OrchestratorConfig:
 )  # fmt: skip
 def test_rules_about_an_episode(rule: dict, kept: EpisodeResult, left_out: EpisodeResult | None) -> None:
     (name,) = rule
-    assert why_episode(FilterConfig(**rule), kept, 100) == ""
-    assert left_out is None or why_episode(FilterConfig(**rule), left_out, 100) == name
+    assert filter_reason(FilterConfig(**rule), kept, 100) == ""
+    assert left_out is None or filter_reason(FilterConfig(**rule), left_out, 100) == name
 
 
 def test_prompts_do_not_count() -> None:
@@ -66,7 +66,7 @@ def test_prompts_do_not_count() -> None:
         repetition={"ngram": 1, "max_share": 0.0, "min_tokens": 1},
         gibberish={"min_token_id": 0},
     )
-    assert why_episode(rules, long, 1000) == ""
+    assert filter_reason(rules, long, 1000) == ""
 
 
 def test_what_is_left_out_still_counts_in_the_baseline() -> None:
@@ -130,9 +130,9 @@ def careless(episode: EpisodeResult) -> bool:
 
 def test_a_filter_of_ones_own_says_yes_or_no() -> None:
     with pytest.raises(UserError, match="gave 'too long': True"):
-        why_episode(FilterConfig(custom={"path": f"{__file__}:wordy"}), result([5]), 100)
+        filter_reason(FilterConfig(custom={"path": f"{__file__}:wordy"}), result([5]), 100)
     with pytest.raises(UserError, match=r"raised KeyError\(.nothing.\) of episode e"):
-        why_episode(FilterConfig(custom={"path": f"{__file__}:careless"}), result([5]), 100)
+        filter_reason(FilterConfig(custom={"path": f"{__file__}:careless"}), result([5]), 100)
     with pytest.raises(UserError, match=r"^filters\.custom\.path: .* needs arguments that are not given: tokens"):
         check_filters(FilterConfig(custom={"path": f"{__file__}:shorter_than"}), "filters")
 

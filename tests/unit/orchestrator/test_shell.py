@@ -132,6 +132,16 @@ async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_
     assert evaluations._last == 1
 
 
+async def test_no_evaluation_begins_once_the_run_stops(tmp_path):
+    """A version that is served while the run stops is left to the resumed run."""
+    world = fresh(tmp_path, eval={"interval": 1, "environments": [{"id": "env", "name": "held-out"}]})
+    orchestrator = world.orchestrator()
+    orchestrator.stop()
+    await orchestrator.on_version_served(1)
+    assert not world.pool.evaluated
+    assert orchestrator.must_keep_serving(1)
+
+
 @pytest.mark.parametrize("answered", [False, True])
 async def test_a_server_that_fails_an_update_is_asked_again(tmp_path, answered):
     """A failure on its side ends no run while it still proves what it served before; a refusal does."""
