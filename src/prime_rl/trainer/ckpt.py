@@ -155,7 +155,11 @@ class Checkpoints:
         if interval is not None and step % interval == 0:
             return "checkpoint"
         every = self.recovery_interval
-        recovers = step == self._scheduled if every == "auto" else every is not None and step % every == 0
+        if every == "auto":
+            # It would still be written when the checkpoint is due, which would wait for it.
+            recovers = step == self._scheduled and (interval is None or -step % interval > _FIRST)
+        else:
+            recovers = every is not None and step % every == 0
         return "recovery checkpoint" if recovers else None
 
     def holds_up(self, kind: Kind) -> bool:

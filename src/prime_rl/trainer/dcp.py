@@ -30,13 +30,12 @@ from torch.futures import Future
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree
-from prime_rl.transport.commit import disk_error, disk_errors
+from prime_rl.transport.commit import UNSYNCED_BYTES, disk_error, disk_errors
 
 State = dict[str, Any]
 
 _METADATA = ".metadata"
 _NO_ROOM_BYTES = 16 << 20
-_UNSYNCED_BYTES = 64 << 20
 _ARCHIVE = "inline_container.cc"  # names torch's archive writer in its errors
 _COMPARED = ("model", "optimizer")  # parts of a state that tell one model from another
 _ADMITTED = {
@@ -227,14 +226,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _SyncedFile(io.FileIO):
-    """A file with at most `_UNSYNCED_BYTES` in the page cache: on ext4 every other fsync, the run's too, waits for it."""
+    """A file with at most `UNSYNCED_BYTES` in the page cache."""
 
     _unsynced = 0
 
     def write(self, data: Any) -> int:
-        written = super().write(memoryview(data).cast("B")[: _UNSYNCED_BYTES - self._unsynced])
+        written = super().write(memoryview(data).cast("B")[: UNSYNCED_BYTES - self._unsynced])
         self._unsynced += written
-        if self._unsynced >= _UNSYNCED_BYTES:
+        if self._unsynced >= UNSYNCED_BYTES:
             os.fdatasync(self.fileno())
             self._unsynced = 0
         return written

@@ -28,7 +28,7 @@ from prime_rl.host_memory import local_ranks
 from prime_rl.trainer.parallel import Moment, World, now, page_lock, seconds
 from prime_rl.trainer.parameters import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.source import Source
-from prime_rl.transport.commit import disk_errors
+from prime_rl.transport.commit import UNSYNCED_BYTES, disk_errors
 from prime_rl.transport.exchange import layout, shared_buffer
 from prime_rl.transport.weights import INDEX, TensorEntry, hash_tensors
 
@@ -302,13 +302,16 @@ def write_ranges(buffer: Tensor, directory: Path, files: Mapping[str, Sequence[R
     data = buffer.view(torch.uint8).numpy().data
 
     def write(file: str) -> None:
-        path = os.fspath(directory / file)
+        path, unsynced = os.fspath(directory / file), 0
         try:
             with open(path, "r+b", buffering=0) as opened:
                 for start, end, offset in files[file]:
-                    while start < end:  # one call writes at most 2 GiB
-                        written = os.pwrite(opened.fileno(), data[start:end], offset)
-                        start, offset = start + written, offset + written
+                    while start < end:
+                        written = os.pwrite(opened.fileno(), data[start : min(end, start + UNSYNCED_BYTES)], offset)
+                        start, offset, unsynced = start + written, offset + written, unsynced + written
+                        if unsynced >= UNSYNCED_BYTES:
+                            os.fdatasync(opened.fileno())
+                            unsynced = 0
                 os.fsync(opened.fileno())
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error

@@ -28,6 +28,8 @@ from prime_rl.errors import UserError
 FORMAT = 1
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20  # at most; 100,000 tensors take half of it
+UNSYNCED_BYTES = 64 << 20
+"""Of a large file, in the page cache at most: on ext4 every other fsync, the run's too, waits until these are written."""
 _CHUNK = 1 << 22
 _REMOVERS = 4  # threads; more would take time from those that write
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_007` is not ours
