@@ -293,6 +293,27 @@ def test_nobody_waits_for_a_recovery_checkpoint(
     assert {int(row["step"]) for row in metrics(tmp_path) if "time/save_ckpt" in row} == set(saved) - {steps}
 
 
+@pytest.mark.parametrize(("interval", "expected"), [(5, [5]), (7, [3, 7])])
+def test_a_checkpoint_waits_for_no_recovery_checkpoint(
+    interval: int,
+    expected: list[int],
+    run_training: Run,
+    tied_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Contract: by the clock none is begun within three steps of a checkpoint, which would wait until it is written."""
+    saved = list[str]()
+    monkeypatch.setattr(faults, "point", lambda name, file=None: saved.append(name))
+    monkeypatch.setattr("prime_rl.trainer.ckpt.recovery_pause", lambda held_up, writing: 3600.0)
+    support.write_rollouts(tmp_path, 8)
+    ckpt = {"interval": interval, "save_async": True}
+    run_training(config(tmp_path, tied_model, ckpt=ckpt, recovery_interval="auto", async_level=1, max_steps=8))
+    assert [name for name in saved if name.startswith("saved-copy:")] == [
+        f"saved-copy:step_{step}" for step in expected
+    ]
+
+
 REFUSALS: list[tuple[str, dict[str, Any]]] = [
     ("checkpoints of an earlier run", {}),
     ("resume_step 3: not in", {"ckpt": {"resume_step": 3}}),
