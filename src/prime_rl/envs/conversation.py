@@ -105,7 +105,7 @@ class Conversation:
                     whole = rest is not None  # nothing left to forget: a short reply, then, if there is room for one
                     messages = rest or messages
                     continue
-                if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns and self._overflow == "stop":
+                if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns and self._overflow != "refuse":
                     raise ContextFull(str(error)) from error
                 self.failure = error
                 raise

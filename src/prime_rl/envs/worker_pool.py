@@ -102,6 +102,7 @@ class WorkerSet:
     tasks: list[TaskInfo] | EndlessTasks = field(default_factory=list)
     info: Ready | None = None  # of the first worker that was ready
     kept: int = 0  # workers with a process, or about to get one
+    extras: int = 0  # of these, started for the load or as a successor, and not ready yet
     recycled: int = 0  # workers that were replaced
     finished: int = 0  # episodes, of all workers
     departures: int = 0  # slots that were taken, and are not any more
@@ -321,6 +322,7 @@ class WorkerPool:
 
     def _open(self, own: WorkerSet, extra: bool = False) -> None:
         own.kept += 1
+        own.extras += extra
         self._start_task(self._keep(own, extra))
 
     # ---- growing old
@@ -334,7 +336,7 @@ class WorkerPool:
         own = self.sets[worker.env]
         if worker.state is not WorkerState.READY or not worker.finished or (why := self._why_replace(worker)) is None:
             return
-        if len(self._ready(own)) == self._staying(own) and time.monotonic() >= own.no_extra_before:
+        if not own.extras and time.monotonic() >= own.no_extra_before:
             logger.info("worker {} {}: starting another one to replace it", worker.identity, why)
             self._open(own, extra=True)
 
@@ -342,6 +344,7 @@ class WorkerPool:
         """Let a worker that has become ready take episodes, and one end that is due."""
         own = self.sets[worker.env]
         due = [each for each in self._ready(own) if each.finished and self._why_replace(each)] if worker.extra else []
+        own.extras -= worker.extra
         own.setbacks, worker.extra, worker.state = 0, False, WorkerState.READY
         for old in due[:1]:
             old.state = WorkerState.DRAINING
@@ -387,10 +390,12 @@ class WorkerPool:
                 except OSError as error:
                     ending = Ending(f"cannot be started: {error}", hopeless=True)
                 else:
-                    ending, drained = await self._supervise(worker)
+                    try:
+                        ending, drained = await self._supervise(worker)
+                    finally:
+                        extra, finished = worker.extra, worker.finished
                     if drained:
                         return
-                    extra, finished = worker.extra, worker.finished
                 if self._failure is not None:
                     return
                 if extra:
@@ -406,6 +411,7 @@ class WorkerPool:
                 await asyncio.sleep(processes.backoff_seconds(useless - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS))
         finally:
             own.kept -= 1
+            own.extras -= extra
 
     def _postpone(self, own: WorkerSet, identity: str, ending: Ending) -> None:
         """Start no further worker for a while: the environment can do without one that did not become ready."""
@@ -498,7 +504,7 @@ class WorkerPool:
             frames = await self._socket.recv_multipart()  # bounded: owed by no one; `_watch` judges who sends nothing
             identity, frame = frames[0], frames[-1]
             worker = self.workers.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
-            if worker is None or worker.state is WorkerState.DEAD:
+            if worker is None or worker.death.done():
                 continue
             if len(frame) > (MOST_TASKS_BYTES if worker.state is WorkerState.STARTING else MOST_BYTES):
                 worker.die(f"sent a message of {len(frame) >> 20} MiB")
@@ -568,7 +574,7 @@ class WorkerPool:
         worker.die(why)
 
     async def _send(self, worker: Worker, message: Message) -> None:
-        if worker.state is WorkerState.DEAD:
+        if worker.death.done():
             return
         try:
             frames = [worker.identity.encode(), encode(message)]

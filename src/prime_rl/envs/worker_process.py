@@ -182,7 +182,8 @@ class Worker:
 
     def die(self, why: str) -> None:
         """Have the pool end it."""
-        self.state = WorkerState.DEAD
+        if self.state is not WorkerState.DRAINING:  # one that was to end is not restarted
+            self.state = WorkerState.DEAD
         if not self.death.done():
             self.death.set_result(why)
 

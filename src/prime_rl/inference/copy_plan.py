@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 Staged = list[tuple[str, Tensor]]  # views of one buffer
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SUM_ELEMENTS = 1 << 23  # as 64-bit integers 64 MiB: beside a staged version little of the GPU is free
+SUM_ELEMENTS = 1 << 20  # as 64-bit integers 8 MiB, twice: beside a staged version little of the GPU is free
 _CONSTANT = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}  # padding: the same for every version
 
 

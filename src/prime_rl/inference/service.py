@@ -92,7 +92,7 @@ class WeightService:
         self._label, self._status = label, status
         self._stage_options = stage, servers_on_host, on_device
         self._staged = False  # the workers may hold something
-        self._least_staging = FIRST_STAGING_SECONDS  # of all versions until now
+        self._least_staging: float | None = None  # seconds, of all versions until now
         self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -201,7 +201,8 @@ class WeightService:
                 args = str(directory), manifest.hash, *self._stage_options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
                 # Each call costs the engine a step, since it cannot schedule ahead: none is made before it may be ready.
-                pause = max(1.25 * self._least_staging, POLL_SECONDS)
+                expected = FIRST_STAGING_SECONDS if self._least_staging is None else self._least_staging
+                pause = max(min(1.25 * expected, expected + FIRST_STAGING_SECONDS), POLL_SECONDS)
                 while "reading" in (states := {answer["state"] for answer in answers}) and "failed" not in states:
                     await asyncio.sleep(pause)  # bounded: by the time-out around it
                     pause = POLL_SECONDS
@@ -218,7 +219,7 @@ class WeightService:
                 what = f"received by {socket.gethostname()} from the trainer at {trainer}"
             raise Rejected(status, f"{directory} could not be {what}, the previous weights go on: {worst['why']}")
         seconds = max(answer["seconds"] for answer in answers)
-        self._least_staging = min(self._least_staging, seconds)
+        self._least_staging = seconds if self._least_staging is None else min(self._least_staging, seconds)
         change.place = max((answer["place"] for answer in answers), key=_PREFERENCE.index)
         if self._stage_options[0] and change.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True
