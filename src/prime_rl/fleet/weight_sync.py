@@ -1,6 +1,6 @@
 """Keep the replicas on the newest version of the weights: publish → announce → stage → pause → load → resume → verify.
 
-The trainer publishes by committing incarnations and versions to the run directory; `PublishedVersions` reads them.
+The trainer publishes by committing incarnations and versions to the run directory; `published_versions` reads them.
 `WeightSync.follow` has every ready replica load the newest one (`POST /update_weights` stages, pauses, loads and resumes;
 the client verifies). Episodes that were sampled by weights that do not count, because the trainer gave them up or a
 replica failed its verification, are invalidated in the scheduler and sampled again.
@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -23,32 +22,13 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import NoWeightsServed, ServerError, VersionNotSent
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
+from prime_rl.fleet.published_versions import PublishedVersions
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, rest_seconds
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.incarnations import (  # fmt: skip
-    Seen,
-    ask_for_files,
-    call_for_files,
-    drop_lease,
-    read_incarnations,
-    read_lease,
-    read_versions,
-    write_lease,
-)
-from prime_rl.transport.protocol import (  # fmt: skip
-    BASE,
-    Incarnation,
-    Lease,
-    current_incarnation,
-    first_lease,
-    goes_on_from,
-    lease_to_hold,
-    lease_to_load,
-    newest_version,
-    valid,
-)
-from prime_rl.transport.weights import UNREACHABLE, WeightsManifest, version_dir, weights_manifest
+from prime_rl.transport.incarnations import ask_for_files, call_for_files
+from prime_rl.transport.protocol import BASE, first_lease, goes_on_from, lease_to_hold, lease_to_load
+from prime_rl.transport.weights import UNREACHABLE, WeightsManifest
 from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
@@ -68,56 +48,6 @@ _DRAIN_POLL_SECONDS = 0.25
 _CLOSE_SECONDS = 30.0
 
 LoadError = UserError | CommitError
-
-
-class PublishedVersions:
-    """Incarnations and versions at the last look, and the orchestrator's lease."""
-
-    def __init__(self, output_dir: Path) -> None:
-        self.output_dir = output_dir
-        self.weights_dir = output_dir / "weights"
-        self.incarnations: dict[int, int] = {}
-        self.versions: dict[int, int] = {}
-        self.lease = read_lease(output_dir)
-        self._seen: Seen = {}
-
-    @property
-    def incarnation(self) -> Incarnation:
-        """The trainer's present incarnation."""
-        return current_incarnation(self.incarnations)
-
-    @property
-    def newest(self) -> int | None:
-        """The newest version of the present history."""
-        return newest_version(self.versions, self.incarnations)
-
-    def look(self) -> None:
-        """Read the run directory. Versions first: a version is never seen without the incarnation that made it."""
-        self.versions = read_versions(self.weights_dir, self._seen)
-        self.incarnations = read_incarnations(self.output_dir)
-
-    def valid(self, version: int) -> bool:
-        """Whether `version` is committed and belongs to the present history."""
-        return version in self.versions and valid(version, self.versions[version], self.incarnations)
-
-    def manifest(self, version: int) -> WeightsManifest:
-        """What a version consists of.
-
-        Raises:
-            CommitError: it is not committed (any more).
-        """
-        return weights_manifest(version_dir(self.weights_dir, version))
-
-    def hold(self, lease: Lease) -> None:
-        """Write down what may still be read, so that the trainer does not remove it."""
-        if lease != self.lease:
-            write_lease(self.output_dir, lease)
-            self.lease = lease
-
-    def release(self) -> None:
-        """Nothing is read any more."""
-        drop_lease(self.output_dir)
-        self.lease = None
 
 
 class WeightSync:
