@@ -235,6 +235,7 @@ class WeightsExtension:
     prime_staging: Staging | None = None
     prime_subscriber: Subscriber | None = None
     prime_copies: CopyPlan | None = None
+    prime_plain: bool | None = None  # not known yet
     prime_whole = True  # every reload of vLLM's has finished: only another reload repairs one that has not
 
     def prime_stage(
@@ -324,12 +325,14 @@ class WeightsExtension:
                 raise RuntimeError("fault injection")
 
     def prime_is_plain(self, model: Any) -> bool:
-        """Whether the model computes with weights as they are loaded: then they need no reload of vLLM's."""
-        config = self.vllm_config
-        # Layers with adapters have other names; scales of a quantized cache are made anew by a reload.
-        plain = config.lora_config is None and "fp8" not in str(config.cache_config.cache_dtype)
-        plain &= config.offload_config.prefetch.offload_group_size == 0  # else each forward fills parameters anew
-        return self.device.type == "cuda" and plain and compat.keeps_as_loaded(model)
+        """Whether the model computes with weights as they are loaded, which never changes: then they need no reload of vLLM's."""
+        if self.prime_plain is None:
+            config = self.vllm_config
+            # Layers with adapters have other names; scales of a quantized cache are made anew by a reload.
+            plain = config.lora_config is None and "fp8" not in str(config.cache_config.cache_dtype)
+            plain &= config.offload_config.prefetch.offload_group_size == 0  # else each forward fills parameters anew
+            self.prime_plain = self.device.type == "cuda" and plain and compat.keeps_as_loaded(model)
+        return self.prime_plain
 
     def prime_reload(self, source: Path | Iterable[tuple[str, Tensor]]) -> None:
         """Load tensors, or a directory's files: into the parameters as they are, or through vLLM's own reload."""
@@ -343,7 +346,7 @@ class WeightsExtension:
             if not self.prime_whole:
                 # Else the next reload would take half a layer of the last one for its own.
                 compat.settle_reload(model, self.model_config)
-            elif not isinstance(source, Path) and (self.prime_copies or self.prime_is_plain(model)):
+            elif not isinstance(source, Path) and self.prime_is_plain(model):
                 tensors = list(source)
                 if self.prime_copies is not None and self.prime_copies.matches(model, tensors):
                     self.prime_copies.load(tensors)

@@ -705,17 +705,21 @@ def connect(path: Path) -> sqlite3.Connection:
     Raises:
         UserError: it is damaged, truncated, locked or of another format. Nothing is written then.
     """
-    if not path.exists():
-        raise UserError(f"{path} does not exist: the run has no ledger")
     with _file_errors(path):
-        quoted = str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-        db = sqlite3.connect(f"file:{quoted}?mode=rw", uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False)  # fmt: skip
+        db = _open(path)
         try:
             _check(db, path)
         except BaseException:
             db.close()
             raise
     return db
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    if not path.exists():
+        raise UserError(f"{path} does not exist: the run has no ledger")
+    quoted = str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    return sqlite3.connect(f"file:{quoted}?mode=rw", uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False)  # fmt: skip
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
@@ -733,16 +737,17 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def open_copy(path: Path) -> Iterator[sqlite3.Connection]:
-    """Copy a ledger that may be in use, and open the copy: the writer waits for as long as the copy takes, and not for the reader.
+    """Copy a ledger that may be in use, and open the copy. The writer waits for the copy alone, not for its check or its reader.
 
     Raises:
         UserError: there is no ledger, it is locked, or it is damaged.
     """
     with _file_errors(path):
-        db, copy = connect(path), sqlite3.connect("")  # "": a temporary file
+        db, copy = _open(path), sqlite3.connect("")  # "": a temporary file
         try:
             db.backup(copy)
             db.close()
+            _check(copy, path)
             yield copy
         finally:
             db.close()

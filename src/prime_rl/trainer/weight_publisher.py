@@ -147,14 +147,16 @@ class _Thread:
             results.append(task[1].result(timeout=0))
         return results
 
-    def close(self) -> None:
-        """Wait for the tasks that are left, and log what failed or is late."""
+    def close(self) -> bool:
+        """Wait for the tasks that are left, and log what failed or is late. Returns False if one is late."""
         self._pool.shutdown(wait=False)
         for subject, future in self.tasks:
             if wait_for_futures([future], timeout=self.timeout).not_done:
-                return logger.error("{}", WaitTimeout(subject, self.owner, self.timeout))
+                logger.error("{}", WaitTimeout(subject, self.owner, self.timeout))
+                return False
             if (failure := future.exception(timeout=0)) is not None:
                 logger.error("{}", failure)
+        return True
 
 
 class WeightPublisher:
@@ -307,11 +309,9 @@ class WeightPublisher:
     def close(self) -> None:
         """Wait for the threads, for at most `timeout` a task, and log what failed."""
         self._closed.set()
-        self._committer.close()
-        self._writer.close()
-        self._pruner.close()
         if self._publisher is not None:
             self._publisher.close()
+        all(thread.close() for thread in (self._committer, self._writer, self._pruner))  # up to the first late one
 
     # ---- in the thread that commits
 

@@ -444,17 +444,21 @@ class Subscriber:
         return channel
 
     def _fill(self, channel: Channel, buffer: Tensor, progress: Callable[[], None]) -> None:
-        if self._backend == "cuda-ipc":
+        # Another thread may connect anew, for the next version, before the one of a dropped version has ended.
+        backend, group = self._backend, self._group
+        if backend == "nccl" and group is None:
+            raise ExchangeError(_CLOSED)
+        if backend == "cuda-ipc":
             progress()
             with opened(self._handle, buffer.numel(), buffer.device) as shared:
                 buffer.copy_(shared)
                 torch.cuda.current_stream(buffer.device).synchronize()
             channel.send(read=True)
-        elif self._group is not None:
+        elif group is not None:
             for block in buffer.split(NCCL_BLOCK_BYTES):
                 progress()
-                self._group.transfer(block)
-            self._group.flush()
+                group.transfer(block)
+            group.flush()
         else:
             host = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if buffer.is_cuda else None
             for block in buffer.split(BLOCK_BYTES):

@@ -171,7 +171,7 @@ def _column(field: pa.Field, values: list[Any]) -> pa.Array:
         return _numbers(field.type, np.array(values, dtype=field.type.to_pandas_dtype()))
     dtype = field.type.value_type.to_pandas_dtype()
     arrays = [np.empty(0, dtype) if value is None else value for value in values]
-    present = pa.py_buffer(np.packbits([value is not None for value in values], bitorder="little"))
+    present = pa.py_buffer(np.packbits(np.array([value is not None for value in values], np.bool_), bitorder="little"))
     return pa.Array.from_buffers(
         field.type,
         len(values),

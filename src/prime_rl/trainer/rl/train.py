@@ -7,6 +7,7 @@ from functools import partial
 from runpy import run_module
 
 from prime_rl.config import TrainerConfig
+from prime_rl.config.trainer import WeightsConfig
 from prime_rl.trainer import training_loop
 from prime_rl.trainer.loss import describe, make_loss
 from prime_rl.trainer.rl.data import FakeSamples, RolloutData
@@ -35,7 +36,8 @@ def make_recipe(config: TrainerConfig) -> Recipe:
         open_data=partial(RolloutData if config.data.fake is None else FakeSamples, config),
         served=config if config.data.fake is None else None,
         async_level=config.async_level,
-        weights=config.weights,
+        # Fake data trains a model that nobody serves: its versions need neither a tmpfs nor an interval.
+        weights=config.weights if config.data.fake is None else WeightsConfig(keep=config.weights.keep),
     )
 
 
