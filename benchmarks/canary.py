@@ -65,11 +65,11 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
         began = time.perf_counter()
         scored = scorer.score()
         handed.append(time.perf_counter() - began)
-        canary = scored()
+        reference = scored()
         done.append(time.perf_counter() - began)
     staging = RowCopies(policy, world, torch.bfloat16)
     write_version(
-        staging, staging.copy(), source, world, version_dir(root, 1), version=1, incarnation=0, reference=canary
+        staging, staging.copy(), source, world, version_dir(root, 1), version=1, incarnation=0, reference=reference
     )
     close_world()
     return {

@@ -402,7 +402,7 @@ def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
     if (limit := limit_line(run)) is not None:
         rows.append(("speed", limit))
     for name, process in facts.processes.items():
-        # One that ended well may have been noisy: vLLM's engine prints a traceback when it is told to stop.
+        # One that ended well may have been noisy: vLLM's engine prints a traceback when it is asked to stop.
         ended_well = process.status is not None and process.status.outcome in ("finished", "stopped")
         if not diagnosis.state.fine and not ended_well:
             rows += [("error", f"{name}.log: {line}") for line in _errors(run, name)]

@@ -289,7 +289,7 @@ class Checkpoints:
         return None, False
 
     def _recover_decides(self, resume: int) -> bool:
-        """Of --recover and ckpt.resume_step, given both: the launcher restarts a trainer that was told to resume so."""
+        """Of --recover and ckpt.resume_step, given both: the launcher restarts a trainer that was asked to resume so."""
         opened, versions = incarnations.read_incarnations(self.output_dir), list_steps(self.weights)
         if opened or list_steps(self.recovery) or max(versions, default=0) > 0:
             now = current_incarnation(opened)

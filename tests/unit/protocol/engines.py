@@ -129,7 +129,7 @@ def members(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 
 def release(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
-    """Once nothing is in flight there it proves what it served, and is let go. What it has finished and cannot prove is worth nothing."""
+    """Once nothing is in flight on it, it is verified and released. Finished episodes that cannot be verified are dropped."""
     replica = o.replicas[index]
     if replica.flying or o.sealed is not None:
         return []
