@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from threading import Event
-from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -291,21 +290,28 @@ class StepData:
         return sum(self.lengths)
 
 
+_POLL_SECONDS = 0.05
+
 OnWait = Callable[[str, str, float], None]
 """Called again and again while a source waits, with what it waits for, who owes it, and the time limit in seconds."""
 
 
 class StepSource:
-    """Gives step after step, each prepared by a thread while the one before is trained. Every rank calls every method with the same step.
+    """Gives step after step: a thread prepares one step ahead of the last one read, and asks no other rank.
+
+    Every rank calls every method but `prepare` and `exists` with the same step.
 
     Args:
-        seconds: How long preparing a step may take.
-        exists: Whether a step's data can be read; while it cannot, the thread looks again and again until the step is asked for.
+        seconds: How long preparing a step may take once it is read.
     """
 
-    def __init__(self, world: World, seconds: float, exists: Callable[[int], bool] = lambda step: True) -> None:
+    def __init__(self, world: World, seconds: float) -> None:
         self.world, self.costs = world, Costs()
-        self._ahead = Prefetch(self.prepare, world.device, seconds, exists)
+        self._seconds = seconds
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._requested = Event()
+        self._closed = False
+        self._next: tuple[int, Future[StepData | None]] | None = None
 
     def start(self, costs: Costs, samples: int) -> None:
         """Pack by `costs`, and go on after `samples` samples. Called before the first `read`."""
@@ -320,84 +326,48 @@ class StepSource:
         return sum_over_ranks(self.world, [stop()])[0] == 0
 
     def read(self, step: int) -> StepData:
-        """This rank's share.
+        """This rank's micro-batches of a step; the thread goes on to the next one.
 
         Raises:
-            UserError: the data is malformed or does not fit the model, on any rank.
-            WaitTimeout: preparing it takes too long.
+            UserError: on any rank, the data is malformed, does not fit the model, or takes too long to prepare.
         """
-        return agree(self.world, lambda: self._ahead.take(step))
-
-    def close(self) -> None:
-        """Let the thread end when it has finished the step that it is at."""
-        self._ahead.close()
-
-    def prepare(self, step: int) -> StepData:
-        """Make the step's data, in the thread."""
-        raise NotImplementedError
-
-
-T = TypeVar("T")
-
-_LOOK_SECONDS = 0.05
-
-
-class Prefetch(Generic[T]):
-    """Prepares step after step, at most one ahead of what was taken. Nothing here talks to other ranks.
-
-    Args:
-        prepare: Makes a step's data, in the thread. What it raises is raised where that step is taken.
-        device: Where the data goes: a thread has to be told which GPU its page-locked memory belongs to.
-        seconds: How long preparing a step may take once it is asked for.
-        exists: Whether a step's data can be read. While it cannot, the thread looks again and again until the step is asked for.
-    """
-
-    def __init__(
-        self,
-        prepare: Callable[[int], T],
-        device: torch.device,
-        seconds: float,
-        exists: Callable[[int], bool] = lambda step: True,
-    ) -> None:
-        self._prepare, self._exists, self._device, self._seconds = prepare, exists, device, seconds
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
-        self._asked = Event()
-        self._closed = False
-        self._next: tuple[int, Future[T | None]] | None = None
-
-    def start(self, step: int) -> None:
-        """Let the thread prepare `step`, unless it does so already."""
-        if self._next is None or self._next[0] != step:
-            self._asked.clear()
-            self._next = step, self._thread.submit(self._work, step)
-
-    def take(self, step: int) -> T:
-        """The data of `step`, which is there. The thread goes on to the next one.
-
-        Raises:
-            WaitTimeout: preparing it takes longer than `seconds`.
-        """
-        self.start(step)
-        assert self._next is not None
-        self._asked.set()
-        prepared = self._next[1]
-        if wait([prepared], timeout=self._seconds).not_done:
-            raise WaitTimeout(f"data of step {step}", "the thread that prepares it", self._seconds)
-        data = prepared.result(timeout=0)
-        assert data is not None, "taken after it was closed"
-        self.start(step + 1)
-        return data
+        return agree(self.world, lambda: self._take(step))
 
     def close(self) -> None:
         """Let the thread end when it has finished the step that it is at, if any."""
         self._closed = True
-        self._asked.set()
+        self._requested.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, step: int) -> T | None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        while not self._exists(step):
-            if self._asked.wait(_LOOK_SECONDS):  # bounded: `take` or `close` asks
+    def exists(self, step: int) -> bool:
+        """Whether this rank sees the step's data. Until it does, the thread polls, at most until the step is read."""
+        return True
+
+    def prepare(self, step: int) -> StepData:
+        """Make the step's data, in the thread. What it raises is raised where the step is read."""
+        raise NotImplementedError
+
+    def _take(self, step: int) -> StepData:
+        self._submit(step)
+        assert self._next is not None
+        self._requested.set()
+        prepared = self._next[1]
+        if wait([prepared], timeout=self._seconds).not_done:
+            raise WaitTimeout(f"data of step {step}", "the thread that prepares it", self._seconds)
+        data = prepared.result(timeout=0)
+        assert data is not None, "read after it was closed"
+        self._submit(step + 1)
+        return data
+
+    def _submit(self, step: int) -> None:
+        if self._next is None or self._next[0] != step:
+            self._requested.clear()
+            self._next = step, self._thread.submit(self._work, step)
+
+    def _work(self, step: int) -> StepData | None:
+        if self.world.device.type == "cuda":  # page-locked memory belongs to the thread's current GPU
+            torch.cuda.set_device(self.world.device)
+        while not self.exists(step):
+            if self._requested.wait(_POLL_SECONDS):  # bounded: `read` or `close` requests it
                 break
-        return None if self._closed else self._prepare(step)
+        return None if self._closed else self.prepare(step)

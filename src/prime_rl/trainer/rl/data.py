@@ -49,10 +49,13 @@ class RolloutData(StepSource):
         self.config, self.on_wait, self.root = config, on_wait, config.output_dir / "rollouts"
         self.vocabulary = source.config.get_text_config().vocab_size
         self.tokenizer = agree(world, lambda: load_tokenizer(source) if world.is_main else None)
-        super().__init__(world, config.dist_timeout, lambda step: is_listed(step_dir(self.root, step)))
+        super().__init__(world, config.dist_timeout)
+
+    def exists(self, step: int) -> bool:
+        return is_listed(step_dir(self.root, step))
 
     def arrived(self, step: int) -> bool:
-        return self._exchange(False, self.world.is_main and is_listed(step_dir(self.root, step)), False)[1]
+        return self._exchange(False, self.world.is_main and self.exists(step), False)[1]
 
     def wait(self, step: int, stop: Callable[[], bool]) -> bool:
         """Wait for the batch. Only rank 0 looks into the directory; at every look the ranks exchange what they know.
@@ -71,7 +74,7 @@ class RolloutData(StepSource):
                     return not asked
         try:
             arrived = wait(
-                lambda: is_listed(path),
+                lambda: self.exists(step),
                 subject=subject,
                 owner="orchestrator",
                 seconds=timeout,

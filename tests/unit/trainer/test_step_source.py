@@ -1,7 +1,7 @@
 """The thread that prepares the next step: the right data, errors where they belong, an end within a bound."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +12,15 @@ import torch
 from prime_rl.config.trainer import DefaultLoss, PolicyLoss
 from prime_rl.errors import UserError
 from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.packing import Prefetch
+from prime_rl.trainer.packing import StepData, StepSource
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import data as rl_data
 from prime_rl.trainer.rl.data import RolloutData
 from prime_rl.trainer.source import find_model
 from prime_rl.transport.rollouts import write_batch
-from prime_rl.wait import WaitTimeout
 from support import trainer as support
 
 world, tied_model = support.world, support.tied_model
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -34,49 +32,60 @@ def no_thread_is_left() -> Iterator[None]:
         assert not thread.is_alive(), thread.name
 
 
-def test_one_step_ahead(no_thread_is_left: None) -> None:
+class Steps(StepSource):
+    """Steps whose data is what `make` gives, as the number of samples."""
+
+    def __init__(self, world: World, make: Callable[[int], int], seconds: float = 10) -> None:
+        super().__init__(world, seconds)
+        self.make = make
+
+    def prepare(self, step: int) -> StepData:
+        return StepData([], [], self.make(step))
+
+
+def test_one_step_ahead(no_thread_is_left: None, world: World) -> None:
     """While one step is trained the next one, and no more, is prepared; each is prepared once, in order."""
     made = []
     second = threading.Event()
 
-    def prepare(step: int) -> int:
+    def make(step: int) -> int:
         made.append(step)
         if step == 1:
             second.set()
         return 10 * step
 
-    ahead = Prefetch(prepare, CPU, 10)
-    assert ahead.take(0) == 0
+    source = Steps(world, make)
+    assert source.read(0).samples == 0
     assert second.wait(60)
     assert made == [0, 1]
-    assert [ahead.take(step) for step in (1, 2, 3)] == [10, 20, 30]
-    ahead.close()
+    assert [source.read(step).samples for step in (1, 2, 3)] == [10, 20, 30]
+    source.close()
     assert made[:4] == [0, 1, 2, 3]
 
 
-def test_an_error_belongs_to_its_step(no_thread_is_left: None) -> None:
-    """What goes wrong ahead of time is raised where that step is taken, not before."""
+def test_an_error_belongs_to_its_step(no_thread_is_left: None, world: World) -> None:
+    """What goes wrong ahead of time is raised where that step is read, not before."""
 
-    def prepare(step: int) -> int:
+    def make(step: int) -> int:
         if step == 1:
             raise UserError("row 7 is bad")
         return step
 
-    ahead = Prefetch(prepare, CPU, 10)
-    assert ahead.take(0) == 0
+    source = Steps(world, make)
+    source.read(0)
     with pytest.raises(UserError, match="row 7 is bad"):
-        ahead.take(1)
-    ahead.close()
+        source.read(1)
+    source.close()
 
 
-def test_too_slow(no_thread_is_left: None) -> None:
-    """Preparing a step that is asked for is waited for with a bound."""
+def test_too_slow(no_thread_is_left: None, world: World) -> None:
+    """Preparing a step that is read is waited for with a bound."""
     go_on = threading.Event()
-    ahead = Prefetch(lambda step: go_on.wait(10), CPU, 0.05)
-    with pytest.raises(WaitTimeout, match="no data of step 0 from the thread that prepares it"):
-        ahead.take(0)
+    source = Steps(world, lambda step: int(go_on.wait(10)), 0.05)
+    with pytest.raises(UserError, match="no data of step 0 from the thread that prepares it"):
+        source.read(0)
     go_on.set()
-    ahead.close()
+    source.close()
 
 
 def rollouts(root: Path, world: World, model: Path, loss: PolicyLoss | None = None) -> RolloutData:
@@ -94,7 +103,7 @@ def test_rollouts_are_read_ahead(
     second.rename(tmp_path / "later")
     read = threading.Event()
     prepare = one.prepare
-    monkeypatch.setattr(one._ahead, "_prepare", lambda step: (prepare(step), read.set())[0])
+    monkeypatch.setattr(one, "prepare", lambda step: (prepare(step), read.set())[0])
     one.read(0)
     assert not one.arrived(1)
     read.clear()
