@@ -175,20 +175,6 @@ def backoff_seconds(failures: int, first: float, longest: float) -> float:
     return min(longest, first * 2.0 ** (failures - 1)) if failures else 0.0
 
 
-def memory_bytes(pid: int) -> int:
-    """Return the memory of the tree under `pid`, itself included. Shared pages count once (PSS), where it can be read."""
-    processes = table()
-    return sum(_pss(processes[each]) for each in _below([pid], processes) if each in processes)
-
-
-def _pss(process: ProcessInfo) -> int:
-    try:
-        lines = (_PROC / str(process.id.pid) / "smaps_rollup").read_text().splitlines()
-    except OSError:  # ended, or not ours to read
-        return process.resident
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), process.resident)
-
-
 def offer_to_the_kernel() -> None:
     """When memory runs out, let the kernel end this process and its children before others."""
     with suppress(OSError):

@@ -50,7 +50,7 @@ def test_a_killed_process_is_started_again_alone_with_recover(launch: Start) -> 
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ("stopped", r"orchestrator has been stopped (SIGSTOP) for"),
+        ("stopped", r"orchestrator has given no sign of life for"),
         ("overdue", r"orchestrator still waits for rollouts/step_3 from orchestrator,"),
         ("complains", r"orchestrator failed with exit status 1 (error: the disk is full)"),
         ("told-to-stop", r"orchestrator ended too early (stopped): starting it again"),

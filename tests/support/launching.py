@@ -35,7 +35,8 @@ served = ["inference", *(process.name for process in processes if process.name =
 servers = [ServerSpec(name, url, 5.0, "127.0.0.1", ports[name])
            for name in served for url in [f"http://localhost:{ports[name]}"]]
 try:
-    with rundir.Owner(root), Console(root, 3) as console:
+    with rundir.Owner(root):
+        console = Console(root, 3)
         supervisor = Supervisor(processes, servers, root, console.say, console.tick, RestartPolicy(**json.loads(sys.argv[4])),
                                 drain_seconds=drain, stop_seconds=3.0)
         status = supervisor.run().value

@@ -1,30 +1,24 @@
-"""What the person at the terminal sees: start-up phases, a line per step, a summary. Plain lines when it is no terminal."""
+"""The lines that `rl` prints: start-up phases, long waits, a line per step, a summary."""
 
 import errno
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Self
 
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import Limit, LimitWatch, Row, Steps, limit_of
 from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
 from prime_rl.monitor.status import ProcessStatus, phase_name
-from prime_rl.processes import memory_bytes
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.weights import version_dir, weights_manifest
 
-if TYPE_CHECKING:
-    from rich.live import Live
-
 _LOOK_SECONDS = 0.25
-_MEMORY_SECONDS = 5.0
 _PATIENCE_SECONDS = 10.0  # a wait shorter than this is normal and not worth a line
 _PATIENCE_WHILE_STEPPING_SECONDS = 60.0
 _LINE_COLUMNS = 120 - len("00:00:00 ")  # of a step's line, without the time before it
@@ -45,26 +39,11 @@ class Console:
 
     def __init__(self, output_dir: Path, max_steps: int | None, bench_steps: Mapping[str, int] | None = None) -> None:
         self.steps = StepLines(output_dir, max_steps, bench_steps)
-        self.peak_memory = 0  # bytes, of this process and all below it
         self._output_dir = output_dir
         self._began = time.monotonic()
-        self._next_look = self._next_memory = 0.0
+        self._next_look = 0.0
         self._phases: dict[str, str] = {}
         self._waits_shown: set[tuple[str, str, float]] = set()
-        self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        if sys.stdout.isatty():
-            from rich.live import Live
-
-            self._live = Live("", auto_refresh=False, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     @property
     def seconds(self) -> float:
@@ -72,12 +51,15 @@ class Console:
         return time.monotonic() - self._began
 
     def say(self, text: str) -> None:
-        line = f"{time.strftime('%H:%M:%S')} {text}"
-        with self._terminal_may_close():
-            if self._live is None:
-                print(line, flush=True)
-            else:
-                self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        """Print a line. Once the terminal or pipe is closed (`rl … | head`) lines are dropped, and the run goes on."""
+        try:
+            print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
 
     def tick(self) -> None:
         """Look at the files, four times a second however often it is called."""
@@ -85,42 +67,14 @@ class Console:
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
             self.look()
-        if now >= self._next_memory:
-            self._next_memory = now + _MEMORY_SECONDS
-            self.peak_memory = max(self.peak_memory, memory_bytes(os.getpid()))
 
     def look(self) -> None:
         """Print what is new."""
-        # Without ranks.
-        statuses = [status for name, status in read_status(self._output_dir).items() if "." not in name]
-        for status in statuses:
-            self._show(status)
+        for name, status in read_status(self._output_dir).items():
+            if "." not in name:  # no rank but the first
+                self._show(status)
         for line in self.steps.new_lines():
             self.say(line)
-        if self._live is None:
-            return
-        from rich.text import Text
-
-        doing = [
-            f"{status.process}: {f'waits for {status.waiting.subject}' if status.waiting else status.phase}"
-            for status in statuses
-        ]
-        line = f"{minutes(self.seconds)}  {' · '.join(doing)}"
-        with self._terminal_may_close():
-            self._live.update(Text(line, style="dim", overflow="ellipsis", no_wrap=True), refresh=True)
-
-    @contextmanager
-    def _terminal_may_close(self) -> Iterator[None]:
-        """Let the run go on when its terminal or pipe is closed (`rl … | head`): what is left to say is dropped."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.EPIPE):
-                raise
-            self._live = None
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
 
     def _show(self, status: ProcessStatus) -> None:
         """Print a new phase until the first step (from then on there is a line a step), and a long wait once."""

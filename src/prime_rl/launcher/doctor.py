@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -23,7 +23,7 @@ from prime_rl.launcher.console import limit_line, minutes
 from prime_rl.launcher.supervise import Restart, RestartPolicy, killed_rank, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, parse_record
-from prime_rl.processes import ProcessId, Table, descendants, identify, is_stopped, table
+from prime_rl.processes import ProcessId, identify, is_stopped
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 
@@ -35,7 +35,6 @@ _LONG_WAIT_SECONDS = 60.0
 _RECENT_SECONDS = 600.0  # an earlier restart explains nothing that is seen now
 _ERRORS_SHOWN = 2
 _ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: \S")
-_WORKER = "prime_rl.envs.worker"
 
 
 class ProcessState(Enum):
@@ -67,12 +66,10 @@ class RunState(Enum):
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """One process. `stopped`: pids below it that a signal has stopped. `last_error`: of its log. `restart`: the last one."""
+    """One process. `restart`: the last one, where it is recent."""
 
     state: ProcessState
     status: ProcessStatus | None = None
-    stopped: tuple[int, ...] = ()
-    last_error: str | None = None
     restart: Restart | None = None
 
     @property
@@ -82,25 +79,16 @@ class ProcessFacts:
 
 
 @dataclass(frozen=True)
-class WorkerFacts:
-    """One environment worker."""
-
-    name: str
-    pid: int
-    stopped: bool
-
-
-@dataclass(frozen=True)
 class Facts:
     """Everything that is known about a run. Times are unix seconds, sizes bytes.
 
-    `processes`: by name; `trainer.1` is the trainer's rank 1. `recoverable`: it has committed something. `free`: of the file system of the run directory.
+    `processes`: by name; `trainer.1` is the trainer's rank 1. `recoverable`: it has committed something. `free`: of the
+    file system of the run directory.
     """
 
     now: float
     launcher: ProcessState
     processes: Mapping[str, ProcessFacts]
-    workers: Sequence[WorkerFacts] = ()
     free: int = 1 << 40
     recoverable: bool = False
     policy: RestartPolicy = field(default_factory=RestartPolicy)
@@ -108,7 +96,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`attribution`: which process, worker or resource keeps the run from going on, if any does."""
+    """`attribution`: which process or resource keeps the run from going on, if any does."""
 
     state: RunState
     sentence: str
@@ -152,22 +140,12 @@ def is_server(name: str) -> bool:
 
 def collect(run: Path) -> Facts:
     """Gather everything that is known about a run."""
-    processes, statuses, restarts = table(), read_status(run), _restarts(run)
+    statuses, restarts = read_status(run), _restarts(run)
     known = {path.stem for path in (run / "configs").glob("*.toml")} | statuses.keys()
-    jobs = [name for job in _JOBS for name in sorted(known) if name.partition(".")[0] == job]
-
-    def examine(name: str) -> ProcessFacts:
-        status = statuses.get(name)
-        state = ProcessState.ABSENT if status is None else _state(status.host, status.id)
-        stopped: tuple[int, ...] = ()
-        # The orchestrator's own workers are examined by name; the trainer's ranks report by themselves.
-        if status is not None and state is ProcessState.ALIVE and is_server(name):
-            stopped = tuple(process.id.pid for process in descendants(status.pid, processes) if process.stopped)
-        error = next(iter(_errors(run, name)[-1:]), None)
-        return ProcessFacts(state, status, stopped, error, restarts.get(name))
-
-    orchestrator, claim = statuses.get("orchestrator"), rundir.read_claim(run)
-    launcher = ProcessState.ABSENT
+    names = [name for job in _JOBS for name in sorted(known) if name.partition(".")[0] == job]
+    names += sorted(filter(is_server, known))
+    states = {name: _state(status.host, status.id) for name, status in statuses.items()}
+    claim, launcher = rundir.read_claim(run), ProcessState.ABSENT
     if claim is not None:
         held = rundir.is_held(claim)
         launcher = _state(claim.host, ProcessId(claim.pid, claim.started)) if held else ProcessState.DEAD
@@ -175,12 +153,13 @@ def collect(run: Path) -> Facts:
         settings = tomllib.loads((run / "configs" / "rl.toml").read_text())
     except (OSError, ValueError):  # of TOML or of UTF-8
         settings = {}
-    local = orchestrator is not None and orchestrator.host == socket.gethostname()
     return Facts(
         now=time.time(),
         launcher=launcher,
-        processes={name: examine(name) for name in [*jobs, *sorted(filter(is_server, known))]},
-        workers=_workers(orchestrator.pid, processes) if orchestrator is not None and local else (),
+        processes={
+            name: ProcessFacts(states.get(name, ProcessState.ABSENT), statuses.get(name), restarts.get(name))
+            for name in names
+        },
         free=shutil.disk_usage(run).free,
         recoverable=bool(rundir.results(run)),
         policy=parse_record(RestartPolicy, json.dumps(settings, default=str)) or RestartPolicy(),
@@ -193,19 +172,6 @@ def _state(host: str, process: ProcessId) -> ProcessState:
     if identify(process.pid) != process:
         return ProcessState.DEAD
     return ProcessState.STOPPED if is_stopped(process) else ProcessState.ALIVE
-
-
-def _workers(orchestrator: int, processes: Table) -> list[WorkerFacts]:
-    workers = []
-    for process in descendants(orchestrator, processes):
-        try:
-            words = Path(f"/proc/{process.id.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # ended since, or not ours to read
-            continue
-        if _WORKER in words and "--identity" in words:
-            name = words[words.index("--identity") + 1].rpartition("/")[0]  # without the number of its incarnation
-            workers.append(WorkerFacts(name, process.id.pid, process.stopped))
-    return workers
 
 
 def _restarts(run: Path) -> dict[str, Restart]:
@@ -250,7 +216,7 @@ def diagnose(facts: Facts) -> Diagnosis:
         return Diagnosis(RunState.INTERRUPTED, sentence, "launcher")
     for name, status in jobs.items():
         if status.outcome is None:
-            ago = f"{facts.now - status.heartbeat:.0f} s ago{_last_error(facts.processes[name])}"
+            ago = f"{facts.now - status.heartbeat:.0f} s ago"
             return Diagnosis(RunState.FAILED, f"{name} ended without a last word {ago}{advice}", name)
     if finished:
         return Diagnosis(RunState.FINISHED, "the run has finished")
@@ -304,15 +270,11 @@ def _follow(facts: Facts, name: str, before: tuple[str, ...]) -> _Chain:
     path = (*before, name)
     if name in before:
         return _Chain(path, "which waits for it in turn: they wait for each other")
-    if name == _ENVIRONMENTS:
-        for worker in facts.workers:
-            if worker.stopped:
-                fault = f"which is stopped (SIGSTOP, pid {worker.pid})"
-                return _Chain((*before, f"environment worker {worker.name}"), fault)
+    if name == _ENVIRONMENTS:  # the orchestrator restarts its workers
         return _Chain(path)
     process = facts.processes.get(name, ProcessFacts(ProcessState.ABSENT))
-    for fault, restarts in _faults(facts, name, process, waited_for=bool(before)):
-        return _Chain(path, fault, restarts=restarts)
+    if (fault := _fault(facts, name, process, waited_for=bool(before))) is not None:
+        return _Chain(path, fault, restarts=process.status is None and process.restart is not None)
     if process.status is None or (wait := process.status.waiting) is None:
         return _Chain(path)
     owner = _ADDRESS.sub("", wait.owner)  # a host may be called anything
@@ -327,32 +289,25 @@ def _follow(facts: Facts, name: str, before: tuple[str, ...]) -> _Chain:
     return replace(faulty[0] if faulty else chains[-1], waited=facts.now - wait.since)
 
 
-def _faults(facts: Facts, name: str, process: ProcessFacts, waited_for: bool) -> Iterator[tuple[str, bool]]:
-    """Yield what is wrong with a process itself, as clauses, and whether the launcher is mending it."""
-    status, restart = process.status, process.restart
-    if restart is not None:
-        due = restart.time + restart.after - facts.now
-        if due > 0:
-            yield f"which {restart.reason} and is started again in {due:.0f} s", True
-        elif status is None and waited_for:
-            yield f"which {restart.reason}, was started again {-due:.0f} s ago and has not reported yet", True
+def _fault(facts: Facts, name: str, process: ProcessFacts, waited_for: bool) -> str | None:
+    """Return what is wrong with a process itself, as a clause; None where nothing is."""
+    status = process.status
     if status is None:
+        if process.restart is not None:
+            return f"which {process.restart.reason} and is being started again"
         if waited_for:
-            yield "which has not reported" + (": somebody else runs it" if is_server(name) else " yet"), False
-        return
+            return "which has not reported" + (": somebody else runs it" if is_server(name) else " yet")
+        return None
     if status.outcome is not None:
-        if waited_for or status.outcome.startswith("failed"):
-            yield f"which has ended: {status.outcome}", False
-        return
+        return f"which has ended: {status.outcome}" if waited_for or status.outcome.startswith("failed") else None
     if (fault := _lifeless(facts, process)) is not None:
-        yield f"which {fault}", False
-    if process.stopped:
-        yield f"whose process {process.stopped[0]} is stopped (SIGSTOP)", False
+        return f"which {fault}"
     for key, rank in facts.processes.items():
         if key.startswith(f"{name}.") and (fault := _lifeless(facts, rank)) is not None:
-            yield f"whose rank {key.partition('.')[2]} {fault}", False
+            return f"whose rank {key.partition('.')[2]} {fault}"
     if status.waiting is None and (fault := _stall(facts, name, status)) is not None:
-        yield f"which {fault}", False
+        return f"which {fault}"
+    return None
 
 
 def _stall(facts: Facts, name: str, status: ProcessStatus) -> str | None:
@@ -368,14 +323,10 @@ def _lifeless(facts: Facts, process: ProcessFacts) -> str | None:
         return None
     silent = facts.now - process.status.heartbeat
     if process.state is ProcessState.DEAD:
-        return f"died without a last word {silent:.0f} s ago{_last_error(process)}"
+        return f"died without a last word {silent:.0f} s ago"
     if process.state is ProcessState.STOPPED:
         return f"has been stopped (SIGSTOP) for {silent:.0f} s"
     return f"has given no sign of life for {silent:.0f} s" if silent > facts.policy.heartbeat_timeout else None
-
-
-def _last_error(process: ProcessFacts) -> str:
-    return f"; the last error in its log: {process.last_error}" if process.last_error else ""
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -388,9 +339,6 @@ def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
     rows = [("run", str(run)), ("launcher", launcher)]
     for name, process in facts.processes.items():
         rows += _describe(facts, name.replace(".", " "), process)
-    for worker in facts.workers:
-        state = ProcessState.STOPPED if worker.stopped else ProcessState.ALIVE
-        rows.append(("environment", f"{state.value:<11}{worker.name}, pid {worker.pid}"))
     newest = {
         "batch": _newest(list_steps, run / "rollouts"),
         "version": _newest(list_steps, run / "weights"),

@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from prime_rl.config import RLConfig, write_toml
@@ -21,7 +22,6 @@ from prime_rl.launcher.supervise import Restart, RestartPolicy, RunOutcome, Supe
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
-from prime_rl.transport.commit import list_steps
 from prime_rl.transport.settings import dry_path
 from prime_rl.transport.tmpfs import check_place
 
@@ -65,8 +65,8 @@ def run(config: RLConfig) -> int:
         rundir.forget_dead(config.output_dir)
         for path, section in sections.items():
             write_toml(section, path)
-        with Console(config.output_dir, config.max_steps, BENCH_STEPS if config.bench else None) as console:
-            return _supervise(config, plan, owner, console).value
+        console = Console(config.output_dir, config.max_steps, BENCH_STEPS if config.bench else None)
+        return _supervise(config, plan, owner, console).value
 
 
 def _this_machine(config: RLConfig) -> HostResources:
@@ -158,37 +158,20 @@ def drained(config: RLConfig) -> str:
         return "the current step will be finished; a benchmark saves nothing"
     if config.trainer.ckpt is not None:
         return "the current step will be finished and saved"
-    unsaved = "without [ckpt] its training state is not saved"
-    return f"the current step will be finished; {unsaved}, and --recover goes on {_recovery(config)}"
+    return "the current step will be finished; without [ckpt] its training state is not saved"
 
 
 def ways_on(config: RLConfig, to_correct: bool = False) -> str:
-    """Say how to go on with a run that ended too early, by what was committed.
+    """Say how to go on with a run that ended too early.
 
     `to_correct`: it ended by an error that only the user can correct.
     """
     text = "once the error above is corrected" if to_correct else "to go on"
     text += f": the same command {'without --clean and ' if config.clean else ''}with --recover"
-    root = _checkpoints_root(config)
-    if _committed(lambda: checkpoints.complete_steps(root)):
-        return f"{text}, or from a checkpoint with --ckpt.resume-step -1"
-    saved = _committed(lambda: checkpoints.steps_with(root, "trainer"))  # a part is enough for --recover
-    return text if saved else f"{text} ({_recovery(config)})"
-
-
-def _recovery(config: RLConfig) -> str:
-    """Say where a run without checkpoints would go on from."""
-    if steps := _committed(lambda: list_steps(config.output_dir / "recovery")):
-        return f"from the recovery checkpoint of step {max(steps)}"
-    return "from the start, on the rollouts that are there: no recovery checkpoint was saved yet"
-
-
-def _committed(steps: Callable[[], list[int]]) -> list[int]:
-    """Return no steps while the file system is unavailable: the run then ends with less advice."""
-    try:
-        return steps()
-    except UserError:
-        return []
+    with suppress(UserError):  # the file system is unavailable
+        if checkpoints.complete_steps(_checkpoints_root(config)):
+            text += ", or from a checkpoint with --ckpt.resume-step -1"
+    return text
 
 
 def policy(config: RLConfig) -> RestartPolicy:
@@ -206,11 +189,10 @@ def restarts_summary(restarts: Sequence[Restart]) -> list[str]:
 
 
 def _sum_up(output_dir: Path, began: float, outcome: RunOutcome, console: Console, bench: bool) -> None:
-    words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}[outcome]
+    words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
     steps, whole = console.steps.count, len(read_metrics(metrics_path(output_dir, "trainer")))
     earlier = f" ({whole} of the whole run)" if whole > steps and not bench else ""
-    memory = f"peak memory {console.peak_memory / 2**30:.1f} GiB"
-    console.say(f"{words}: {steps} steps{earlier} in {minutes(console.seconds)}, {memory}")
+    console.say(f"{words[outcome]}: {steps} steps{earlier} in {minutes(console.seconds)}")
     if bench or outcome is not RunOutcome.FAILURE:
         for line in (bench_table if bench else summary)(output_dir, began):
             console.say(line)

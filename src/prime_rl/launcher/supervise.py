@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
@@ -23,12 +23,11 @@ from prime_rl.launcher.rundir import forget_status, newest_steps
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, Waiting, say_for, unless_full
-from prime_rl.processes import ProcessId, backoff_seconds, descendants, describe_exit, send, table
+from prime_rl.processes import backoff_seconds, describe_exit, send, table
 from prime_rl.wait import WaitTimeout, wait
 
 _POLL_SECONDS = 0.1
 _STATUS_SECONDS = 0.5  # between two looks at the status files
-_TABLE_SECONDS = 5.0  # between two looks at the process table, which take long on a big machine
 _DRAIN_SECONDS = 300.0
 _STOP_SECONDS = 15.0
 _AFTER_SECONDS = 30.0
@@ -157,21 +156,13 @@ class Watchdog:
     def __init__(self, policy: RestartPolicy, name: str, now: float, service: bool = False) -> None:
         self._policy, self._name, self._began, self._service = policy, name, now, service
         self._signs: dict[str, _Signs] = {}
-        self._stopped: dict[ProcessId, float] = {}
 
-    def stalled(
-        self, now: float, statuses: Mapping[str, ProcessStatus], stopped: Iterable[ProcessId] = ()
-    ) -> str | None:
+    def stalled(self, now: float, statuses: Mapping[str, ProcessStatus]) -> str | None:
         """Return why it counts as stalled, in words that follow its name; None where it does not.
 
         Args:
             statuses: Those of all processes, by name.
-            stopped: Those of its processes that a signal has stopped.
         """
-        self._stopped = {process: self._stopped.get(process, now) for process in stopped}
-        longest = now - min(self._stopped.values(), default=now)
-        if longest > self._policy.heartbeat_timeout:
-            return f"has been stopped (SIGSTOP) for {longest:.0f} s"
         own = {key: status for key, status in statuses.items() if key.partition(".")[0] == self._name}
         reasons = [self._silent(now, key, status) for key, status in own.items()]
         if self._name not in own and not self._service and now - self._began > self._policy.stall_timeout:
@@ -181,9 +172,8 @@ class Watchdog:
     def _silent(self, now: float, key: str, status: ProcessStatus) -> str | None:
         rank, progress = key.partition(".")[2], (status.progress, status.waiting)
         signs = self._signs.setdefault(key, _Signs(status.heartbeat, now, progress, now))
-        if signs.heartbeat != status.heartbeat or (
-            self._service and status.ready is None
-        ):  # ready_timeout bounds its start
+        starting = self._service and status.ready is None  # `ready_timeout` bounds that
+        if starting or signs.heartbeat != status.heartbeat:
             signs.heartbeat, signs.heartbeat_at = status.heartbeat, now
         if signs.progress != progress:
             signs.pulses = status.ready is not None
@@ -235,7 +225,6 @@ class SupervisedChild:
         self.name, self.is_job = spec.name, not spec.service
         self.state, self.due, self.was_ready = ChildState.PENDING, 0.0, False
         self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
-        self.stopped: list[ProcessId] = []  # processes of its own that a signal has stopped
 
     def start(self, lifeline: Lifeline, environ: Mapping[str, str], now: float = 0.0) -> None:
         """Start an incarnation."""
@@ -342,7 +331,7 @@ class Supervisor:
             for spec in processes
         }
         self._now = 0.0  # seconds in which the launcher was looking
-        self._next_look = self._next_table = 0.0
+        self._next_look = 0.0
         self._interrupts = 0
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
@@ -446,14 +435,11 @@ class Supervisor:
         if self._now < self._next_look:
             return []
         self._next_look = self._now + _STATUS_SECONDS
-        statuses, running = read_status(self._output_dir), self._running()
-        if self._now >= self._next_table:
-            self._next_table = self._now + min(_TABLE_SECONDS, self._policy.heartbeat_timeout / 6)
-            _find_stopped(running)
+        statuses = read_status(self._output_dir)
         failures = []
-        for child in running:
+        for child in self._running():
             self._note_ready(child, statuses)
-            server, reason = child.server, child.watchdog.stalled(self._now, statuses, child.stopped)
+            server, reason = child.server, child.watchdog.stalled(self._now, statuses)
             if server and child.state is ChildState.STARTING and self._now - child.began > server.ready_timeout:
                 reason = f"is not ready after {server.ready_timeout:.0f} s"
             if reason is not None:
@@ -580,14 +566,4 @@ class Supervisor:
                 stop=lambda: self._interrupts > 1,
             )  # fmt: skip
         for child in running:
-            child.process.reap()
-
-
-def _find_stopped(children: Sequence[SupervisedChild]) -> None:
-    """Note which of their processes a signal has stopped. Of a job that watches its own workers, itself alone."""
-    processes = table()
-    for child in children:
-        pid, watches = child.process.pid, child.is_job and not child.spec.drain_children
-        below = [] if watches else descendants(pid, processes)
-        itself = [processes[pid]] if pid in processes else []
-        child.stopped = [process.id for process in (*itself, *below) if process.stopped]
+            self._reap(child)

@@ -193,21 +193,21 @@ def test_minutes(seconds: float, text: str) -> None:
 
 
 def test_console_tells_each_phase_once_and_long_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Plain lines without a terminal; progress within a phase makes no further lines; a long wait names its owner."""
-    with Console(tmp_path, max_steps=1) as console:
-        status = Status(tmp_path, "orchestrator")
+    """Progress within a phase makes no further lines; a long wait names its owner."""
+    console = Console(tmp_path, max_steps=1)
+    status = Status(tmp_path, "orchestrator")
+    console.look()
+    for done in range(5):
+        status.phase(f"evaluating: {done}/5")
         console.look()
-        for done in range(5):
-            status.phase(f"evaluating: {done}/5")
-            console.look()
-        status.waiting("weights/step_0", "trainer", 600.0)
-        console.look()
-        path = tmp_path / "status" / "orchestrator.json"
-        fields = json.loads(path.read_text())
-        fields["waiting"]["since"] -= 30
-        path.write_text(json.dumps(fields))
-        console.look()
-        console.look()
+    status.waiting("weights/step_0", "trainer", 600.0)
+    console.look()
+    path = tmp_path / "status" / "orchestrator.json"
+    fields = json.loads(path.read_text())
+    fields["waiting"]["since"] -= 30
+    path.write_text(json.dumps(fields))
+    console.look()
+    console.look()
     lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "orchestrator: evaluating"
     assert lines[1].startswith("orchestrator waits for weights/step_0 from trainer (gives up in ")

@@ -23,7 +23,6 @@ from prime_rl.launcher.doctor import (
     ProcessFacts,
     ProcessState,
     RunState,
-    WorkerFacts,
     diagnose,
     examination,
 )
@@ -84,10 +83,6 @@ CASES: dict[str, tuple[dict[str, ProcessFacts | ProcessStatus], RunState, str | 
         {**RUN, "inference": server(ProcessState.STOPPED, heartbeat=NOW - 212.0)}, STUCK, "inference",
         "{}which has been stopped (SIGSTOP) for 212 s",
     ),
-    "a stopped process of a server": (
-        {**RUN, "inference": ProcessFacts(ProcessState.ALIVE, SERVER, stopped=(99,))}, STUCK, "inference",
-        "{}whose process 99 is stopped (SIGSTOP)",
-    ),
     "a silent engine": (
         {**RUN, "inference": server(progress=NOW - 90.0)}, STUCK, "inference",
         "{}which has had no answer from its engine for 90 s",
@@ -103,13 +98,9 @@ CASES: dict[str, tuple[dict[str, ProcessFacts | ProcessStatus], RunState, str | 
         {**RUN, "inference": server(outcome="failed: out of memory")}, STUCK, "inference",
         "{}which has ended: failed: out of memory",
     ),
-    "a restart ahead": (
+    "a restart": (
         {**RUN, "inference": replace(GONE, restart=KILLED)}, RESTARTS, "inference",
-        "{}which was killed by SIGKILL and is started again in 4 s",
-    ),
-    "a restart under way": (
-        {**RUN, "inference": replace(GONE, restart=replace(KILLED, time=NOW - 7.0))}, RESTARTS, "inference",
-        "{}which was killed by SIGKILL, was started again 6 s ago and has not reported yet",
+        "{}which was killed by SIGKILL and is being started again",
     ),
     "no server is left": (
         {**RUN, "inference": server(ProcessState.DEAD), "inference-1": server(ProcessState.DEAD)}, STUCK, "inference",
@@ -121,11 +112,10 @@ CASES: dict[str, tuple[dict[str, ProcessFacts | ProcessStatus], RunState, str | 
     ),
     "a dead trainer": (
         {
-            "trainer": ProcessFacts(ProcessState.DEAD, status("trainer", beat=30.0), last_error="RuntimeError: boom"),
+            "trainer": ProcessFacts(ProcessState.DEAD, status("trainer", beat=30.0)),
             "orchestrator": job("orchestrator", "weights/step_42", "trainer"),
         },
-        STUCK, "trainer",
-        "trainer, which died without a last word 30 s ago; the last error in its log: RuntimeError: boom",
+        STUCK, "trainer", "trainer, which died without a last word 30 s ago",
     ),
     "no progress": (
         {"trainer": TRAINER, "orchestrator": status("orchestrator", progress=1900.0)}, STUCK, "orchestrator",
@@ -167,13 +157,6 @@ def test_what_keeps_a_run_from_going_on(case: str) -> None:
     diagnosis = diagnose(facts(**processes))
     assert (diagnosis.state, diagnosis.attribution) == (state, attribution)
     assert not sentence or diagnosis.sentence == sentence.replace("{}", ENGINE)
-
-
-def test_a_stopped_environment_worker_is_named() -> None:
-    workers = [WorkerFacts("rt/0", 8, False), WorkerFacts("rt/1", 9, True)]
-    diagnosis = diagnose(replace(facts(**RUN, inference=SERVER), workers=workers))
-    assert (diagnosis.state, diagnosis.attribution) == (STUCK, "environment worker rt/1")
-    assert diagnosis.sentence.endswith("← environment worker rt/1, which is stopped (SIGSTOP, pid 9)")
 
 
 def test_a_full_disk_comes_first() -> None:
@@ -291,7 +274,7 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(r"inference +no report +restart: ended too early", out)
     assert "batch 40, version 40, checkpoint -, recovery checkpoint 30" in out
     assert "trainer.log: RuntimeError: out of memory" in out
-    assert "trainer ← weights ← inference, which ended too early and is started again in" in out.splitlines()[-1]
+    assert "trainer ← weights ← inference, which ended too early and is being started again" in out.splitlines()[-1]
 
 
 def test_a_directory_that_is_none_and_one_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

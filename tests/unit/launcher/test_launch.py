@@ -88,12 +88,7 @@ def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     plain, saving = config(tmp_path), config(tmp_path, ckpt=CkptConfig())
     assert drained(saving) == "the current step will be finished and saved"
     assert "saves nothing" in drained(config(tmp_path, bench=True))
-    for text in drained(plain), ways_on(plain):
-        assert "no recovery checkpoint was saved yet" in text
-    with stage(tmp_path / "recovery" / "step_3", step=3, producer="trainer") as path:
-        (path / "state").touch()
-    for text in drained(plain), ways_on(plain):
-        assert "the recovery checkpoint of step 3" in text
+    assert drained(plain).endswith("its training state is not saved")
     save(tmp_path, 4, "trainer")
     assert ways_on(saving) == "to go on: the same command with --recover"
     assert "the same command without --clean and with --recover" in ways_on(config(tmp_path, clean=True))

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from prime_rl.launcher.plan import ProcessSpec
 from prime_rl.launcher.supervise import RestartBudget, RestartPolicy, SupervisedChild, Watchdog, killed_rank
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor.status import ProcessStatus, Waiting
-from prime_rl.processes import ProcessId
 from prime_rl.wait import wait
 
 POLICY = RestartPolicy(max_restarts=3, backoff=1.0, heartbeat_timeout=60.0, stall_timeout=1800.0)
@@ -28,13 +26,11 @@ class Run:
         self.now = 0.0
         self.beats = 0
 
-    def look(
-        self, seconds: float, *statuses: ProcessStatus, beating: bool = True, stopped: Sequence[ProcessId] = ()
-    ) -> str | None:
+    def look(self, seconds: float, *statuses: ProcessStatus, beating: bool = True) -> str | None:
         self.now += seconds
         self.beats += beating
         by_name = {status.process: replace(status, heartbeat=-5e8 + self.beats) for status in statuses}
-        return self.watchdog.stalled(self.now, by_name, stopped)
+        return self.watchdog.stalled(self.now, by_name)
 
 
 @pytest.fixture
@@ -81,15 +77,6 @@ def test_a_wait_beyond_its_own_deadline(run: Run) -> None:
     assert run.look(0.0, wait) is None
     assert run.look(160.0, wait) is None
     assert run.look(1.0, wait) == "still waits for rollouts/step_3 from orchestrator, 61 s after its own deadline"
-
-
-def test_a_stopped_process_without_status(run: Run) -> None:
-    """torchrun's agent writes no status, /proc has it. One that goes on in between has not stalled."""
-    stopped = [ProcessId(9, 1)]
-    assert run.look(0.0, WORKING, stopped=stopped) is None
-    assert run.look(50.0, WORKING) is None
-    assert run.look(20.0, WORKING, stopped=stopped) is None
-    assert run.look(61.0, WORKING, stopped=stopped) == "has been stopped (SIGSTOP) for 61 s"
 
 
 def test_never_a_report(run: Run) -> None:
