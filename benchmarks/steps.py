@@ -253,7 +253,7 @@ class Bench:
         recomputed = ", ".join(level + (f" × {count}" if len(levels) > 1 else "") for level, count in levels)
         words = [backend, f"recompute {recomputed}", f"head {settings.head_chunk}"]
         words += ["weights freed"] * settings.reshard
-        return "; ".join(words + [f"parked {settings.parked / 1e9:.2f} GB a layer"] * (settings.parked > 0))
+        return "; ".join(words + [f"offloaded {settings.offloaded / 1e9:.2f} GB a layer"] * (settings.offloaded > 0))
 
     def estimated_gib(self) -> float | None:
         """The peak that the choice was based on; None where nothing was planned."""

@@ -72,25 +72,25 @@ AUTO = (
     *_levels("4B", "16x4096", ("wide", "attention"), 2, {}),
 )
 
-# A level is named, as the peer's rows do; these exported nothing.
+# A level is named, as the peer's rows do, and weights are freed; these exported nothing.
 MEMORY = tuple(
     Case(
         f"{model} {documents}, {level}",
         model,
         documents,
-        settings={"activation_checkpointing": level},
+        settings={"activation_checkpointing": level, "reshard_after_forward": True, "head_chunk": chunk},
         export=False,
         steps=steps,
         warm=warm,
         peer=peer,
         peer_gib=gib,
     )
-    for model, documents, level, peer, gib, steps, warm in (
-        ("0.6B", "1x16384", "none", 38_500, 30.4, 6, 3),
-        ("0.6B", "1x16384", "full", 32_900, 11.9, 6, 3),
-        ("0.6B", "1x65536", "none", 17_800, 88.8, 2, 2),
-        ("4B", "1x16384", "none", 12_500, 123.6, 3, 3),
-        ("4B", "1x16384", "full", 10_300, 67.3, 3, 3),
+    for model, documents, level, chunk, peer, gib, steps, warm in (
+        ("0.6B", "1x16384", "none", 2048, 38_500, 30.4, 6, 3),
+        ("0.6B", "1x16384", "full", 2048, 32_900, 11.9, 6, 3),
+        ("0.6B", "1x65536", "none", 1024, 17_800, 88.8, 2, 2),
+        ("4B", "1x16384", "none", 1024, 12_500, 123.6, 3, 3),
+        ("4B", "1x16384", "full", 4096, 10_300, 67.3, 3, 3),
     )
 )
 

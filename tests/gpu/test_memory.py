@@ -125,20 +125,20 @@ def assert_near(a: Results, b: Results) -> None:
 def test_offload_changes_no_number_and_frees(level: str, source: Source, world: World) -> None:
     """Loss and gradient norm of two steps; the peak falls (where it is not that of a single block), and the host's memory goes round."""
     kept, expected, _, _ = measured(source, world, activation_checkpointing=level, activation_offload=False)
-    parked, results, _, chunks = measured(source, world, activation_checkpointing=level, activation_offload=True)
-    print(f"{level}: {kept:.2f} GiB, offloaded {parked:.2f}, {chunks[0] / 64:.2f} GiB of host memory")
+    offloaded, results, _, chunks = measured(source, world, activation_checkpointing=level, activation_offload=True)
+    print(f"{level}: {kept:.2f} GiB, offloaded {offloaded:.2f}, {chunks[0] / 64:.2f} GiB of host memory")
     assert 0 < chunks[0] == chunks[1]
     assert_near(results, expected)
-    assert parked < kept
+    assert offloaded < kept
 
 
-def test_a_budget_parks_a_part(source: Source, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of four layers park what a budget allows: no number changes, the peak falls as estimated, and all host memory comes back."""
+def test_a_budget_offloads_a_part(source: Source, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four layers offload what a budget allows: no number changes, the peak falls as estimated, and all host memory comes back."""
     monkeypatch.setattr(activations, "LAG", 1)
-    plain = Settings(("pointwise",) * 4, head_chunk=4096, reshard=False, parked=0.0)
+    plain = Settings(("pointwise",) * 4, head_chunk=4096, reshard=False, offloaded=0.0)
     peaks, outcomes = [], []
     for budget in (0.0, 0.6e9):
-        settings = replace(plain, parked=budget)
+        settings = replace(plain, offloaded=budget)
         monkeypatch.setattr(memory, "choose", lambda *_, settings=settings: settings)
         peak, results, plan, chunks = measured(source, world)
         assert plan.job is not None

@@ -29,8 +29,8 @@ def shapes() -> dict[str, Shape]:
 
 
 def everywhere(shape: Shape, level: Recompute, chunk: int = 4096) -> Settings:
-    """One level in all layers, nothing parked."""
-    return Settings((level,) * shape.layers, chunk, reshard=False, parked=0.0)
+    """One level in all layers, nothing offloaded."""
+    return Settings((level,) * shape.layers, chunk, reshard=False, offloaded=0.0)
 
 
 def chosen(shape: Shape, gib: float, tokens: int = 16384, host: float = 100 * GIB, **config: Any) -> Settings:

@@ -330,15 +330,15 @@ class TrainerModel(ModelConfig):
     )
     activation_offload: bool | None = option(
         None,
-        "Park what blocks keep for backward in host memory meanwhile (None: a part or all, where that pays or has to be).",
+        "Offload what blocks keep for backward to host memory meanwhile (None: some or all, where that pays or must be).",
     )
     memory_limit: PositiveFloat | None = option(None, "GiB of a GPU that auto plans with (None: what is free).")
     dtype: DType = option("auto", "Type that is computed in (auto: bfloat16 on CUDA, float32 on CPU).")
     head_chunk: PositiveInt | None = option(
-        None, "Tokens whose logits exist at the same time (None: as memory allows; where a level is named, fewer)."
+        None, "Tokens whose logits exist at the same time (None: as memory allows)."
     )
     reshard_after_forward: bool | None = option(
-        None, "Free gathered parameters between forward and backward (None: as memory asks for, or a level is named)."
+        None, "Free gathered parameters between forward and backward (None: as memory asks for)."
     )
     dp_replicate: PositiveInt = option(
         1, "Groups of ranks (HSDP): each shards a whole copy of the state among its members."

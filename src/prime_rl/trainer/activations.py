@@ -8,11 +8,11 @@ Levels of checkpointing, from the fastest to the leanest, each keeping less than
     attention   all but the attention kernel
     full        all of the block, attention too
 
-Offload runs on one side stream beside the computation. After a block's forward its kept tensors, or some of them, are copied out; when `LAG` more
-blocks have run, the copies on the device are released. In backward a block's tensors come back while the block after it still computes. Host
-memory is pinned, in equal chunks that go round from block to block and from step to step. The budget is what the host link carries in the time of
-one block's forward: offloading that much costs no time. Tensors go whole, so a block offloads a little less, and what is left of its budget is the
-next one's. On CPU the copies are made at once: the same bookkeeping, nothing to overlap.
+Offload runs on one side stream beside the computation. After a block's forward some or all of its kept tensors are
+copied to pinned host memory; when `LAG` more blocks have run, the copies on the device are released. In backward a
+block's tensors come back while the block after it still computes. The budget is what the host link carries in the time
+of one block's forward: offloading that much costs no time. Tensors go whole, so a block offloads a little less, and the
+rest of its budget is the next one's. On CPU the copies are made at once: the same bookkeeping, nothing to overlap.
 """
 
 import logging
@@ -35,48 +35,38 @@ if TYPE_CHECKING:
     from prime_rl.config.trainer import Recompute
 
 
+# Bytes of a chunk of host memory: a power of two, to which the pinned allocator would round it up.
 CHUNK = 1 << 24
-"""Bytes of a chunk of host memory: a power of two, to which the pinned allocator would round it up; small beside what a block keeps."""
-
-SMALLEST = 1 << 20
-"""Bytes below which a tensor stays where it is."""
-
+SMALLEST = 1 << 20  # bytes below which a tensor stays on the device
+# Blocks by which copies may be late before the computation waits: exported weights leave over the same link.
 LAG = 3
-"""Blocks by which the copies of a budget may be late before the computation waits for them: exported weights leave over the same link."""
 
 
 def offload_layers(layers: Sequence[nn.Module], device: torch.device, budget: float = math.inf) -> list[nn.Module]:
-    """The layers, each parking what it keeps: at most `budget` bytes a layer on average, by default all."""
-    host = Host(device, len(layers), budget)
-    return [_Parked(layer, host, index, index == len(layers) - 1) for index, layer in enumerate(layers)]
+    """The layers, each offloading what it keeps: at most `budget` bytes a layer on average, by default all."""
+    host = HostPool(device, len(layers), budget)
+    return [_OffloadedBlock(layer, host, index, index == len(layers) - 1) for index, layer in enumerate(layers)]
 
 
-def parking_layers(layers: int, budget: float) -> int:
-    """How many of the layers park, the first ones. The others would not be given up before backward needs them."""
+def offloading_layers(layers: int, budget: float) -> int:
+    """How many of the layers offload, the first ones. The others would not be released before backward needs them."""
     return max(layers - 1 - _lag(budget), 0)
 
 
 def _lag(budget: float) -> int:
-    """Where everything is parked memory is what matters, and a link that is too slow is so with any lag."""
+    """Where everything is offloaded memory is what matters, and a link that is too slow is so with any lag."""
     return 1 if budget == math.inf else LAG
 
 
-def affordable(sizes: Sequence[int], credit: float) -> tuple[list[int], float]:
-    """Which storages go out, the largest first as long as they fit into `credit` (bytes); and the credit that is left for the next block."""
-    going = []
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        if sizes[index] <= credit:
-            credit -= sizes[index]
-            going.append(index)
-    return going, credit
+class HostPool:
+    """The host memory that the blocks of one policy offload to, `budget` bytes of each on average.
 
-
-class Host:
-    """Where the blocks of one policy park: `budget` bytes of each on average. `chunks` counts what was ever allocated."""
+    It lies in equal chunks that go round from block to block and step to step; `chunks` counts those ever allocated.
+    """
 
     def __init__(self, device: torch.device, layers: int, budget: float) -> None:
         self.device, self.budget = device, budget
-        self.lag, self.parking = _lag(budget), parking_layers(layers, budget)
+        self.lag, self.offloading = _lag(budget), offloading_layers(layers, budget)
         self.credit = 0.0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.blocks: dict[int, _Block] = {}
@@ -84,7 +74,7 @@ class Host:
         self._free: list[Tensor] = []
 
     def open(self, index: int) -> "_Block":
-        """Block `index` begins its forward pass. What an earlier pass without a backward one left behind is given up."""
+        """Block `index` begins its forward pass. What an earlier pass without a backward one left behind is dropped."""
         if index in self.blocks:
             self.blocks.pop(index).close(self)
         if index == 0:
@@ -92,20 +82,25 @@ class Host:
         self.blocks[index] = _Block()
         return self.blocks[index]
 
-    def ran(self, index: int) -> None:
-        """Block `index` ends its forward pass: copy out what it keeps, as far as the budget goes, and let go of an earlier one."""
-        self.blocks[index].send(self, self._going(index))
+    def close(self, index: int) -> None:
+        """Block `index` ends its forward pass: copy out what the budget allows, and release an earlier block's."""
+        self.blocks[index].send(self, self._affordable(index))
         if index - self.lag in self.blocks:
             self.blocks[index - self.lag].release()
 
-    def _going(self, index: int) -> "list[_Storage]":
-        if index >= self.parking:
+    def _affordable(self, index: int) -> "list[_Storage]":
+        """What the block offloads, the largest storages first as long as they fit into the credit."""
+        if index >= self.offloading:
             return []
-        storages = list(self.blocks[index].kept.values())
-        sizes = [storage.size for storage in storages]
+        storages = sorted(self.blocks[index].kept.values(), key=lambda storage: -storage.size)
         # A block that keeps less than its budget leaves no credit for others: the link's idle time cannot be saved up.
-        going, self.credit = affordable(sizes, self.credit + min(self.budget, sum(sizes)))
-        return [storages[i] for i in going]
+        self.credit += min(self.budget, sum(storage.size for storage in storages))
+        chosen = []
+        for storage in storages:
+            if storage.size <= self.credit:
+                self.credit -= storage.size
+                chosen.append(storage)
+        return chosen
 
     def fetch(self, index: int) -> None:
         """Backward needs what block `index` kept: have it on the device, and begin to fetch the block before."""
@@ -145,7 +140,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A parked tensor: how it lies in its storage."""
+    """A tensor that may be offloaded: how it lies in its storage."""
 
     index: int
     storage: _Storage
@@ -156,22 +151,22 @@ class _Kept:
 
 
 class _Block:
-    """What one block keeps, by address, until it has run; then what of it is parked. The rest is the graph's alone."""
+    """What one block keeps, by address, until it has run; then what of it is offloaded. The graph holds the rest."""
 
     def __init__(self) -> None:
         self.kept: dict[int, _Storage] = {}
-        self.parked: list[_Storage] = []
+        self.offloaded: list[_Storage] = []
         self.arrived = False
         self._copied: torch.cuda.Event | None = None
 
-    def send(self, host: Host, going: list[_Storage]) -> None:
-        """Begin to copy out what is `going`."""
-        self.parked = going
+    def send(self, host: HostPool, storages: list[_Storage]) -> None:
+        """Begin to copy `storages` out."""
+        self.offloaded = storages
         self.kept.clear()
-        if not going:
+        if not storages:
             return
-        with _beside(host) as stream:
-            for storage in going:
+        with _side_stream(host) as stream:
+            for storage in storages:
                 assert storage.device is not None
                 storage.chunks = host.take(storage.size)
                 for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
@@ -179,18 +174,18 @@ class _Block:
             self._copied = None if stream is None else stream.record_event()
 
     def release(self) -> None:
-        """Give up the device's copies, once they have been read."""
+        """Release the device's copies once they have been read."""
         self.await_copy()
-        for storage in self.parked:
+        for storage in self.offloaded:
             storage.device = None
 
-    def fetch(self, host: Host) -> None:
+    def fetch(self, host: HostPool) -> None:
         """Begin to copy back what is not on the device."""
-        away = [storage for storage in self.parked if storage.device is None and storage.tensors]
+        away = [storage for storage in self.offloaded if storage.device is None and storage.tensors]
         for storage in away:  # before the side stream, which the allocator would otherwise take for the memory's owner
             storage.device = torch.empty(storage.size, dtype=torch.uint8, device=host.device)
         if away:
-            with _beside(host) as stream:
+            with _side_stream(host) as stream:
                 for storage in away:
                     assert storage.device is not None
                     for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
@@ -203,17 +198,19 @@ class _Block:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
-    def close(self, host: Host) -> None:
+    def close(self, host: HostPool) -> None:
         self.await_copy()
-        for storage in self.parked:
+        for storage in self.offloaded:
             host.give_back(storage.chunks)
 
 
-class _Parked(ActivationWrapper):
-    """A block whose kept tensors are parked on `host`; not those of the last one, with which backward begins. The last but one and a few more
-    park nothing, but have the first parked ones fetched in time."""
+class _OffloadedBlock(ActivationWrapper):
+    """A block whose kept tensors are offloaded to `host`; not those of the last one, with which backward begins.
 
-    def __init__(self, block: nn.Module, host: Host, index: int, last: bool) -> None:
+    The few before it offload nothing either, but have the first offloaded ones fetched in time.
+    """
+
+    def __init__(self, block: nn.Module, host: HostPool, index: int, last: bool) -> None:
         super().__init__(block)
         self.host, self.index, self.last = host, index, last
 
@@ -221,7 +218,7 @@ class _Parked(ActivationWrapper):
         if self.last or not torch.is_grad_enabled():
             return self._checkpoint_wrapped_module(*args, **kwargs)
         block = self.host.open(self.index)
-        # Weights, and what all blocks are given alike (rotary embeddings), are not this block's to park.
+        # Weights, and what all blocks are given alike (rotary embeddings), stay.
         shared = {
             _address(tensor) for tensor in (*self.parameters(), *tree_leaves(kwargs)) if isinstance(tensor, Tensor)
         }
@@ -236,14 +233,14 @@ class _Parked(ActivationWrapper):
 
         with saved_tensors_hooks(pack, self._unpack):
             out = self._checkpoint_wrapped_module(*args, **kwargs)
-        self.host.ran(self.index)
+        self.host.close(self.index)
         return out
 
     def _unpack(self, kept: Tensor | _Kept) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         storage = kept.storage
-        assert storage.tensors > 0, "a parked tensor is asked for once: no second backward pass through a graph"
+        assert storage.tensors > 0, "an offloaded tensor is asked for once: no second backward pass through a graph"
         self.host.fetch(kept.index)
         assert storage.device is not None
         view = torch.empty(0, dtype=kept.dtype, device=self.host.device)
@@ -256,8 +253,8 @@ class _Parked(ActivationWrapper):
 
 
 @contextmanager
-def _beside(host: Host) -> Iterator[torch.cuda.Stream | None]:
-    """Work after what was computed so far, and beside what is computed from now on."""
+def _side_stream(host: HostPool) -> Iterator[torch.cuda.Stream | None]:
+    """Run after what was computed so far, beside what is computed from now on."""
     if host.stream is None:
         yield None
         return
@@ -278,7 +275,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 LEVELS: "tuple[Recompute, ...]" = ("none", "pointwise", "wide", "attention", "full")
 
 _aten = torch.ops.aten
-# Where the second factor stands among the arguments. Linear layers arrive as these, in eager mode as well as while compiling.
+# Where the second factor stands among the arguments. Linear layers arrive as these, eager or compiled.
 _PRODUCTS: dict[Any, int] = {
     _aten.mm.default: 1,
     _aten.bmm.default: 1,
@@ -297,30 +294,33 @@ def checkpoint_layers(
         kept: The operators of the attention backend.
         wide: Output widths of the products that `wide` computes again.
     """
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
-    ways = {level: _checkpoint(level, kept, wide) for level in set(levels)}
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_relevant)
+    functions = {level: _checkpoint(level, kept, wide) for level in set(levels)}
     return [
-        layer if level == "none" else Checkpointed(layer, level, ways[level])
+        layer if level == "none" else Checkpointed(layer, level, functions[level])
         for layer, level in zip(layers, levels, strict=True)
     ]
 
 
 def wide_products(config: PretrainedConfig) -> set[int]:
-    """Output widths of the products into the feed-forward layer, for one expert where there are several (gate and up in one or apart)."""
+    """Output widths of the products into the feed-forward layer, of one expert where there are several.
+
+    Gate and up may be one product or two.
+    """
     text = config.get_text_config()
     widths = {text.intermediate_size, getattr(text, "moe_intermediate_size", None)} - {None}
     return {width for one in widths for width in (one, 2 * one)}
 
 
 class Checkpointed(ActivationWrapper):
-    """A block that keeps what `level` says; `checkpoint` is torch's function, told so."""
+    """A block that keeps what `level` says; `checkpoint` is torch's function with that policy."""
 
     def __init__(self, block: nn.Module, level: "Recompute", checkpoint: Callable[..., Any]) -> None:
         super().__init__(block)
         self.level, self.checkpoint = level, checkpoint
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The compiler does not compare policies when it decides whether one layer's graph serves another: of two layers with different
+        # The compiler does not compare policies when it decides whether one layer's graph serves another: with different
         # policies both would get the first one's. It does compare a string that is read here.
         assert self.level != "none"
         return self.checkpoint(self._checkpoint_wrapped_module, *args, **kwargs)
@@ -331,17 +331,17 @@ def _checkpoint(level: "Recompute", kept: set[Any], wide: set[int]) -> Callable[
     plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if level == "full":
         return plain
-    products, again = level != "attention", wide if level == "wide" else set()
+    products, recomputed = level != "attention", wide if level == "wide" else set()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operator in kept
         if products and operator in _PRODUCTS:
-            keep = args[_PRODUCTS[operator]].shape[-1] not in again
+            keep = args[_PRODUCTS[operator]].shape[-1] not in recomputed
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return partial(plain, context_fn=partial(create_selective_checkpoint_contexts, policy))
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """torch warns at every compilation that blocks with a policy must not work in place; ours do not."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """False for torch's warning at every compilation that blocks with a policy must not work in place; ours do not."""
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()

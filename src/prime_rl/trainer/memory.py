@@ -1,7 +1,7 @@
-"""Plan a GPU's memory before the first step: the fastest settings that fit; and say what to change when they did not.
+"""Plan a GPU's memory before the first step: choose the fastest settings that fit, and say what to change if none does.
 
-The bytes of each moment of a training step, and the time that saving some of them costs, are formulas over the model's shape, checked against
-measured peaks on an H200 and against what blocks really keep (`tests/unit/trainer/test_memory.py`). Compiled blocks are assumed.
+The bytes of each moment of a training step, and the time that saving some of them costs, are formulas over the model's
+shape, checked against measured peaks on an H200 and against what blocks keep (`tests/unit/trainer/test_memory.py`).
 """
 
 import math
@@ -22,29 +22,39 @@ from transformers import PreTrainedModel
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
-from prime_rl.trainer.activations import LEVELS, parking_layers
+from prime_rl.trainer.activations import LEVELS, offloading_layers
 from prime_rl.trainer.parallel import World, gather
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import OptimConfig, Recompute, TrainerModel
 
-
-# Rates of an H200 inside a step (matrix products, attention forward, pointwise kernels, host link each way); on other GPUs their ratios hold roughly.
+GIB = 1 << 30
+# Rates of an H200 inside a step: FLOP/s of matrix products and of attention forward, bytes/s of pointwise kernels and of
+# the host link each way. On other GPUs their ratios hold roughly.
 PRODUCTS, ATTENTION, POINTWISE, HOST_LINK = 650e12, 640e12, 3.5e12, 54e9
+# Bytes/s of gathering weights over NVLink, and the fraction of that time not hidden by computation (an assumption).
 GATHER, GATHER_EXPOSED = 300e9, 0.25
-"""Bytes per second of gathering weights over NVLink, and the share of that time for which computation does not make up (an assumption)."""
-CHUNK_OVERHEAD = 1e-4
-"""Seconds that each of the head's chunks takes to begin and end."""
-EAGER_NONE = 1.6
-"""What uncompiled blocks keep at `none`, relative to compiled ones: 1.55 – 1.59 counted on three Qwen3 shapes."""
+CHUNK_OVERHEAD = 1e-4  # seconds that each of the head's chunks takes to begin and end
+EAGER_NONE = 1.6  # what uncompiled blocks keep at `none`, relative to compiled ones: 1.55 – 1.59 for three Qwen3 shapes
+# Bytes that libraries take beside torch's allocator (NCCL's buffers, kernels, workspaces). 1 GiB was too little for NCCL.
+OUTSIDE = 3 * GIB
+RESERVE = 0.03  # of the estimate: gaps between tensors, and the estimate's own error
+HEAD_CHUNKS = (8192, 4096, 2048, 1024, 512)  # tokens; with 16,384 the head is no faster than with the first
+UNPLANNED_CHUNK = 4096
+HOST_SHARE = 0.5  # most of the host's available memory that is offloaded to, unless that is asked for by name
+HOST_MOST = 0.9  # most of it for everything that the trainer is known to need
+WORTHWHILE = 0.01  # of a micro-batch's time: what offloading must save
+
+
+# ---- the model, the work, the settings
 
 
 @dataclass(frozen=True)
 class Shape:
     """What of a model memory and time depend on; widths in elements.
 
-    `feed_forward` is the inner width of the feed-forward layer, for a mixture of experts of all that one token is sent to; `chosen` is how many
-    these are (dense: 1).
+    `feed_forward` is the inner width of the feed-forward layer, for a mixture of experts of all that one token is sent
+    to; `chosen` is how many these are (dense: 1).
     """
 
     layers: int
@@ -106,8 +116,8 @@ def final_norm(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def _root_is_embedding_and_head(lm: PreTrainedModel) -> bool:
-    """Whether nothing but these two is outside of the layers and the final norm. An embedding's backward reads no weight, and the head forms its
-    gradients in forward."""
+    """Whether only these two are outside of the layers and the final norm: backward reads neither's weight, since an
+    embedding's needs none and the head forms its gradients in forward."""
     apart = [lm.model.layers, *final_norm(lm), lm.get_input_embeddings(), lm.lm_head]
     known = {id(parameter) for module in apart for parameter in module.parameters()}
     return all(id(parameter) in known for parameter in lm.parameters())
@@ -115,8 +125,15 @@ def _root_is_embedding_and_head(lm: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained with one shape: tokens of a micro-batch, bytes of a computed number, GPUs, bytes of optimizer state on the GPU per parameter,
-    and of weights that are published from there."""
+    """What is trained with one shape.
+
+    Args:
+        tokens: Most tokens of a micro-batch.
+        itemsize: Bytes of a computed number.
+        state_bytes: Bytes of optimizer state per parameter on the device.
+        published_bytes: Bytes of published weights per parameter on the device.
+        logits: Copies of a chunk's logits that exist at a time.
+    """
 
     tokens: int
     itemsize: int = 2
@@ -125,6 +142,7 @@ class Job:
     state_bytes: float = 8.0
     compiled: bool = True
     published_bytes: float = 0.0
+    logits: int = 1
 
 
 @dataclass(frozen=True)
@@ -135,13 +153,16 @@ class Settings:
         levels: What each layer computes again in backward.
         head_chunk: Tokens whose logits exist at the same time.
         reshard: Whether gathered parameters are freed between forward and backward.
-        parked: Bytes of what a block keeps that are parked in host memory, on average at most (0: nothing, inf: everything).
+        offloaded: Most bytes a block, on average, that are offloaded to host memory (0: nothing, inf: everything).
     """
 
     levels: "tuple[Recompute, ...]"
     head_chunk: int
     reshard: bool
-    parked: float
+    offloaded: float
+
+
+# ---- bytes
 
 
 @dataclass(frozen=True)
@@ -164,7 +185,7 @@ class Estimate:
 
 
 def state_bytes(optim: "OptimConfig", shape: Shape) -> float:
-    """Bytes of optimizer state on the GPU per parameter. States in host memory visit the GPU when activations are gone."""
+    """Bytes of optimizer state on the GPU per parameter. Offloaded states visit the GPU when activations are gone."""
     if optim.offload:
         return 0.0
     if optim.type == "sgd":
@@ -176,23 +197,18 @@ def state_bytes(optim: "OptimConfig", shape: Shape) -> float:
 
 def kept_bytes(shape: Shape, level: "Recompute", itemsize: int = 2, compiled: bool = True) -> int:
     """What one block keeps of one token for its backward pass."""
-    s = shape
+    s, rank = shape, LEVELS.index(level)
     if level == "none" and not compiled:
         return int(EAGER_NONE * kept_bytes(shape, level, itemsize))
     numbers, floats = s.hidden, 0  # of the compute type, float32
-    if level != "full":  # attention's output and log-sum-exp
+    if rank <= LEVELS.index("attention"):  # attention's output and log-sum-exp
         numbers, floats = numbers + s.query, floats + s.heads
-    if level in (
-        "none",
-        "pointwise",
-        "wide",
-    ):  # queries, keys, values, output of attention's last product; the router's logits
+    if rank <= LEVELS.index("wide"):  # queries, keys, values, output of attention's last product; the router's logits
         numbers, floats = numbers + s.query + 2 * s.key_value + s.hidden, floats + s.experts
-    if level in ("none", "pointwise"):  # gate and up
+    if rank <= LEVELS.index("pointwise"):  # gate and up
         numbers += 2 * s.feed_forward
-    if (
-        level == "none"
-    ):  # inputs of the products: two norms' outputs (experts: a copy for each), the activation, rotated queries and keys
+    if level == "none":
+        # Inputs of the products: two norms' outputs (experts: a copy for each), the activation, rotated queries and keys.
         numbers += s.hidden + s.chosen * s.hidden + s.feed_forward + s.query + s.key_value
         floats += s.heads + s.key_value_heads + 2 + (s.hidden if s.experts else 0)  # statistics; the router's input
     return numbers * itemsize + 4 * floats
@@ -212,20 +228,21 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     }
     hidden, weight = tokens * s.hidden * size, s.head_parameters
     kept = {level: tokens * kept_bytes(s, level, size, job.compiled) for level in set(settings.levels)}
-    parks, slack = _parks(s, job, settings), _slack(s, job, settings)
+    offloaded, slack = _offloaded_layers(s, job, settings), _slack(s, job, settings)
     summed = 4 if job.ranks == 1 else 8  # float32, before and after; a single rank's are the same
 
     def on_gpu(blocks: int) -> int:
-        """What so many blocks keep, less what of it is away: that of the last one is used or about to leave, that of the one before comes."""
-        away = sum(parks[: max(blocks - 2, 0)])
+        """What so many blocks keep, without what is offloaded: the last one's is about to leave, the one's before comes."""
+        away = sum(offloaded[: max(blocks - 2, 0)])
         return sum(kept[level] for level in settings.levels[:blocks]) - max(away - slack, 0)
 
     everything = on_gpu(s.layers)
+    logits = job.logits * min(settings.head_chunk, tokens) * s.vocabulary * size
     moments = {
         "the head": {
             "activations": everything,
             # the last block's output, the rows of its norm that are trained on and their gradient
-            "head": 3 * hidden + min(settings.head_chunk, tokens) * s.vocabulary * size + 4 * weight,
+            "head": 3 * hidden + logits + 4 * weight,
             "weights of embedding and head": size * (s.root_parameters - root_stays) if settings.reshard else 0,
         },
         "the head's gradient": {"activations": everything, "head": 3 * hidden + (4 + size) * weight},
@@ -238,10 +255,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         moments[f"backward of a block ({level})"] = {
             "activations": on_gpu(done),
             "head": size * weight,
-            "block in backward": plain
-            - kept[level]
-            + 2 * hidden
-            + 4 * tokens * s.query,  # attention sums dq in float32
+            "block in backward": plain - kept[level] + 2 * hidden + 4 * tokens * s.query,  # dq is summed in float32
             "reduction": (size + summed) * s.layer_parameters,
             # this block's, those of the next one, and what they are gathered into
             "weights of blocks": 3 * size * s.layer_parameters if settings.reshard else 0,
@@ -249,89 +263,85 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     return Estimate({name: held | parts for name, parts in moments.items()})
 
 
-def _parks(shape: Shape, job: Job, settings: Settings) -> list[int]:
-    """Bytes that each of the first layers parks, on average; the others nothing."""
-    parkable = {level: _parkable(shape, job, level) for level in set(settings.levels)}
-    parking = settings.levels[: parking_layers(shape.layers, settings.parked)]
-    return [int(min(settings.parked, parkable[level])) for level in parking]
+def _offloaded_layers(shape: Shape, job: Job, settings: Settings) -> list[int]:
+    """Bytes that each of the first layers offloads, on average; the others offload nothing."""
+    most = {level: _offloadable(shape, job, level) for level in set(settings.levels)}
+    first = settings.levels[: offloading_layers(shape.layers, settings.offloaded)]
+    return [int(min(settings.offloaded, most[level])) for level in first]
 
 
-def _parkable(shape: Shape, job: Job, level: "Recompute") -> int:
-    """What a block could park: where it is not compiled, what a checkpoint keeps inside of it cannot be reached."""
+def _offloadable(shape: Shape, job: Job, level: "Recompute") -> int:
+    """What a block can offload: where it is not compiled, what a checkpoint keeps inside of it is out of reach."""
     if job.compiled or level == "none":
         return job.tokens * kept_bytes(shape, level, job.itemsize, job.compiled)
     return job.tokens * shape.hidden * job.itemsize
 
 
 def _slack(shape: Shape, job: Job, settings: Settings) -> int:
-    """Bytes that may be on the device though they count as parked: tensors go whole, so the widest may wait for credit, or a block is late."""
+    """Bytes that may still be on the device though counted as offloaded: tensors go whole, or a block is late."""
     s = shape
     widest = max(s.query, s.chosen * s.hidden, s.feed_forward * (2 if s.experts else 1))
-    parking = settings.levels[: parking_layers(s.layers, settings.parked)]
-    block = max((_parkable(s, job, level) for level in set(parking)), default=0)
-    return int(min(block, max(settings.parked, job.tokens * widest * job.itemsize)))
+    first = settings.levels[: offloading_layers(s.layers, settings.offloaded)]
+    block = max((_offloadable(s, job, level) for level in set(first)), default=0)
+    return int(min(block, max(settings.offloaded, job.tokens * widest * job.itemsize)))
 
 
-def parked_bytes(shape: Shape, job: Job, settings: Settings) -> int:
-    """What is in host memory meanwhile."""
-    return sum(_parks(shape, job, settings))
+def offloaded_bytes(shape: Shape, job: Job, settings: Settings) -> int:
+    """Bytes of host memory that offloading takes."""
+    return sum(_offloaded_layers(shape, job, settings))
+
+
+# ---- seconds
 
 
 def added_seconds(shape: Shape, job: Job, settings: Settings) -> float:
-    """What `settings` add to a micro-batch, compared with keeping everything. The tokens are taken for one document, attention's dearest case."""
+    """What `settings` add to a micro-batch, compared with keeping everything. Its tokens count as one document, for
+    which attention takes longest."""
     s, size, tokens = shape, job.itemsize, job.tokens
-    again = {level: _recompute_seconds(s, level, job) for level in set(settings.levels)}
-    seconds = sum(again[level] for level in settings.levels)
-    chunks = -(-tokens // settings.head_chunk)
-    seconds += chunks * (
-        CHUNK_OVERHEAD + 8 * s.head_parameters / POINTWISE
-    )  # each reads and writes the weight's float32 gradient
+    recompute = {level: _recompute_seconds(s, level, job) for level in set(settings.levels)}
+    seconds = sum(recompute[level] for level in settings.levels)
+    # Each chunk of the head reads and writes its weight's float32 gradient.
+    seconds += -(-tokens // settings.head_chunk) * (CHUNK_OVERHEAD + 8 * s.head_parameters / POINTWISE)
     if settings.reshard:  # two more passes that cast and gather the layers' weights
         weights = s.parameters - s.root_parameters
         local, foreign = weights / job.shards, size * weights * (job.shards - 1) / job.shards
         seconds += 2 * ((4 + size) * local / POINTWISE + GATHER_EXPOSED * foreign / GATHER)
-    return seconds + _parking_seconds(s, job, _parks(s, job, settings))
+    return seconds + _offload_seconds(s, job, _offloaded_layers(s, job, settings))
 
 
-def _parking_seconds(shape: Shape, job: Job, parks: list[int]) -> float:
-    """What the link cannot carry beside the computation; and both ways it takes memory bandwidth from that.
+def _offload_seconds(shape: Shape, job: Job, offloaded: list[int]) -> float:
+    """What the host link cannot carry beside the computation, and the memory bandwidth that it takes from that.
 
-    In a step's first micro-batch the exported weights (of two bytes) leave as well: of two, which a step is taken to have, in every second one.
+    In a step's first micro-batch the exported weights (two bytes each) leave as well; a step is taken to have two.
     """
-    if not any(parks):
+    if not any(offloaded):
         return 0.0
     one = forward_seconds(shape, job)
-    export, link, late = 2 * shape.parameters / job.shards / HOST_LINK, sum(parks) / HOST_LINK, _late(parks, one)
-    out = (max(link + export - shape.layers * one, late) + late) / 2
-    return out + _late(parks, 2 * one) + 2 * sum(parks) / POINTWISE
+    export, link = 2 * shape.parameters / job.shards / HOST_LINK, sum(offloaded) / HOST_LINK
 
+    def late(seconds: float) -> float:
+        """What the link needs beyond so many seconds a block: idle time beside one block does not help another."""
+        return sum(max(size / HOST_LINK - seconds, 0) for size in offloaded)
 
-def _late(parks: list[int], seconds: float) -> float:
-    """What the link needs beyond so many seconds a block. Time that it has left beside one block cannot be saved up for another."""
-    return sum(max(parked / HOST_LINK - seconds, 0) for parked in parks)
+    out = (max(link + export - shape.layers * one, late(one)) + late(one)) / 2
+    return out + late(2 * one) + 2 * sum(offloaded) / POINTWISE
 
 
 def forward_seconds(shape: Shape, job: Job) -> float:
     """Of one layer, for documents of an eighth of the tokens each: attention takes the less time the shorter they are."""
     pointwise = job.tokens * _pointwise_numbers(shape) * job.itemsize / POINTWISE
-    return products_seconds(shape, job.tokens) + pointwise + _attention_seconds(shape, job.tokens) / 8
-
-
-def products_seconds(shape: Shape, tokens: int) -> float:
-    """Of one layer's matrix products in forward, attention's apart."""
-    s = shape
-    return 2 * tokens * s.hidden * (2 * s.query + 2 * s.key_value + 3 * s.feed_forward) / PRODUCTS
+    return _products_seconds(shape, job.tokens) + pointwise + _attention_seconds(shape, job.tokens) / 8
 
 
 def batch_seconds(shape: Shape, job: Job) -> float:
-    """A micro-batch's products, forward and backward, with nothing computed again. Attention is left out: it depends on the documents' lengths."""
+    """A micro-batch's matrix products, forward and backward, without attention, which depends on document lengths."""
     head = 2 * job.tokens * shape.head_parameters / PRODUCTS
-    return 3 * (shape.layers * products_seconds(shape, job.tokens) + head)
+    return 3 * (shape.layers * _products_seconds(shape, job.tokens) + head)
 
 
-def least_seconds(shape: Shape, job: Job) -> float:
-    """A micro-batch's time, forward and backward, with nothing computed again; documents are taken as short as `forward_seconds` does."""
-    return 3 * (shape.layers * forward_seconds(shape, job) + 2 * job.tokens * shape.head_parameters / PRODUCTS)
+def _products_seconds(shape: Shape, tokens: int) -> float:
+    s = shape
+    return 2 * tokens * s.hidden * (2 * s.query + 2 * s.key_value + 3 * s.feed_forward) / PRODUCTS
 
 
 def _recompute_seconds(shape: Shape, level: "Recompute", job: Job) -> float:
@@ -357,36 +367,13 @@ def _attention_seconds(shape: Shape, tokens: int) -> float:
     return 2 * shape.query * tokens**2 / ATTENTION
 
 
-GIB = 1 << 30
-OUTSIDE = 3 * GIB
-"""What libraries will take beside torch's allocator, once they are used: NCCL's buffers, kernels, workspaces. On an H200 1 GiB was too little: NCCL
-found none left for its own."""
-RESERVE = 0.03
-"""Of the estimate: gaps between tensors, and the estimate's own error."""
-HEAD_CHUNKS = (8192, 4096, 2048, 1024, 512)
-"""Tokens; with 16,384 the head is no faster than with the first."""
-UNPLANNED_CHUNK = 4096
-HOST_SHARE = 0.5
-"""Of the host's available memory, at most this much is taken for parking unless it is asked for by name."""
-HOST_MOST = 0.9
-"""And at most this much for everything that the trainer is known to need."""
-WORTHWHILE = 0.01
-"""Parking has to save this share of a micro-batch's time."""
-LEAN = 0.05
-"""Where a level is named, this share of a micro-batch's least time may go into saving memory by other means."""
-
-_AGAIN = {
-    "none": "nothing",
-    "pointwise": "what is pointwise",
-    "wide": "all but attention and the narrow products",
-    "attention": "all but attention",
-    "full": "everything",
-}
+# ---- the choice
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What was decided and on what grounds. `job` and `budget` (bytes for torch) are None where nothing was planned: on CPU, or without `tokens`."""
+    """The settings and what they follow from. Where nothing is planned (on CPU, or without `tokens`), `job` and
+    `budget` (bytes for torch) are None."""
 
     settings: Settings
     shape: Shape
@@ -405,103 +392,82 @@ def plan_memory(
     optim: "OptimConfig | None",
     published: Callable[[int], float] | None = None,
 ) -> MemoryPlan:
-    """Settle what `config` leaves open, alike on all ranks, and say on rank 0 what was chosen and why.
+    """Settle what `config` leaves open, alike on all ranks, and log on rank 0 what was chosen and why.
 
     Args:
         lm: May be on the meta device.
         itemsize: Bytes of a computed number.
         tokens: Most tokens of a micro-batch.
-        published: Bytes per parameter of published weights on this GPU, for a model of so many parameters (`weight_publisher.published_bytes`).
+        published: Bytes per parameter of weights published from this GPU, given the number of parameters.
     """
     shape = Shape.of(lm)
     if world.device.type != "cuda" or tokens is None:
-        return MemoryPlan(_unplanned(config, shape, world), shape)
-    states = 8.0 if optim is None else state_bytes(optim, shape)
-    job = Job(
-        tokens,
-        itemsize,
-        world.shards,
-        world.size,
-        states,
-        compiled,
-        0.0 if published is None else published(shape.parameters),
-    )
-    host_bytes = _host_bytes(
-        shape, job, 8.0 if optim is None else state_bytes(optim.model_copy(update={"offload": False}), shape)
-    )
-    host, budget = (min(values) for values in zip(*gather(world, [host_bytes, _budget(config, world)]), strict=True))
-    settings = choose(config, shape, job, budget, host)
-    plan = MemoryPlan(settings, shape, job, budget)
+        return MemoryPlan(unplanned(config, shape, world), shape)
+    device_states = total_states = 8.0
+    if optim is not None:
+        device_states = state_bytes(optim, shape)
+        total_states = state_bytes(optim.model_copy(update={"offload": False}), shape)
+    published_bytes = 0.0 if published is None else published(shape.parameters)
+    job = Job(tokens, itemsize, world.shards, world.size, device_states, compiled, published_bytes)
+    local = [_host_bytes(shape, job, total_states), _budget(config, world)]
+    host, budget = (min(values) for values in zip(*gather(world, local), strict=True))
+    plan = MemoryPlan(choose(config, shape, job, budget, host), shape, job, budget)
     if world.is_main:
-        (logger.info if _fits(estimate(shape, job, settings), budget) else logger.warning)(describe(plan, config))
+        log = logger.info if _fits(estimate(shape, job, plan.settings), budget) else logger.warning
+        log(describe(plan, config))
     return plan
 
 
 def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: float) -> Settings:
     """The fastest settings that fit; the leanest when none does.
 
-    Without a word of `config` about it, what blocks keep is parked in host memory, a part of it or all, where that is worthwhile or nothing else
-    fits. Whoever names a level trades memory for time by hand, and gets what else saves memory as well, as long as it costs hardly any time.
+    Unless `config` says whether to offload, blocks do where that saves time or nothing else fits.
 
     Args:
         budget: Bytes that torch may take of the GPU.
         host: Bytes of host memory there are for each rank.
     """
     options = list(_options(config, shape))
-    best = _fastest(options, shape, job, budget)
+    fitting = [settings for settings in options if _fits(estimate(shape, job, settings), budget)]
+    best = min(fitting, key=lambda s: (added_seconds(shape, job, s), estimate(shape, job, s).total), default=None)
     if config.activation_offload is None:
-        parking = _fastest_parking(options, shape, job, budget, host)
-        if parking is not None and (best is None or _is_worthwhile(parking, best, shape, job)):
-            return parking
+        offloading = _fastest_offloading(options, shape, job, budget, host)
+        if offloading is not None and (best is None or _is_worthwhile(offloading, best, shape, job)):
+            return offloading
     if best is not None:
-        return best if config.activation_checkpointing == "auto" else _leanest_beside(best, options, shape, job)
+        return best
     if config.activation_offload is None:
-        everything = (replace(settings, parked=math.inf) for settings in options)
-        options += [settings for settings in everything if parked_bytes(shape, job, settings) <= host]
+        everything = (replace(settings, offloaded=math.inf) for settings in options)
+        options += [settings for settings in everything if offloaded_bytes(shape, job, settings) <= host]
     return min(options, key=lambda s: estimate(shape, job, s).total)
 
 
-def _fastest(options: list[Settings], shape: Shape, job: Job, budget: float) -> Settings | None:
-    fitting = [settings for settings in options if _fits(estimate(shape, job, settings), budget)]
-    return min(fitting, key=lambda s: (added_seconds(shape, job, s), estimate(shape, job, s).total), default=None)
-
-
-def _leanest_beside(best: Settings, options: list[Settings], shape: Shape, job: Job) -> Settings:
-    """The settings that take the least memory of those that are hardly slower than the best. Where ranks share the weights, what gathering them twice
-    costs depends on what connects the ranks, which is not known."""
-    most = added_seconds(shape, job, best) + LEAN * least_seconds(shape, job)
-    alike = [settings for settings in options if job.shards == 1 or settings.reshard == best.reshard]
-    return min(
-        (settings for settings in alike if added_seconds(shape, job, settings) <= most),
-        key=lambda s: (estimate(shape, job, s).total, added_seconds(shape, job, s)),
-    )
-
-
-def _fastest_parking(options: list[Settings], shape: Shape, job: Job, budget: float, host: float) -> Settings | None:
-    """The fastest settings that fit because each block parks some of what the host link carries while it computes, or everything."""
+def _fastest_offloading(options: list[Settings], shape: Shape, job: Job, budget: float, host: float) -> Settings | None:
+    """The fastest settings that fit only because each block offloads: eighths of what the host link carries while it
+    computes, or everything."""
     carried = HOST_LINK * forward_seconds(shape, job)
-    budgets = [*(carried * eighths / 8 for eighths in range(1, 9)), math.inf]
+    sizes = [*(carried * eighths / 8 for eighths in range(1, 9)), math.inf]
     best, least = None, math.inf
     for seconds, plain in sorted(((added_seconds(shape, job, s), s) for s in options), key=lambda option: option[0]):
         if seconds >= least or _fits(estimate(shape, job, plain), budget):
-            break  # parking makes nothing faster by itself
-        parking = [replace(plain, parked=parked) for parked in budgets]
-        # The more is parked, the less of the GPU and the more time is taken: the first that fits.
-        first = bisect_left(parking, True, key=lambda s: _fits(estimate(shape, job, s), budget))
-        for settings in parking[first : first + 1]:
+            break  # offloading makes nothing faster by itself
+        offloading = [replace(plain, offloaded=size) for size in sizes]
+        # The more is offloaded, the less of the GPU and the more time is taken: the first that fits.
+        first = bisect_left(offloading, True, key=lambda s: _fits(estimate(shape, job, s), budget))
+        for settings in offloading[first : first + 1]:
             seconds = added_seconds(shape, job, settings)
-            if seconds < least and parked_bytes(shape, job, settings) <= host:
+            if seconds < least and offloaded_bytes(shape, job, settings) <= host:
                 best, least = settings, seconds
     return best
 
 
-def _is_worthwhile(parking: Settings, plain: Settings, shape: Shape, job: Job) -> bool:
-    saved = added_seconds(shape, job, plain) - added_seconds(shape, job, parking)
-    return saved >= WORTHWHILE * (batch_seconds(shape, job) + added_seconds(shape, job, parking))
+def _is_worthwhile(offloading: Settings, plain: Settings, shape: Shape, job: Job) -> bool:
+    saved = added_seconds(shape, job, plain) - added_seconds(shape, job, offloading)
+    return saved >= WORTHWHILE * (batch_seconds(shape, job) + added_seconds(shape, job, offloading))
 
 
 def _options(config: "TrainerModel", shape: Shape) -> Iterator[Settings]:
-    """All settings that `config` allows, as far as they park nothing by themselves."""
+    """All settings that `config` allows, as far as they offload nothing by themselves."""
     chunks = HEAD_CHUNKS if config.head_chunk is None else [config.head_chunk]
     reshards = [False, True] if config.reshard_after_forward is None else [config.reshard_after_forward]
     for levels in _levels(config, shape.layers):
@@ -511,27 +477,23 @@ def _options(config: "TrainerModel", shape: Shape) -> Iterator[Settings]:
 
 
 def _levels(config: "TrainerModel", layers: int) -> "Iterator[tuple[Recompute, ...]]":
-    """Mixes of two neighbouring levels, of which the first layers have the leaner one, where `config` does not say otherwise."""
+    """The level that `config` names, or mixes of two neighbouring ones, the leaner of them in the first layers."""
     if config.activation_checkpointing != "auto":
         yield (config.activation_checkpointing,) * layers
-    else:
-        for faster, leaner in pairwise(LEVELS):
-            for count in range(layers + (leaner == LEVELS[-1])):
-                yield _mix(leaner, count, faster, layers)
+        return
+    for faster, leaner in pairwise(LEVELS):
+        for count in range(layers + (leaner == LEVELS[-1])):
+            yield (*[leaner] * count, *[faster] * (layers - count))
 
 
-def _mix(leaner: "Recompute", count: int, faster: "Recompute", layers: int) -> "tuple[Recompute, ...]":
-    levels: list[Recompute] = [leaner] * count + [faster] * (layers - count)
-    return tuple(levels)
-
-
-def _unplanned(config: "TrainerModel", shape: Shape, world: World) -> Settings:
+def unplanned(config: "TrainerModel", shape: Shape, world: World) -> Settings:
+    """The settings where nothing is fitted to the memory."""
     level: Recompute = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
     return Settings(
         levels=(level,) * shape.layers,
         head_chunk=config.head_chunk or UNPLANNED_CHUNK,
         reshard=world.size > 1 if config.reshard_after_forward is None else config.reshard_after_forward,
-        parked=math.inf if config.activation_offload else 0.0,
+        offloaded=math.inf if config.activation_offload else 0.0,
     )
 
 
@@ -548,22 +510,38 @@ def _budget(config: "TrainerModel", world: World) -> float:
 
 
 def _host_bytes(shape: Shape, job: Job, states: float) -> float:
-    """Bytes of host memory that each rank of this host may park in: what the rank will need itself is left alone, the exported weights (of two bytes,
-    twice), and the copy of weights and optimizer states (of so many bytes a parameter) from which a checkpoint is written beside the loop.
+    """Bytes of host memory that each rank of this host may offload to.
+
+    Left alone is what the rank needs itself: the exported weights (of two bytes, twice), and the copy of weights and
+    optimizer states (of so many bytes a parameter) from which a checkpoint is written beside the loop.
     """
     available = available_bytes() / local_ranks()
-    offloaded = max(states - job.state_bytes, 0)
-    needed = (2 * 2 + 4 + states + offloaded) * shape.parameters / job.shards
+    offloaded_states = max(states - job.state_bytes, 0)
+    needed = (2 * 2 + 4 + states + offloaded_states) * shape.parameters / job.shards
     return max(min(HOST_SHARE * available, HOST_MOST * available - needed), 0)
 
 
 def use_expandable_segments() -> None:
-    """Let the allocator grow its segments, so that micro-batches of ever new lengths leave few gaps. An allocator set up by the user is left alone."""
+    """Let the allocator grow its segments, so that micro-batches of ever new lengths leave few gaps.
+
+    An allocator set up by the user is left alone.
+    """
     if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
         return
     with warnings.catch_warnings():  # 2.13 gives this function another, equally private name
         warnings.simplefilter("ignore", FutureWarning)
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+# ---- in words
+
+_RECOMPUTED = {
+    "none": "nothing",
+    "pointwise": "what is pointwise",
+    "wide": "all but attention and the narrow products",
+    "attention": "all but attention",
+    "full": "everything",
+}
 
 
 def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
@@ -572,21 +550,17 @@ def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
     assert plan.budget is not None
     shape, job, settings = plan.shape, plan.job, plan.settings
     estimated = estimate(shape, job, settings)
-    fits = _fits(estimated, plan.budget)
-    whose = "memory_limit" if config.memory_limit is not None else "free"
+    limit = "memory_limit" if config.memory_limit is not None else "free"
     text = [
-        f"memory: {_gib(estimated.total * (1 + RESERVE))} of {_gib(plan.budget)} GiB ({whose}) for {job.tokens:,} tokens a micro-batch",
-        f"backward computes again {_in_words(settings, shape, job)}",
+        f"memory: {_gib(estimated.total * (1 + RESERVE))} of {_gib(plan.budget)} GiB ({limit}) for {job.tokens:,} tokens "
+        f"a micro-batch; backward computes again {_in_words(settings, shape, job)}",
         f"estimated peak, in {estimated.moment}: {listed(estimated.parts)}, reserve {_gib(estimated.total * RESERVE)} GiB",
     ]
-    if not fits:
-        text.append(f"too little, if the estimate holds; what would help most: {_remedies_listed(plan)}")
-        return "; ".join(text)
     fastest = min(_options(config, shape), key=lambda s: added_seconds(shape, job, s))
     faster = added_seconds(shape, job, settings) - added_seconds(shape, job, fastest)
-    if config.activation_checkpointing != "auto" and not settings.parked:
-        text.append("as a level is named, memory is saved by other means as well where that costs hardly any time")
-    if faster > 0:
+    if not _fits(estimated, plan.budget):
+        text.append(f"too little, if the estimate holds; what would help most: {_remedies_listed(plan)}")
+    elif faster > 0:
         need = _gib(estimate(shape, job, fastest).total * (1 + RESERVE))
         text.append(
             f"the fastest way ({_in_words(fastest, shape, job)}) would need {need} GiB and save {faster * 1e3:.0f} ms"
@@ -597,13 +571,13 @@ def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
 def _in_words(settings: Settings, shape: Shape, job: Job) -> str:
     runs = [(level, len(list(run))) for level, run in groupby(settings.levels)]
     layers = ", ".join(
-        _AGAIN[level] + (f" in {count} of {len(settings.levels)} layers" if len(runs) > 1 else "")
+        _RECOMPUTED[level] + (f" in {count} of {len(settings.levels)} layers" if len(runs) > 1 else "")
         for level, count in runs
     )
     parts = [layers, f"head in chunks of {min(settings.head_chunk, job.tokens)} tokens"]
     parts.append("weights freed after forward" if settings.reshard else "weights stay gathered")
-    if settings.parked:
-        parts.append(f"{_gib(parked_bytes(shape, job, settings))} GiB of activations parked in host memory")
+    if settings.offloaded:
+        parts.append(f"{_gib(offloaded_bytes(shape, job, settings))} GiB of activations offloaded to host memory")
     return ", ".join(parts)
 
 
@@ -622,7 +596,7 @@ def _gib(size: float) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes: what torch has given to tensors now and at most, what it holds of the GPU, and the GPU's own account."""
+    """Bytes: allocated to tensors now and at most, reserved by torch, and free and in all by the GPU's own count."""
 
     allocated: int
     peak: int
@@ -633,11 +607,7 @@ class Figures:
 
 @contextmanager
 def watched(plan: MemoryPlan, device: torch.device) -> Iterator[None]:
-    """Around what uses the GPU's memory.
-
-    Raises:
-        UserError: the memory did not suffice; says what took it, and what would help.
-    """
+    """Explain running out of the GPU's memory: raise UserError that says what took it, and what would help."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -656,20 +626,19 @@ def explain_oom(error: BaseException, plan: MemoryPlan, figures: Figures) -> Use
     others = max(figures.total - figures.free - figures.reserved, 0)
     text = [
         "the GPU is out of memory" + (f" ({asked[1]} more were asked for)" if asked else ""),
-        f"tensors take {_gib(figures.allocated)} GiB (at most {_gib(figures.peak)}), torch holds {_gib(figures.reserved)} of "
-        f"{_gib(figures.total)} GiB, {_gib(others)} are taken by others and by the driver",
+        f"tensors take {_gib(figures.allocated)} GiB (at most {_gib(figures.peak)}), torch holds "
+        f"{_gib(figures.reserved)} of {_gib(figures.total)} GiB, {_gib(others)} are taken by others and by the driver",
     ]
     if plan.job is not None:
         estimated = estimate(plan.shape, plan.job, plan.settings)
-        text.append(
-            f"a step's estimate is {_gib(estimated.total)} GiB, most of it in {estimated.moment}: {listed(estimated.parts)}"
-        )
+        total, parts = _gib(estimated.total), listed(estimated.parts)
+        text.append(f"a step's estimate is {total} GiB, most of it in {estimated.moment}: {parts}")
         text.append(f"what would help most: {_remedies_listed(plan)}")
     return UserError("; ".join(text))
 
 
-def remedies(plan: MemoryPlan) -> list[tuple[str, int]]:
-    """Changes that free most of the GPU, and the bytes that each would free by the estimate; at most three, the best first."""
+def _remedies_listed(plan: MemoryPlan) -> str:
+    """The three changes that free most of the GPU, by the estimate, the best first."""
     assert plan.job is not None
     shape, job, settings = plan.shape, plan.job, plan.settings
     now = estimate(shape, job, settings).total
@@ -686,13 +655,10 @@ def remedies(plan: MemoryPlan) -> list[tuple[str, int]]:
         (f"--model.activation-checkpointing {level}", at(level)),
         ("--model.head-chunk 1024", freed(head_chunk=min(settings.head_chunk, 1024))),
         ("--model.reshard-after-forward true", freed(reshard=True)),
-        ("--model.activation-offload true", freed(parked=math.inf)),
+        ("--model.activation-offload true", freed(offloaded=math.inf)),
         ("--optim.offload true", freed(replace(job, state_bytes=0.0))),
         (f"half as many tokens a micro-batch (seq_len), {job.tokens // 2:,}", freed(replace(job, tokens=job.tokens // 2))),
         (f"{2 * job.ranks} GPUs", freed(replace(job, ranks=2 * job.ranks, shards=2 * job.shards))),
     ]  # fmt: skip
-    return sorted((c for c in changes if c[1] > GIB // 100), key=lambda change: -change[1])[:3]
-
-
-def _remedies_listed(plan: MemoryPlan) -> str:
-    return ", ".join(f"{what} (-{_gib(size)} GiB)" for what, size in remedies(plan))
+    best = sorted((change for change in changes if change[1] > GIB // 100), key=lambda change: -change[1])[:3]
+    return ", ".join(f"{what} (-{_gib(size)} GiB)" for what, size in best)

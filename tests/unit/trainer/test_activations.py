@@ -177,7 +177,7 @@ def plain(world: World, shape: Source) -> Plain:
 
 ONE_LEVEL = [{"activation_checkpointing": level} for level in LEVELS]
 OFFLOAD = [{**levels, "activation_offload": True} for levels in ONE_LEVEL]
-# Parked tensors outlive the weights that were gathered when they were made.
+# Offloaded tensors outlive the weights that were gathered when they were made.
 OFFLOAD += [{"activation_offload": True, "reshard_after_forward": True}]
 COMPILED = [{**settings, "compile": True} for settings in (*ONE_LEVEL[1:], OFFLOAD[0], *OFFLOAD[-2:])]
 

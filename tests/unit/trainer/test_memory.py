@@ -1,6 +1,7 @@
 """What a step takes, estimated: against measured peaks, against what compiled blocks really keep; what is chosen from it, and what is said."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +18,7 @@ from prime_rl.trainer import memory, moe
 from prime_rl.trainer.activations import LEVELS, checkpoint_layers, wide_products
 from prime_rl.trainer.memory import (
     GIB,
-    HEAD_CHUNKS,
+    HOST_LINK,
     Estimate,
     Job,
     MemoryPlan,
@@ -27,9 +28,9 @@ from prime_rl.trainer.memory import (
     batch_seconds,
     choose,
     estimate,
+    forward_seconds,
     kept_bytes,
-    least_seconds,
-    parked_bytes,
+    offloaded_bytes,
     state_bytes,
 )
 from prime_rl.trainer.parallel import World
@@ -252,15 +253,15 @@ MUCH = 10_000 * GIB
     ],
 )
 def test_choice(name: str, thousands: int, gib: float, levels: set[str], shapes: dict[str, Shape]) -> None:
-    """The rows of the benchmark that park nothing: no more is computed again than the memory asks for, the leaner level in the first layers."""
+    """Rows of the benchmark without offloading: no more is computed again than the memory asks for, the leaner level first."""
     settings = chosen(shapes[name], gib, thousands * 1024)
     assert set(settings.levels) == levels
-    assert not settings.parked
+    assert not settings.offloaded
     check_fit(shapes[name], Job(thousands * 1024), settings, gib)
 
 
 def test_more_memory_is_never_slower(shapes: dict[str, Shape]) -> None:
-    """Over the whole range, but for parking that is not worthwhile."""
+    """Over the whole range, but for offloading that is not worthwhile."""
     shape = shapes["4B"]
     for job in (Job(16384), Job(65536)):
         choices = [chosen(shape, gib, job.tokens) for gib in (*range(60, 73, 4), *range(73, 81), *range(84, 145, 5))]
@@ -270,35 +271,6 @@ def test_more_memory_is_never_slower(shapes: dict[str, Shape]) -> None:
     assert chosen(shape, 140) == everywhere(shape, "none", 8192)
 
 
-def test_a_named_level_is_lean(shapes: dict[str, Shape]) -> None:
-    """Whoever names a level gets what else saves memory, as far as it costs next to nothing: less than the peer takes at the same level, and no more
-    than 5 % slower than the fastest. Without a name, and with names for all, nothing changes."""
-    for name, thousands, level, peer in (
-        ("0.6B", 16, "none", 30.4),
-        ("0.6B", 16, "full", 11.9),
-        ("0.6B", 64, "none", 88.8),
-        ("4B", 16, "none", 123.6),
-        ("4B", 16, "full", 67.3),
-    ):
-        shape, job = shapes[name], Job(thousands * 1024)
-        lean = chosen(shape, 138, job.tokens, activation_checkpointing=level)
-        fast = chosen(
-            shape,
-            138,
-            job.tokens,
-            activation_checkpointing=level,
-            reshard_after_forward=False,
-            head_chunk=HEAD_CHUNKS[0],
-        )
-        assert fast == Settings((level,) * shape.layers, HEAD_CHUNKS[0], reshard=False, parked=0.0)
-        assert lean.levels == fast.levels
-        rounded = (peer + 0.05) * GIB
-        assert estimate(shape, job, lean).total < rounded < estimate(shape, job, fast).total
-        more = added_seconds(shape, job, lean) - added_seconds(shape, job, fast)
-        assert 0 < more <= 0.05 * least_seconds(shape, job)
-    assert not chosen(shapes["4B"], 138).reshard
-
-
 def test_the_user_has_the_last_word(shapes: dict[str, Shape]) -> None:
     """What is set stays; what is left open is fitted around it."""
     shape = shapes["4B"]
@@ -306,7 +278,7 @@ def test_the_user_has_the_last_word(shapes: dict[str, Shape]) -> None:
     assert settings.levels == ("full",) * 36
     assert settings.head_chunk == 777
     settings = chosen(shape, 138, activation_offload=True, reshard_after_forward=True)
-    assert settings.parked == math.inf
+    assert settings.offloaded == math.inf
     assert settings.reshard
     assert not chosen(shape, 1, activation_offload=False, reshard_after_forward=False).reshard
     assert set(chosen(shape, 80, activation_checkpointing="attention").levels) == {"attention"}
@@ -316,7 +288,7 @@ def test_nothing_fits(shapes: dict[str, Shape]) -> None:
     """The leanest there is, since an estimate may be wrong."""
     settings = chosen(shapes["4B"], 10)
     assert settings.reshard
-    assert settings.parked == math.inf
+    assert settings.offloaded == math.inf
     leanest = estimate(shapes["4B"], Job(16384), settings).total
     assert (
         leanest
@@ -359,22 +331,22 @@ def test_plan_says_what_and_why(gpu: Callable[..., World], caplog: pytest.LogCap
     assert "\n" not in record.message
 
 
-def test_plan_says_what_is_parked(
+def test_plan_says_what_is_offloaded(
     gpu: Callable[..., World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How much of a micro-batch is in host memory: at most half of this rank's share of the host, and what the copy of weights (fp32 and exported) and
-    optimizer states leaves of nine tenths of it, 52.5 GiB here."""
+    """At most half of this rank's part of the host memory, and what the copy of weights and optimizer states leaves of
+    nine tenths of it, 52.5 GiB here."""
     caplog.set_level("INFO", "prime_rl")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for available, least, most in ((4 * 100, 25, 37.5), (4 * 150, 40, 75)):
         monkeypatch.setattr(memory, "available_bytes", lambda available=available: available * GIB)
         plan = planned(gpu(138.0), 65536)
         assert plan.job is not None
-        parked = parked_bytes(plan.shape, plan.job, plan.settings) / GIB
-        assert least < parked <= most
-        assert f"{parked:.1f} GiB of activations parked in host memory" in caplog.records[-1].message
+        offloaded = offloaded_bytes(plan.shape, plan.job, plan.settings) / GIB
+        assert least < offloaded <= most
+        assert f"{offloaded:.1f} GiB of activations offloaded to host memory" in caplog.records[-1].message
     monkeypatch.setattr(memory, "available_bytes", lambda: 4 * 58 * GIB)
-    assert planned(gpu(138.0), 65536).settings.parked == 0
+    assert planned(gpu(138.0), 65536).settings.offloaded == 0
 
 
 def test_plan_warns_and_goes_on(gpu: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
@@ -386,11 +358,59 @@ def test_plan_warns_and_goes_on(gpu: Callable[..., World], caplog: pytest.LogCap
 
 
 def test_nothing_is_planned_on_cpu_or_without_a_size(gpu: Callable[..., World], world: World) -> None:
-    plain = Settings(("none",) * 36, 4096, reshard=False, parked=0.0)
+    plain = Settings(("none",) * 36, 4096, reshard=False, offloaded=0.0)
     for where, tokens in ((world, 16384), (gpu(20.0), None)):
         plan = planned(where, tokens)
         assert plan.settings == plain
         assert plan.job is None
+
+
+# Chosen and measured on an H200 (`benchmarks/results/trainer_h200.json`, suite `bars`): 4B, thousands of tokens, GiB; bytes offloaded of
+# each layer and the levels; and what is chosen where offloading is forbidden.
+OFFLOADING = [
+    (16, 80, 0.121e9, {"wide": 36}, {"attention": 11, "wide": 25}),
+    (64, 136, 1.571e9, {"wide": 18, "pointwise": 18}, {"attention": 4, "wide": 32}),
+]
+
+
+@pytest.mark.parametrize(
+    ("thousands", "gib", "offloaded", "levels", "plainly"), OFFLOADING, ids=lambda value: str(value)
+)
+def test_a_part_is_offloaded_where_it_saves_time(
+    thousands: int,
+    gib: float,
+    offloaded: float,
+    levels: dict[str, int],
+    plainly: dict[str, int],
+    shapes: dict[str, Shape],
+) -> None:
+    """What the link carries beside the computation, in place of computing again; nothing with other words or without host memory."""
+    shape, job = shapes["4B"], Job(thousands * 1024)
+    settings, plain = (chosen(shape, gib, job.tokens, activation_offload=offloads) for offloads in (None, False))
+    assert Counter(settings.levels) == levels
+    assert settings.offloaded == pytest.approx(offloaded, rel=0.005)
+    assert settings.offloaded <= HOST_LINK * forward_seconds(shape, job)
+    check_fit(shape, job, settings, gib)
+    assert Counter(plain.levels) == plainly
+    assert not plain.offloaded
+    check_fit(shape, job, plain, gib)
+    saved = added_seconds(shape, job, plain) - added_seconds(shape, job, settings)
+    assert saved > 0.01 * batch_seconds(shape, job)
+    assert chosen(shape, gib, job.tokens, host=0) == plain
+    half = offloaded_bytes(shape, job, settings) / 2
+    assert offloaded_bytes(shape, job, chosen(shape, gib, job.tokens, host=half)) <= half
+
+
+def test_offloading_needs_host_memory(shapes: dict[str, Shape]) -> None:
+    """What would be offloaded has to fit there; asked for by name it is done all the same."""
+    shape, job = shapes["4B"], Job(65536)
+    for host in (20 * GIB, 50 * GIB):
+        settings = chosen(shape, 75, 65536, host=host)
+        assert settings.offloaded == math.inf
+        assert 0.9 * min(host, 30 * GIB) < offloaded_bytes(shape, job, settings) <= host
+        assert fits(shape, job, settings, 75)
+    assert not chosen(shape, 75, 65536, host=5 * GIB).offloaded
+    assert chosen(shape, 75, 65536, host=0, activation_offload=True).offloaded == math.inf
 
 
 # ---- out of memory

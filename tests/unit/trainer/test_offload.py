@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.trainer import activations
-from prime_rl.trainer.activations import Host, offload_layers, parking_layers
+from prime_rl.trainer.activations import HostPool, offload_layers, offloading_layers
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, LAYERS = 64, 16, 5
@@ -63,14 +63,14 @@ def forward(layers: list[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
-def host(layers: list[nn.Module]) -> Host:
+def host(layers: list[nn.Module]) -> HostPool:
     return layers[0].host  # type: ignore[return-value]
 
 
 def away(layers: list[nn.Module]) -> list[bool]:
     """For each block, whether what it kept has left."""
-    parked = [host(layers).blocks[i].parked for i in range(len(layers) - 1)] + [[]]
-    return [bool(storages) and all(storage.device is None for storage in storages) for storages in parked]
+    offloaded = [host(layers).blocks[i].offloaded for i in range(len(layers) - 1)] + [[]]
+    return [bool(storages) and all(storage.device is None for storage in storages) for storages in offloaded]
 
 
 def test_what_is_kept_leaves_and_comes_back(layers: list[nn.Module]) -> None:
@@ -107,7 +107,7 @@ def test_host_memory_goes_round(layers: list[nn.Module]) -> None:
 def test_what_blocks_share_stays(layers: list[nn.Module]) -> None:
     """Neither weights nor what every block is given, and nothing small or without a backward pass to come."""
     forward(layers, torch.randn(TOKENS, WIDTH))
-    assert [len(block.parked) for block in host(layers).blocks.values()] == [1, 1, 1, 0]
+    assert [len(block.offloaded) for block in host(layers).blocks.values()] == [1, 1, 1, 0]
     with torch.no_grad():
         host(layers).blocks.clear()
         forward(layers, torch.randn(TOKENS, WIDTH))
@@ -115,7 +115,7 @@ def test_what_blocks_share_stays(layers: list[nn.Module]) -> None:
 
 
 def test_a_second_backward_is_refused(layers: list[nn.Module]) -> None:
-    """What was parked is given up when it has been asked for: a second pass must not read another's memory."""
+    """What was offloaded is released when it has been asked for: a second pass must not read another's memory."""
     out = forward(layers, torch.randn(TOKENS, WIDTH)).sum()
     out.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="asked for once"):
@@ -152,7 +152,7 @@ def gradients(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("budget", "parked"),
+    ("budget", "offloaded"),
     [
         (0.5, [[], [1], [], [1], [], [1]]),
         (2, [[1], [3], [1], [3], [1], [3]]),  # a tensor larger than the budget goes in every second block
@@ -162,34 +162,34 @@ def gradients(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
         (math.inf, [[3, 1]] * 8),
     ],
 )
-def test_a_budget_is_spent_over_the_blocks(budget: float, parked: list[list[int]], layers: list[nn.Module]) -> None:
+def test_a_budget_is_spent_over_the_blocks(budget: float, offloaded: list[list[int]], layers: list[nn.Module]) -> None:
     """Which tensors go out, in units of the smaller one; they leave the device, every chunk comes back, and the gradients are the same bits."""
     torch.manual_seed(0)
     plain = [Widening() for _ in range(DEEP)]
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
     want = gradients(plain, x)
-    parking = offload_layers(plain, CPU, budget * NARROW)
+    offloading = offload_layers(plain, CPU, budget * NARROW)
 
-    out = forward(parking, x)
-    blocks = [host(parking).blocks[i] for i in range(DEEP - 1)]
-    assert [[storage.size // NARROW for storage in block.parked] for block in blocks if block.parked] == [
-        p for p in parked if p
+    out = forward(offloading, x)
+    blocks = [host(offloading).blocks[i] for i in range(DEEP - 1)]
+    assert [[storage.size // NARROW for storage in block.offloaded] for block in blocks if block.offloaded] == [
+        sizes for sizes in offloaded if sizes
     ]
-    assert [[storage.size // NARROW for storage in block.parked] for block in blocks[: len(parked)]] == parked
-    assert all(storage.device is None for block in blocks for storage in block.parked)
+    assert [[storage.size // NARROW for storage in block.offloaded] for block in blocks[: len(offloaded)]] == offloaded
+    assert all(storage.device is None for block in blocks for storage in block.offloaded)
     del out
 
-    for got, expected in zip(gradients(parking, x), want, strict=True):
+    for got, expected in zip(gradients(offloading, x), want, strict=True):
         assert torch.equal(got, expected)
-    assert len(host(parking)._free) == host(parking).chunks > 0
+    assert len(host(offloading)._free) == host(offloading).chunks > 0
     # 4,096 and 12,288 bytes in chunks of 1,000
-    assert host(parking).chunks == sum({1: 5, 3: 13}[size] for sizes in parked for size in sizes)
+    assert host(offloading).chunks == sum({1: 5, 3: 13}[size] for sizes in offloaded for size in sizes)
 
 
 def test_what_stays_belongs_to_the_graph(layers: list[nn.Module]) -> None:
-    """What a block does not park is gone with the graph, although the block is remembered."""
-    parking = offload_layers([layer._checkpoint_wrapped_module for layer in layers], CPU, 1.0)
-    out = forward(parking, torch.randn(TOKENS, WIDTH, requires_grad=True))
+    """What a block does not offload is gone with the graph, although the block is remembered."""
+    offloading = offload_layers([layer._checkpoint_wrapped_module for layer in layers], CPU, 1.0)
+    out = forward(offloading, torch.randn(TOKENS, WIDTH, requires_grad=True))
     assert all(storage() is not None for storage in Keeps.seen)
     del out
     gc.collect()
@@ -198,19 +198,19 @@ def test_what_stays_belongs_to_the_graph(layers: list[nn.Module]) -> None:
 
 @pytest.mark.parametrize("budget", [NARROW, math.inf])
 def test_a_block_is_fetched_while_the_one_after_it_is_at_work(budget: float, layers: list[nn.Module]) -> None:
-    """Also the first that comes back, although those after it have parked nothing."""
-    parking = offload_layers([Widening() for _ in range(DEEP)], CPU, budget)
-    blocks, came = host(parking).blocks, []
+    """Also the first that comes back, although those after it have offloaded nothing."""
+    offloading = offload_layers([Widening() for _ in range(DEEP)], CPU, budget)
+    blocks, came = host(offloading).blocks, []
 
     def look(index: int) -> None:
         """Backward is about to begin with block `index`."""
-        came.append([bool(blocks[i].parked) and blocks[i].parked[0].device is not None for i in range(index + 1)])
+        came.append([bool(blocks[i].offloaded) and blocks[i].offloaded[0].device is not None for i in range(index + 1)])
 
     x, shift = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.ones(TOKENS, WIDTH)
-    for index, layer in enumerate(parking[:-1]):
+    for index, layer in enumerate(offloading[:-1]):
         x = layer(x, shift=shift)
         x.register_hook(lambda _, index=index: look(index))
-    parking[-1](x, shift=shift).sum().backward()
-    first = parking_layers(DEEP, budget) - 1
+    offloading[-1](x, shift=shift).sum().backward()
+    first = offloading_layers(DEEP, budget) - 1
     want = [[False] * index + [index <= first] for index in reversed(range(DEEP - 1))]
     assert came == want
