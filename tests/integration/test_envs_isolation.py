@@ -26,7 +26,6 @@ from prime_rl.envs import worker_pool as worker_pool_module
 from prime_rl.envs import worker_process as worker_process_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
-from prime_rl.envs.worker_pool import IdleCores
 from prime_rl.errors import UserError
 from support.processes import REPOSITORY
 from support.stub_worker import TASKS, stub_python, tell
@@ -92,22 +91,22 @@ async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
         filling = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2)]
         await until(lambda: sum(len(process.pending) for process in pool.of(stubs)) == 2)
         await asyncio.sleep(3 * worker_pool_module.WATCH_SECONDS)
-        assert stubs.kept == 1
+        assert stubs.target == 1
         more = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2, 9)]
         await until(lambda: sum(len(process.pending) for process in pool.of(stubs)) == 6)
-        assert stubs.kept == 3
+        assert stubs.target == 3
         assert sorted(len(process.pending) for process in pool.of(stubs)) == [2, 2, 2]
         for task in (*filling, *more):
             task.cancel()
         await asyncio.wait([*filling, *more], timeout=SECONDS)
         assert (await run(pool)).ok
-        assert stubs.kept == 3
+        assert stubs.target == 3
         assert pool.restarts == 0
 
 
 async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the workers are busy and cores idle, more start, though slots are free; what is not needed any more ends, its episodes first."""
-    monkeypatch.setattr(IdleCores, "measure", lambda _: 4.0)
+    """Where the workers are busy and there are more cores than workers, more start, though slots are free; what is not needed any more ends, its episodes first."""
+    monkeypatch.setattr(worker_pool_module, "cores", lambda: 4)
     monkeypatch.setattr(worker_pool_module, "IDLE_SECONDS", 1.0)
     env = stub(tmp_path, {"blocks": 0.02, "slow": 5.0}, max_concurrent=64, max_workers=3)
     async with serving(tmp_path, env) as pool:
@@ -117,7 +116,7 @@ async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.Mon
             while len(pool._ready(stubs)) < 3:
                 assert all(result.ok for result in await asyncio.gather(*(run(pool, 0, str(i)) for i in range(30))))
         assert all([(await task).ok for task in slow])
-        await until(lambda: stubs.kept == 1)
+        await until(lambda: len(pool.of(stubs)) == 1)
         assert (await run(pool)).ok
         assert pool.restarts == 0
 
@@ -197,6 +196,17 @@ async def test_a_worker_that_leaks_is_replaced(tmp_path: Path) -> None:
             while stubs.recycled < 2:
                 assert (await run(pool)).ok
         assert pool.restarts == 0
+
+
+async def test_a_worker_that_dies_while_its_successor_starts(tmp_path: Path) -> None:
+    """The successor takes its place, and no third one starts: a death changes nothing about how many there should be."""
+    async with serving(tmp_path, stub(tmp_path, recycle_episodes=1)) as pool:
+        assert (await run(pool)).ok
+        await until(lambda: len(pool.workers) == 2)
+        os.kill(min(pids(pool)), signal.SIGKILL)
+        await until(lambda: len(pool.workers) == len(pool._ready(pool.sets["stub"])) == 1)
+        await asyncio.sleep(3 * worker_pool_module.ADJUST_SECONDS)
+        assert len(pool.workers) == 1
 
 
 async def test_a_limit_that_a_fresh_worker_exceeds(tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ class EnvConfig(Section):
         list, "Packages of a Python environment of its own, which uv makes and keeps, such as wordle==0.3 or ./my_env."
     )
     workers: PositiveInt | Literal["auto"] = option(
-        "auto", "Worker processes (auto: as many as their load calls for and idle cores allow)."
+        "auto", "Worker processes (auto: as many as their load calls for, up to one for each core)."
     )
     max_workers: PositiveInt | None = option(None, "Most worker processes of workers = auto (None: one for each core).")
     max_concurrent: PositiveInt = option(256, "Most episodes that one worker runs at a time.")

@@ -3,9 +3,7 @@
     worker                       orchestrator
     Hello  ──────────────────▶                     version and token are checked before anything else
                               ◀── Setup            which environment, model, engine
-    Ready or LoadFailed ─────▶
-                              ◀── ListTasks
-    Tasks ───────────────────▶
+    Ready or LoadFailed ─────▶                     with its tasks
                               ◀── Run | Cancel     any number in flight
     Result ──────────────────▶
     Heartbeat ───────────────▶                     all the time, from a thread
@@ -21,8 +19,8 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import msgpack
 
-VERSION = 8
-MOST_BYTES = 128 << 20  # of a message but the list of tasks: ten million tokens
+VERSION = 9
+MOST_BYTES = 128 << 20  # of a message but `Ready`: ten million tokens
 MOST_TASKS_BYTES = 1 << 30
 ROLES = ("", "system", "user", "assistant", "tool")
 """Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
@@ -152,7 +150,6 @@ class Hello:
     kind: ClassVar[str] = "hello"
     version: int
     token: str
-    pid: int
 
 
 @dataclass
@@ -182,24 +179,14 @@ class Ready:
     kind: ClassVar[str] = "ready"
     renderer: str
     arguments: list[str]  # names that `args` accepts
+    task_ids: list[str]
+    stream: str = ""  # name of an endless environment's tasks, which are not listed
 
 
 @dataclass
 class LoadFailed:
     kind: ClassVar[str] = "load_failed"
     message: str
-
-
-@dataclass
-class ListTasks:
-    kind: ClassVar[str] = "list_tasks"
-
-
-@dataclass
-class Tasks:
-    kind: ClassVar[str] = "tasks"
-    task_ids: list[str]
-    stream: str = ""  # name of an endless environment's, which lists none
 
 
 @dataclass
@@ -236,7 +223,7 @@ class Heartbeat:
     use: float  # of a core, since the last one: the part of the time in which the process computed or its event loop was blocked
 
 
-Message = Hello | Setup | Ready | LoadFailed | ListTasks | Tasks | Run | Cancel | Result | Heartbeat
+Message = Hello | Setup | Ready | LoadFailed | Run | Cancel | Result | Heartbeat
 _ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"}  # of a sample: bytes on the wire
 
 

@@ -37,7 +37,6 @@ from prime_rl.envs.protocol import (
     EpisodeResult,
     Heartbeat,
     Hello,
-    ListTasks,
     LoadFailed,
     Message,
     Outcome,
@@ -45,7 +44,6 @@ from prime_rl.envs.protocol import (
     Result,
     Run,
     Setup,
-    Tasks,
     decode,
     encode,
 )
@@ -108,7 +106,7 @@ class WorkerServer:
         threading.Thread(target=self._beat, args=(threading.get_ident(),), name="heartbeat", daemon=True).start()
         ticker = asyncio.create_task(self._tick())
         try:
-            await self._send(Hello(VERSION, self._token, os.getpid()))
+            await self._send(Hello(VERSION, self._token))
             async with asyncio.timeout(SETUP_SECONDS):
                 setup = decode(await self._socket.recv())
             if not isinstance(setup, Setup):
@@ -136,7 +134,7 @@ class WorkerServer:
             gc.collect()
             gc.freeze()
             self._ticked, self._loaded = time.monotonic(), True
-            await self._send(Ready(env.renderer, env.arguments))
+            await self._send(Ready(env.renderer, env.arguments, env.task_ids, env.stream))
             stop = asyncio.create_task(self._stop.wait())
             receive = asyncio.create_task(self._receive(env, setup))
             either = {stop, receive}
@@ -161,8 +159,6 @@ class WorkerServer:
                 case Cancel(request=request):
                     if request in self._running:
                         self._running[request].cancel()
-                case ListTasks():
-                    await self._send(Tasks(env.task_ids, env.stream))
                 case other:
                     raise RuntimeError(f"unexpected message {other.kind!r}")
 

@@ -1,8 +1,8 @@
-"""The worker processes of all environments and their slots: started, scaled, watched, replaced, started again.
+"""The worker processes of all environments and their slots: start, scale, watch and replace them.
 
-An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails the episodes it had with
-`worker_died` and is started again with backoff; one that keeps dying while its environment finishes no episode ends the pool with a UserError that
-quotes its log. `workers_wanted` decides how many workers an environment has, `why_replace` when one is replaced.
+An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails its episodes with `worker_died` and is
+started again with backoff; an environment whose workers keep dying without finishing an episode fails the pool with a UserError that quotes its log.
+`_adjust` compares the workers of an environment with its target, and starts and drains until they match; nothing else starts or drains a worker.
 """
 
 import asyncio
@@ -13,8 +13,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections import OrderedDict
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,6 @@ from prime_rl.envs.protocol import (
     EndlessTasks,
     Heartbeat,
     Hello,
-    ListTasks,
     LoadFailed,
     Message,
     Outcome,
@@ -44,7 +42,6 @@ from prime_rl.envs.protocol import (
     Result,
     Setup,
     TaskInfo,
-    Tasks,
     decode,
     encode,
 )
@@ -55,16 +52,21 @@ from prime_rl.lifeline import Lifeline
 from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
 
 WATCH_SECONDS = 0.5
-AUTOSCALE_SECONDS = 1.0
-MEMORY_SECONDS = 2.0
-IDLE_SECONDS = 60.0  # for which fewer workers must have sufficed before some end: load comes back with every step
+ADJUST_SECONDS = 1.0
+IDLE_SECONDS = (
+    60.0  # for which fewer workers must have sufficed before some are drained: load comes back with every step
+)
 HEARTBEAT_TIMEOUT = 30.0
-BACKOFF_SECONDS = 1.0  # before the second restart in a row of a worker that finished nothing
+BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that finished nothing
 MAX_BACKOFF_SECONDS = 15.0
-MAX_DEATHS = 5  # in a row, of one worker, without one finished episode of its environment
+MAX_DEATHS = 5  # in a row, for each worker of an environment, without one finished episode of the environment
 LAST_WORDS_SECONDS = 5.0
-CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS
-HIGH, LOW, TARGET = 0.7, 0.35, 0.5  # cores that the mean worker uses: above, more are started; below, some end; aim
+CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS + processes.DEATH_SECONDS
+HIGH, LOW, TARGET = (
+    0.7,
+    0.35,
+    0.5,
+)  # mean use of a core by a worker: above, more are started; below, some are drained; aim
 _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
 
 Slot = tuple[Worker, int]  # and the number of the request there
@@ -99,28 +101,30 @@ class WorkerSet:
     log: Log
     least: int
     most: int
+    target: int = 0  # workers that it should have; a successor is one more
     tasks: list[TaskInfo] | EndlessTasks = field(default_factory=list)
     info: Ready | None = None  # of the first worker that was ready
-    kept: int = 0  # workers with a process, or about to get one
-    extras: int = 0  # of these, started for the load or as a successor, and not ready yet
     recycled: int = 0  # workers that were replaced
-    finished: int = 0  # episodes, of all workers
     departures: int = 0  # slots that were taken, and are not any more
-    setbacks: int = 0  # extra workers in a row that did not become ready
-    no_extra_before: float = 0.0
+    deaths: int = 0  # of workers, since an episode was finished
+    setbacks: int = 0  # workers in a row that ended without finishing an episode
+    no_start_before: float = 0.0
     idle_since: float = field(default_factory=time.monotonic)
     wanted_since: int = 0  # most workers that were wanted at a time since then
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    waiting: OrderedDict[asyncio.Future[Slot], None] = field(default_factory=OrderedDict)
+    waiting: dict[asyncio.Future[Slot], None] = field(default_factory=dict)  # in the order in which they asked
+
+    def __post_init__(self) -> None:
+        # With `auto` one shows whether the environment can be loaded, before the others start.
+        self.target = 1 if self.config.workers == "auto" else self.least
 
 
 class WorkerPool:
     """Worker processes of several environments, and the wire to them.
 
     Attributes:
-        workers: All processes that are up, by their identities: `environment/number/incarnation`.
+        workers: All processes that are up, by their identities: `environment/number`.
         sets: The same, and what else belongs to an environment, by its name.
-        restarts: How many processes were started in the place of a dead one.
+        restarts: How many processes died and were replaced.
     """
 
     def __init__(self, sets: Sequence[WorkerSet], token: str, hang_timeout: float) -> None:
@@ -129,9 +133,9 @@ class WorkerPool:
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
         self._token, self._hang_timeout, self._start_timeout = token, hang_timeout, 0.0
-        self._pages = itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._kills: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()
+        self._services: list[asyncio.Task[None]] = []
+        self._supervisors: set[asyncio.Task[None]] = set()  # one of each process
         self._failure: UserError | None = None
         self._exit_stack = ExitStack()
 
@@ -158,13 +162,11 @@ class WorkerPool:
             if each.withheld:
                 names = ", ".join(each.withheld)
                 each.log.note(f"variables withheld from this environment (`secrets` passes them): {names}")
-            for _ in range(1 if each.config.workers == "auto" else each.least):  # `_autoscale` adds the others
-                self._open(each)
-        for work in (self._receive(), self._autoscale(), self._keep_measuring()):
-            self._start_task(work)
+            self._adjust(each)
+        self._services = [self._create_task(self._receive()), self._create_task(self._keep_adjusting())]
         try:
-            for each in self.sets.values():
-                await self._await_ready(each)
+            for each, workers in [(each, each.target) for each in self.sets.values()]:
+                await self._await_ready(each, workers)
             await self._check_limits()
         except BaseException:
             await self.close()
@@ -173,39 +175,40 @@ class WorkerPool:
     async def close(self) -> None:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
         self._fail(UserError("the environment pool was closed"))
-        for task in self._tasks:
+        for task in self._services:
             task.cancel()
-        for tasks in (self._tasks, self._kills):
-            if tasks:
-                await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        for worker in self.workers.values():
+            worker.die("the pool was closed")
+        if tasks := {*self._services, *self._supervisors}:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         self._exit_stack.close()
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a task whose failure is the pool's."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
+            self._supervisors.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.opt(exception=error).error("the environment pool failed")
                 self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
 
         task = asyncio.create_task(work)
-        self._tasks.add(task)
         task.add_done_callback(ended)
+        return task
 
     def _fail(self, error: UserError) -> None:
-        """End the pool: every caller, waiting or coming, gets this error."""
+        """Stop the pool: every caller, waiting or coming, gets this error."""
         if self._failure is None:
             self._failure = error
             for waiter in [waiter for each in self.sets.values() for waiter in each.waiting]:
                 if not waiter.done():
                     waiter.set_exception(error)
 
-    async def _await_ready(self, own: WorkerSet) -> None:
+    async def _await_ready(self, own: WorkerSet, workers: int) -> None:
         def all_ready() -> bool:
             if self._failure is not None:
                 raise self._failure
-            return len(self._ready(own)) == own.kept
+            return len(self._ready(own)) >= workers
 
         await wait_async(
             all_ready, subject="ready worker", owner=f"environment {own.config.name!r}", poll=LEAST_POLL_SECONDS,
@@ -233,23 +236,22 @@ class WorkerPool:
             return worker, worker.enter()
         waiter: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         own.waiting[waiter] = None
-        self._grow(own, 0)
-        placed = False
+        self._adjust(own)
+        departures = -1
         try:
-            left = -1
-            while (
-                not waiter.done() and left != own.departures
-            ):  # bounded: episodes that came before leave in their time
-                left = own.departures
+            # bounded: episodes that came before leave in their time
+            while not waiter.done() and departures != own.departures:
+                departures = own.departures
                 await asyncio.wait({waiter}, timeout=seconds)
-            if not waiter.done():
-                return None
-            placed = True
-            return waiter.result()
+        except asyncio.CancelledError:
+            if (
+                waiter.done() and waiter.exception() is None
+            ):  # a slot became free at the very moment of the cancellation
+                self.leave(*waiter.result())
+            raise
         finally:
             own.waiting.pop(waiter, None)
-            if not placed and waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self.leave(*waiter.result())  # a slot became free at the very moment at which the wait ended
+        return waiter.result() if waiter.done() else None
 
     def leave(self, worker: Worker, request: int) -> None:
         """Free the slot of a request."""
@@ -262,11 +264,10 @@ class WorkerPool:
     def _fill(self, own: WorkerSet) -> None:
         """Give free slots to waiting episodes."""
         while own.waiting and (worker := self._least_busy(own)) is not None:
-            waiter, _ = own.waiting.popitem(last=False)
+            waiter = next(iter(own.waiting))
+            del own.waiting[waiter]
             if not waiter.done():
                 waiter.set_result((worker, worker.enter()))
-        if own.waiting:
-            self._grow(own, 0)
 
     def _least_busy(self, own: WorkerSet) -> Worker | None:
         free = [each for each in self.of(own) if each.serves and len(each.pending) < own.config.max_concurrent]
@@ -274,91 +275,64 @@ class WorkerPool:
 
     # ---- how many
 
-    async def _autoscale(self) -> None:
-        """Give environments the workers that their load calls for; the one with the fewest takes idle cores first. End those not needed lately."""
-        cores = IdleCores()
+    async def _keep_adjusting(self) -> None:
         while True:  # bounded: `close` cancels it
-            await asyncio.sleep(AUTOSCALE_SECONDS)
-            idle = cores.measure()
-            for own in sorted(self.sets.values(), key=lambda own: own.kept):
-                idle -= self._grow(own, int(idle))
-                staying, wanted, now = self._staying(own), self._wanted(own, 0), time.monotonic()
-                own.wanted_since = max(own.wanted_since, wanted)
-                if wanted >= staying or len(self._ready(own)) < staying:
-                    own.idle_since, own.wanted_since = now, 0
-                elif now - own.idle_since > IDLE_SECONDS:
-                    for worker in sorted(self._ready(own), key=lambda each: len(each.pending))[
-                        : staying - own.wanted_since
-                    ]:
-                        worker.state = WorkerState.DRAINING
-                        logger.info("environment {}: worker {} is not needed any more", worker.env, worker.identity)
-                    own.idle_since, own.wanted_since = now, 0
+            await asyncio.sleep(ADJUST_SECONDS)
+            if any(own.config.recycle_mib for own in self.sets.values()):
+                await self._measure()
+            # The environment with the fewest workers takes free cores first.
+            for own in sorted(self.sets.values(), key=lambda own: own.target):
+                self._adjust(own)
 
-    def _staying(self, own: WorkerSet) -> int:
-        return own.kept - sum(worker.state is WorkerState.DRAINING for worker in self.of(own))
+    def _adjust(self, own: WorkerSet) -> None:
+        """Follow the load, then start and drain workers until there are as many as there should be.
 
-    def _wanted(self, own: WorkerSet, free: int) -> int:
-        ready, staying = self._ready(own), self._staying(own)
-        return workers_wanted(
-            workers=staying, starting=staying - len(ready), use=sum(worker.use for worker in ready),
-            episodes=sum(len(worker.pending) for worker in ready) + len(own.waiting),
-            slots=own.config.max_concurrent, least=own.least, most=own.most, free=free,
+        A worker that is due for replacement serves until its successor is ready; successors start one at a time.
+        """
+        if self._failure is not None:
+            return
+        ready = self._ready(own)
+        if own.info is not None:
+            self._set_target(own, ready)
+        due = [worker for worker in ready if worker.finished and self._why_replace(worker) is not None]
+        idlest = sorted((worker for worker in ready if worker not in due), key=lambda worker: len(worker.pending))
+        for worker in [*due, *idlest][: max(0, len(ready) - own.target)]:
+            worker.state = WorkerState.DRAINING
+            own.recycled += worker in due
+            reason = self._why_replace(worker) or "is not needed any more"
+            pending = len(worker.pending)
+            logger.info("worker {} {}: it stops after its last {} episodes", worker.identity, reason, pending)
+        # One that has died counts until it is gone: `_handle_death` says when another may take its place.
+        staying = [worker for worker in self.of(own) if worker.state is not WorkerState.DRAINING]
+        for _ in range(own.target + bool(due) - len(staying)):
+            if time.monotonic() < own.no_start_before:
+                return
+            self._start_worker(own)
+
+    def _set_target(self, own: WorkerSet, ready: Sequence[Worker]) -> None:
+        starting = max(0, own.target - len(ready))
+        wanted = workers_wanted(
+            workers=own.target, starting=starting, use=sum(worker.use for worker in ready),
+            episodes=sum(len(worker.pending) for worker in ready) + len(own.waiting), slots=own.config.max_concurrent,
+            least=own.least, most=own.most, free=max(0, cores() - len(self.workers)),
         )  # fmt: skip
-
-    def _grow(self, own: WorkerSet, free: int) -> int:
-        """Start the workers that the load calls for. Returns how many."""
-        missing = self._wanted(own, free) - self._staying(own)
-        if own.info is None or missing <= 0 or time.monotonic() < own.no_extra_before:
-            return 0
-        starting = self._staying(own) - len(self._ready(own))
-        alive = [each for worker in self.of(own) if (each := processes.read(worker.pid)) is not None]
-        largest = max((process.resident for process in alive), default=1)
-        # Growth leaves half of the available memory alone.
-        missing = max(0, min(missing, cores() - starting, available_bytes() // (2 * largest) - starting))
-        for _ in range(missing):
-            logger.info("environment {}: starting one more worker for the load", own.config.name)
-            self._open(own, extra=True)
-        return missing
-
-    def _open(self, own: WorkerSet, extra: bool = False) -> None:
-        own.kept += 1
-        own.extras += extra
-        self._start_task(self._keep(own, extra))
-
-    # ---- growing old
+        now = time.monotonic()
+        own.wanted_since = max(own.wanted_since, wanted)
+        if wanted > own.target and now >= own.no_start_before:
+            resident = [each.resident for worker in ready if (each := processes.read(worker.pid)) is not None]
+            # Growth leaves half of the available memory alone.
+            room = min(cores(), available_bytes() // (2 * max(resident, default=1))) - starting
+            if (more := min(wanted - own.target, room)) > 0:
+                logger.info("environment {}: starting {} more workers for the load", own.config.name, more)
+                own.target += more
+        if wanted >= own.target:
+            own.idle_since, own.wanted_since = now, 0
+        elif now - own.idle_since > IDLE_SECONDS:
+            own.target, own.idle_since, own.wanted_since = own.wanted_since, now, 0
 
     def _why_replace(self, worker: Worker) -> str | None:
         config = self.sets[worker.env].config
         return why_replace(worker.finished, worker.resident, config.recycle_episodes, config.recycle_mib)
-
-    def _replace(self, worker: Worker) -> None:
-        """Start a successor for a worker that is due; they start one at a time, and it serves until then."""
-        own = self.sets[worker.env]
-        if worker.state is not WorkerState.READY or not worker.finished or (why := self._why_replace(worker)) is None:
-            return
-        if not own.extras and time.monotonic() >= own.no_extra_before:
-            logger.info("worker {} {}: starting another one to replace it", worker.identity, why)
-            self._open(own, extra=True)
-
-    def _welcome(self, worker: Worker) -> None:
-        """Let a worker that has become ready take episodes, and one end that is due."""
-        own = self.sets[worker.env]
-        due = [each for each in self._ready(own) if each.finished and self._why_replace(each)] if worker.extra else []
-        own.extras -= worker.extra
-        own.setbacks, worker.extra, worker.state = 0, False, WorkerState.READY
-        for old in due[:1]:
-            old.state = WorkerState.DRAINING
-            own.recycled += 1
-            logger.info(
-                "worker {} is replaced by {} and ends with its last {} episodes (replaced so far: {})",
-                old.identity, worker.identity, len(old.pending), own.recycled,
-            )  # fmt: skip
-        self._fill(own)
-
-    async def _keep_measuring(self) -> None:
-        while any(own.config.recycle_mib for own in self.sets.values()):  # bounded: `close` cancels it
-            await asyncio.sleep(MEMORY_SECONDS)
-            await self._measure()
 
     async def _measure(self) -> None:
         """Measure the memory of the workers and of what they have started; shared pages count in each process."""
@@ -379,88 +353,62 @@ class WorkerPool:
 
     # ---- supervision
 
-    async def _keep(self, own: WorkerSet, extra: bool) -> None:
-        """Keep a worker up: start a process, watch it, fail its episodes when it is gone, start again."""
-        number, deaths, useless, seen = next(own.numbers), 0, 0, 0
-        try:
-            for incarnation in itertools.count():  # bounded: `close` cancels it; MAX_DEATHS in a row end it
-                identity, finished = f"{own.config.name}/{number}/{incarnation}", 0
-                try:
-                    worker = self._spawn(own, identity, extra)
-                except OSError as error:
-                    ending = Ending(f"cannot be started: {error}", hopeless=True)
-                else:
-                    try:
-                        ending, drained = await self._supervise(worker)
-                    finally:
-                        extra, finished = worker.extra, worker.finished
-                    if drained:
-                        return
-                if self._failure is not None:
-                    return
-                if extra:
-                    self._postpone(own, identity, ending)
-                    return
-                useless = 1 if finished else useless + 1
-                deaths, seen = 1 if own.finished > seen else deaths + 1, own.finished
-                if (ending.hopeless and own.info is None) or deaths >= MAX_DEATHS:
-                    self._fail(UserError(_why_failed(own, ending, deaths)))
-                    return
-                logger.warning("worker {}: {}; starting it again (log: {})", identity, ending.why, own.log.path)
-                self.restarts += 1
-                await asyncio.sleep(processes.backoff_seconds(useless - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS))
-        finally:
-            own.kept -= 1
-            own.extras -= extra
-
-    def _postpone(self, own: WorkerSet, identity: str, ending: Ending) -> None:
-        """Start no further worker for a while: the environment can do without one that did not become ready."""
-        own.setbacks += 1
-        pause = 4 * processes.backoff_seconds(own.setbacks, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-        own.no_extra_before = time.monotonic() + pause
-        logger.warning(
-            "worker {}, one more for the load or a successor, did not become ready: {}; the others go on, and another one is tried in {:.0f} s at the "
-            "earliest (log: {})", identity, ending.why, pause, own.log.path,
-        )  # fmt: skip
-
-    def _spawn(self, own: WorkerSet, identity: str, extra: bool) -> Worker:
-        """Start a process. Raises OSError."""
-        variables, python = own.variables, own.config.python
+    def _start_worker(self, own: WorkerSet) -> None:
+        """Start a process and its supervisor; one that cannot be executed counts as a death."""
+        variables, python, number = own.variables, own.config.python, next(self._numbers)
+        identity = f"{own.config.name}/{number}"
         if python is not None:  # it finds prime_rl, and nothing else of ours
             (self._directory / "path").mkdir(exist_ok=True)
             with suppress(FileExistsError):
                 (self._directory / "path" / "prime_rl").symlink_to(Path(prime_rl.__file__).parent)
             variables = {**variables, "PYTHONPATH": str(self._directory / "path")}
-        self.workers[identity] = worker = worker_process.spawn(
-            identity, own.config.name, extra, self._address, python, variables, lifeline=self._lifeline, log=own.log,
-            page=self._directory / f"{next(self._pages)}.page", hang_timeout=self._hang_timeout,
-        )  # fmt: skip
-        return worker
-
-    async def _supervise(self, worker: Worker) -> tuple[Ending, bool]:
-        """Watch a process to its end, and end all it has started. Returns how it ended, and whether it was to end."""
-        ending = Ending("the pool was closed")
         try:
-            ending = await self._watch(worker)
-            return ending, worker.state is WorkerState.DRAINING
-        finally:
-            del self.workers[worker.identity]
-            worker.die(ending.why)
-            for request, future in worker.pending.items():
-                if request == ending.offending_request and not future.done():
-                    why = f"in this episode's code its worker {ending.why}"
-                    future.set_exception(WorkerGone(why, Outcome.ERRORED))
-                elif not future.done():
-                    future.set_exception(WorkerGone(ending.why))
-            # Awaited by `close`, which cancels this task, but not the kill.
-            kill = asyncio.create_task(self._kill(worker, ending.deaf))
-            self._kills.add(kill)
-            kill.add_done_callback(self._kills.discard)
-            await asyncio.wait({kill}, timeout=CLOSE_SECONDS + processes.DEATH_SECONDS)
+            worker = worker_process.spawn(
+                identity, own.config.name, self._address, python, variables, lifeline=self._lifeline, log=own.log,
+                page=self._directory / f"{number}.page", hang_timeout=self._hang_timeout,
+            )  # fmt: skip
+        except OSError as error:
+            self._handle_death(own, None, identity, Ending(f"cannot be started: {error}", hopeless=True))
+            return
+        self.workers[identity] = worker
+        self._supervisors.add(self._create_task(self._supervise(own, worker)))
 
-    async def _kill(self, worker: Worker, deaf: bool) -> None:
-        if strays := await worker_process.end(worker, deaf):
+    async def _supervise(self, own: WorkerSet, worker: Worker) -> None:
+        """Watch a process to its end, fail its episodes, end all it has started, and have another one take its place."""
+        ending = await self._watch(worker)
+        worker.die(ending.why)
+        for request, future in worker.pending.items():
+            if request == ending.offending_request and not future.done():
+                why = f"in this episode's code its worker {ending.why}"
+                future.set_exception(WorkerGone(why, Outcome.ERRORED))
+            elif not future.done():
+                future.set_exception(WorkerGone(ending.why))
+        if strays := await worker_process.end(worker, ending.deaf):
             logger.warning("worker {} had left {} processes outside its group; they are ended", worker.identity, strays)
+        del self.workers[worker.identity]
+        if worker.state is not WorkerState.DRAINING:
+            self._handle_death(own, worker, worker.identity, ending)
+        self._adjust(own)
+
+    def _handle_death(self, own: WorkerSet, worker: Worker | None, identity: str, ending: Ending) -> None:
+        """Count a death, and say when another worker may start; too many fail the pool."""
+        if self._failure is not None:
+            return
+        own.setbacks = 1 if worker is not None and worker.finished else own.setbacks + 1
+        pause = processes.backoff_seconds(own.setbacks - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+        if self._ready(own) and (worker is None or worker.info is None):  # the environment can do without it
+            pause = 4 * max(pause, BACKOFF_SECONDS)
+            action = f"the others go on, and another one is started in {pause:.0f} s"
+        else:
+            own.deaths += 1
+            if (ending.hopeless and own.info is None) or own.deaths >= MAX_DEATHS * own.target:
+                self._fail(UserError(_why_failed(own, ending)))
+                return
+            self.restarts += 1
+            action = "starting it again"
+        logger.warning("worker {}: {}; {} (log: {})", identity, ending.why, action, own.log.path)
+        own.no_start_before = time.monotonic() + pause
+        asyncio.get_running_loop().call_later(pause, self._adjust, own)
 
     async def _watch(self, worker: Worker) -> Ending:
         """Wait for the end of a process."""
@@ -471,9 +419,8 @@ class WorkerPool:
                 either: set[asyncio.Future[Any]] = {exited, worker.death}
                 await asyncio.wait(either, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if exited.done() and worker.info is None and exited.result() == 0:
-                    await asyncio.wait(
-                        {worker.death}, timeout=LAST_WORDS_SECONDS
-                    )  # its reason may not have been read yet
+                    # Its reason may not have been read yet.
+                    await asyncio.wait({worker.death}, timeout=LAST_WORDS_SECONDS)
                 if worker.death.done():
                     return Ending(worker.death.result(), worker.info is None)
                 if exited.done():
@@ -487,7 +434,6 @@ class WorkerPool:
                     offending = 0 if current and current.stopped else worker.offending_request()
                     never_ready = worker.state is WorkerState.STARTING and not worker.silent(HEARTBEAT_TIMEOUT)
                     return Ending(why, never_ready, offending, deaf=True)
-                self._replace(worker)
         finally:
             exited.cancel()
 
@@ -541,29 +487,28 @@ class WorkerPool:
                 future = worker.pending.get(message.request)
                 if future is not None and not future.done():  # else it comes too late, or twice
                     worker.finished += 1
-                    own.finished += 1
+                    own.deaths = 0
                     future.set_result(message.episode)
             case Ready():
-                worker.info = message
-                await self._send(worker, ListTasks())
-            case Tasks():
                 self._take_tasks(own, worker, message)
             case LoadFailed():
                 self._not_loaded(own, worker, message.message)
             case _:
                 worker.die(f"sent an unexpected {message.kind!r}")
 
-    def _take_tasks(self, own: WorkerSet, worker: Worker, message: Tasks) -> None:
-        if worker.info is None or worker.state is not WorkerState.STARTING:
-            worker.die("sent tasks that it was not asked for")
+    def _take_tasks(self, own: WorkerSet, worker: Worker, message: Ready) -> None:
+        if worker.state is not WorkerState.STARTING:
+            worker.die("said twice that it is ready")
         elif wrong := [task_id for task_id in message.task_ids if not isinstance(task_id, str)]:
             worker.die(f"named a task {wrong[0]!r}, which is no text")
         else:
+            worker.info, worker.state = message, WorkerState.READY
             if own.info is None:
-                own.info = worker.info
+                own.info = message
                 listed = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
                 own.tasks = EndlessTasks(message.stream) if message.stream else listed
-            self._welcome(worker)
+            self._fill(own)
+            self._adjust(own)
 
     def _not_loaded(self, own: WorkerSet, worker: Worker, why: str) -> None:
         if (python := own.config.python) is not None:
@@ -583,9 +528,11 @@ class WorkerPool:
             worker.die(f"unreachable: {error}")
 
 
-def _why_failed(own: WorkerSet, ending: Ending, deaths: int) -> str:
+def _why_failed(own: WorkerSet, ending: Ending) -> str:
     name, python, tail = own.config.name, own.config.python, own.log.tail()
-    times = f"died {deaths} times in a row without finishing an episode" if deaths > 1 else "died before it was ready"
+    times = "died before it was ready"
+    if own.deaths > 1:
+        times = f"died {own.deaths} times in a row without finishing an episode"
     lines = [f"worker of environment {name!r} {times}: {ending.why}"]
     if ending.why.startswith("cannot be started: "):
         lines = [f"cannot start a worker of {name!r}: {ending.why.removeprefix('cannot be started: ')}"]
@@ -614,7 +561,7 @@ def workers_wanted(
         episodes: In flight, and waiting for a slot.
         slots: Episodes that one worker runs at a time.
         least, most: Bounds of the result.
-        free: Workers that there is room for on idle cores. Slots are given without: waiting for an engine takes no core.
+        free: Cores without a worker of any environment. Slots are given without: waiting for an engine takes no core.
     """
     ready, wanted = workers - starting, workers
     if not starting and use > HIGH * ready:
@@ -652,28 +599,3 @@ def cores() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         available = min(available, max(1, int(quota) // int(period)))
     return available
-
-
-class IdleCores:
-    """How many of our cores were idle lately, whoever used the others. Measures from call to call, and averages over the last few."""
-
-    def __init__(self) -> None:
-        self._names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-        self._before = self._counters()
-        self._idle = 0.0
-
-    def measure(self) -> float:
-        before, self._before = self._before, self._counters()
-        idle, total = (now - then for now, then in zip(self._before, before, strict=True))
-        # A sandbox's kernel may count nothing: then nothing speaks against its cores but that workers do not get busier.
-        now = len(self._names) * idle / total if total else float(len(self._names))
-        self._idle = (self._idle + min(now, cores())) / 2
-        return self._idle
-
-    def _counters(self) -> tuple[int, int]:
-        """Idle time, and time, of all our cores together."""
-        rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        times = [
-            [int(count) for count in row[1:9]] for row in rows if row[0] in self._names
-        ]  # later ones are part of these
-        return sum(row[3] + row[4] for row in times), sum(map(sum, times))

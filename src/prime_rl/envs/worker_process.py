@@ -146,7 +146,7 @@ def worker_variables(
 class WorkerState(Enum):
     """State of a worker process."""
 
-    STARTING = "starting"  # until it has listed its tasks
+    STARTING = "starting"  # until it has loaded its environment
     READY = "ready"  # takes episodes
     DRAINING = "draining"  # gets no more episodes, and ends with its last one
     DEAD = "dead"  # ended, or about to be killed
@@ -161,7 +161,6 @@ class Worker:
     child: Child
     output: Output
     page: Path
-    extra: bool  # started for the load or as a successor, and not started again should it not become ready
     state: WorkerState = WorkerState.STARTING
     greeted: bool = False
     info: Ready | None = None
@@ -230,7 +229,7 @@ class Worker:
 
 
 def spawn(
-    identity: str, env: str, extra: bool, address: str, python: str | None, variables: Mapping[str, str], *,
+    identity: str, env: str, address: str, python: str | None, variables: Mapping[str, str], *,
     lifeline: Lifeline, log: Log, page: Path, hang_timeout: float,
 ) -> Worker:  # fmt: skip
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
@@ -245,7 +244,7 @@ def spawn(
         child = Child(argv, variables, lifeline, output.writer)
     finally:
         os.close(output.writer)
-    return Worker(identity, env, child, output, page, extra)
+    return Worker(identity, env, child, output, page)
 
 
 async def end(worker: Worker, deaf: bool = False) -> int:
