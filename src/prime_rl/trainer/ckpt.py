@@ -66,7 +66,7 @@ def recovery_pause(held_up: float, writing: float) -> float:
     """Seconds until the next recovery checkpoint; the last one held the loop up and was written for so many.
 
     They may hold the loop up for 1 % of the run's time, and be written during 5 % of it: writing takes a disk, and now
-    and then the interpreter. At least one an hour is made.
+    and then the interpreter. At least one an hour is made, except within the last steps before a checkpoint is due.
     """
     return min(max(held_up / _HELD_UP, writing / _WRITING), _SELDOM)
 

@@ -88,6 +88,7 @@ def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
         CommitError: a part is not committed.
     """
     path = step_dir(root, step) / MANIFEST
+    clean_stages(path.parent, MANIFEST)  # left by an earlier incarnation of the owner
     if path.is_file():
         return
     files: dict[str, dict[str, Any]] = {}
@@ -95,7 +96,6 @@ def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
         own = part_dir(root, step, part) / MANIFEST
         read_manifest(own.parent)
         files[f"{part}/{MANIFEST}"] = {"size": own.stat().st_size, "xxh3": hash_file(own)}
-    clean_stages(path.parent, MANIFEST)  # left by an earlier incarnation of the owner
     faults.point(f"join:checkpoints/step_{step}", path)
     joint = Manifest(step, producer, files[f"{parts[0]}/{MANIFEST}"]["xxh3"][:16], files, {"parts": list(parts)})
     write_atomically(path, json.dumps(vars(joint), indent=1).encode())

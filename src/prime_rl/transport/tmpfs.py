@@ -30,7 +30,7 @@ from prime_rl.transport.commit import (
     write_atomically,
 )
 
-_NOTE = "memory.json"  # in `weights/`: the run's directory under the tmpfs, written before any version names it
+_NOTE = "memory.json"  # in `weights/`: the run's directories under tmpfs, each noted before any version names it
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ def open_tmpfs(root: Path, output_dir: Path, used: Collection[str]) -> None:
         UserError: it cannot be made, or is another user's.
     """
     with disk_errors(output_dir):
-        write_atomically(output_dir / "weights" / _NOTE, json.dumps({"root": str(root)}).encode())
+        roots = sorted({*_noted(output_dir), str(root)})  # `weights.tmpfs` may have changed
+        write_atomically(output_dir / "weights" / _NOTE, json.dumps({"roots": roots}).encode())
     with disk_errors(root):
         root.mkdir(mode=0o755, exist_ok=True)
     if root.is_symlink() or root.stat().st_uid != os.geteuid():
@@ -146,7 +147,14 @@ def remove_in_tmpfs(tmpfs: InTmpfs | None, output_dir: Path, run: str | None) ->
 
 def remove_tmpfs(output_dir: Path, run: str | None) -> None:
     """Remove all that a run whose processes have ended holds in memory."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # no note, or none of ours: the run has no directory there
-        root = Path(json.loads((output_dir / "weights" / _NOTE).read_bytes())["root"])
+    for root in map(Path, _noted(output_dir)):
         if root.name == _name(output_dir, run):
             shutil.rmtree(root, ignore_errors=True)
+
+
+def _noted(output_dir: Path) -> list[str]:
+    """Return the run's directories under tmpfs; none where there is no note, or a damaged one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        note = json.loads((output_dir / "weights" / _NOTE).read_bytes())
+        return [str(root) for root in note["roots"]]
+    return []

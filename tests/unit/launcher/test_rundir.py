@@ -143,19 +143,22 @@ def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("whose", ["its own", "another run's"])
 def test_clean_empties_the_memory_that_no_version_names(tmp_path: Path, whose: str) -> None:
-    """A trainer that was killed before its first version has left no more than a note of where in memory its place is; another run's stays."""
-    output_dir, tmpfs = tmp_path / "run", tmp_path / "tmpfs"
+    """A trainer that was killed before its first version has only noted its directories under tmpfs; another run's stay."""
+    output_dir = tmp_path / "run"
     open_incarnation(output_dir, 0, spares=False, saved_by=())
     own = run_id(output_dir)
     assert own is not None
-    root = tmpfs_dir(tmpfs, output_dir, own if whose == "its own" else "0123456789abcdef")
     (output_dir / "weights").mkdir()
-    tmpfs.mkdir()
-    open_tmpfs(root, output_dir, ())
-    (root / ".step_1.tmp-x").mkdir()
-    (root / ".step_1.tmp-x" / "model.safetensors").write_bytes(b"x")
+    roots = []
+    for name in ("before", "after"):  # `weights.tmpfs` was changed
+        tmpfs = tmp_path / name
+        tmpfs.mkdir()
+        roots.append(tmpfs_dir(tmpfs, output_dir, own if whose == "its own" else "0123456789abcdef"))
+        open_tmpfs(roots[-1], output_dir, ())
+        (roots[-1] / ".step_1.tmp-x").mkdir()
+        (roots[-1] / ".step_1.tmp-x" / "model.safetensors").write_bytes(b"x")
     clean(output_dir)
-    assert root.exists() == (whose == "another run's")
+    assert [root.exists() for root in roots] == [whose == "another run's"] * 2
     assert list(output_dir.rglob("*")) == []
 
 
