@@ -10,16 +10,12 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.table import Table
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
@@ -31,9 +27,11 @@ if TYPE_CHECKING:
 RESULTS, SETTINGS, LOCK = "results.jsonl", "settings.json", ".lock"
 _ROUNDING = 1e-9  # of a reward that is a sum of weighted ones
 _Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
-_LOG_WIDTH = 140
 _LAST_COLUMNS = ("errors", "cut", "tokens")
-_KEPT_FIELDS = ("task_id", "outcome", "message", "reward", "rewards", "metrics", "is_truncated", "num_turns", "input_tokens", "output_tokens", "prompt", "completion")  # fmt: skip
+_KEPT_FIELDS = (
+    *("task_id", "outcome", "message", "reward", "rewards", "metrics", "is_truncated", "num_turns"),
+    *("input_tokens", "output_tokens", "prompt", "completion"),
+)
 
 
 @dataclass(eq=False)
@@ -243,15 +241,17 @@ class EvalResults:
 
     def as_json(self) -> dict[str, Any]:
         """Return its entry in `report.json`."""
-        counts = {"tasks": len(self.task_ids), "attempts_per_task": self.k, "complete": self.complete}
-        policy = {"policy": self.policy, "version": self.version, "hash": self.hash}
-        tokens = {"input_tokens": self.input_tokens, "output_tokens": self.output_tokens}
         return {
             "environment": self.env,
-            **policy,
-            **counts,
+            "policy": self.policy,
+            "version": self.version,
+            "hash": self.hash,
+            "tasks": len(self.task_ids),
+            "attempts_per_task": self.k,
+            "complete": self.complete,
             "errors": dict(self.errors),
-            **tokens,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
             "metrics": self.metrics(),
         }
 
@@ -292,12 +292,12 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(file)
 
 
-def check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+def check_settings(directory: Path, settings: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
     """Raise UserError, naming the first setting that differs, if the results in `directory` were made with others."""
     before, now = read_settings(directory), flat(settings)
     if before is None:
         return
-    for key in sorted(before.keys() | now.keys()):
+    for key in sorted((before.keys() | now.keys()) - set(ignored)):
         if before.get(key) != now.get(key):
             old, new = (json.dumps(table[key]) if key in table else "nothing" for table in (before, now))
             raise UserError(
@@ -363,8 +363,11 @@ def interval95(values: Sequence[float]) -> float:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def write_report(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> None:
-    """Write `report.md` and `report.json`, each in place of an earlier one. `skipped`: versions, and why they were."""
+def write_report(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> str:
+    """Write `report.md` and `report.json`, each in place of an earlier one; return the former's text.
+
+    `skipped`: versions that were not evaluated, and why.
+    """
     directory = config.output_dir / "evals"
     directory.mkdir(parents=True, exist_ok=True)
     report = {
@@ -374,14 +377,15 @@ def write_report(results: Sequence[EvalResults], skipped: Mapping[int, str], con
         "skipped": {str(version): why for version, why in sorted(skipped.items())},
     }
     write_atomically(directory / "report.json", (json.dumps(report, indent=1) + "\n").encode())
-    write_atomically(directory / "report.md", _markdown(results, skipped, config).encode())
+    text = _markdown(results, skipped, config)
+    write_atomically(directory / "report.md", text.encode())
+    return text
 
 
 def _markdown(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> str:
-    columns, rows = _table(results)
-    lines = [f"# {config.model.name}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    lines += ["", f"avg@k: mean reward of k attempts, over tasks. ±: 95 % interval over tasks. Solved: reward ≥ {config.solved_at:g}. cut: share of replies without an end."]  # fmt: skip
+    lines = [f"# {config.model.name}", "", *_table(results), ""]
+    lines += ["avg@k: mean reward of k attempts, over tasks. ±: 95 % interval over tasks."]
+    lines += [f"Solved: reward ≥ {config.solved_at:g}. cut: share of replies without an end."]
     lines += ["Failed attempts are left out of every mean, and counted.", ""]
     if not all(each.complete for each in results):
         lines += ["Tasks: of those that are not complete yet, how many were begun; their numbers are of what there is.", ""]  # fmt: skip
@@ -402,26 +406,16 @@ def _markdown(results: Sequence[EvalResults], skipped: Mapping[int, str], config
     return "\n".join(lines)
 
 
-def print_table(results: Sequence[EvalResults], config: "EvalConfig") -> None:
-    """Print the table on the console."""
-    columns, rows = _table(results)
-    table = Table(title=config.model.name, title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        is_name = column in ("environment", "policy")
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
-    for row in rows:
-        table.add_row(*row)
-    # A log file has no width: rich would cut the columns to 80.
-    Console(width=None if sys.stdout.isatty() else _LOG_WIDTH).print(table)
-
-
 def number(value: float | None) -> str:
     """Four decimals at most."""
     return "–" if value is None else f"{value:.4f}".rstrip("0").rstrip(".") or "0"
 
 
-def _table(results: Sequence[EvalResults]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows; environments with different numbers of attempts have different columns of passes."""
+def _table(results: Sequence[EvalResults]) -> list[str]:
+    """Lines of the table; environments with different numbers of attempts have different columns of passes."""
     cells = [each.cells() for each in results]
     columns = sorted(dict.fromkeys(name for row in cells for name in row), key=_LAST_COLUMNS.__contains__)
-    return columns, [[row.get(column, "") for column in columns] for row in cells]
+    rows = [columns, *([row.get(column, "") for column in columns] for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
+    return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]

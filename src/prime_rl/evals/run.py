@@ -13,7 +13,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EndlessTasks
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
-from prime_rl.evals.results import EvalResults, alone, print_table, read_settings, write_report
+from prime_rl.evals.results import EvalResults, alone, check_settings, read_settings, write_report
 from prime_rl.evals.runner import EvalJob, EvalPlan, EvalRunner, KeyRejected, tasks_of
 from prime_rl.evals.servers import EvalServers, connect, rejected_key, way_of_asking
 from prime_rl.evals.versions import API, EvalPolicy, EvalVersions, is_lost
@@ -32,7 +32,7 @@ _TRIES = 5  # at one attempt, of which all but the last failed for want of a ser
 
 
 async def run_evals(config: "EvalConfig") -> list[EvalResults]:
-    """Evaluate every environment by every policy; results in `evals/<env>/<policy>`, `evals/report.md`, metrics, a table.
+    """Evaluate every environment by every policy; results in `evals/<env>/<policy>`, `evals/report.md`, metrics.
 
     Raises:
         UserError: the server does not answer, an environment cannot be loaded, a named version is not evaluated, no attempt of an environment was
@@ -182,6 +182,10 @@ class Evaluation:
 
     async def _evaluate(self, policy: EvalPolicy, servers: EvalServers | None) -> None:
         config, status = self._config, self._status
+        if not config.clean:  # before weights are loaded, whose hash may be known only then
+            for env in config.environments:
+                settings = settings_of(config, env, plan_of(config, env, self._chat), policy)
+                check_settings(directory_of(config, env, policy), settings, ignored=["weights"])
         if servers is not None and config.weights_dir is not None:
             status.phase(f"loading {policy.name}")
             try:
@@ -252,6 +256,6 @@ class Evaluation:
     def report(self, quiet: bool = True) -> None:
         """Write what there is, and print it unless `quiet`."""
         if self.results or self._versions.skipped:
-            write_report(self.results, self._versions.skipped, self._config)
+            text = write_report(self.results, self._versions.skipped, self._config)
             if not quiet:
-                print_table(self.results, self._config)
+                print(text)

@@ -1,7 +1,6 @@
 """Which policies are evaluated: what a server serves as it is, or the base model and the versions of a directory, one after the other."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from prime_rl.config.eval import EvalEnv
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs.ids import installed
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch, read_status
+from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease, read_incarnations, read_lease, write_lease
 from prime_rl.transport.protocol import BASE, Lease, current_incarnation
@@ -125,9 +124,11 @@ class EvalVersions:
         return EvalPolicy(f"step_{version}", version, manifest.hash, manifest)
 
     async def _follow(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
-        writer, interval = VersionWriter(self._run_dir), self._config.interval or 1
+        writer, interval = TrainerWatch(self._run_dir, processes=_WRITERS), self._config.interval or 1
         while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
-            ended = writer.ended()  # before the look: what was committed before the last word is seen
+            ended = writer.ended(
+                asked_to_stop=False
+            )  # before the look: what was committed before the last word is seen
             committed = self.committed()
             last = {max(committed)} - {BASE} if committed and ended else set()  # worth knowing, whatever the interval
             fresh = [version for version in sorted({*self._chosen(committed), *last}) if self._is_new(version)]
@@ -139,7 +140,7 @@ class EvalVersions:
                 continue
             if ended:
                 break
-            on_wait("the next version", writer.name, GONE_SECONDS)
+            on_wait("the next version", "the run that is followed", GONE_SECONDS)
             await asyncio.sleep(LOOK_SECONDS)
         drop_lease(self._run_dir, EVAL)
         seen = {*self.hashes, *self.skipped}
@@ -174,23 +175,6 @@ class EvalVersions:
 def is_lost(manifest: WeightsManifest) -> bool:
     """Whether a version that was committed was removed, or its tensors were."""
     return not manifest.directory.is_dir() or (manifest.tmpfs is not None and manifest.tmpfs.gone)
-
-
-class VersionWriter:
-    """The process that commits versions into a run directory: the trainer, or `sft`, whichever gave a sign last."""
-
-    def __init__(self, run_dir: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._run_dir, self._monotonic = run_dir, monotonic
-        self._watch = TrainerWatch(run_dir, monotonic)
-        self.name = f"the run in {run_dir}"
-
-    def ended(self) -> bool:
-        """Whether no more is to come: it said so, has given no sign for long, or never began."""
-        beats = {name: status.heartbeat for name, status in read_status(self._run_dir).items() if name in _WRITERS}
-        name = max(beats, key=beats.__getitem__, default=self.name)
-        if name != self.name:
-            self._watch, self.name = TrainerWatch(self._run_dir, self._monotonic, name), name
-        return self._watch.ended(asked_to_stop=False)
 
 
 def with_environments(config: EvalConfig) -> EvalConfig:

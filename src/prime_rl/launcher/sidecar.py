@@ -3,8 +3,8 @@
 import os
 import signal
 import sys
-import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Self
 
 from loguru import logger
@@ -23,7 +23,6 @@ from prime_rl.monitor.status import read_status
 from prime_rl.transport.incarnations import EVAL, drop_lease, write_lease
 from prime_rl.transport.protocol import first_lease
 
-_POLL_SECONDS = 0.5
 _STOP_SECONDS = 60.0  # for the end of what hangs in the kernel
 _MAX_RESTARTS = 3
 # An engine would take what torchrun sets for its ranks for its own.
@@ -72,8 +71,8 @@ class EvalSidecar:
         self._environ = {name: value for name, value in inherited if not name.startswith(_TORCHRUN_PREFIXES)}
         self._gpus = self._gpus_of_server(environ)
         self._supervisor: Supervisor | None = None
-        self._thread = threading.Thread(target=self._supervise, name="evaluation", daemon=True)
-        self._outcome: RunOutcome | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        self._outcome: Future[RunOutcome] | None = None
 
     def __enter__(self) -> Self:
         output_dir, processes = self._config.output_dir, []
@@ -94,17 +93,13 @@ class EvalSidecar:
             logger.info("starting {} (log: {})", name, log)
         policy = RestartPolicy(_MAX_RESTARTS)
         self._supervisor = Supervisor(processes, (), output_dir, logger.info, policy=policy, environ=self._environ)
-        self._thread.start()
+        self._outcome = self._thread.submit(self._supervisor.run, signals=False)
         return self
 
-    def _supervise(self) -> None:
-        assert self._supervisor is not None
-        self._outcome = self._supervisor.run(signals=False)
-
     def __exit__(self, *exc: object) -> None:
-        if self._supervisor is not None:
+        if self._supervisor is not None and self._outcome is not None:
             self._supervisor.stop()
-            self._thread.join(_STOP_SECONDS)
+            wait([self._outcome], _STOP_SECONDS)
             drop_lease(self._config.output_dir, EVAL)  # of one that did not come to its end
 
     def finish(self) -> None:
@@ -115,16 +110,16 @@ class EvalSidecar:
         """
         output_dir = self._config.output_dir
         training = read_status(output_dir).get("sft")
-        if self._supervisor is None or (training is not None and training.outcome == "stopped"):
+        stopped = training is not None and training.outcome == "stopped"
+        if self._supervisor is None or self._outcome is None or stopped:
             return
         # The training's own handler has nothing left to finish.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log = output_dir / "logs" / f"{EVAL}.log"
         logger.info("training has ended: waiting for the evaluation of its last version (log: {})", log)
-        while self._thread.is_alive():
-            self._thread.join(_POLL_SECONDS)
-        if self._outcome is not RunOutcome.SUCCESS:
+        outcome = self._outcome.result()  # bounded: every process is watched for stalls
+        if outcome is not RunOutcome.SUCCESS:
             # It follows a run that has ended: it evaluates what is chosen, and the last version, and waits for nothing.
             configs, failures = output_dir / "configs", "\n".join(self._supervisor.failures)
             server = f"uv run inference @ {configs / f'{SERVER}.toml'}, and then " if self._config.inference else ""

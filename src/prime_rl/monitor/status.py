@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -278,16 +278,22 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 class TrainerWatch:
-    """Follows the trainer's status file, to see when the trainer has ended. Times are our own clock's: heartbeats are compared with each other only.
+    """Follow the trainer's status file, to see when the trainer has ended.
+
+    Times are of this process's clock: heartbeats are compared with each other only.
 
     Args:
-        process: The name of its status; `sft` has one of its own.
+        processes: Names of the statuses; of several the one that beat last counts.
     """
 
     def __init__(
-        self, output_dir: Path, monotonic: Callable[[], float] = time.monotonic, process: str = "trainer"
+        self,
+        output_dir: Path,
+        monotonic: Callable[[], float] = time.monotonic,
+        processes: Sequence[str] = ("trainer",),
     ) -> None:
-        self._output_dir, self._monotonic, self._process = output_dir, monotonic, process
+        self._paths = [status_path(output_dir, process) for process in processes]
+        self._monotonic = monotonic
         self._sign: object = None
         self._sign_at = self._idle_at = monotonic()
 
@@ -297,7 +303,9 @@ class TrainerWatch:
         No status at all is no end: the launcher removes it when it starts a trainer again. One that failed may be started again, too, but not where
         all is being stopped.
         """
-        trainer, now = read_record(ProcessStatus, status_path(self._output_dir, self._process)), self._monotonic()
+        statuses = [status for path in self._paths if (status := read_record(ProcessStatus, path)) is not None]
+        trainer = max(statuses, key=lambda status: status.heartbeat, default=None)
+        now = self._monotonic()
         sign = None if trainer is None else (trainer.pid, trainer.heartbeat)
         if sign != self._sign:
             self._sign, self._sign_at = sign, now

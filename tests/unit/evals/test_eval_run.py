@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -94,6 +95,17 @@ async def test_what_is_finished_is_not_made_again(world):
     assert len(world.pool.made) == 13
     await world.run(sampling={"temperature": 0.5, "seeded": True}, clean=True)
     assert len(world.pool.made) == 17
+
+
+async def test_changed_settings_are_refused_before_weights_are_loaded(world):
+    versions(world, 0, 5)
+    await world.run(weights_dir=world.weights)
+    before = world.server.reloads, len(world.server.updates)
+    for settings in ({}, {"eval_base": False}):
+        with pytest.raises(UserError, match=r"made with seed = .*, and now it is 7"):
+            await world.run(weights_dir=world.weights, seed=7, **settings)
+    assert len(world.server.updates) == before[1]
+    assert world.server.reloads == before[0] + 2  # the base, as at every end
 
 
 async def test_what_a_restarted_server_sampled_is_made_again(world):
@@ -200,7 +212,7 @@ async def test_reports_and_metrics(world):
     assert (base["policy"], second["policy"], second["version"], second["errors"]) == ("step_0", "step_2", 2, {"prompt_too_long": 2})  # fmt: skip
     assert (second["input_tokens"], second["output_tokens"]) == (30, 18)
     text = (evals / "report.md").read_text()
-    assert "| env | step_2 | 4 | 2 |" in text
+    assert "| env | step_2 | 4 | 2 |" in re.sub(" +", " ", text)
     assert "prompt_too_long 2 (the first: t0: scripted)" in text
     rows = read_metrics(world.directory / "out" / "metrics" / "eval.jsonl")
     assert [row["eval/env/policy_version"] for row in rows] == [0, 2]
@@ -251,10 +263,10 @@ async def test_an_interrupted_report_says_that_it_is_not_complete(world):
     command = asyncio.create_task(world.run(max_concurrent=1))
     await asyncio.wait([command], timeout=60)
     evals = world.directory / "out" / "evals"
-    assert "| env | step_0 | 3 of 4 | 1 |" in (evals / "report.md").read_text()
+    assert "| env | step_0 | 3 of 4 | 1 |" in re.sub(" +", " ", (evals / "report.md").read_text())
     assert json.loads((evals / "report.json").read_text())["results"][0]["complete"] is False
     await world.run()
-    assert "| env | step_0 | 4 | 1 |" in (evals / "report.md").read_text()
+    assert "| env | step_0 | 4 | 1 |" in re.sub(" +", " ", (evals / "report.md").read_text())
 
 
 async def test_progress_is_logged_now_and_then(world, heard, monkeypatch):

@@ -9,9 +9,8 @@ import pytest
 from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConfig, parse, write_toml
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
-from prime_rl.evals.versions import EvalVersions, VersionWriter, with_environments
+from prime_rl.evals.versions import EvalVersions, with_environments
 from prime_rl.monitor import Status
-from prime_rl.monitor.status import status_path
 from prime_rl.transport.incarnations import EVAL, read_lease
 from prime_rl.transport.tmpfs import in_tmpfs
 from support.evaluating import World
@@ -248,29 +247,6 @@ async def test_a_follower_holds_what_it_will_evaluate_and_no_more(world):
     asyncio.get_running_loop().call_later(0.5, look)
     await asyncio.wait_for(world.run(weights_dir=world.weights, follow=True, hold=True, interval=10), 30)
     assert held == [20]
-
-
-def test_a_run_that_gives_no_sign_has_ended(tmp_path):
-    """Contract: nobody waits for a run that never comes, or that was killed; a heartbeat is a sign, a failure may be started again."""
-    now = 0.0
-    writer = VersionWriter(tmp_path, lambda: now)
-    assert not writer.ended()
-    now = 181.0
-    assert writer.ended()
-    status = Status(tmp_path, "sft")
-    writer = VersionWriter(tmp_path, lambda: now)
-    assert not writer.ended()
-    assert writer.name == "sft"
-    status.done("failed: no memory")
-    assert not writer.ended()
-    now = 400.0
-    assert writer.ended()
-    Status(tmp_path, "sft").close()
-    assert not writer.ended()
-    status_path(tmp_path, "sft").unlink()  # by a launcher that was to start it again, and was killed then
-    assert not writer.ended()
-    now = 600.0
-    assert writer.ended()
 
 
 async def test_an_error_of_an_environment_does_not_end_following(world):

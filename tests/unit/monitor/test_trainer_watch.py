@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.monitor.status import GONE_SECONDS, WAITS_FOR_US_SECONDS, Status, TrainerWatch
+from prime_rl.monitor.status import GONE_SECONDS, WAITS_FOR_US_SECONDS, Status, TrainerWatch, status_path
 
 
 class Clock:
@@ -52,3 +52,18 @@ def test_one_that_waits_for_our_batches_is_not_waited_for_once_we_stop(tmp_path:
     assert not watch.ended(asked_to_stop=True)
     clock.now += WAITS_FOR_US_SECONDS + 1
     assert watch.ended(asked_to_stop=True)
+
+
+def test_of_several_the_one_that_beat_last_counts(tmp_path: Path) -> None:
+    """An earlier trainer's last word in the directory of an `sft` that runs; its launcher removes the status to restart it."""
+    clock = Clock()
+    watch = TrainerWatch(tmp_path, clock, ("trainer", "sft"))
+    Status(tmp_path, "trainer").done("finished")
+    status = Status(tmp_path, "sft")
+    assert not watch.ended(asked_to_stop=False)
+    status.close()
+    for name in ("trainer", "sft"):
+        status_path(tmp_path, name).unlink()
+    assert not watch.ended(asked_to_stop=False)
+    clock.now = GONE_SECONDS + 1
+    assert watch.ended(asked_to_stop=False)
