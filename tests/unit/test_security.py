@@ -23,9 +23,10 @@ from prime_rl.config import (
     parse,
     to_toml,
 )
+from prime_rl.config.assignments import Keys
 from prime_rl.config.base import Section
 from prime_rl.config.orchestrator import TrainingEnv
-from prime_rl.config.schema import Keys, Setting, has_mark, settings
+from prime_rl.config.schema import Setting, has_mark, settings
 from prime_rl.config.shared import ClientConfig, EnvConfig, MonitorConfig, WandbConfig
 from prime_rl.launcher.plan import HostResources, describe, make_plan
 from prime_rl.monitor.monitor import Monitor

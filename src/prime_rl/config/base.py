@@ -8,13 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-
-class ConfigError(Exception):
-    """One or more mistakes in a configuration, each a readable line in `problems`."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+from prime_rl.config.assignments import Assignments
 
 
 class Problem(ValueError):
@@ -63,10 +57,7 @@ def short(path: str) -> str:
 
 
 class Older(NamedTuple):
-    """An older spelling: the key that replaced it, and how its value is written there.
-
-    Of a key that is still there, values that `convert` leaves alone are no older spelling.
-    """
+    """An older spelling: the key that replaced it, and how its value is written there."""
 
     key: str
     convert: Callable[[Any], Any]
@@ -144,16 +135,21 @@ class BaseConfig(Section):
     log: LogConfig = option(LogConfig, "Console and log file.")
 
     @staticmethod
-    def as_given(table: dict[str, Any]) -> dict[str, Any]:
+    def as_given(tree: dict[str, Any]) -> dict[str, Any]:
         """The complete table of a configuration as one would write it by hand: what follows from another setting may be left out."""
-        return table
+        return tree
 
     @staticmethod
-    def share(tree: dict[str, Any], origins: Any = None, hints: list[str] | None = None) -> dict[str, Any]:
-        """The table that was given, with settings that several sections have in common filled into each. Raises Problems."""
-        return tree
+    def share(table: Assignments) -> None:
+        """Fill settings that several sections have in common into each of them. Raises Problems."""
 
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any, info: ValidationInfo) -> Any:
-        return cls.share(data) if isinstance(data, dict) and info.context != LOADED else data
+        if not isinstance(data, dict) or info.context == LOADED or cls.share is BaseConfig.share:
+            return data
+        table = Assignments()
+        for name, value in data.items():  # a section made in Python counts with what was set in it
+            table.put((name,), value.model_dump(exclude_unset=True) if isinstance(value, Section) else value)
+        cls.share(table)
+        return table.get(())

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from prime_rl.config.base import ConfigError, Section, default_type
-from prime_rl.config.mistakes import spell
-from prime_rl.config.schema import Keys, Setting, every_setting, settings, type_tag
+from prime_rl.config.assignments import ConfigError, Keys, spell
+from prime_rl.config.base import Section, default_type
+from prime_rl.config.schema import Setting, every_setting, settings, type_tag
 
 LEFT = 46  # columns of an option and its type
 SHELLS = ("bash", "zsh", "fish")

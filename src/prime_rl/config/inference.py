@@ -1,12 +1,11 @@
 """Settings of the inference server."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Older, Problem, Section, option
+from prime_rl.config.base import BaseConfig, Problem, Section, option
 from prime_rl.config.shared import Device, ModelConfig
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -27,18 +26,9 @@ class InferenceModel(ModelConfig):
     chat_template: str | None = option(None, "Chat template, or a file with one (None: the tokenizer's).")
 
 
-def _port_of(address: Any) -> Any:
-    """The port of an address like http://localhost:8001; anything else as it is, also an address with a host to lose."""
-    local = (
-        re.fullmatch(r"https?://(?:localhost|127\.0\.0\.1):(\d{1,5})/*", address) if isinstance(address, str) else None
-    )
-    return int(local[1]) if local else address
-
-
 class ServerConfig(Section):
     """Where the server listens."""
 
-    older: ClassVar[dict[str, Older]] = {"port": Older("port", _port_of)}
     removed: ClassVar[dict[str, str]] = {
         "register_dir": "clients list their servers, in client.base_url",
         "advertise": "clients list their servers, in client.base_url",

@@ -1,21 +1,21 @@
 """What the configuration classes declare, in the terms that the loader and the help need."""
 
+import re
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from prime_rl.config.assignments import Keys
 from prime_rl.config.base import Section, default_type
-
-Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a section. `members` are its types without None."""
+    """One field of a section. `members` are its types without None; `Any` is that of a key within a dict."""
 
     name: str
     field: FieldInfo
@@ -55,12 +55,10 @@ class Setting:
         """The words that a Literal allows."""
         return tuple(word for member in self.members if get_origin(member) is Literal for word in get_args(member))
 
-    def section_for(self, value: Any) -> type[Section] | None:
-        """The table that `value` fills: of a union the one its `type` names, or the default's where it names none."""
-        if len(self.sections) <= 1:
-            return self.sections[0] if self.sections else None
-        tag = value.get("type", default_type(self.field)) if isinstance(value, dict) else default_type(self.field)
-        return next((section for section in self.sections if type_tag(section) == tag), None)
+    @property
+    def within(self) -> tuple[type[Section], ...]:
+        """The tables that its value, or an item of it, may be."""
+        return (self.item_section,) if self.item_section is not None else self.sections
 
 
 def has_mark(field: FieldInfo, mark: str) -> bool:
@@ -74,15 +72,23 @@ def type_tag(section: type[Section]) -> str:
     return str(section.model_fields["type"].default)
 
 
+def section_for(setting: Setting, value: Any) -> type[Section] | None:
+    """The table that `value` fills: of a union the one its `type` names, or the default's where it names none."""
+    if len(setting.within) <= 1:
+        return next(iter(setting.within), None)
+    tag = value.get("type", default_type(setting.field)) if isinstance(value, dict) else None
+    return next((section for section in setting.within if type_tag(section) == tag), None)
+
+
 @cache
 def settings(section: type[Section]) -> dict[str, Setting]:
     """The settings of `section` by name, in the order of declaration."""
-    found = {}
+    declared = {}
     for name, field in section.model_fields.items():
         members = tuple(_members(field.annotation))
         kinds = tuple(member for member in members if member is not type(None))
-        found[name] = Setting(name, field, kinds, nullable=type(None) in members)
-    return found
+        declared[name] = Setting(name, field, kinds, nullable=type(None) in members)
+    return declared
 
 
 def _members(annotation: Any) -> Iterator[Any]:
@@ -95,52 +101,26 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-@dataclass(frozen=True)
-class Found:
-    """The setting that keys lead to. `rest` lies below it: keys within a dict, or the number of an item of a list."""
-
-    setting: Setting
-    rest: Keys = ()
-
-    @property
-    def is_table(self) -> bool:
-        return not self.rest and bool(self.setting.sections or self.setting.is_dict)
-
-    @property
-    def is_list(self) -> bool:
-        return not self.rest and self.setting.item is not None
-
-
-def find(section: type[Section], keys: Keys) -> Found | None:
+def find(section: type[Section], keys: Keys) -> Setting | None:
     """What `keys` name, None where there is no such setting. In a union any member may have it."""
     setting, rest = settings(section).get(keys[0]), keys[1:]
-    if setting is None:
-        return None
-    if not rest or setting.is_dict:
-        return Found(setting, rest)
+    if setting is None or not rest:
+        return setting
+    if setting.is_dict:
+        return replace(setting, members=(Any,), nullable=False)
     if setting.item_section is not None:
-        if not (rest[0].isdecimal() and len(rest[0]) < 10):
+        if not re.fullmatch("[0-9]{1,9}", rest[0]):
             return None
-        return find(setting.item_section, rest[1:]) if rest[1:] else Found(setting, rest)
-    return next((found for member in setting.sections if (found := find(member, rest)) is not None), None)
-
-
-def list_index(section: type[Section], keys: Keys) -> int | None:
-    """Position among `keys` of the number of an item of a list of sections, None where they choose none."""
-    for position in range(1, len(keys)):
-        found = find(section, keys[: position + 1])
-        if found is None:
-            return None
-        if found.setting.item_section is not None and found.rest:
-            return position
-    return None
+        if not rest[1:]:
+            return replace(setting, members=setting.within, nullable=False)
+        rest = rest[1:]
+    return next((inner for member in setting.within if (inner := find(member, rest)) is not None), None)
 
 
 def every_setting(section: type[Section], prefix: Keys = ()) -> Iterator[tuple[Keys, Setting]]:
     """Every path that can be given, sections included; a name that several members of a union share comes from each."""
     for name, setting in settings(section).items():
         yield (*prefix, name), setting
-        for member in setting.sections:
-            yield from every_setting(member, (*prefix, name))
-        if setting.item_section is not None:
-            yield from every_setting(setting.item_section, (*prefix, name, "N"))
+        inner = (*prefix, name) if setting.item_section is None else (*prefix, name, "N")
+        for member in setting.within:
+            yield from every_setting(member, inner)

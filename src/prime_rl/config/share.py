@@ -5,18 +5,15 @@ options over files over variables. Equally strong sources that differ are refuse
 only there is it visible what was given and what is a default.
 """
 
-from copy import deepcopy
 from typing import Any
 from urllib.parse import urlsplit
 
-from prime_rl.config.base import Problem, Section, check, conflict
-from prime_rl.config.mistakes import SECTIONS_OF_RL, Origins, spell
+from prime_rl.config.assignments import ABSENT, SECTIONS_OF_RL, Assignments, spell
+from prime_rl.config.base import Problem, check, conflict
 from prime_rl.config.shared import CkptConfig, WandbConfig
 
-Tree = dict[str, Any]
 ALL = SECTIONS_OF_RL
 PAIR = ("trainer", "orchestrator")
-ABSENT: Any = object()
 
 # The same in every process, wherever it is given: at the top, or in a section, whose value then reaches the others.
 COMMON: dict[str, tuple[str, ...]] = {
@@ -28,14 +25,15 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None}
 DEFAULT_PORT = 8000
 
 
-def share(tree: Tree, origins: Origins | None = None, hints: list[str] | None = None) -> Tree:
-    """`tree` (what the user gave of an RLConfig) with shared settings in every section. Raises Problems.
+def share(table: Assignments) -> None:
+    """Fill shared settings of an RLConfig into every section. Raises Problems.
 
-    Without `origins` all sources are equally strong.
+    Where nothing has an origin, all sources are equally strong.
     """
-    run = _Sharing(tree, origins, hints)
-    run.tree.setdefault("trainer", {})
-    present = [name for name in ALL if isinstance(run.tree.get(name), dict)]
+    run = _Sharing(table)
+    if run.get("trainer") is ABSENT:
+        run.set("trainer", {})
+    present = [name for name in ALL if isinstance(run.get(name), dict)]
     pair = [section for section in PAIR if section in present]
     check(
         *(
@@ -56,55 +54,38 @@ def share(tree: Tree, origins: Origins | None = None, hints: list[str] | None = 
         run.address("orchestrator.client") if {"inference", "orchestrator"} <= set(present) else None,
     )
     run.fake_data()
-    return run.tree
 
 
-def share_eval_server(tree: Tree, origins: Origins | None = None, hints: list[str] | None = None) -> Tree:
-    """`tree` (of an SFTConfig) with the model copied to the server, and the server's address to `eval.client`."""
-    run = _Sharing(tree, origins, hints)
-    if isinstance(run.tree.get("inference"), dict) and isinstance(run.tree.get("eval"), dict):
+def share_eval_server(table: Assignments) -> None:
+    """Copy the model of an SFTConfig to the server, and the server's address to `eval.client`. Raises Problems."""
+    run = _Sharing(table)
+    if isinstance(run.get("inference"), dict) and isinstance(run.get("eval"), dict):
         check(run.unify(["model.name", "inference.model.name"]), run.address("eval.client"))
-    return run.tree
 
 
-def without_copies(table: Tree) -> Tree:
-    """The complete table of a run without the values that are filled into its sections."""
-    table = deepcopy(table)
+def without_copies(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the complete table of a run without the values that are filled into its sections."""
+    run = _Sharing(Assignments(), tree)
     shared = {**COMMON, "ckpt": PAIR, "seq_len": PAIR}
     for top, place in [(key, f"{section}.{key}") for key, sections in shared.items() for section in sections]:
-        if _get(table, top) is not ABSENT and _same(_get(table, top), _get(table, place)):
-            _remove(table, place)
-    if isinstance(shared_wandb := table.get("wandb"), dict):
+        if run.get(top) is not ABSENT and _same(run.get(top), run.get(place)):
+            run.remove(place)
+    if isinstance(shared_wandb := run.get("wandb"), dict):
         for section in PAIR:
             filled = {key: _named(key, value, section) for key, value in shared_wandb.items()}
-            if _get(table, f"{section}.monitor.wandb") == filled:
-                _remove(table, f"{section}.monitor.wandb")
-    if isinstance(table.get("inference"), dict):
-        _remove(table, "orchestrator.client.base_url")
-    return table
+            if run.get(f"{section}.monitor.wandb") == filled:
+                run.remove(f"{section}.monitor.wandb")
+    if isinstance(run.get("inference"), dict):
+        run.remove("orchestrator.client.base_url")
+    return run.table.get(())
 
 
-def without_address(table: Tree) -> Tree:
-    """The complete table of an SFTConfig without the address that follows from the server's."""
-    table = deepcopy(table)
-    if isinstance(table.get("inference"), dict):
-        _remove(table, "eval.client.base_url")
-    return table
-
-
-def _get(tree: Tree, key: str) -> Any:
-    """The value of a dotted key, or ABSENT."""
-    here: Any = tree
-    for part in key.split("."):
-        here = here.get(part, ABSENT) if isinstance(here, dict) else ABSENT
-    return here
-
-
-def _remove(tree: Tree, key: str) -> None:
-    around, _, last = key.rpartition(".")
-    table = _get(tree, around) if around else tree
-    if isinstance(table, dict):
-        table.pop(last, None)
+def without_address(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the complete table of an SFTConfig without the address that follows from the server's."""
+    run = _Sharing(Assignments(), tree)
+    if isinstance(run.get("inference"), dict):
+        run.remove("eval.client.base_url")
+    return run.table.get(())
 
 
 def _named(key: str, value: Any, section: str) -> Any:
@@ -121,35 +102,29 @@ def _keys(key: str) -> tuple[str, ...]:
 
 
 class _Sharing:
-    """The table of a run, in which shared settings are filled into the sections."""
+    """The table of a run by dotted keys, in which shared settings are filled into the sections."""
 
-    def __init__(self, tree: Tree, origins: Origins | None, hints: list[str] | None) -> None:
-        # A section made in Python counts with what was set in it, not with its defaults.
-        self.tree: Tree = {
-            key: value.model_dump(exclude_unset=True) if isinstance(value, Section) else deepcopy(value)
-            for key, value in tree.items()
-        }
-        self._origins = Origins() if origins is None else origins
-        self._hints: list[str] = [] if hints is None else hints
+    def __init__(self, table: Assignments, tree: dict[str, Any] | None = None) -> None:
+        self.table = table
+        if tree is not None:
+            table.put((), tree)
 
     def get(self, key: str) -> Any:
-        return _get(self.tree, key)
+        return self.table.get(_keys(key))
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a value that was missing or came from a weaker source, and forget that origin."""
+        self.table.put(_keys(key), value)
+
+    def remove(self, key: str) -> None:
+        self.table.remove(_keys(key))
 
     def _rank(self, *keys: str) -> int:
-        """Of the strongest source of any of the keys; below that of a default for none."""
-        return max((self._origins.rank(_keys(key)) for key in keys), default=-2)
-
-    def _set(self, key: str, value: Any) -> None:
-        """Set a value that was missing or came from a weaker source, and forget that origin."""
-        self._origins.forget(_keys(key))
-        *tables, last = key.split(".")
-        here = self.tree
-        for part in tables:
-            here = here.setdefault(part, {})
-        here[last] = value
+        """Rank of the strongest source of any of the keys; below that of a default for none."""
+        return max((self.table.rank(_keys(key)) for key in keys), default=-2)
 
     def _contradiction(self, one: str, value: Any, other: str, different: Any) -> Problem:
-        origin = self._origins.exact(_keys(one))
+        origin = self.table.exact(_keys(one))
         section, _, within = one.partition(".")
         top = within if section in ALL else one
         by_option = origin is None or origin.kind == "option"
@@ -170,7 +145,7 @@ class _Sharing:
                 return self._contradiction(first, value, place, self.get(place))
         for place in places:
             if place not in (first, *others):
-                self._set(place, value)
+                self.set(place, value)
         return None
 
     def ckpt(self, places: list[str]) -> list[Problem | None]:
@@ -183,7 +158,7 @@ class _Sharing:
             return [Problem(f"{on[0]} is on but {off[0]} is off: processes checkpoint together", on[0], off[0])]
         for place in places if given else []:
             if place not in (on if stronger_on else off):
-                self._set(place, {} if stronger_on else None)
+                self.set(place, {} if stronger_on else None)
         return [self.unify([f"{place}.{name}" for place in places]) for name in CkptConfig.model_fields if stronger_on]
 
     def seq_len(self, places: list[str]) -> list[Problem | None]:
@@ -191,7 +166,7 @@ class _Sharing:
         if self.get("seq_len") not in (ABSENT, None):
             if self._rank(*places) <= self._rank("seq_len"):
                 return [self.unify(["seq_len", place]) for place in places]
-            self._set("seq_len", None)
+            self.set("seq_len", None)
         if sum(self.get(place) is not ABSENT for place in places) == 1:
             self.unify(places)
         return []
@@ -199,7 +174,7 @@ class _Sharing:
     def wandb(self, sections: list[str]) -> list[Problem | None]:
         """Fill `wandb` into the monitors of `sections`. Where a stronger source makes one differ, the shared table is dropped."""
         shared = self.get("wandb")
-        origin = self._origins.exact(("wandb",))
+        origin = self.table.exact(("wandb",))
         problems: list[Problem | None] = []
         differs = False
         for section in sections:
@@ -209,25 +184,25 @@ class _Sharing:
                 by_option = origin is not None and origin.kind == "option"
                 problems.append(conflict(gap == 0 and by_option, f"wandb is off but {place} is on", "wandb", place))
                 if gap > 0:
-                    self._set(place, None)
+                    self.set(place, None)
             elif isinstance(shared, dict) and own is None and gap <= 0:
                 problems.append(conflict(gap == 0, f"wandb is on but {place} is off", "wandb", place))
                 differs = True
             elif isinstance(shared, dict):
                 if own in (ABSENT, None):
-                    self._set(place, {})
+                    self.set(place, {})
                 for name in WandbConfig.model_fields:
                     value, top, key = shared.get(name), f"wandb.{name}", f"{place}.{name}"
                     own, gap = self.get(key), self._rank(top) - self._rank(key)
                     if value is None or _same(own, _named(name, value, section)):
                         continue
                     if own is ABSENT or gap > 0:
-                        self._set(key, _named(name, value, section))
+                        self.set(key, _named(name, value, section))
                     elif gap == 0:
                         problems.append(self._contradiction(top, value, key, own))
                     differs = differs or (own is not ABSENT and gap < 0)
         if differs:
-            self.tree["wandb"] = None
+            self.set("wandb", None)
         return problems
 
     def address(self, client: str) -> Problem | None:
@@ -247,14 +222,14 @@ class _Sharing:
             same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
             gap = self._rank(key) - self._rank(port_key, *([] if same_host else [host_key]))
             if same_host and (port is None or gap > 0 or str(url_port) == str(port)):
-                self._set(port_key, url_port)
+                self.set(port_key, url_port)
                 return None
             if gap >= 0:
                 listens = f"{host or 'localhost'}:{port or DEFAULT_PORT}"
                 message = f"{key} is {url} but inference.server listens on {listens}: give one of them"
                 return Problem(message, key, port_key, host_key)
         name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
-        self._set(key, f"http://{name}:{port or DEFAULT_PORT}/v1")
+        self.set(key, f"http://{name}:{port or DEFAULT_PORT}/v1")
         return None
 
     def fake_data(self) -> None:
@@ -263,14 +238,16 @@ class _Sharing:
         Without bench drop `trainer.data.fake`, which is meant for a trainer that runs alone.
         """
         key = "trainer.data.fake"
-        fake, bench, batch_size = self.get(key), self.tree.get("bench") is True, self.get("orchestrator.batch_size")
+        fake, bench, batch_size = self.get(key), self.get("bench") is True, self.get("orchestrator.batch_size")
         if bench and fake is ABSENT:
-            self._set(key, {} if batch_size is ABSENT else {"batch_size": batch_size})
+            self.set(key, {} if batch_size is ABSENT else {"batch_size": batch_size})
         elif not bench and fake not in (ABSENT, None):
-            origin = self._origins.of(_keys(key))
+            origin = self.table.origin(_keys(key))
             where = f" ({origin.text})" if origin is not None else ""
-            self._hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
-            self._set(key, None)
+            self.table.hints.append(
+                f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts"
+            )
+            self.set(key, None)
         if self.get("orchestrator.trainer") is False:
-            self._hints.append("orchestrator.trainer is left out: `rl` starts a trainer")
-        _remove(self.tree, "orchestrator.trainer")  # meant for an orchestrator that runs alone
+            self.table.hints.append("orchestrator.trainer is left out: `rl` starts a trainer")
+        self.remove("orchestrator.trainer")  # meant for an orchestrator that runs alone

@@ -255,7 +255,8 @@ $   --sampling.temperature 0.7
 $ orchestrator --environment.id x --reference.base-url http://t:1 --environment.sampling.temperature 0.5
   the reference tells log-probabilities of temperature 1, and x is sampled at 0.5
 $ orchestrator --environment.id x --environments.0.id y
-  give either [environment] or [[environments]], not both
+  give either [environment] or [[environments]], not both (environment: --environment.id, environments:
+  --environments.0.id)
 $ orchestrator --environments.0.id x --environments.1.id y --environments.1.name all
   environments.1: an environment cannot be named 'all', which in metrics means all of them together: give it
   another `name` (name: --environments.1.name, id: --environments.1.id)
@@ -266,6 +267,7 @@ $ eval --environment-ids a a
   two environments are named 'a': give each its own `name`
 $ rl --orchestrator.environment.id x --orchestrator.reference.base-url http://t:1
   a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef
+  (orchestrator.reference: --orchestrator.reference.base-url)
 $ rl --orchestrator.environment.id x --clean --ckpt.resume-step 3
   clean would remove the checkpoint that ckpt.resume_step names (clean: --clean, ckpt.resume_step:
   --ckpt.resume-step)
@@ -364,21 +366,6 @@ def test_missing_files(write: Write, tmp_path: Path) -> None:
         assert problems(cls, ["@", "xx.toml"]) == ["no such file: xx.toml (did you mean x.toml?)"]
 
 
-def test_a_file_of_an_older_release_names_todays(write: Write, tmp_path: Path) -> None:
-    """configs/trainer/NAME.toml is configs/NAME/train.toml; only what is there is named."""
-    write("")
-    roles = [("trainer", "train"), ("training", "train"), ("orchestrator", "orch"), ("inference", "infer")]
-    (tmp_path / "configs/math").mkdir(parents=True)
-    for folder, name in roles:
-        (today := tmp_path / f"configs/math/{name}.toml").write_text("")
-        for older in (f"configs/{folder}/math.toml", f"configs/{folder}/math/1b.toml"):
-            line = f"no such file: {older} (today it is configs/math/{name}.toml)"
-            assert problems(TrainerConfig, ["@", older]) == [line]
-        today.unlink()
-    line = "no such file: configs/trainer/math.toml (nor is there a directory configs/trainer)"
-    assert problems(TrainerConfig, ["@", "configs/trainer/math.toml"]) == [line]
-
-
 def test_no_unrelated_file_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("eval.toml", "infer.toml", "rl.json"):
@@ -447,7 +434,7 @@ def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str])
         (InferenceConfig, ["@", "x.toml"], 'include = "\\u0000"', "\\x00: cannot be read: embedded null byte"),
         (InferenceConfig, ["@", "x.toml"], 'model.name = "\\u0000"', "x.toml, line 1: text with a NUL character"),
         (InferenceConfig, ["--server.port", "http://elsewhere:8001"], "", "server.port: must be a valid integer, got 'http://elsewhere:8001' (--server.port)"),
-        (OrchestratorConfig, ["@", "x.toml", "--environments.0.workers", "1"], "environments = true", "environments.0.id: required, but not given (x.toml, line 1)"),
+        (OrchestratorConfig, ["@", "x.toml", "--environments.0.workers", "1"], "environments = true", "environments.0.id: required, but not given (--environments.0.workers)"),
         (OrchestratorConfig, [*ENV, "--environments.0.wrkers", "1"], "", "--environments.0.wrkers names no setting; did you mean --environments.0.workers?"),
         (OrchestratorConfig, [*ENV, "--environments.²", "1"], "", "environments: must be a list, got {'²': '1'} (--environments.²)"),
         (OrchestratorConfig, ["--environments", "[3]"], "", "environments.0: must be a table, got 3 (--environments)"),

@@ -4,7 +4,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
+from prime_rl.config.assignments import Assignments, Keys
 from prime_rl.config.base import BaseConfig, Section
-from prime_rl.config.loader import load, put, to_toml
-from prime_rl.config.schema import Keys, Setting, list_index, type_tag
+from prime_rl.config.loader import load, to_toml
+from prime_rl.config.schema import Setting, type_tag
 from prime_rl.config.schema import settings as settings_of
 
 # What each entrypoint needs at least.
@@ -193,13 +194,12 @@ def files(draw: st.DrawFn, section: type[Section]) -> bytes:
     """TOML of a wrong shape, or what is no TOML."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.sampled_from(ODD_FILES).map(lambda text: text.encode("latin-1")) | st.binary(max_size=20))
-    tree: dict[str, Any] = {}
+    table = Assignments()
     for found, setting in draw(st.lists(keys(section), min_size=1, max_size=4)):
         likely = st.sampled_from(plausible(setting))
         value = draw(st.sampled_from([likely] * 9 + [VALUES]).flatmap(lambda strategy: strategy))
-        with suppress(IndexError):  # beyond the end of a list
-            put(tree, found[:40], value, list_index(section, found[:40]) if draw(st.booleans()) else None)
-    return tomli_w.dumps(tree).encode()
+        table.put(found[:40], value)
+    return tomli_w.dumps(table.get(())).encode()
 
 
 @st.composite

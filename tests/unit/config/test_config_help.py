@@ -16,8 +16,8 @@ from prime_rl.config import (
     TrainerConfig,
     load,
 )
+from prime_rl.config.assignments import spell
 from prime_rl.config.help import SHELLS, help_text
-from prime_rl.config.mistakes import spell
 from prime_rl.config.schema import every_setting
 
 CLASSES = [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig]
