@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import xxhash
@@ -173,7 +174,7 @@ def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0,
         "groups": [[step, "env", 0, "task"]], "account": account,
     }  # fmt: skip
     state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened)
-    told = {"groups_opened": groups_opened, "ledger": ledger, "state": state.to_json(), **extra}
+    told = {"groups_opened": groups_opened, "ledger": ledger, "state": asdict(state), **extra}
     with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):
         pass
 

@@ -213,10 +213,7 @@ class ReplicaPool:
                 )
                 healthy = {waits[task] for task in done if task.done() and task.exception() is None}
         finally:
-            for task in pending:
-                task.cancel()
-            if pending:
-                await asyncio.wait(pending, timeout=_CANCEL_SECONDS)
+            await cancel_tasks(pending)
         if not healthy:
             raise UserError("; ".join(str(task.exception()) for task in waits if task.done()))
         others = [replica for replica in self.replicas if replica not in healthy]
@@ -309,6 +306,19 @@ class ReplicaPool:
             episode for one, episodes, ok in answers if ok and (one.ready or one.draining) for episode in episodes
         ]
         return counting, [replica for replica, _, ok in answers if not ok]
+
+
+async def cancel_tasks(tasks: Collection["asyncio.Task[Any]"]) -> None:
+    """Cancel tasks and await their end for a while; those that go on are logged."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, running = await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+        if running:
+            logger.warning(
+                "{} tasks did not end within {:.0f} s of their cancellation: {}",
+                len(running), _CANCEL_SECONDS, next(iter(running)),
+            )  # fmt: skip
 
 
 def _has_room(replica: Replica) -> bool:

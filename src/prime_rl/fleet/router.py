@@ -5,9 +5,9 @@ verifications and logprob checks go to each part's own address, never through th
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loguru import logger
 
@@ -49,7 +49,7 @@ class RouterClient:
         Raises:
             UserError: one of them did not come up in time, or the router passes no token route on.
         """
-        await asyncio.gather(*(each.wait_ready(on_wait) for each in (*self._parts, self._router)))
+        await _all(each.wait_ready(on_wait) for each in (*self._parts, self._router))
         if not self._passes_tokens:
             try:
                 statuses = [await self._router.status(path) for path in TOKEN_ROUTES]
@@ -61,7 +61,7 @@ class RouterClient:
 
     async def answers(self) -> bool:
         """Whether all of them are healthy now."""
-        return all(await asyncio.gather(*(each.answers() for each in (*self._parts, self._router))))
+        return all(await _all(each.answers() for each in (*self._parts, self._router)))
 
     async def served(self) -> Served:
         """What all parts serve, whose `boot` changes with that of any of them; `NO_VERSION` where they serve different weights, which an update ends.
@@ -102,12 +102,13 @@ class RouterClient:
         Raises:
             UserError: as a single server's.
         """
-        return _joined(await asyncio.gather(*(part.reload() for part in self._parts)))
+        return _joined(await _all(part.reload() for part in self._parts))
 
     async def _ask(self) -> list[Served]:
-        return await asyncio.gather(*(part.served() for part in self._parts))
+        return await _all(part.served() for part in self._parts)
 
 
+T = TypeVar("T")
 ServerClient = InferenceClient | RouterClient
 
 
@@ -116,6 +117,16 @@ def connect_all(config: "ClientConfig", connect: Callable[[str], InferenceClient
     if not config.admin_roots:
         return [connect(root) for root in config.api_roots]
     return [RouterClient(connect(config.api_roots[0]), [connect(root) for root in config.admin_roots])]
+
+
+async def _all(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all. Where one fails the others are cancelled, and the gravest error (`_rank`) is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(request) for request in requests]
+    except BaseExceptionGroup as errors:
+        raise min(errors.exceptions, key=_rank) from errors
+    return [task.result() for task in tasks]  # bounded: the group has awaited them
 
 
 def _differ(answers: Sequence[Served]) -> bool:

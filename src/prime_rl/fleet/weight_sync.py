@@ -23,7 +23,7 @@ from prime_rl.errors import UserError
 from prime_rl.fleet.client import NoWeightsServed, ServerError, VersionNotSent
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.published_versions import PublishedVersions
-from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, rest_seconds
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, cancel_tasks, rest_seconds
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.incarnations import ask_for_files, call_for_files
@@ -45,7 +45,6 @@ _ATTEMPTS = 5  # to load a version that may be removed, or what the run serves o
 _LOOK_SECONDS = 0.5  # between two looks at which replicas were quarantined during a load
 _SILENT_PROBES = 3  # unanswered in a row, until the others take over
 _DRAIN_POLL_SECONDS = 0.25
-_CLOSE_SECONDS = 30.0
 
 LoadError = UserError | CommitError
 
@@ -109,11 +108,7 @@ class WeightSync:
 
     async def close(self) -> None:
         """End all recoveries and drains."""
-        tasks = [*self._recoveries.values(), *self._drains.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+        await cancel_tasks([*self._recoveries.values(), *self._drains.values()])
 
     def take_times(self) -> tuple[float, dict[str, float]]:
         """Return what updates took since this was asked last: altogether, and in parts."""
@@ -276,7 +271,7 @@ class WeightSync:
                 self.parts[part] = self.parts.get(part, 0.0) + max(parts.get(part, 0.0) for parts in reports)
             logger.info("serving version {} after {:.2f} s{}", version, seconds, self.fleet.where())
             self._served(version)
-        self._loop.wake()
+        self._loop.wake.set()
         await self._loop.on_version_served(version)
 
     async def _skip_to(self, version: int) -> None:
@@ -310,7 +305,7 @@ class WeightSync:
             if await self._load_all(version) and self.scheduler.incarnation == incarnation.number:
                 self.scheduler.go_back(version)
                 self._hold(incarnation.number, version)
-        self._loop.wake()
+        self._loop.wake.set()
         if not self.scheduler.must_go_back:
             await self._loop.on_version_served(self.scheduler.version)  # it may be one that was made again meanwhile
 
@@ -578,7 +573,7 @@ class WeightSync:
 
     async def _hand_over(self, replica: Replica) -> None:
         """Count what a quarantined replica is verified for; have the rest made again by the others, if there are any."""
-        if not (replica.unverified | replica.invalid and self.fleet.ready) or self.config.bench:
+        if not (replica.unverified | replica.invalid and self.fleet.ready):
             return
         finished = replica.unverified.intersection(self.scheduler.unverified())
         verified = bool(replica.unverified) and not replica.invalid and await replica.verify()
@@ -591,15 +586,13 @@ class WeightSync:
                 self.fleet.forget(finished)
             elif not replica.ready:
                 self.invalidate(replica, "the server is gone")
-        self._loop.wake()
+        self._loop.wake.set()
 
     async def _catch_up(self, replica: Replica) -> bool:
         """Have a healthy replica load what the others serve, and let it in. False: what they serve has changed meanwhile."""
         await self._settled.wait()  # bounded: by the requests' deadlines
         scheduler = self.scheduler
-        if not (
-            self.config.bench or scheduler.must_go_back
-        ):  # else there is nothing to verify, or `follow` loads what counts
+        if not scheduler.must_go_back:  # else `follow` loads what counts
             version, incarnation = scheduler.version, scheduler.incarnation
             if replica.loaded is None:
                 await self._check_base(replica, 0)
@@ -615,7 +608,7 @@ class WeightSync:
         self._empty_since = None
         self._troubles.pop(replica, None)
         self._reported.pop(replica, None)
-        self._loop.wake()
+        self._loop.wake.set()
         return True
 
     async def _note_loss(self, replica: Replica) -> None:
@@ -699,15 +692,13 @@ class WeightSync:
 
     async def _release(self, replica: Replica, boot: str, ask: bool) -> None:
         """Remove a replica. What it is verified for counts, if it is there to be asked; the rest is made again."""
-        recovery = self._recoveries.pop(replica, None)
-        if recovery is not None and not recovery.done():
-            recovery.cancel()
-            await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
+        if (recovery := self._recoveries.pop(replica, None)) is not None:
+            await cancel_tasks([recovery])
         self._troubles.pop(replica, None)
         self._reported.pop(replica, None)
         async with self.shipping:
             finished = replica.unverified.intersection(self.scheduler.unverified())
-            if ask and (self.config.bench or await replica.verify()):
+            if ask and await replica.verify():
                 self.scheduler.verify(finished)
                 self.fleet.forget(finished)
                 replica.released = True
@@ -718,7 +709,7 @@ class WeightSync:
             self.fleet.move(replica, ReplicaState.LEFT)
             self._departed[replica] = boot
             self._note_empty()
-        self._loop.wake()
+        self._loop.wake.set()
         made_again = f"{len(void)} episodes that it had are made again" if void else "nothing of it is made again"
         ready = len(self.fleet.ready)
         logger.info("{} has left, and may be stopped: {} ({} servers left to serve)", replica.name, made_again, ready)

@@ -20,14 +20,13 @@ from prime_rl.monitor.status import read_record, read_status, unless_full
 from prime_rl.processes import ProcessId, boot_id, is_alive, me
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.incarnations import run_id
-from prime_rl.transport.settings import at_work, ways_out
+from prime_rl.transport.settings import LEDGER, at_work, ways_out
 from prime_rl.transport.tmpfs import remove_tmpfs
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
 _MISSED_BEATS = 3
 _OWNER = "launcher.json"
-_LEDGER = "ledger.sqlite"
 _BENCH = "bench"
 _LOCK_SECONDS = 60.0  # long enough for another process to remove a large run
 
@@ -51,7 +50,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "status": tuple(pattern for name in _PROCESSES for pattern in (f"{name}.json", f"{name}.*.json", f".{name}.*")),
     "logs": (*(f"{name}.log" for name in _PROCESSES), "trainer.*.log", "sft.*.log", "restarts.jsonl", "envs", "wandb"),
     "configs": tuple(f"{name}.toml" for name in _PROCESSES),
-    ".": (f"{_LEDGER}*",),
+    ".": (f"{LEDGER}*",),
 }
 _BY_PROCESS = ("settings", "metrics", "status", "logs", "configs")
 
@@ -131,7 +130,7 @@ def results(output_dir: Path) -> list[str]:
     metrics = [path for name in _OF_ONE_RUN for path in (output_dir / "metrics").glob(f"{name}.jsonl")]
     if any(path.stat().st_size for path in metrics):
         names.append("metrics")
-    return names or ([_LEDGER] if _holds_episodes(output_dir / _LEDGER) else [])
+    return names or ([LEDGER] if _holds_episodes(output_dir / LEDGER) else [])
 
 
 def _holds_episodes(ledger: Path) -> bool:
@@ -163,7 +162,7 @@ def _newest(parent: Path) -> int:
 def recoverable(output_dir: Path) -> bool:
     """Whether an interrupted run has begun to commit: it has an incarnation, a batch, a state or an episode."""
     begun = ("incarnations/*.json", "rollouts/step_*", "recovery/step_*")
-    return any(any(output_dir.glob(pattern)) for pattern in begun) or _holds_episodes(output_dir / _LEDGER)
+    return any(any(output_dir.glob(pattern)) for pattern in begun) or _holds_episodes(output_dir / LEDGER)
 
 
 def refuse_results(output_dir: Path) -> None:

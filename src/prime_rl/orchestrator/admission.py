@@ -42,7 +42,7 @@ class Admission:
         for filters, key in config.all_filters():
             check_filters(filters, key)
         self._config, self._groups = config, config.batch_size // config.rollouts_per_example
-        self._empty_batches = 0  # in a row
+        self.empty_batches = 0  # in a row; reset by the loop when a batch with samples is cut
         self._turned_away: Counter[str] = Counter()  # groups in a row, by reason
 
     def apply_filters(self, env: str, result: EpisodeResult) -> None:
@@ -76,10 +76,6 @@ class Admission:
             )
         return why
 
-    def note_batch(self) -> None:
-        """A batch with samples was cut."""
-        self._empty_batches = 0
-
     def note_empty_batch(self, step: int, why: Collection[str]) -> None:
         """A batch without samples was discarded. `why`: the filters that left episodes of it out.
 
@@ -89,8 +85,8 @@ class Admission:
         equal = "all rewards of each group were equal"
         reasons = f"{', '.join(sorted(why))} left episodes out, of the others {equal}" if why else equal
         logger.warning("step {}: the batch carries no learning signal ({}); collecting another one", step, reasons)
-        self._empty_batches += 1
-        if self._empty_batches >= _MAX_EMPTY_BATCHES:
+        self.empty_batches += 1
+        if self.empty_batches >= _MAX_EMPTY_BATCHES:
             raise UserError(
                 f"{_MAX_EMPTY_BATCHES} batches in a row carried no learning signal ({reasons}): {_HOPELESS}"
             )

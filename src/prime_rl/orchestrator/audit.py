@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.orchestrator.ledger import open_copy, read_counts
+from prime_rl.transport.settings import LEDGER
 
-LEDGER = "ledger.sqlite"
 _OUTCOMES = {
     "": "issued",
     "trained": "trained",

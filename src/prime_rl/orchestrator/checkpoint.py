@@ -56,10 +56,6 @@ class OrchestratorState:
     curriculum: dict[str, dict[str, Any]] = field(default_factory=dict)
     open_tasks: dict[str, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for a manifest."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class ResumePoint:
@@ -186,10 +182,6 @@ class JointCheckpoints:
         # superseded may still exist: do not prune before the next checkpoint.
         self._untidy = not self._resumed
 
-    def clean(self) -> None:
-        """Remove what an earlier incarnation left half-done: its staged parts, checkpoints removed in part."""
-        checkpoints.clean(self.root, PART)
-
     def join(self, incarnations: Mapping[int, int]) -> list[int]:
         """Complete every checkpoint whose trainer part is committed and belongs to the present history. Returns their steps.
 
@@ -224,7 +216,7 @@ class JointCheckpoints:
             state = read_state(self.rollouts, step - 1)
             if not (part / MANIFEST).is_file():
                 with stage(part, step=step, producer=PART) as directory, disk_errors(directory):
-                    (directory / STATE_FILE).write_text(json.dumps(state.to_json(), indent=1))
+                    (directory / STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
             checkpoints.join(self.root, step, checkpoints.TOGETHER, PART)
         except (CommitError, FileNotFoundError) as error:
             if checkpoints.part_dir(self.root, step, "trainer").is_dir():  # else it was set aside meanwhile

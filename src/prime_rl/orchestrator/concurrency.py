@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from loguru import logger
 
-from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.worker_pool import worker_range
 from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.orchestrator.scheduler import Limits, Scheduler
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
+    from prime_rl.config.shared import EnvConfig
 
 GROWTH = 1.25
 CUT = 0.9  # of what was served when it was too much
@@ -46,34 +46,37 @@ ANSWER_SECONDS = 5.0  # a server that is busier than that is not looked at this 
 
 
 def limits(config: "OrchestratorConfig") -> Limits:
-    """Make the scheduler's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
+    """Make the scheduler's numbers."""
     level = steps_ahead(config)
-    fixed = None if config.max_concurrent == "auto" else config.max_concurrent  # `LoadWatch` finds it
     return Limits(
         batch_size=config.batch_size,
         group_size=config.rollouts_per_example,
         async_level=level,
         max_off_policy_steps=max(config.max_off_policy_steps, level),
-        max_concurrent=min(fixed or config.batch_size * (config.async_level + 1), slots(config)),
-        max_steps=ORCHESTRATOR_STEPS if config.bench else config.max_steps,
+        max_concurrent=concurrent_episodes(config, config.environments),
+        max_steps=config.max_steps,
     )
+
+
+def concurrent_episodes(config: "OrchestratorConfig", environments: "Sequence[EnvConfig]") -> int:
+    """Episodes of `environments` in flight at once, as configured; with "auto" until `LoadWatch` has looked."""
+    fixed = None if config.max_concurrent == "auto" else config.max_concurrent
+    return min(fixed or config.batch_size * (config.async_level + 1), slots(environments))
 
 
 def steps_ahead(config: "OrchestratorConfig") -> int:
     """Steps that sampling may run ahead: all of them where no trainer takes part."""
-    if config.bench:
-        return ORCHESTRATOR_STEPS
     return config.async_level if config.trainer else config.max_steps or sys.maxsize
 
 
 def most_in_flight(config: "OrchestratorConfig") -> int:
     """The most episodes that can ever be in flight: bounded by the async level and by worker slots."""
-    return min(config.batch_size * (steps_ahead(config) + 1), slots(config))
+    return min(config.batch_size * (steps_ahead(config) + 1), slots(config.environments))
 
 
-def slots(config: "OrchestratorConfig") -> int:
-    """Episodes that the workers run at once, as many workers as there may be. More would wait for a slot and grow old."""
-    return sum(worker_range(env.workers, env.max_workers)[1] * env.max_concurrent for env in config.environments)
+def slots(environments: "Sequence[EnvConfig]") -> int:
+    """Episodes that the workers of `environments` run at once, as many workers as there may be. More would wait for a slot and grow old."""
+    return sum(worker_range(env.workers, env.max_workers)[1] * env.max_concurrent for env in environments)
 
 
 @dataclass(frozen=True)

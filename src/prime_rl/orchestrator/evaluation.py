@@ -14,7 +14,7 @@ from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of
 from prime_rl.fleet.replicas import Replica, RoutedEnvPool
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
-from prime_rl.orchestrator.concurrency import limits
+from prime_rl.orchestrator.concurrency import concurrent_episodes
 from prime_rl.transport.protocol import valid
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Evaluations:
         self._status.phase(where)
         done = itertools.count(1)
         await EvalRunner(
-            pool, jobs, version, seed=self.config.seed, max_concurrent=limits(self.config).max_concurrent,
+            pool, jobs, version, seed=self.config.seed, max_concurrent=concurrent_episodes(self.config, eval_environments(self.config)),
             timeout=self.config.rollout_timeout,
             on_result=lambda job: self._status.phase(f"{where}: {next(done)}/{total}"),
         ).run()  # fmt: skip

@@ -52,7 +52,7 @@ from prime_rl.transport.commit import (
     write_atomically,
 )
 from prime_rl.transport.rollouts import as_array
-from prime_rl.transport.settings import ways_out
+from prime_rl.transport.settings import LEDGER, ways_out
 
 FORMAT = 1
 _BUSY_SECONDS = 10.0
@@ -253,23 +253,20 @@ class Ledger:
     """One run's ledger. One writer: the orchestrator. `record` belongs to one thread; the rest may run in another at the same time.
 
     Args:
-        path: `ledger.sqlite`; made if it is missing (then `reconcile` rebuilds what the manifests know). None: in memory alone.
+        path: `ledger.sqlite`; made if it is missing (then `reconcile` rebuilds what the manifests know).
 
     Raises:
         UserError: the file is damaged, truncated, locked or of a newer format; it is left as it is.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path or Path("ledger.sqlite")
-        if path is None:
-            self._db = _empty()
-        else:
-            if not path.exists():
-                _create(path)
-            self._db = connect(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            _create(path)
+        self._db = connect(path)
         self._lock = threading.Lock()  # bounded: held for one transaction, whose own wait sqlite bounds
         self._events: list[Event] = []  # not written yet; one thread appends, another cuts, each in one operation
-        self._recorded = self._written = 0
+        self.recorded = self._written = 0  # events so far
         with _file_errors(self.path):
             self._db.execute("PRAGMA secure_delete = OFF")  # freed tokens need not be overwritten
             self._db.execute("PRAGMA cache_size = -131072")  # KiB: a step's changes stay in memory until the commit …
@@ -286,12 +283,7 @@ class Ledger:
     def record(self, event: Event) -> None:
         """Keep an event until the next flush."""
         self._events.append(event)
-        self._recorded += 1
-
-    @property
-    def recorded(self) -> int:
-        """How many events were recorded so far."""
-        return self._recorded
+        self.recorded += 1
 
     def trained_through(self, version: int) -> None:
         """Mark the batches of steps below `version` trained: it is committed, and of the present history."""
@@ -311,7 +303,7 @@ class Ledger:
                 what is written.
         """
         with self._lock:
-            events = self._events[: (self._recorded if recorded is None else recorded) - self._written]
+            events = self._events[: (self.recorded if recorded is None else recorded) - self._written]
             version = self._version
             if not events and version == self._stored_version:
                 return
@@ -565,7 +557,7 @@ def open_ledger(output_dir: Path, seed: int, progress: ResumePoint) -> Ledger:
     Raises:
         UserError: it is damaged, or belongs to a run that this one would be mixed with.
     """
-    ledger = Ledger(output_dir / "ledger.sqlite")
+    ledger = Ledger(output_dir / LEDGER)
     try:
         issued = total(ledger.counts()).issued
         if progress.fresh and issued:
@@ -682,12 +674,6 @@ def unpack_result(data: bytes) -> EpisodeResult:
 # -- the file ----------------------------------------------------------------------------------------------------------------------
 
 
-def _empty() -> sqlite3.Connection:
-    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    db.executescript(_SCHEMA)
-    return db
-
-
 def _create(path: Path) -> None:
     """Make an empty ledger. Raises UserError where a crashed transaction of another one would be rolled back into it."""
     if (left := _rollback_file(path)).exists():
@@ -695,7 +681,8 @@ def _create(path: Path) -> None:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         clean_stages(path.parent, path.name)
-        with closing(_empty()) as db:
+        with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+            db.executescript(_SCHEMA)
             write_atomically(path, db.serialize())
 
 

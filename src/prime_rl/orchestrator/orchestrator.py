@@ -11,13 +11,17 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.envs.venv import prepare
@@ -25,17 +29,18 @@ from prime_rl.errors import UserError
 from prime_rl.evals.runner import wire_sampling
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LogprobCheck
-from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
+from prime_rl.fleet.replicas import Replica, ReplicaPool, cancel_tasks
 from prime_rl.fleet.router import ServerClient, connect_all
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.monitor.limits import LimitWatch
+from prime_rl.monitor.monitor import metrics_path
 from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator.admission import Admission, output_tokens
 from prime_rl.orchestrator.checkpoint import (
+    PART,
     JointCheckpoints,
     OrchestratorState,
-    ResumePoint,
     missing_rows,
     resume_point,
 )
@@ -47,6 +52,7 @@ from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, count, request_seed, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers
+from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import CommitError, clean_stages
 from prime_rl.transport.protocol import Incarnation
 from prime_rl.transport.rollouts import write_batch
@@ -57,7 +63,6 @@ if TYPE_CHECKING:
 
 _WAKE_SECONDS = 1.0
 _QUIET_SECONDS = 15.0
-_CANCEL_SECONDS = 60.0
 FLUSH_SECONDS = 1.0  # the least time between two flushes of the ledger within a step
 _LAUNCHED_AT_ONCE = 64  # ten thousand in one turn of the event loop would hold it up for a third of a second
 FULL_COLLECTION_SECONDS = 600.0  # between two full garbage collections
@@ -85,15 +90,12 @@ class Orchestrator:
         self.status = status
         self.monitor = monitor
         self.rollouts_dir = config.output_dir / "rollouts"
-        self.metrics_path = config.output_dir / "metrics" / "orchestrator.jsonl"
         self.sampling = {
             env.name: env.sampling.over(config.sampling) if env.sampling else config.sampling
             for env in config.environments
         }
         self.admission = Admission(config)
-        self.progress = ResumePoint()
-        if not config.bench:
-            self.progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
+        self.progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
         self.fleet = ReplicaPool(engines, slack=config.rollouts_per_example)
         self.weight_sync = WeightSync(config, self.fleet, status, self)
         self.evaluations = Evaluations(config, pool, monitor, status, self.weight_sync)
@@ -104,7 +106,7 @@ class Orchestrator:
         self.started = self.stopping = False
         self.tally = Tally()
         self.scheduler: Scheduler[EpisodeResult]
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outcomes: deque[Outcome | None] = deque(maxlen=max(_ERROR_WINDOW, config.batch_size))
         self._last_error = ""
@@ -122,14 +124,12 @@ class Orchestrator:
             UserError: the run cannot go on; the message says why.
         """
         config = self.config
-        self.ledger = Ledger(None) if config.bench else open_ledger(config.output_dir, config.seed, self.progress)
+        self.ledger = open_ledger(config.output_dir, config.seed, self.progress)
         try:
             await self._start()
             if self.evaluations.owed(self.scheduler.version):
                 await self._evaluate()
-            background: list[Coroutine[None, None, None]] = []
-            if not config.bench:
-                background += [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
+            background = [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
             if config.max_concurrent == "auto":
                 load = LoadWatch(
                     self.fleet, self.scheduler, most_in_flight(config), lambda: self.evaluations.running, config.client.behind
@@ -158,7 +158,7 @@ class Orchestrator:
         self._step_began = time.monotonic()
         while not (self.scheduler.done or self.stopping):  # bounded: each event has a deadline
             if self._launch():
-                self._wake.set()  # more may start, once these have begun
+                self.wake.set()  # more may start, once these have begun
                 await asyncio.sleep(0)
             await self._next_event()
             while not (self.scheduler.done or self.weight_sync.recovering) and await self._ship():
@@ -168,7 +168,7 @@ class Orchestrator:
         """Issue nothing more, cancel what is in flight, evaluations too, and end. A resumed run starts it again."""
         self.stopping = True
         self.evaluations.stop()
-        self._wake.set()
+        self.wake.set()
 
     # -- start-up ------------------------------------------------------------------------------------------------------------
 
@@ -176,11 +176,10 @@ class Orchestrator:
         config = self.config
         clean_stages(self.rollouts_dir)
         self.status.phase("starting environments and waiting for the server")
-        if not config.bench:
-            self.checkpoints.clean()
-            logged = {int(row["step"]): row for row in read_metrics(self.metrics_path)}
-            for step, metrics in missing_rows(self.rollouts_dir, logged).items():
-                self.monitor.log(step, metrics)
+        checkpoints.clean(self.checkpoints.root, PART)  # what an earlier incarnation left half-done
+        logged = {int(row["step"]): row for row in read_metrics(metrics_path(config.output_dir, "orchestrator"))}
+        for step, metrics in missing_rows(self.rollouts_dir, logged).items():
+            self.monitor.log(step, metrics)
 
         async def start_environments() -> None:
             await self.pool.start(config.client.ready_timeout)
@@ -188,15 +187,10 @@ class Orchestrator:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(start_environments())
-            ready = group.create_task(self.fleet.wait_ready(self.status.waiting))
-        version = 0
-        if config.bench:
-            for replica in ready.result():  # bounded: the group has awaited it
-                self.fleet.move(replica, ReplicaState.READY)
-        else:
-            if not config.trainer:
-                logger.info("no trainer takes part: all batches come from the base model (version 0)")
-            version = await self.weight_sync.start(self.progress, self.evaluations.owed)
+            group.create_task(self.fleet.wait_ready(self.status.waiting))
+        if not config.trainer:
+            logger.info("no trainer takes part: all batches come from the base model (version 0)")
+        version = await self.weight_sync.start(self.progress, self.evaluations.owed)
         self.started = True
         self._make_scheduler(version)
         await self._check_ledger()
@@ -224,13 +218,10 @@ class Orchestrator:
             gate=self.admission.gate,
         )
         self.weight_sync.begin(self.scheduler)
-        if not config.bench:
-            newest = version if history.newest is None else history.newest
-            before = restore(
-                self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.curriculum
-            )
-            self.tally = Tally(before)
-            self.scheduler.begin_incarnation(history.incarnation.number, history.incarnations)
+        newest = version if history.newest is None else history.newest
+        before = restore(self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.curriculum)
+        self.tally = Tally(before)
+        self.scheduler.begin_incarnation(history.incarnation.number, history.incarnations)
 
     # -- episodes ------------------------------------------------------------------------------------------------------------
 
@@ -241,11 +232,14 @@ class Orchestrator:
         for _ in range(_LAUNCHED_AT_ONCE):
             if (start := self.scheduler.next_start(time.monotonic())) is None:
                 return False
-            replica = self.fleet.place(start.group, retry=start.attempt > 0)
-            assert replica is not None  # one serves, or nothing starts
-            self.fleet.start(start.episode, replica)
+            replica = None
+            if self.teachers.sampler_of(start.task.env) is None:
+                replica = self.fleet.place(start.group, retry=start.attempt > 0)
+                assert replica is not None  # one serves, or nothing starts
+                self.fleet.start(start.episode, replica)
             task = asyncio.create_task(self._run_episode(start, replica))
-            task.add_done_callback(partial(self._free_slot, replica))
+            if replica is not None:
+                task.add_done_callback(partial(self._free_slot, replica))
             task.add_done_callback(self.note_failure)
             if not self._running:
                 self._count_idle(time.monotonic())
@@ -255,7 +249,8 @@ class Orchestrator:
     def _free_slot(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self.fleet.end(replica)
 
-    async def _run_episode(self, start: Start, replica: Replica) -> None:
+    async def _run_episode(self, start: Start, replica: Replica | None) -> None:
+        """Run an episode on `replica`, or with the environment's teacher as the sampler (None)."""
         env = start.task.env
         seed = request_seed(self.config.seed, str(start.group), start.number)
         async with self.teachers.sampler_slot(env):
@@ -266,13 +261,14 @@ class Orchestrator:
                 policy_version=start.version,
                 episode_id=start.episode,
                 deadline=time.monotonic() + self.config.rollout_timeout,
-                server=replica.name,
+                server=None if replica is None else replica.name,
             )
         answered = result.outcome
+        if replica is None:
+            self._end_episode(start, result)
+            return
         await self.teachers.score(env, result, replica.name, self.status.progress)
         self._end_episode(start, result)
-        if self.teachers.sampler_of(env) is not None:
-            return  # the policy's server had no part in it
         if answered is Outcome.OK:
             self.fleet.succeeded(replica)
         elif answered is Outcome.ENGINE_UNAVAILABLE:
@@ -282,7 +278,7 @@ class Orchestrator:
         del self._running[start.episode]
         self._last_end = time.monotonic()
         self.status.progress()
-        self._wake.set()
+        self.wake.set()
         self.admission.apply_filters(start.task.env, result)
         if result.ok:
             self._outcomes.append(None)
@@ -339,10 +335,6 @@ class Orchestrator:
         """Whether the run is stopping with `version` not yet evaluated: keep serving it for the resumed run."""
         return self.stopping and self.evaluations.owed(version)
 
-    def wake(self) -> None:
-        """Something may start now."""
-        self._wake.set()
-
     def note_failure(self, task: "asyncio.Task[None]") -> None:
         """Record a background task's exception; the main loop raises it.
 
@@ -351,7 +343,7 @@ class Orchestrator:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self.evaluations.stop()
-            self._wake.set()
+            self.wake.set()
 
     # -- waiting -------------------------------------------------------------------------------------------------------------
 
@@ -361,8 +353,8 @@ class Orchestrator:
         until_due = (self.scheduler.opens_at or began) - began  # not positive: something else holds the group back
         with suppress(TimeoutError):
             async with asyncio.timeout(min(_WAKE_SECONDS, until_due if until_due > 0 else _WAKE_SECONDS)):
-                await self._wake.wait()
-        self._wake.clear()
+                await self.wake.wait()
+        self.wake.clear()
         if self._failure is not None:
             raise self._failure
         if gated and not self.weight_sync.lock.locked() and not self.weight_sync.recovering:
@@ -401,18 +393,14 @@ class Orchestrator:
         async with self.weight_sync.shipping:
             if self.scheduler.ready_batch() is None:
                 return False
-            if not self.config.bench:
-                self.weight_sync.notice_incarnation()
+            self.weight_sync.notice_incarnation()
             batch = self.scheduler.ready_batch()
             if batch is None:
                 return False
             temperatures = {name: sampling.temperature for name, sampling in self.sampling.items()}
             # It takes seconds in a large run.
             scored = await asyncio.to_thread(score_batch, batch, self.config, temperatures, self._algorithm_state)
-            if self.config.bench:
-                self.scheduler.verify(batch.episodes)
-            else:  # episodes of a server that fails are made again; then it is no batch any more
-                await self.weight_sync.verify()
+            await self.weight_sync.verify()  # episodes of a server that fails are made again: then it is no batch
             if not batch.episodes.isdisjoint(self.scheduler.unverified()) or self._failure is not None:
                 return False
             if not scored.samples:
@@ -433,26 +421,25 @@ class Orchestrator:
         discarded = await asyncio.to_thread(self.ledger.discarded_groups, batch.step)
         since = groups_since(batch, discarded)
         self.curriculum.observe(since)
-        self.admission.note_batch()
+        self.admission.empty_batches = 0
         pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
         metrics = self._take_metrics(batch, scored, total(counts)) | discard_metrics(batch, discarded, since)
         metrics |= self.curriculum.metrics()
         event = Batched(batch.step, numbers, scored.trained, scored.filtered, scored.truncated, scored.details)
         extra = batch_extra(event, batch.groups, opened, counts)  # which counts the batch
         self.tally = Tally(total(counts))
-        if not self.config.bench:
-            state = OrchestratorState(
-                step=batch.step + 1,
-                seed=self.config.seed,
-                groups_opened=opened,
-                open_groups=list(still_open),
-                algorithm=scored.state,
-                curriculum=pools,
-                open_tasks={str(number): task.index for number, task in still_open.items() if task.env in pools},
-            )
-            extra |= {"state": state.to_json(), "metrics": metrics}
-            names = [env.name for env in self.config.environments]
-            await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
+        state = OrchestratorState(
+            step=batch.step + 1,
+            seed=self.config.seed,
+            groups_opened=opened,
+            open_groups=list(still_open),
+            algorithm=scored.state,
+            curriculum=pools,
+            open_tasks={str(number): task.index for number, task in still_open.items() if task.env in pools},
+        )
+        extra |= {"state": asdict(state), "metrics": metrics}
+        names = [env.name for env in self.config.environments]
+        await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
         return metrics
 
     async def _check_ledger(self) -> dict[str, Counts]:
@@ -530,8 +517,6 @@ class Orchestrator:
         """Go on until the last version is served, if the run has reached its end; one that is stopped keeps what it has for a resumed one."""
         if self.scheduler.done:
             self.cancel([start.episode for start in self.scheduler.abandon()])
-        if self.config.bench:
-            return
         ended = False
         while not ended:  # `_next_event` and `_trainer_end` have deadlines
             while self.config.trainer and not self.stopping:
@@ -575,10 +560,7 @@ class Orchestrator:
     async def _cancel_all(self, tasks: Sequence["asyncio.Task[None]"] = ()) -> None:
         """Cancel and await `tasks` and all episodes."""
         ending, self._running = [*tasks, *self._running.values()], {}
-        for task in ending:
-            task.cancel()
-        if ending:
-            await asyncio.wait(ending, timeout=_CANCEL_SECONDS)
+        await cancel_tasks(ending)
 
 
 # -- the process ---------------------------------------------------------------------------------------------------------------
@@ -619,8 +601,12 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
                 stack.push_async_exit(client)
                 return client
 
-            servers = connect_all(config.client, connect)
-            orchestrator = Orchestrator(config, pool, servers, status, monitor, teachers)
+            servers, run_config = connect_all(config.client, connect), config
+            if config.bench:  # a run of a few steps without a trainer, of which the metrics alone are kept
+                scratch = Path(stack.enter_context(TemporaryDirectory(prefix="prime-rl-bench-")))
+                alone = {"output_dir": scratch, "trainer": False, "max_steps": ORCHESTRATOR_STEPS, "ckpt": None}
+                run_config = config.model_copy(update={**alone, "recover": False})
+            orchestrator = Orchestrator(run_config, pool, servers, status, monitor, teachers)
 
             def on_signal() -> None:
                 if orchestrator.stopping or not orchestrator.started:
@@ -631,9 +617,9 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
 
             _on_signals(on_signal)
             await orchestrator.run()
-            status.done("stopped" if orchestrator.stopping else "finished")
             if config.bench:
-                print(bench_table(read_metrics(orchestrator.metrics_path)))
+                print(bench_table(read_metrics(metrics_path(config.output_dir, "orchestrator"))))
+        status.done("stopped" if orchestrator.stopping else "finished")
     except* (UserError, CommitError) as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from prime_rl.config.orchestrator import Echo
 from prime_rl.envs.protocol import ROLES, EpisodeResult, SampleTokens
+from prime_rl.errors import UserError
 from prime_rl.orchestrator.admission import in_order
 from prime_rl.orchestrator.algorithms import Attempt, advantages, attempts
 from prime_rl.orchestrator.scheduler import Batch, Finished
@@ -123,12 +124,18 @@ def episode_samples(
 
     Returns:
         None where all sampled tokens are cut off.
+
+    Raises:
+        UserError: the environment gave streams that no model can have sampled.
     """
     start, result, seq_len = episode.start, episode.result, config.seq_len
     algorithm, keep_zero = config.algorithm_of(start.task.env), not config.filter_zero_advantage
     rows, fits = [], False
     for number, sequence in enumerate(result.samples):
-        ids, mask, logprobs = exact_streams(sequence)
+        try:
+            ids, mask, logprobs = exact_streams(sequence)
+        except ValueError as error:
+            raise UserError(f"environment {start.task.env!r}, episode {start.episode}: {error}") from error
         mask = mask[:seq_len]
         if not mask.any():
             continue
@@ -157,18 +164,18 @@ def exact_streams(sequence: SampleTokens) -> tuple[npt.NDArray[np.int32], Mask, 
     """Read ids, loss mask and log-probabilities, each of shape (T,).
 
     Raises:
-        AssertionError: a sampled token has no log-probability that it can have been sampled with, or another token has one.
+        ValueError: a sampled token has no log-probability that it can have been sampled with, or another token has one.
     """
     lengths = {len(stream) for stream in (sequence.input_ids, sequence.loss_mask, sequence.logprobs)}
     if len(lengths) != 1:
-        raise AssertionError(f"a sample's streams have different lengths: {sorted(lengths)}")
+        raise ValueError(f"a sample's streams have different lengths: {sorted(lengths)}")
     ids, mask = as_array(sequence.input_ids, np.int32), as_array(sequence.loss_mask, np.bool_)
     logprobs = as_array(sequence.logprobs, np.float32)
     fine = (logprobs <= 0.0) & (mask | (logprobs == 0.0))  # a NaN is not
     if not fine.all():
         first = int(np.argmin(fine))
         kind = "sampled" if mask[first] else "prompt"
-        raise AssertionError(f"a {kind} token has log-probability {sequence.logprobs[first]}")
+        raise ValueError(f"a {kind} token has log-probability {sequence.logprobs[first]}")
     return ids, mask, logprobs
 
 

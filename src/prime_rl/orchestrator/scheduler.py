@@ -508,9 +508,7 @@ class Scheduler(Generic[Result]):
                 if slot.state in _HELD:
                     start = Start(group.number, slot.number, slot.attempt, group.task, self.version)
                     self._emit(Dropped(start, Drop.CANCELLED))
-                slot.state = State.FAILED
-            group.finished.clear()
-            self._settle(group)
+            self._discard(group, Drop.CANCELLED, "the run ended")
         self._running.clear()
         self._unverified.clear()
         return running

@@ -19,6 +19,7 @@ from prime_rl.monitor.status import read_status
 from prime_rl.processes import ProcessId, is_alive, me
 from prime_rl.transport.commit import write_atomically
 
+LEDGER = "ledger.sqlite"  # of the orchestrator, in the run directory
 Party = Literal["trainer", "orchestrator", "inference"]
 
 _ONE_PER_RUN: tuple[Party, ...] = ("trainer", "orchestrator")

@@ -336,4 +336,4 @@ def test_slots_count_the_workers_that_may_be(
         ],
         batch_size=1000, rollouts_per_example=10, async_level=1, max_concurrent=500,
     )  # fmt: skip
-    assert slots(config) == most_in_flight(config) == limits(config).max_concurrent == expected
+    assert slots(config.environments) == most_in_flight(config) == limits(config).max_concurrent == expected

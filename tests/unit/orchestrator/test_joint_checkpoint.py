@@ -1,10 +1,13 @@
 """Where the orchestrator goes on: after what is committed, not before and not beyond; and its part of the checkpoints."""
 
+from dataclasses import asdict
+
 import pytest
 
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.checkpoint import (
+    PART,
     JointCheckpoints,
     OrchestratorState,
     ResumePoint,
@@ -14,6 +17,7 @@ from prime_rl.orchestrator.checkpoint import (
     resume_point,
 )
 from prime_rl.transport import checkpoints
+from prime_rl.transport.checkpoints import clean
 from prime_rl.transport.commit import stage
 from support.scripted import commit_batch
 
@@ -67,7 +71,7 @@ def test_a_checkpoint_is_enough_to_go_on_elsewhere(tmp_path):
     """Another output directory, with the first one's checkpoints: the task stream goes on, with the groups that were open."""
     state = OrchestratorState(step=2, groups_opened=9, open_groups=[7, 8])
     earlier = {"environments": {"env": 9}, "discards": {"dynamic_sampling": 1}}  # of an earlier release
-    commit_batch(tmp_path / "old", 1, 9, state=state.to_json() | earlier)
+    commit_batch(tmp_path / "old", 1, 9, state=asdict(state) | earlier)
     commit_checkpoint(tmp_path / "old", 2)
     ckpt = CkptConfig(resume_step=2, output_dir=tmp_path / "old")
     assert resume_point(tmp_path / "new", ckpt) == ResumePoint(2, 2, resumed=True, state=state)
@@ -157,7 +161,7 @@ def test_what_a_crash_left_in_a_checkpoint_is_cleaned_and_completed(tmp_path):
     (place / ".orchestrator.tmp-1").mkdir()
     (place / ".manifest.json.tmp-1").write_text("{")
     joint = JointCheckpoints(tmp_path, None)
-    joint.clean()
+    clean(joint.root, PART)
     assert joint.join({}) == [2]
     assert sorted(path.name for path in place.iterdir()) == ["manifest.json", "orchestrator", "trainer"]
 
@@ -189,6 +193,6 @@ def test_what_a_crash_kept_from_being_removed_is_removed_by_the_next_incarnation
     root = tmp_path / "checkpoints"
     (root / ".step_1.old-0").mkdir()
     joint = JointCheckpoints(tmp_path, CkptConfig(keep=1))
-    joint.clean()
+    clean(joint.root, PART)
     assert joint.join({}) == []
     assert sorted(path.name for path in root.iterdir()) == ["step_4"]

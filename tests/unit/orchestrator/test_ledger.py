@@ -7,6 +7,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,28 @@ def test_an_episode_from_issue_to_training(path):
     ledger.flush()
     expected["reverse-text"].batched, expected["reverse-text"].trained = 0, 1
     assert ledger.counts() == stored_counts(path) == reopened(ledger).counts() == expected
+
+
+def test_events_are_recorded_while_another_thread_flushes(path):
+    """Contract: a flush writes what was recorded before it was asked for, and no event is lost or written twice."""
+    applying, recorded = threading.Event(), threading.Event()
+
+    class SlowLedger(ScriptedLedger):
+        def _apply(self, event):
+            applying.set()
+            assert recorded.wait(60)
+            super()._apply(event)
+
+    ledger = SlowLedger(path)
+    finish_group(ledger, 0)
+    with ThreadPoolExecutor(1) as thread:
+        flush = thread.submit(ledger.flush, ledger.recorded)
+        assert applying.wait(60)
+        finish_group(ledger, 1)
+        recorded.set()
+        flush.result(60)
+    assert total(stored_counts(path)) == Counts(issued=2, finished=2)
+    assert ledger.total() == Counts(issued=4, finished=4)
 
 
 def test_what_cannot_happen_is_refused(path):

@@ -3,6 +3,7 @@
 import json
 import random
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def extra_of(ledger: Ledger, scheduler, batch, trained, filtered, curriculum=Non
         curriculum=pools,
         open_tasks={str(number): task.index for number, task in still_open.items() if task.env in pools},
     )
-    return extra | {"state": state.to_json()}
+    return extra | {"state": asdict(state)}
 
 
 class World:

@@ -391,6 +391,7 @@ def test_a_run_that_ends_for_good_leaves_nothing_open():
     scheduler.finish(starts[0].episode, 1.0)
     assert scheduler.abandon() == starts[1:]
     assert scheduler.dropped[Drop.CANCELLED] == scheduler.issued == 3
+    assert scheduler.discards == [(number, "cancelled", "the run ended") for number in (0, 1)]
     assert (scheduler.open_groups, scheduler.in_flight) == ({}, 0)
 
 

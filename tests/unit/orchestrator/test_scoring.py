@@ -10,6 +10,7 @@ import torch
 from prime_rl.config.orchestrator import GDPO, GRPO, RAE, RLOO, FilterConfig
 from prime_rl.config.trainer import PolicyLoss
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, SampleTokens
+from prime_rl.errors import UserError
 from prime_rl.orchestrator.samples import score_batch
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 from prime_rl.trainer.loss import STREAMS
@@ -163,10 +164,10 @@ def test_samples_are_cut_to_seq_len_and_marked_truncated():
     ],
 )
 def test_inexact_tokens_stop_the_run(damage):
-    """Tokens in, tokens out, asserted per sample."""
+    """Tokens in, tokens out, checked for every sample; the error names environment and episode."""
     sequence = tokens()
     damage(sequence)
-    with pytest.raises(AssertionError):
+    with pytest.raises(UserError, match="environment 'reverse-text', episode 7.0.0: a "):
         score_batch(
             batch([episode(0, 1.0, samples=[sequence]), episode(1, 0.0)]), Settings(), {"reverse-text": 1.0}, {}
         )

@@ -5,11 +5,14 @@ import json
 
 import pytest
 
+from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import Served, ServerError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.monitor.status import read_status
+from prime_rl.orchestrator import orchestrator as loop
 from prime_rl.transport.commit import list_steps, prune
 from prime_rl.transport.rollouts import open_batch
 from support.scripted import World, follow, fresh, has_batch, until
@@ -98,7 +101,7 @@ async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped
     assert world.pool.evaluated[0] == 0
     assert world.pool.evaluated[-1] == 4
     assert world.pool.evaluated.count(4) == 1
-    evaluated = {row["eval/held-out/policy_version"] for row in read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
+    evaluated = {row["eval/held-out/policy_version"] for row in read_metrics(metrics_path(tmp_path, "orchestrator"))
                  if "eval/held-out/policy_version" in row}  # fmt: skip
     assert evaluated == set(world.pool.evaluated)
 
@@ -118,7 +121,7 @@ async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_
     world.trainer.commit(2, incarnation=1)
     await run
     assert world.pool.evaluated == [1, 1, 2]
-    rows = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
+    rows = read_metrics(metrics_path(tmp_path, "orchestrator"))
     assert [row["eval/held-out/policy_incarnation"] for row in rows if "eval/held-out/policy_incarnation" in row] == [
         1,
         1,
@@ -235,7 +238,7 @@ async def test_batches_of_one_environment_tell_of_all(tmp_path):
     """Contract: which environments there are is the run's to say, in the configuration's order, not a batch's; a step's metrics are told apart likewise."""
     world = fresh(tmp_path, environment=None, environments=[{"id": "zeta"}, {"id": "alpha"}])
     await follow(world, (1, 2, 3))
-    rows = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
+    rows = read_metrics(metrics_path(tmp_path, "orchestrator"))
     for step in range(3):
         batch = open_batch(tmp_path / "rollouts" / f"step_{step}")
         (env,) = {row.env for row in batch.rows(range(len(batch)))}
@@ -286,3 +289,15 @@ async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
     named = [[name for name in row if name.startswith("limit/")] for row in made]
     assert named == [[], [], ["limit/training"]]
     assert {row["workers/cpu"] for row in made} == {0.97}
+
+
+async def test_a_benchmark_is_a_run_without_a_trainer_that_keeps_its_metrics_alone(tmp_path, monkeypatch, capsys):
+    """Contract: `--bench` runs its few steps through all of the loop, prints throughput, and leaves no batch and no ledger."""
+    world = World(tmp_path, bench=True, max_steps=100)
+    for name, value in (("make_pool", world.pool), ("connect_all", [world.engine]), ("spare_collector", None)):
+        monkeypatch.setattr(loop, name, lambda *_, value=value: value)
+    await loop.orchestrate(world.config)
+    assert len(read_metrics(metrics_path(tmp_path, "orchestrator"))) == ORCHESTRATOR_STEPS
+    assert "rollouts/s" in capsys.readouterr().out
+    assert read_status(tmp_path)["orchestrator"].outcome == "finished"
+    assert not any((tmp_path / name).exists() for name in ("rollouts", "ledger.sqlite", "leases"))

@@ -38,8 +38,8 @@ async def run_to_the_end(world: World, watch: Callable[[Any], None] = lambda orc
 
 
 async def test_who_samples_is_asked_for_as_many_episodes_as_it_allows(tmp_path: Path) -> None:
-    """Contract: `max_concurrent` of an `sft` teacher holds over all its episodes, and an episode's time begins when it has its turn. What it sampled says
-    nothing of the policy's server."""
+    """Contract: `max_concurrent` of an `sft` teacher holds over all its episodes, and an episode's time begins when it has its turn. What it sampled takes
+    no slot of the policy's server, and says nothing of it."""
     world = make_world(tmp_path, "sft", rollout_timeout=30.0)
     now, most, left, praised = [], [], [], []
     sample = world.pool.run
@@ -53,7 +53,12 @@ async def test_who_samples_is_asked_for_as_many_episodes_as_it_allows(tmp_path: 
         return result
 
     world.pool.run, world.pool.seconds = counting, 0.05
-    await run_to_the_end(world, lambda one: setattr(one.fleet, "succeeded", praised.append))
+
+    def watch(orchestrator: Any) -> None:
+        for call in ("start", "succeeded"):
+            setattr(orchestrator.fleet, call, lambda *of: praised.append(of))
+
+    await run_to_the_end(world, watch)
     assert max(most) == 1
     assert len(left) >= 8
     assert min(left) > 29.97  # the last of eight has waited for 0.35 s
