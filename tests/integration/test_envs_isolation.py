@@ -56,9 +56,11 @@ async def serving(directory: Path, *envs: EnvConfig, **options: Any) -> AsyncIte
         await pool.close()
 
 
-async def run(pool: EnvPool, task: int = 0, name: str = "0.0.0", seconds: float = SECONDS) -> EpisodeResult:
+async def run(
+    pool: EnvPool, task: int = 0, name: str = "0.0.0", seconds: float = SECONDS, env: str = "stub"
+) -> EpisodeResult:
     return await pool.run(
-        env="stub", task_index=task, sampling={}, policy_version=0, episode_id=name, deadline=time.monotonic() + seconds
+        env=env, task_index=task, sampling={}, policy_version=0, episode_id=name, deadline=time.monotonic() + seconds
     )
 
 
@@ -164,6 +166,16 @@ async def test_the_wait_for_a_worker_takes_none_of_an_episodes_time(tmp_path: Pa
     async with serving(tmp_path, stub(tmp_path, {"seconds": 0.6}, max_concurrent=1)) as pool:
         results = await asyncio.gather(*(run(pool, number, str(number), seconds=3.0) for number in range(TASKS - 1)))
     assert [result.outcome for result in results] == [Outcome.OK] * (TASKS - 1)
+
+
+async def test_equal_environments_share_workers(tmp_path: Path) -> None:
+    """An environment that is trained on and evaluated is loaded once; results bear the name that was asked for. Other arguments: other workers."""
+    envs = [stub(tmp_path), stub(tmp_path, name="stub-eval"), stub(tmp_path, {"seed": 1}, name="other")]
+    async with serving(tmp_path, *envs) as pool:
+        assert len(pids(pool)) == 2
+        results = [await run(pool, env=name) for name in ("stub", "stub-eval", "other")]
+        assert [(result.env, result.ok) for result in results] == [("stub", True), ("stub-eval", True), ("other", True)]
+        assert (pool.tasks("stub-eval"), results[1].reward) == (pool.tasks("stub"), results[0].reward)
 
 
 # ---- growing old

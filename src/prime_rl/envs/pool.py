@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Demonstration:
 
 
 class EnvPool(WorkerPool):
-    """Workers for several environments, and the episodes that they run.
+    """Workers for several environments, and the episodes that they run. Environments that differ in their names alone share workers.
 
     pool = EnvPool(envs, model=…, base_url=…, api_key=…, renderer="auto", output_dir=…)
     await pool.start(timeout=300)                 # UserError when an environment cannot be loaded
@@ -90,7 +90,8 @@ class EnvPool(WorkerPool):
         """
         self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
         self._samplers, self._tokens = samplers or {}, chat_timeout is None
-        names, sets, token = [config.name for config in envs], [], secrets.token_urlsafe(16)
+        names, token = [config.name for config in envs], secrets.token_urlsafe(16)
+        self._sets: dict[str, WorkerSet] = {}  # by the name of each environment, those that share one too
         if twice := {name for name in names if names.count(name) > 1}:
             raise UserError(f"two environments are named {sorted(twice)[0]!r}: give each a `name` of its own")
         for config in envs:
@@ -125,12 +126,13 @@ class EnvPool(WorkerPool):
             )
             log = Log(Path(output_dir) / "logs" / "envs" / f"{config.name.replace('/', '--')}.log")
             least, most = worker_range(config.workers, config.max_workers, len(envs))
-            sets.append(WorkerSet(config, setup, variables, withheld, log, least, most))
-        super().__init__(sets, token, hang_timeout)
+            own = WorkerSet(config, setup, variables, withheld, log, least, most)
+            self._sets[config.name] = next((other for other in self._sets.values() if _alike(own, other)), own)
+        super().__init__(list(dict.fromkeys(self._sets.values())), token, hang_timeout)
 
     def tasks(self, env: str) -> list[TaskInfo] | EndlessTasks:
         """The tasks of an environment, in its own order."""
-        return self.sets[env].tasks
+        return self._sets[env].tasks
 
     @property
     def busiest(self) -> float:
@@ -158,7 +160,7 @@ class EnvPool(WorkerPool):
         Raises:
             UserError: the pool has failed.
         """
-        own = self.sets[env]
+        own = self._sets[env]
         task = own.tasks[task_index]
 
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
@@ -178,7 +180,8 @@ class EnvPool(WorkerPool):
             async with asyncio.timeout(timeout + GRACE_SECONDS):
                 await self._send(worker, run)
                 result = await worker.pending[request]  # owed by the worker; failed when that is gone
-            return vetted(result, episode_id=episode_id, env=env, task_id=task.task_id, tokens=self._tokens)
+            asked = {"episode_id": episode_id, "env": own.config.name, "task_id": task.task_id}
+            return replace(vetted(result, **asked, tokens=self._tokens), env=env)
         except WorkerGone as gone:
             return failed(gone.outcome, str(gone))
         except TimeoutError:
@@ -191,6 +194,15 @@ class EnvPool(WorkerPool):
             raise
         finally:
             self.leave(worker, request)
+
+
+def _alike(one: WorkerSet, other: WorkerSet) -> bool:
+    """Whether the workers of two environments do the same: a training environment that is evaluated as well is loaded once."""
+    settings = [
+        (replace(own.setup, name=""), own.variables, own.config.python, own.config.recycle_episodes, own.config.recycle_mib, own.least, own.most)
+        for own in (one, other)
+    ]  # fmt: skip
+    return settings[0] == settings[1]
 
 
 def _v1(url: str) -> str:

@@ -239,8 +239,7 @@ class WorkerPool:
         self._adjust(own)
         departures = -1
         try:
-            # bounded: episodes that came before leave in their time
-            while not waiter.done() and departures != own.departures:
+            while not waiter.done() and departures != own.departures:  # bounded: those that came before leave in time
                 departures = own.departures
                 await asyncio.wait({waiter}, timeout=seconds)
         except asyncio.CancelledError:
