@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from prime_rl.config import RLConfig, parse
-from support.commands import PAGE, Row, make_checkout, parse_line, read_rows, run_line
+from support.commands import PAGE, Row, fork_line, make_checkout, parse_line, read_rows, run_line
 from support.processes import REPOSITORY
 from support.serving import commit
 
@@ -40,12 +40,12 @@ def checkout(tmp_path: Path) -> Path:
     return directory
 
 
-TORCHRUN = re.compile(r" torchrun (.*?)(?= src/)")
+TORCHRUN = re.compile(r" torchrun (.*?) src/prime_rl/trainer/(rl|sft)/train.py")
 
 
 def on_one_rank(line: str) -> str:
-    """Return the line with the script of torchrun started by Python: two ranks are started in test_sft.py and test_trainer.py."""
-    return TORCHRUN.sub(" python", line)
+    """Return the line with the script of torchrun as its command: two ranks are started in test_sft.py and test_trainer.py."""
+    return TORCHRUN.sub(lambda found: " trainer" if found[2] == "rl" else " sft", line)
 
 
 def test_torchrun_accepts_its_options() -> None:
@@ -63,7 +63,7 @@ def test_planned(row: Row, checkout: Path, request: pytest.FixtureRequest) -> No
     if "outputs/weights" in row.line:
         (checkout / "outputs").mkdir()
         shutil.copytree(request.getfixturevalue("versions"), checkout / "outputs" / "weights")
-    status, output = run_line(on_one_rank(row.line), checkout, "--dry-run", environment=EIGHT_GPUS)
+    status, output = fork_line(on_one_rank(row.line), checkout, "--dry-run", environment=EIGHT_GPUS)
     assert status == 0, output
     written = [path.read_text() for path in checkout.glob("outputs*/**/*.toml")]
     assert written, "no resolved configuration"
@@ -74,7 +74,7 @@ def test_planned(row: Row, checkout: Path, request: pytest.FixtureRequest) -> No
 @pytest.mark.parametrize("row", rows_of("refused"), ids=str)
 def test_refused(row: Row, checkout: Path) -> None:
     """A line that cannot be meant ends at once, in one line that says what to type."""
-    status, output = run_line(row.line, checkout, environment=EIGHT_GPUS)
+    status, output = fork_line(row.line, checkout, environment=EIGHT_GPUS)
     assert status not in (0, None), output
     assert row.text in output
     assert "Traceback" not in output

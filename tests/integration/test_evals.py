@@ -98,23 +98,6 @@ def chat_api(**settings: Any) -> Any:
         thread.join(10)
 
 
-def test_a_directory_in_one_go_equals_a_version_alone(tiny_model, tmp_path):
-    """Contract: with real workers and every request seeded, token for token; afterwards the server serves its base."""
-    commit_versions(tmp_path / "run" / "weights", tiny_model, 3, 7)
-    with scripted_engine(tiny_model) as url:
-        common = [
-            "--model.name", tiny_model, "--client.base-url", url, "--environment-ids", "reverse-text", "--num-examples", 4,
-            "--rollouts-per-example", 3, "--sampling.max-tokens", 40, "--sampling.seeded", "--weights-dir", tmp_path / "run" / "weights",
-        ]  # fmt: skip
-        done = evaluate(*common, "--output-dir", tmp_path / "all")
-        assert done.returncode == 0, done.stdout + done.stderr
-        alone = evaluate(*common, "--output-dir", tmp_path / "alone", "--steps", 7, "--no-eval-base")
-        assert alone.returncode == 0, alone.stdout + alone.stderr
-    assert scores(tmp_path / "all", "step_7") == scores(tmp_path / "alone", "step_7")
-    assert len({json.dumps(scores(tmp_path / "all", f"step_{version}")) for version in (0, 3, 7)}) == 3
-    assert attempts(tmp_path / "alone", "step_0") == []
-
-
 def test_a_command_that_is_killed_goes_on_where_it_was(tiny_model, tmp_path):
     """Contract: no finished attempt is made again, none is lost; Ctrl-C ends with 130."""
     before: list[dict[str, Any]] = []
@@ -144,49 +127,50 @@ def test_a_command_that_is_killed_goes_on_where_it_was(tiny_model, tmp_path):
 
 
 def test_an_api_is_asked_by_its_chat_route_without_a_tokenizer(tmp_path):
-    """Contract: found by itself; its key travels, and only what it knows is sent; what may pass is asked again; tokens and cost are told."""
+    """Contract: a key that is not set or refused ends the command in one line, before anything starts or in between, and what is scored is kept. The
+    key travels, and only what an API knows is sent; what may pass is asked again; tokens and cost are reported."""
+    revoked = [True]
 
     def script(number: int, body: dict[str, Any]) -> Any:
+        if revoked[0] and number > 4:
+            return refusal(401, "This key has been revoked")
         return refusal(503, **{"Retry-After": "0"}) if number == 3 else None
 
     def reply(body: dict[str, Any]) -> str:
         return f"<reversed_text>{body['messages'][-1]['content'][::-1]}</reversed_text>"
 
     with chat_api(script=script, key="sk-test", reply=reply) as api:
-        done = evaluate(
+        arguments = [
             "--model.name", "some/model-that-nobody-has", "--client.base-url", api.base_url, "--client.api-key-var", "MY_API_KEY",
-            "--environment-ids", "reverse-text", "--num-examples", 6, "--sampling.max-tokens", 30,
-            "--output-dir", tmp_path, variables={"MY_API_KEY": "sk-test"},
-        )  # fmt: skip
+            "--environment-ids", "reverse-text", "--num-examples", 8, "--max-concurrent", 1, "--sampling.max-tokens", 30, "--output-dir", tmp_path,
+        ]  # fmt: skip
+        unset = evaluate(*arguments)
+        assert (unset.returncode, unset.stderr) == (
+            1,
+            "error: client.api_key_var: the variable MY_API_KEY is not set\n",
+        )
+        wrong = evaluate(*arguments, variables={"MY_API_KEY": "wrong"})
+        assert wrong.returncode == 1
+        assert "refused the key in $MY_API_KEY: HTTP 401" in wrong.stderr
+        assert api.bodies == []
+        stopped = evaluate(*arguments, variables={"MY_API_KEY": "sk-test"})
+        assert stopped.returncode == 1
+        assert "This key has been revoked" in stopped.stderr
+        assert "3 scored attempts are kept" in stopped.stderr
+        assert len(api.bodies) == 5
+        revoked[0] = False
+        done = evaluate(*arguments, variables={"MY_API_KEY": "sk-test"})
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = attempts(tmp_path, "api")
-    assert [(row["reward"], row["input_tokens"], row["output_tokens"]) for row in rows] == [(1.0, 7, 3)] * 6
-    assert len(api.bodies) == 7
+    rows = [
+        row for row in attempts(tmp_path, "api") if row["reward"] is not None
+    ]  # the refused attempt is recorded, too
+    assert [(row["reward"], row["input_tokens"], row["output_tokens"]) for row in rows] == [(1.0, 7, 3)] * 8
+    assert len(api.bodies) == 5 + 5
     assert {key for body in api.bodies for key in body} == {"model", "messages", "temperature", "top_p", "max_tokens"}
     assert {body["model"] for body in api.bodies} == {"some/model-that-nobody-has"}
     (found,) = json.loads((tmp_path / "evals" / "report.json").read_text())["results"]
-    assert (found["policy"], found["input_tokens"]) == ("api", 6 * 7)
+    assert (found["policy"], found["input_tokens"]) == ("api", 8 * 7)
     assert "sk-test" not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
-
-
-def test_a_key_that_is_refused_is_told_before_anything_starts_and_in_between(tmp_path):
-    arguments = ["--model.name", "m", "--environment-ids", "reverse-text", "--num-examples", 30, "--max-concurrent", 2, "--output-dir", tmp_path]  # fmt: skip
-    arguments += ["--client.api-key-var", "MY_API_KEY"]
-    done = evaluate(*arguments, "--client.base-url", "http://127.0.0.1:9/v1")
-    assert (done.returncode, done.stderr) == (1, "error: client.api_key_var: the variable MY_API_KEY is not set\n")
-
-    def spent(number: int, body: dict[str, Any]) -> Any:
-        return refusal(401, "This key has been revoked") if number > 4 else None
-
-    with chat_api(script=spent, key="right") as api:
-        wrong = evaluate(*arguments, "--client.base-url", api.base_url, variables={"MY_API_KEY": "wrong"})
-        assert api.bodies == []
-        revoked = evaluate(*arguments, "--client.base-url", api.base_url, variables={"MY_API_KEY": "right"})
-    assert wrong.returncode == revoked.returncode == 1
-    assert "refused the key in $MY_API_KEY: HTTP 401" in wrong.stderr
-    assert "This key has been revoked" in revoked.stderr
-    assert "4 scored attempts are kept" in revoked.stderr
-    assert len(api.bodies) <= 6
 
 
 def fine_tune(directory: Path, model: Path, url: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -218,11 +202,20 @@ def test_fine_tuning_ends_well_and_says_so_when_its_evaluation_does_not(tiny_mod
 
 
 def test_fine_tuning_is_evaluated_while_it_goes_on_and_again_where_it_is_resumed(tiny_model, tmp_path):
-    """Contract: the base, each version of the interval, and the last; each by the weights of its own, which are removed only after that. Results of
-    weights that a resumed run makes again are not taken for those of the same number, nor do they end the evaluation."""
+    """Contract: the base, each version of the interval, and the last; each by the weights of its own, which are removed only after that. The evaluation
+    is supervised as the processes of `rl` are: killed, it is restarted and goes on. Results of weights that a resumed run makes again are not taken
+    for those of the same number, nor do they end the evaluation."""
     with scripted_engine(tiny_model) as url:
-        first = fine_tune(tmp_path, tiny_model, url, "--ckpt.interval", 2)
+        with ThreadPoolExecutor(1) as executor:
+            tuning = executor.submit(fine_tune, tmp_path, tiny_model, url, "--ckpt.interval", 2)
+            wait(
+                lambda: "eval" in read_status(tmp_path), subject="first status", owner="the evaluation", seconds=TIMEOUT
+            )
+            os.kill(read_status(tmp_path)["eval"].pid, signal.SIGKILL)
+            first = tuning.result(TIMEOUT)
         assert first.returncode == 0, first.stdout + first.stderr
+        (restart,) = map(json.loads, (tmp_path / "logs" / "restarts.jsonl").read_text().splitlines())
+        assert (restart["process"], restart["reason"]) == ("eval", "was killed by SIGKILL")
         assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
         before = json.loads((tmp_path / "evals" / "report.json").read_text())["results"]
         assert [result["policy"] for result in before] == ["step_0", "step_2", "step_4", "step_5"]
@@ -235,19 +228,6 @@ def test_fine_tuning_is_evaluated_while_it_goes_on_and_again_where_it_is_resumed
     assert [found["policy"] for found in after] == ["step_0", "step_2", "step_4", "step_5"]
     same = [old["hash"] == new["hash"] for old, new in zip(before, after, strict=True)]
     assert same == [True, True, False, False]
-    assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
-
-
-def test_an_evaluation_that_is_killed_beside_fine_tuning_is_restarted(tiny_model, tmp_path):
-    """Contract: it is supervised as the processes of `rl` are, and goes on with what it had finished."""
-    with scripted_engine(tiny_model) as url, ThreadPoolExecutor(1) as executor:
-        tuning = executor.submit(fine_tune, tmp_path, tiny_model, url)
-        wait(lambda: "eval" in read_status(tmp_path), subject="first status", owner="the evaluation", seconds=TIMEOUT)
-        os.kill(read_status(tmp_path)["eval"].pid, signal.SIGKILL)
-        done = tuning.result(TIMEOUT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (restart,) = map(json.loads, (tmp_path / "logs" / "restarts.jsonl").read_text().splitlines())
-    assert (restart["process"], restart["reason"]) == ("eval", "was killed by SIGKILL")
     assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
 
 
@@ -272,3 +252,4 @@ def test_versions_on_a_real_server(inference_server, tmp_path):
         shutil.rmtree(weights)
     assert scores(tmp_path / "all", "step_902") == scores(tmp_path / "alone", "step_902")
     assert len({json.dumps(scores(tmp_path / "all", f"step_{version}")) for version in (0, 901, 902)}) == 3
+    assert attempts(tmp_path / "alone", "step_0") == []

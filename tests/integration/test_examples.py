@@ -1,6 +1,7 @@
 """Contract: what the examples' READMEs tell people to type works."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from conftest import free_port
 from prime_rl.config import RLConfig, SFTConfig, parse
 from prime_rl.transport.commit import list_steps
-from support.processes import REPOSITORY, Command
+from support.processes import REPOSITORY, Command, run_forked
 
 TIMEOUT = 400.0
 EXAMPLES = REPOSITORY / "examples"
@@ -35,9 +36,8 @@ DEMONSTRATIONS = {
 def test_dry_run(config: str, tmp_path: Path) -> None:
     """A whole run is planned from the file alone: on a machine without a GPU, and what asks for eight where they are."""
     arguments = ("@", EXAMPLES / config, "--output-dir", tmp_path / "run", "--dry-run")
-    env = EIGHT_GPUS if "_math/rl" in config else None
-    with Command("rl", *arguments, log=tmp_path / "log", env=env) as command:
-        command.succeed(60)
+    done = run_forked("rl", *arguments, env=os.environ | (EIGHT_GPUS if "_math/rl" in config else {}))
+    assert done.returncode == 0, done.stderr
     name = ENVIRONMENTS[Path(config).parent.name]
     assert f'id = "{name}"' in (tmp_path / "run" / "configs" / "orchestrator.toml").read_text()
 
@@ -71,8 +71,8 @@ def test_demonstrations(name: str, tmp_path: Path) -> None:
     first = json.loads(rows.read_text().splitlines()[0])
     assert [message["role"] for message in first["messages"][:3]] == ["system", "user", "assistant"]
     arguments = ("@", EXAMPLES / name / str(config), "--data.name", rows, "--output-dir", tmp_path / "run", "--dry-run")
-    with Command("sft", *arguments, log=tmp_path / "b") as command:
-        command.succeed(60)
+    done = run_forked("sft", *arguments)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

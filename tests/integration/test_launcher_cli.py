@@ -4,7 +4,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from prime_rl.config.shared import MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor
+from support.processes import run_forked
 
 PORT = 8260
 
@@ -31,13 +31,7 @@ def model(tmp_path: Path) -> Path:
 def rl(model: Path, output_dir: Path, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     given = ("--inference.server.port", str(PORT), "--model.name", str(model), "--output-dir", str(output_dir))
     environment = ("--orchestrator.environment.id", "reverse-text")
-    return subprocess.run(
-        [sys.executable, "-m", "prime_rl.entrypoints.rl", *given, *environment, *options],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environ},
-        timeout=60,
-    )
+    return run_forked("rl", *given, *environment, *options, env={**os.environ, **environ})
 
 
 def test_dry_run_prints_the_plan_and_writes_only_configs(model: Path, tmp_path: Path) -> None:
@@ -49,12 +43,7 @@ def test_dry_run_prints_the_plan_and_writes_only_configs(model: Path, tmp_path: 
         str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()
     )
     assert written == [f"configs/{name}.toml" for name in ("inference", "orchestrator", "rl", "trainer")]
-    again = subprocess.run(
-        [sys.executable, "-m", "prime_rl.entrypoints.rl", "@", str(tmp_path / "run/configs/rl.toml"), "--dry-run"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    again = run_forked("rl", "@", tmp_path / "run/configs/rl.toml", "--dry-run")
     assert (again.returncode, again.stdout) == (0, done.stdout)
 
 
@@ -140,25 +129,16 @@ def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "online" / "metrics").exists()
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "prime_rl.entrypoints.rl", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 def test_a_run_can_be_examined(tmp_path: Path) -> None:
     """`rl doctor RUN` and `rl audit RUN` are told of in --help; what they cannot read is one line."""
     for what in ("doctor", "audit"):
-        assert f"`rl {what} RUN`" in command("--help").stdout
-        missing = command(what, tmp_path / "missing")
+        assert f"`rl {what} RUN`" in run_forked("rl", "--help").stdout
+        missing = run_forked("rl", what, tmp_path / "missing")
         assert missing.returncode == 1
         assert missing.stderr.startswith("error: ")
         assert missing.stderr.count("\n") == 1
-        assert command(what).stderr.startswith(f"error: usage: rl {what} RUN")
-    found = command("doctor", tmp_path)
+        assert run_forked("rl", what).stderr.startswith(f"error: usage: rl {what} RUN")
+    found = run_forked("rl", "doctor", tmp_path)
     assert (found.returncode, found.stderr) == (0, "")
     assert "never started" in found.stdout
 

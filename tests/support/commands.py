@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.processes import REPOSITORY
+from support.processes import REPOSITORY, run_forked
 
 PAGE = REPOSITORY / "tests" / "integration" / "commands.md"
 KINDS = ("runs", "plans", "hint", "refused", "migrated", "help", "path", "test", "elsewhere")
@@ -81,11 +81,23 @@ def run_line(
     line: str, checkout: Path, *more: object, environment: dict[str, str] | None = None, seconds: float = 120
 ) -> tuple[int, str]:
     """Execute a pasted line with further arguments. Returns its exit status and everything that it printed."""
-    assignments, words = parse_line(line)
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PRIME_", "WANDB_", "PYTEST"))}
-    env = {**inherited, **VARIABLES, **(environment or {}), **assignments}
+    words, env = prepare(line, environment)
     done = subprocess.run(
         [PROGRAMS / words[0], *words[1:], *map(str, more)],
         cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout
+
+
+def fork_line(line: str, checkout: Path, *more: object, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """The same for one of our commands that ends at once, by `run_forked`."""
+    words, env = prepare(line, environment)
+    done = run_forked(*words, *more, cwd=checkout, env=env)
+    return done.returncode, done.stdout + done.stderr
+
+
+def prepare(line: str, environment: dict[str, str] | None) -> tuple[list[str], dict[str, str]]:
+    """A pasted line's arguments, and the variables of its process."""
+    assignments, words = parse_line(line)
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PRIME_", "WANDB_", "PYTEST"))}
+    return words, {**inherited, **VARIABLES, **(environment or {}), **assignments}

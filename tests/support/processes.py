@@ -1,10 +1,13 @@
 """Start the project's own commands as a user would, in process groups that die with the test."""
 
+import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -84,3 +87,29 @@ def wait_for_all(commands: Sequence[Command], timeout: float) -> None:
         time.sleep(0.1)
     for command in commands:
         command.succeed(0)
+
+
+def run_forked(
+    name: str, *arguments: object, cwd: Path = REPOSITORY, env: Mapping[str, str] | None = None, seconds: float = 120.0
+) -> "subprocess.CompletedProcess[str]":
+    """Run one of our commands that ends at once in a fork of this process: most of its time is that of its imports otherwise."""
+    words = [name, *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as directory:
+        outputs = [Path(directory) / stream for stream in ("stdout", "stderr")]
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=_call, args=(words, inherited() if env is None else env, cwd, outputs))
+        child.start()
+        child.join(seconds)
+        assert child.exitcode is not None, f"{name} did not end within {seconds:.0f} s"
+        return subprocess.CompletedProcess(words, child.exitcode, *(output.read_text() for output in outputs))
+
+
+def _call(words: list[str], env: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
+    for number, output in enumerate(outputs, 1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = words
+    importlib.import_module(f"prime_rl.entrypoints.{words[0]}").main()
