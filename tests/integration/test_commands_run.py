@@ -84,6 +84,7 @@ def test_alone(line: str, checkout: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.slow  # test_rl.py has one of one file
 def test_one_command_for_everything(checkout: Path) -> None:
     """Three files, one command: two steps are trained, each process has its log, a model is left."""
     status, output = run_line(

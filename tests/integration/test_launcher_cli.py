@@ -43,8 +43,10 @@ def test_dry_run_prints_the_plan_and_writes_only_configs(model: Path, tmp_path: 
         str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()
     )
     assert written == [f"configs/{name}.toml" for name in ("inference", "orchestrator", "rl", "trainer")]
+    first = {path.name: path.read_text() for path in (tmp_path / "run" / "configs").iterdir()}
     again = run_forked("rl", "@", tmp_path / "run/configs/rl.toml", "--dry-run")
     assert (again.returncode, again.stdout) == (0, done.stdout)
+    assert {path.name: path.read_text() for path in (tmp_path / "run" / "configs").iterdir()} == first
 
 
 @pytest.mark.parametrize("also", [[], ["--clean"]])

@@ -48,21 +48,28 @@ def test_a_killed_process_is_started_again_alone_with_recover(launch: Start) -> 
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"),
+    "faults",
     [
-        ("stopped", r"orchestrator has given no sign of life for"),
-        ("overdue", r"orchestrator still waits for rollouts/step_3 from orchestrator,"),
-        ("complains", r"orchestrator failed with exit status 1 (error: the disk is full)"),
-        ("told-to-stop", r"orchestrator ended too early (stopped): starting it again"),
+        {
+            "stopped": r"orchestrator has given no sign of life for",
+            "complains": r"trainer failed with exit status 1 (error: the disk is full)",
+        },
+        {
+            "overdue": r"orchestrator still waits for rollouts/step_3 from orchestrator,",
+            "told-to-stop": r"trainer ended too early (stopped): starting it again",
+        },
     ],
+    ids=" and ".join,
 )
-def test_each_kind_of_failure_after_ready_is_mended(launch: Start, fault: str, why: str) -> None:
+def test_each_kind_of_failure_after_ready_is_mended(launch: Start, faults: dict[str, str]) -> None:
     """Dead, halted, or waiting beyond its own deadline: started again with --recover, and the reason is said."""
-    run = launch(f"orchestrator=mends:{fault}", "trainer=after", policy=PATIENT)
+    first, second = faults
+    run = launch(f"orchestrator=mends:{first}", f"trainer=mends:{second}", policy=PATIENT)
     status, out = run.wait()
     assert status == 0, out
-    assert incarnations(run, "orchestrator") == ["1", "2 --recover"]
-    assert why in out
+    for name, why in zip(("orchestrator", "trainer"), faults.values(), strict=True):
+        assert incarnations(run, name) == ["1", "2 --recover"]
+        assert why in out
 
 
 def test_a_process_that_gets_nowhere_is_started_again(launch: Start) -> None:
@@ -75,21 +82,15 @@ def test_a_process_that_gets_nowhere_is_started_again(launch: Start) -> None:
 
 
 def test_a_halted_rank_takes_its_whole_group_along(launch: Start) -> None:
-    """One rank is stopped: the trainer is started again as a whole, the stopped rank is dead."""
-    run = launch("trainer=mends:silent-rank", policy=PATIENT)
+    """One rank is stopped: the trainer is started again as a whole, the stopped rank is dead. A crash before ready is tried again as it was started:
+    nothing of that incarnation was committed in order, so no --recover."""
+    run = launch("trainer=mends:silent-rank", "orchestrator=mends:early-raises", policy=PATIENT)
     rank = run.pid("rank")
     status, out = run.wait()
     assert status == 0, out
     assert "trainer rank 1 has given no sign of life" in out
     assert identify(rank) is None
-
-
-def test_before_ready_a_crash_is_tried_again_as_it_was_started(launch: Start) -> None:
-    """Nothing of this incarnation was committed in order: no --recover."""
-    run = launch("trainer=mends:early-raises", policy=PATIENT)
-    status, out = run.wait()
-    assert status == 0, out
-    assert incarnations(run, "trainer") == ["1", "2"]
+    assert incarnations(run, "orchestrator") == ["1", "2"]
 
 
 def test_what_another_try_would_not_mend_ends_the_run(launch: Start) -> None:
@@ -129,20 +130,21 @@ def test_ctrl_c_during_backoff_drains_the_others(launch: Start) -> None:
     all_gone(run.pids())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_own_server_is_started_again_and_nobody_else(launch: Start, number: signal.Signals) -> None:
+def test_an_own_server_is_started_again_and_nobody_else(launch: Start) -> None:
     """Dead or halted: it comes back under the same address, is awaited, and the jobs have gone on meanwhile."""
     run = launch("inference=serves", "trainer=after", port=PORT, policy=PATIENT)
     run.up("inference")
-    first = run.pid("inference")
-    os.kill(first, number)
-    until(lambda: "serves in incarnation 2" in (run.base / "events").read_text(), "second incarnation of the server")
+    for incarnation, number in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
+        served = f"serves in incarnation {incarnation + 1}"
+        server = run.pid("inference")
+        os.kill(server, number)
+        until(lambda served=served: served in (run.base / "events").read_text(), served)
+        assert identify(server) is None
     (run.base / "end").touch()
     status, out = run.wait()
     assert status == 0, out
-    assert "restarts of inference: 1" in out
+    assert "restarts of inference: 2" in out
     assert (run.base / "trainer.incarnations").read_text() == "x"
-    assert identify(first) is None
 
 
 def test_a_run_goes_on_without_a_server_that_cannot_be_started(launch: Start) -> None:
