@@ -76,8 +76,12 @@ class Run:
         return {version: weights_manifest(self.weights / f"step_{version}").hash for version in versions}
 
     def held(self) -> list[str]:
-        """WeightPublisher in memory."""
-        return sorted(path.name for path in self.tmpfs.glob("prime-rl-*/*"))
+        """What lies in the tmpfs."""
+        return sorted(path.name for path in self.tmpfs.glob("prime-rl-*"))
+
+    def linked(self) -> set[str]:
+        """To what of it versions have links."""
+        return {path.readlink().parent.name for path in self.weights.glob("*/*") if path.is_symlink()}
 
 
 @contextmanager
@@ -148,7 +152,7 @@ class Incarnations:
 
     def __init__(self, forks: "subprocess.Popen[str]", transport: str, model: Path, root: Path) -> None:
         self._job = {"transport": transport, "model": str(model), "root": str(root)}
-        self._root, self.in_tmpfs = root, transport == "tmpfs"
+        self._root = root
         self._process = forks
 
     def live(self, incarnation: str, *args: int, fault: Fault | None = None) -> int:

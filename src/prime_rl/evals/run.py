@@ -16,7 +16,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults, alone, check_settings, read_settings, write_report
 from prime_rl.evals.runner import EvalJob, EvalPlan, EvalRunner, KeyRejected, tasks_of
 from prime_rl.evals.servers import EvalServers, connect, rejected_key, way_of_asking
-from prime_rl.evals.versions import API, EvalPolicy, EvalVersions, is_lost
+from prime_rl.evals.versions import API, EvalPolicy, EvalVersions, is_gone
 from prime_rl.fleet.replicas import RoutedEnvPool
 from prime_rl.monitor import Monitor, Status
 from prime_rl.transport.commit import list_steps
@@ -191,7 +191,7 @@ class Evaluation:
             try:
                 policy = await servers.serve(policy)
             except UserError:
-                if policy.weights is None or not is_lost(policy.weights):
+                if policy.weights is None or not is_gone(policy.weights):
                     raise
                 self._versions.skip(policy.version, "it was removed before the servers had loaded it")
                 self._versions.hashes.pop(policy.version)  # should it be made again

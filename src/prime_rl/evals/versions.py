@@ -16,7 +16,7 @@ from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease, read_incarnations, read_lease, write_lease
 from prime_rl.transport.protocol import BASE, Lease, current_incarnation
-from prime_rl.transport.weights import WeightsManifest, never_written, version_dir, weights_manifest
+from prime_rl.transport.weights import WeightsManifest, is_lost, never_written, version_dir, weights_manifest
 
 LOOK_SECONDS = 1.0  # between two looks at the directory
 _WRITERS = ("trainer", "sft")  # processes that commit versions, by the names of their status
@@ -116,7 +116,7 @@ class EvalVersions:
         if manifest.publisher is not None:
             self.skip(version, never_written(directory))
             return None
-        if is_lost(manifest):
+        if is_gone(manifest):
             self.skip(version, f"its tensors were in memory ({manifest.files}), and are there no more")
             return None
         self.hashes[version] = manifest.hash
@@ -169,12 +169,12 @@ class EvalVersions:
             manifest = weights_manifest(version_dir(self._directory, version))
         except CommitError:  # removed meanwhile, or damaged, which was said
             return False
-        return manifest.hash != self.hashes.get(version) and manifest.publisher is None and not is_lost(manifest)
+        return manifest.hash != self.hashes.get(version) and manifest.publisher is None and not is_gone(manifest)
 
 
-def is_lost(manifest: WeightsManifest) -> bool:
+def is_gone(manifest: WeightsManifest) -> bool:
     """Whether a version that was committed was removed, or its tensors were."""
-    return not manifest.directory.is_dir() or (manifest.tmpfs is not None and manifest.tmpfs.gone)
+    return not manifest.directory.is_dir() or is_lost(manifest.directory)
 
 
 def with_environments(config: EvalConfig) -> EvalConfig:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from prime_rl import faults
-from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, read_file, read_manifest
+from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, read_file, read_manifest, tmpfs_dirs
 from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, verify_small_files, weights_manifest
 
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
@@ -38,7 +38,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class AllowedRoots:
-    """Allowed roots: `root` (None: any committed version that this host sees), and `tmpfs` beside it for tensors in memory."""
+    """Where versions may lie: below `root` (None: any committed version that this host sees), their files below `tmpfs`."""
 
     root: Path | None
     tmpfs: Path | None = None
@@ -57,8 +57,6 @@ class AllowedRoots:
             if manifest.version != version:
                 raise Rejected(400, f"{directory} holds version {manifest.version}, not {version}")
             if manifest.base is None:
-                if manifest.tmpfs is not None:
-                    self._check_tmpfs(directory, Path(os.path.realpath(manifest.tmpfs.directory)))
                 check_index(verify_small_files(directory, committed))
         except (CommitError, OSError, TypeError, ValueError) as error:  # the manifest may say anything
             raise Rejected(400, str(error)) from error
@@ -93,19 +91,11 @@ class AllowedRoots:
 
     def _allows(self, path: Path, directory: Path) -> bool:
         """Whether a path of a version in `directory` lies below the root, or, without a root, below `directory`."""
-        roots = [root.resolve() for root in (self.root or directory, self.tmpfs) if root is not None]
         real_path = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
+        if self.root is None and real_path.parent in tmpfs_dirs(directory):
+            return True
+        roots = [root.resolve() for root in (self.root or directory, self.tmpfs) if root is not None]
         return any(real_path.is_relative_to(root) for root in roots)
-
-    def _check_tmpfs(self, directory: Path, tmpfs: Path) -> None:
-        if self.root is not None and not self._allows(tmpfs, directory):
-            raise Rejected(
-                403,
-                f"the tensors of {directory} lie in {tmpfs}, outside the weights root {self.root}: start the server with "
-                "--weights-tmpfs to allow that",
-            )
-        if tmpfs.is_dir():
-            self._check_files(tmpfs, [MANIFEST, *read_manifest(tmpfs).files])
 
 
 def read_stamp(directory: Path) -> bytes:

@@ -23,7 +23,7 @@ from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
 from prime_rl.transport.settings import dry_path
-from prime_rl.transport.tmpfs import check_place
+from prime_rl.transport.weights import check_writable
 
 _PORT_SECONDS = 3.0
 _PUBLIC_KEY = (
@@ -210,7 +210,7 @@ def _check(config: RLConfig) -> None:
     else:
         preflight.check_key(config.orchestrator.client)
     if (tmpfs := config.trainer.weights.tmpfs) is not None:
-        check_place(tmpfs)
+        check_writable(tmpfs)
     orchestrator = config.orchestrator
     progress = resume_point(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
     refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing

@@ -9,7 +9,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -18,10 +18,8 @@ from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConf
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_record, read_status, unless_full
 from prime_rl.processes import ProcessId, boot_id, is_alive, me
-from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.incarnations import run_id
+from prime_rl.transport.commit import list_steps, remove, tmpfs_dirs
 from prime_rl.transport.settings import LEDGER, at_work, ways_out
-from prime_rl.transport.tmpfs import remove_tmpfs
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
@@ -207,8 +205,6 @@ def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False)
     """
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
-    with suppress(CommitError):  # damaged incarnation files: nobody can tell whose memory it is
-        remove_tmpfs(output_dir, run_id(output_dir))
     alive = at_work(output_dir) | ({"eval"} if keep_evals else set())
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name
@@ -217,6 +213,8 @@ def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False)
             if (owner in alive and name in (*_BY_PROCESS, "evals")) or path.name == f"{writer}.log":
                 continue
             if path.is_dir() and not path.is_symlink():
+                for held in tmpfs_dirs(path):
+                    remove(held)
                 shutil.rmtree(path)
             else:
                 path.unlink()

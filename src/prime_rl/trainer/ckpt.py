@@ -40,7 +40,7 @@ from prime_rl.transport.commit import (
 )
 from prime_rl.transport.protocol import current_incarnation, spared
 from prime_rl.transport.settings import ways_out
-from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
+from prime_rl.transport.weights import hash_directory, is_lost, version_dir, version_hash, weights_manifest
 from prime_rl.wait import LEAST_POLL_SECONDS, wait
 
 if TYPE_CHECKING:
@@ -467,9 +467,9 @@ def refuse_earlier(output_dir: Path, root: Path, *, recover: bool) -> None:
 
 def refuse_foreign(weights_dir: Path, root: Path) -> None:
     """Raise UserError where a directory has the name of a version or checkpoint but is none: nothing is mixed into it."""
-    ours = {*incarnations.read_versions(weights_dir), *incarnations.lost_versions(weights_dir)}
-    versions = [version_dir(weights_dir, version) for version in list_steps(weights_dir) if version not in ours]
-    if others := [*versions, *checkpoints.foreign(root)]:
+    ours = incarnations.read_versions(weights_dir)
+    unread = [version_dir(weights_dir, version) for version in list_steps(weights_dir) if version not in ours]
+    if others := [*(path for path in unread if not is_lost(path)), *checkpoints.foreign(root)]:
         raise UserError(f"{others[0]} was not made by this program, or is damaged: move it out of the run directory")
 
 

@@ -100,7 +100,6 @@ class RowCopies:
         self.world, self.dtype = world, dtype
         self.tensors = list(stored_tensors(policy))
         self.headers, self.slots = file_layout(self.tensors, dtype)
-        self.file_bytes = sum(slot.size for slot in self.slots.values())
         files: dict[str, list[Range]] = {}
         self._rows: list[tuple[nn.Parameter, int, int]] = []  # parameter, start and end of its rows in elements
         end = 0
@@ -302,7 +301,7 @@ def write_ranges(buffer: Tensor, directory: Path, files: Mapping[str, Sequence[R
     data = buffer.view(torch.uint8).numpy().data
 
     def write(file: str) -> None:
-        path, unsynced = os.fspath(directory / file), 0
+        path, unsynced = os.path.realpath(directory / file), 0
         try:
             with open(path, "r+b", buffering=0) as opened:
                 for start, end, offset in files[file]:

@@ -5,14 +5,13 @@ the trainer's memory (`transport/exchange.py`), and versions that must be durabl
 """
 
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,14 +41,26 @@ from prime_rl.trainer.weight_copy import (
     write_ranges,
 )
 from prime_rl.transport import incarnations
-from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune, supersede
+from prime_rl.transport.commit import (
+    CommitError,
+    Stage,
+    clean_stages,
+    list_steps,
+    prune,
+    remove,
+    supersede,
+    tmpfs_dirs,
+    tmpfs_prefix,
+)
 from prime_rl.transport.exchange import Publisher, checksums, own_address
 from prime_rl.transport.protocol import prunable, spared, superseded_versions
-from prime_rl.transport.tmpfs import check_room, in_tmpfs, open_tmpfs, remove_in_tmpfs, tmpfs_dir, tmpfs_of
 from prime_rl.transport.weights import (
-    INDEX,
     LogprobReference,
     TensorEntry,
+    check_tmpfs,
+    is_lost,
+    leave_tmpfs,
+    link_files,
     make_durable,
     manifest_extra,
     version_dir,
@@ -80,36 +91,31 @@ def write_version(
 ) -> Times:
     """Commit a copy as `final`, with config and tokenizer of the source. Every rank calls it and writes its own rows.
 
-    With `tmpfs` the files are committed to that directory first, and `final` only names it. Returns the seconds of
-    writing, hashing and committing. Raises UserError if a disk is full, on any rank, or `final` is committed already;
-    nothing new is left under the final name.
+    With `tmpfs` the tensors' files lie there, and `final` has links to them. Returns the seconds of writing, hashing and committing. Raises UserError if a disk is full, on any rank, or `final`
+    is committed already; nothing new is left under the final name.
     """
     copied.finish()
     nonce = broadcast(world, secrets.token_hex(8))
     stage = agree(world, lambda: Stage(final, nonce))
-    file_stage = stage if tmpfs is None else agree(world, lambda: Stage(tmpfs, nonce))
-    directory, files_of_rank = file_stage.path, list(copies.headers)[world.rank :: world.size]
+    directory, files_of_rank = stage.path, list(copies.headers)[world.rank :: world.size]
+
+    def allocate() -> None:
+        if tmpfs is not None:
+            link_files(directory, tmpfs, copies.headers)
+        allocate_files(directory, copies.headers, copies.slots)
 
     def commit() -> None:
         hashed = {name: TensorEntry(**entry) for part in hashes for name, entry in part.items()}
         tensors = {name: hashed[name] for name in copies.slots}  # in the order of the files
         by_file = groupby(tensors.items(), key=lambda item: item[1].file)
         known = {file: version_hash(dict(items)) for file, items in by_file}
-        copy_model_files(source, stage.path, copies.dtype)
+        copy_model_files(source, directory, copies.dtype)
         extra = manifest_extra(version, incarnation, tensors, reference=reference)
-        if file_stage is not stage:
-            file_stage.commit(step=version, producer="trainer", hashes=known)
-            extra["tmpfs"] = asdict(in_tmpfs(file_stage.final, file_stage.nonce))
-        try:
-            stage.commit(step=version, producer="trainer", extra=extra, hashes=known)
-        except BaseException:
-            if file_stage is not stage and not stage.final.is_dir():
-                prune(file_stage.final)
-            raise
+        stage.commit(step=version, producer="trainer", extra=extra, hashes=known)
 
     try:
         began = time.perf_counter()
-        on_main(world, lambda: allocate_files(directory, copies.headers, copies.slots))
+        on_main(world, allocate)
         agree(world, lambda: write_ranges(copies.buffer, directory, copies.files))
         wrote = time.perf_counter()
         hashes = gather(world, agree(world, lambda: hash_files(directory, files_of_rank)))
@@ -117,7 +123,6 @@ def write_version(
         on_main(world, commit)
     except BaseException:
         stage.abort()
-        file_stage.abort()
         raise
     return {"write": wrote - began, "hash": hashed - wrote, "commit": time.perf_counter() - hashed}
 
@@ -199,8 +204,6 @@ class WeightPublisher:
         self._copied, self._held = Copy(), 0  # the copy, and its version
         self._publisher: Publisher | None = None  # of rank 0
         self._files_wanted, self._closed = False, threading.Event()
-        self._tmpfs_dir: Path | None = None  # of this run
-        self._had_tmpfs = True  # it may hold files of some version
         self._seen: incarnations.Seen = {}
         self._background = background_world(world, timeout)
         self._committer = _Thread("weights", "the thread that commits it", timeout)  # has one task at most
@@ -228,8 +231,7 @@ class WeightPublisher:
         reference = None if scored is None else agree(self.world, scored)
         if self.config.tmpfs is not None and (hosts := len(set(gather(self.world, boot_id())))) > 1:
             raise UserError(f"weights.tmpfs is the memory of one host, and the trainer's ranks are on {hosts}")
-        self.incarnation, base, tmpfs = on_main(self.world, lambda: self._open(start, spares, saved_by, reference))
-        self._tmpfs_dir = None if tmpfs is None else Path(tmpfs)
+        self.incarnation, base = on_main(self.world, lambda: self._open(start, spares, saved_by, reference))
         self._committer.submit("memory for the weights", self._prepare)
         if start > 0:
             self.ensure(start)
@@ -260,10 +262,7 @@ class WeightPublisher:
             self._publisher.withdraw()
         self._copied, self._held = self._copies.copy(), version
         durable = durable or self._is_saved(version)
-        removals = [future for _, future in self._pruner.tasks]
-        self._committer.submit(
-            f"weights/step_{version}", lambda: self._commit(version, durable, scored, check, removals)
-        )
+        self._committer.submit(f"weights/step_{version}", lambda: self._commit(version, durable, scored, check))
         self._waited += time.perf_counter() - copying
 
     def before_update(self) -> None:
@@ -300,11 +299,11 @@ class WeightPublisher:
             self._on_committed(self._held, times)
 
     def finish(self, checkpoints: Callable[[], Collection[int]]) -> None:
-        """At the end of a run, `prune`, and move the versions that are left in tmpfs to the disk."""
+        """At the end of a run, `prune`, and bring the versions that are left to the disk."""
         self.prune(checkpoints)
         self.settle()
-        if self._tmpfs_dir is not None:
-            on_main(self.world, self._leave_tmpfs)
+        if self.config.tmpfs is not None:
+            on_main(self.world, lambda: [self._bring_to_disk(v) for v in list_steps(self.root)])
 
     def close(self) -> None:
         """Wait for the threads, for at most `timeout` a task, and log what failed."""
@@ -335,7 +334,6 @@ class WeightPublisher:
         durable: bool,
         scored: Callable[[], LogprobReference] | None,
         check: Callable[[], object],
-        removals: list[Future[Any]],
     ) -> Times:
         world, copies, copied = self._background, self._copies, self._copied
         try:
@@ -347,17 +345,10 @@ class WeightPublisher:
         if isinstance(copies, GatheredCopy):
             times = on_main(world, lambda: self._commit_in_memory(copies, version, durable, reference))
         else:
-            final = version_dir(self.root, version)
-            tmpfs = None if durable or self._tmpfs_dir is None else version_dir(self._tmpfs_dir, version)
-
-            def make_room() -> None:
-                if shutil.disk_usage((tmpfs or final).parent).free < copies.file_bytes:
-                    wait_for_futures(removals, timeout=self._pruner.timeout)
-
-            on_main(world, make_room)
             times = write_version(
-                copies, copied, self.source, world, final,
-                version=version, incarnation=self.incarnation, reference=reference, tmpfs=tmpfs,
+                copies, copied, self.source, world, version_dir(self.root, version),
+                version=version, incarnation=self.incarnation, reference=reference,
+                tmpfs=None if durable else self.config.tmpfs,
             )  # fmt: skip
         return {f"time/export_{part}": seconds for part, seconds in {"copy": copy_seconds, **times}.items()}
 
@@ -435,91 +426,57 @@ class WeightPublisher:
         lease, needed = incarnations.strictest_lease(self.output_dir), checkpoints()
         level, keep = self.async_level, self.config.keep
         for version in prunable(versions, starts, lease=lease, async_level=level, keep=keep, checkpoints=needed):
-            try:
-                if not self._is_saved(version):
-                    self._remove(version)
-            except OSError as error:
-                directory = version_dir(self.root, version)
-                raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
+            if not self._is_saved(version):
+                prune(version_dir(self.root, version))
 
     def _open(
         self, start: int, spares: bool, saved_by: Collection[int], reference: LogprobReference | None
-    ) -> tuple[int, str | None, str | None]:
+    ) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
-        tmpfs, keep = self.config.tmpfs, self.config.keep
-        if tmpfs is not None and keep is not None:
-            assert isinstance(self._copies, RowCopies)
-            root = tmpfs_dir(tmpfs, self.output_dir, incarnations.run_id(self.output_dir) or "none")
+        if (tmpfs := self.config.tmpfs) is not None and (keep := self.config.keep) is not None:
             # One version more than is kept (`protocol.prunable`), while that is being written.
-            arithmetic = f"the newest, async_level {self.async_level}, keep {keep}, and one that is being written"
-            versions, size = self.async_level + keep + 2, self._copies.file_bytes
-            check_room(root, versions, size, arithmetic, available_bytes())
+            count, size = self.async_level + keep + 2, sum(slot.size for slot in self._copies.slots.values())
+            versions = f"the newest, async_level {self.async_level}, keep {keep}, and one that is being written"
+            arithmetic = f"{count} versions ({versions}) of {size / 2**30:.2f} GiB"
+            check_tmpfs(tmpfs, self.root, count * size, available_bytes(), arithmetic)
         clean_stages(self.root)
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory, reference).hash
         faults.point(f"incarnation:{incarnations.next_incarnation(self.output_dir, saved_by)}")
         incarnation = incarnations.open_incarnation(self.output_dir, start, spares=spares, saved_by=saved_by)
-        for version in incarnations.lost_versions(self.root):  # the host was started again
-            prune(version_dir(self.root, version))
+        for version in list_steps(self.root):
+            if is_lost(version_dir(self.root, version)):  # the host was started again
+                prune(version_dir(self.root, version))
         self._remove_superseded(incarnation)
-        in_use = (tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root))
-        used = {files.directory for files in in_use if files is not None}
-        self._had_tmpfs = tmpfs is not None or bool(used)
-        if tmpfs is None:
-            return incarnation, base, None
-        run = incarnations.run_id(self.output_dir)
-        assert run is not None, "each incarnation file holds it"
-        root = tmpfs_dir(tmpfs, self.output_dir, run)
-        open_tmpfs(root, self.output_dir, used)
-        return incarnation, base, str(root)
+        if tmpfs is not None:  # what a killed trainer had just brought to the disk
+            used = {path for version in list_steps(self.root) for path in tmpfs_dirs(version_dir(self.root, version))}
+            for unused in set(tmpfs.resolve().glob(f"{tmpfs_prefix(self.root)}*")) - used:
+                remove(unused)
+        return incarnation, base
 
     def _has_files(self, version: int) -> bool:
         """Whether the disk holds a version, after bringing it there from tmpfs.
 
-        A version that is damaged, or was in the memory of an earlier incarnation, is removed: it can be made again.
+        One that is damaged, or was in the memory of an earlier incarnation, is removed: it can be made again.
         """
         if version not in list_steps(self.root):
             return False
         if not (whole := self._bring_to_disk(version)):
-            self._remove(version)
+            prune(version_dir(self.root, version))
         return whole
 
     def _bring_to_disk(self, version: int) -> bool:
-        """Move a version from tmpfs to the disk. Returns False for a version that is damaged, or has no files."""
+        """Copy a version from tmpfs to the disk. Returns False for a version that is damaged, or has no files."""
         directory = version_dir(self.root, version)
         try:
-            manifest = weights_manifest(directory)
-            if manifest.publisher is not None or manifest.tmpfs is None:
-                return manifest.publisher is None
-
-            def write(stage: Path) -> None:
-                for file in {*(entry.file for entry in manifest.tensors.values()), INDEX}:
-                    if file != INDEX or (manifest.files / INDEX).exists():
-                        shutil.copyfile(manifest.files / file, stage / file)
-
-            make_durable(directory, write)
+            leave_tmpfs(directory)
+            return weights_manifest(directory).publisher is None
         except (CommitError, FileNotFoundError) as error:
             logger.warning("version {} cannot be brought to the disk: {}", version, error)
             return False
-        remove_in_tmpfs(manifest.tmpfs, self.output_dir, incarnations.run_id(self.output_dir))
-        return True
-
-    def _leave_tmpfs(self) -> None:
-        for version in reversed(list_steps(self.root)):
-            if tmpfs_of(version_dir(self.root, version)) is not None:
-                self._bring_to_disk(version)
-        if self._tmpfs_dir is not None and not any(self._tmpfs_dir.iterdir()):
-            self._tmpfs_dir.rmdir()
-
-    def _remove(self, version: int) -> None:
-        """Remove a version, its tensors first: without them it does not count."""
-        directory = version_dir(self.root, version)
-        if self._had_tmpfs:  # reading a manifest of many tensors takes the interpreter from the loop
-            remove_in_tmpfs(tmpfs_of(directory), self.output_dir, incarnations.run_id(self.output_dir))
-        prune(directory)
 
     def _remove_superseded(self, incarnation: int) -> None:
-        """Remove the versions that the new incarnation supersedes, or keep the newest under another name."""
+        """Remove the versions that the new incarnation supersedes, or keep the newest with files under another name."""
         versions = incarnations.read_versions(self.root)
         superseded = superseded_versions(versions, incarnations.read_incarnations(self.output_dir))
         with_files = [v for v in superseded if weights_manifest(version_dir(self.root, v)).publisher is None]
@@ -527,9 +484,10 @@ class WeightPublisher:
         if kept is not None and not self._bring_to_disk(kept):
             kept = None
         for version in superseded:  # ascending, so that after a crash the newest is still there to be kept
+            directory = version_dir(self.root, version)
             if version != kept:
-                self._remove(version)
-            elif (renamed := supersede(version_dir(self.root, version), incarnation)) is not None:
+                prune(directory)
+            elif (renamed := supersede(directory, incarnation)) is not None:
                 logger.warning("version {} is given up; it lies in {} now", version, renamed)
 
 

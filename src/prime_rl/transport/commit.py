@@ -118,7 +118,7 @@ class Stage:
 
     def abort(self) -> None:
         """Remove what was written. Safe to call twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove(self.path)
 
     def _rename(self) -> None:
         try:
@@ -245,7 +245,8 @@ def verify(directory: Path, *, hashes: bool = True, manifest: Manifest | None = 
             if hashes and hash_file(path) != expected["xxh3"]:
                 raise CommitError(f"{path} has other bytes than the manifest's hash says")
         except FileNotFoundError as error:
-            raise CommitError(f"{path} is missing, though the manifest lists it") from error
+            where = f" in {path.readlink().parent} on this host" if path.is_symlink() else ""
+            raise CommitError(f"{path} is missing{where}, though the manifest lists it") from error
         except OSError as error:
             raise CommitError(f"{path} cannot be read: {error.strerror}") from error
     return manifest
@@ -350,7 +351,7 @@ def prune(directory: Path) -> None:
     faults.point(f"prune:{subject_of(directory)}")
     if renamed := _rename_committed(directory, f".{directory.name}.old-{secrets.token_hex(8)}"):
         faults.point(f"pruned:{subject_of(directory)}")
-        _remove(renamed)
+        remove(renamed)
 
 
 def supersede(directory: Path, incarnation: int) -> Path | None:
@@ -383,11 +384,23 @@ def clean_stages(parent: Path, name: str = "") -> None:
     """
     for entry in _entries(parent):
         if entry.name.startswith(f".{name}") and (".tmp-" in entry.name or ".old-" in entry.name):
-            _remove(parent / entry.name)
+            remove(parent / entry.name)
 
 
-def _remove(path: Path) -> None:
-    """Remove a directory, a file, or a link but not what it leads to. What cannot be removed is logged and left."""
+def tmpfs_prefix(root: Path) -> str:
+    """Return how the names of a root's directories in a tmpfs begin. No other run's do, nor those of a copy."""
+    stat = root.stat()
+    return f"prime-rl-{stat.st_dev:x}-{stat.st_ino:x}-"
+
+
+def tmpfs_dirs(directory: Path) -> set[Path]:
+    """Return the directories in a tmpfs to which the links in a version's directory lead."""
+    targets = {path.readlink().parent for path in directory.iterdir() if path.is_symlink()}
+    return {target for target in targets if target.name.startswith(tmpfs_prefix(directory.parent))}
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with its files in a tmpfs, a file, or a link. What cannot be removed is logged and left."""
 
     def unlink(file: os.DirEntry[str]) -> None:
         with suppress(OSError):  # rmtree tries again
@@ -398,6 +411,8 @@ def _remove(path: Path) -> None:
         if path.is_symlink() or not path.is_dir():
             path.unlink()
             return
+        for directory in tmpfs_dirs(path):
+            remove(directory)
         # One thread frees the memory that holds the files of a tmpfs at no more than about 15 GB/s.
         with ThreadPoolExecutor(_REMOVERS, thread_name_prefix="remove") as threads:  # bounded: as rmtree would be
             list(threads.map(unlink, _entries(path)))

@@ -21,15 +21,14 @@ from prime_rl.transport.commit import (
     write_atomically,
 )
 from prime_rl.transport.protocol import BASE, Lease
-from prime_rl.transport.tmpfs import InTmpfs, tmpfs_of
-from prime_rl.transport.weights import weights_manifest
+from prime_rl.transport.weights import is_lost, weights_manifest
 
 ORCHESTRATOR, EVAL = "orchestrator", "eval"
 """Readers of versions, each with a lease of its own."""
 _FILES_WANTED = "files_wanted.json"  # in `weights/`
 
-Seen = dict[tuple[int, int, int], tuple[int, InTmpfs | None]]
-"""The incarnation and the tmpfs that a manifest names, by version, inode and time of the manifest."""
+Seen = dict[tuple[int, int, int], int]
+"""The incarnation that a manifest names, by version, inode and time of the manifest."""
 
 # ---- incarnations
 
@@ -132,20 +131,12 @@ def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]
             stat = (directory / MANIFEST).stat()
             key = version, stat.st_ino, stat.st_mtime_ns
             if key not in seen:
-                manifest = weights_manifest(directory)
-                seen[key] = manifest.incarnation, manifest.tmpfs
+                seen[key] = weights_manifest(directory).incarnation
+            if not is_lost(directory):
+                versions[version] = seen[key]
         except (CommitError, FileNotFoundError):
             continue
-        incarnation, tmpfs = seen[key]
-        if tmpfs is None or not tmpfs.gone:
-            versions[version] = incarnation
     return versions
-
-
-def lost_versions(weights_dir: Path) -> list[int]:
-    """Return the versions whose tensors were in memory and, as far as this host can see, are gone, ascending."""
-    held = {version: tmpfs_of(step_dir(weights_dir, version)) for version in list_steps(weights_dir)}
-    return [version for version, tmpfs in held.items() if tmpfs is not None and not Path(tmpfs.directory).is_dir()]
 
 
 # ---- leases

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import xxhash
 
 from prime_rl import faults
+from prime_rl.errors import UserError
 from prime_rl.transport import commit
 from prime_rl.transport.commit import CommitError, Manifest, disk_errors, hash_file, open_file, read_manifest
-from prime_rl.transport.tmpfs import InTmpfs, check_tmpfs, read_in_tmpfs
 
 INDEX = "model.safetensors.index.json"  # if there are several files: which holds which tensor
 HASH_CHUNK_BYTES = 8 << 20  # part of every manifest: other chunks give other hashes
@@ -93,7 +93,6 @@ class WeightsManifest:
     Attributes:
         base: The model directory that holds the tensors (version 0), else None.
         reference: None if the trainer scored none.
-        tmpfs: The tmpfs directory that holds the files; None if none does.
         publisher: The publisher that holds the tensors; None if files hold them.
     """
 
@@ -104,14 +103,11 @@ class WeightsManifest:
     base: str | None
     directory: Path
     reference: LogprobReference | None = None
-    tmpfs: InTmpfs | None = None
     publisher: PublisherAddress | None = None
 
     @property
     def files(self) -> Path:
         """The directory that holds the tensors."""
-        if self.tmpfs is not None:
-            return Path(self.tmpfs.directory)
         return Path(self.base) if self.base else self.directory
 
 
@@ -197,7 +193,8 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
     extra = (committed or read_manifest(directory)).extra
     try:
         delta = (extra.get("delta") or {}).get("version") is not None
-        if "tensors" in extra and (delta or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
+        elsewhere = extra.get("tmpfs", extra.get("memory")) is not None  # until November 2026
+        if "tensors" in extra and (delta or elsewhere or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
             raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
         publisher = extra.get("publisher", extra.get("sender"))  # the latter: its name until November 2026
         return WeightsManifest(
@@ -208,7 +205,6 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
             extra["base"],
             directory,
             read_reference(extra),
-            read_in_tmpfs(extra),
             None if publisher is None else PublisherAddress(**publisher),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -250,9 +246,6 @@ def verify_small_files(directory: Path, committed: Manifest | None = None) -> We
     """
     committed = committed or read_manifest(directory)
     manifest = weights_manifest(directory, committed)
-    if manifest.tmpfs is not None:
-        check_tmpfs(directory, manifest.tmpfs)
-        commit.verify(manifest.files, hashes=False)
     tensor_files = {entry.file for entry in manifest.tensors.values()}
     for name, expected in commit.verify(directory, hashes=False, manifest=committed).files.items():
         if name not in tensor_files and hash_file(directory / name) != expected["xxh3"]:
@@ -356,26 +349,23 @@ def write_base_version(root: Path, model: Path, reference: LogprobReference | No
 
 
 def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
-    """Bring a committed version's tensors into its own directory, from tmpfs or memory. Only the trainer does so.
+    """Write the tensors of a version that was published from memory into its own directory. Only the trainer does so.
 
-    The manifest is replaced last; until then the version is what it was. Its hash does not change. A reader that has
-    read the old manifest of a version in tmpfs finds nothing there once that is removed, and tries again.
+    The manifest is replaced last; until then the version is what it was. Its hash does not change.
 
     Args:
         write: Writes the safetensors files, their index if there are several, and what else the version lacks, into a
-            directory. CommitError is raised if these do not hold the tensors of the manifest.
+            directory.
     """
     committed = read_manifest(directory)
     manifest = weights_manifest(directory, committed)
     staging = directory / ".durable"
-    with disk_errors(directory, "the version is in no file" if manifest.publisher else "the version stays in memory"):
+    with disk_errors(directory, "the version is in no file"):
         shutil.rmtree(staging, ignore_errors=True)  # left by a trainer that was killed
         staging.mkdir()
         try:
             write(staging)
             hashed = hash_directory(staging)
-            if manifest.publisher is None:
-                check_tensors(manifest, hashed)
             for path in staging.iterdir():
                 commit.sync(path)
             faults.point(f"lasting:{commit.subject_of(directory)}")
@@ -389,6 +379,62 @@ def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
         tensors = {
             name: vars(replace(hashed[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
         }
-        extra = {key: value for key, value in committed.extra.items() if key not in ("tmpfs", "memory", "publisher")}
+        extra = {key: value for key, value in committed.extra.items() if key != "publisher"}
         commit.replace_manifest(directory, files, extra | {"tensors": tensors})
     faults.point(f"lasts:{commit.subject_of(directory)}")
+
+
+# ---- in a tmpfs: a version's directory then holds links to its tensors' files, until they are copied over the links
+
+
+def check_tmpfs(tmpfs: Path, root: Path, size: int, available: int, arithmetic: str) -> None:
+    """Raise UserError unless there is room for `size` bytes, counting what versions under `root` hold there already.
+
+    Args:
+        available: Bytes of memory that the host has left.
+        arithmetic: How the size adds up.
+    """
+    check_writable(tmpfs)
+    held = sum(path.stat().st_size for path in tmpfs.glob(f"{commit.tmpfs_prefix(root)}*/*"))
+    free = held + min(shutil.disk_usage(tmpfs).free, available)
+    if size > free:
+        room = f"{tmpfs} has room for {free / 2**30:.2f} GiB"
+        raise UserError(f"weights.tmpfs: {room}, and {size / 2**30:.2f} may be needed: {arithmetic}")
+
+
+def check_writable(tmpfs: Path) -> None:
+    """Raise UserError unless it is a directory that can be written to."""
+    if not (tmpfs.is_dir() and os.access(tmpfs, os.W_OK | os.X_OK)):
+        raise UserError(f"weights.tmpfs: {tmpfs} is no directory that can be written to")
+
+
+def link_files(stage: Path, tmpfs: Path, names: Iterable[str]) -> None:
+    """Have the files that are written into `stage` next lie in a directory under `tmpfs`."""
+    directory = tmpfs.resolve() / f"{commit.tmpfs_prefix(stage.parent)}{stage.name.lstrip('.')}"
+    with disk_errors(stage):
+        for name in names:  # before the directory: what is left of a killed trainer has links to it
+            (stage / name).symlink_to(directory / name)
+        directory.mkdir()
+
+
+def leave_tmpfs(directory: Path) -> None:
+    """Verify a version, and copy its tensors from a tmpfs to the disk. Raises CommitError if they are lost or damaged."""
+    if not (links := [path for path in directory.glob("*.safetensors") if path.is_symlink()]):
+        return
+    verify_weights(directory)
+    held, copy = commit.tmpfs_dirs(directory), directory / ".copy"
+    with disk_errors(directory, "the version stays in memory"):
+        for link in links:
+            shutil.copyfile(link, copy)
+            commit.sync(copy)
+            faults.point(f"lasting:{commit.subject_of(directory)}")
+            os.replace(copy, link)
+        commit.sync(directory)
+    faults.point(f"lasts:{commit.subject_of(directory)}")
+    for each in held:
+        commit.remove(each)
+
+
+def is_lost(directory: Path) -> bool:
+    """Whether a committed version has links to a tmpfs that are dead: the host was started again, or is another one."""
+    return any(path.is_symlink() and not path.exists() for path in directory.iterdir())

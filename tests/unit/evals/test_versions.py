@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-from dataclasses import asdict
 
 import pytest
 
@@ -12,7 +11,6 @@ from prime_rl.errors import UserError
 from prime_rl.evals.versions import EvalVersions, with_environments
 from prime_rl.monitor import Status
 from prime_rl.transport.incarnations import EVAL, read_lease
-from prime_rl.transport.tmpfs import in_tmpfs
 from support.evaluating import World
 
 PUBLISHER = {"host": "h", "port": 1, "token": "t", "timeout": 1.0}
@@ -229,7 +227,9 @@ async def test_a_version_that_was_asked_for_and_is_not_evaluated_is_a_failure(wo
 async def test_a_version_whose_memory_is_gone_is_skipped_and_reported(world):
     """Contract: what lay in the memory of a host that was started again is as good as removed; the others are evaluated."""
     commit(world, 0, 10)
-    world.trainer.commit(5, tmpfs=asdict(in_tmpfs(world.directory / "gone", "nonce")))
+    world.trainer.commit(5)
+    (world.weights / "step_5" / "model.safetensors").unlink(missing_ok=True)
+    (world.weights / "step_5" / "model.safetensors").symlink_to(world.directory / "gone" / "model.safetensors")
     assert names(await world.run(weights_dir=world.weights)) == ["step_0", "step_10"]
     assert "* 5: its tensors were in memory" in (world.directory / "out" / "evals" / "report.md").read_text()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,9 +27,8 @@ from prime_rl.launcher.rundir import (
 )
 from prime_rl.monitor import Status, read_status
 from prime_rl.processes import ProcessId, boot_id, identify
-from prime_rl.transport.incarnations import open_incarnation, run_id
 from prime_rl.transport.settings import agree
-from prime_rl.transport.tmpfs import open_tmpfs, tmpfs_dir
+from prime_rl.transport.weights import link_files
 from support import partners
 from support.ledgers import ScriptedLedger, finish_group, open_group
 from support.partners import belongs_to
@@ -143,23 +143,18 @@ def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("whose", ["its own", "another run's"])
 def test_clean_empties_the_memory_that_no_version_names(tmp_path: Path, whose: str) -> None:
-    """A trainer that was killed before its first version has only noted its directories under tmpfs; another run's stay."""
-    output_dir = tmp_path / "run"
-    open_incarnation(output_dir, 0, spares=False, saved_by=())
-    own = run_id(output_dir)
-    assert own is not None
-    (output_dir / "weights").mkdir()
-    roots = []
-    for name in ("before", "after"):  # `weights.tmpfs` was changed
-        tmpfs = tmp_path / name
-        tmpfs.mkdir()
-        roots.append(tmpfs_dir(tmpfs, output_dir, own if whose == "its own" else "0123456789abcdef"))
-        open_tmpfs(roots[-1], output_dir, ())
-        (roots[-1] / ".step_1.tmp-x").mkdir()
-        (roots[-1] / ".step_1.tmp-x" / "model.safetensors").write_bytes(b"x")
-    clean(output_dir)
-    assert [root.exists() for root in roots] == [whose == "another run's"] * 2
-    assert list(output_dir.rglob("*")) == []
+    """A trainer that was killed before its first version has left links to where in memory its files are; another run's stay."""
+    weights, tmpfs = tmp_path / "run" / "weights", tmp_path / "tmpfs"
+    for path in (weights / ".step_1.tmp-x", tmpfs):
+        path.mkdir(parents=True)
+    link_files(weights / ".step_1.tmp-x", tmpfs, ["model.safetensors"])
+    (weights / ".step_1.tmp-x" / "model.safetensors").write_bytes(b"x")
+    if whose == "another run's":
+        shutil.move(tmp_path / "run", tmp_path / "original")
+        shutil.copytree(tmp_path / "original", tmp_path / "run", symlinks=True)
+    clean(tmp_path / "run")
+    assert len(list(tmpfs.iterdir())) == (whose == "another run's")
+    assert list((tmp_path / "run").rglob("*")) == []
 
 
 def test_clean_follows_no_link(tmp_path: Path) -> None:
