@@ -1,6 +1,5 @@
 """Imports: of large packages, and of the user's own functions, named in a config by import path, with arguments in TOML."""
 
-import ast
 import difflib
 import functools
 import gc
@@ -8,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -97,22 +97,11 @@ def find_module(path: str, key: str) -> tuple[str, str]:
 
 
 def _check_defined(file: Path, name: str, path: str, key: str) -> None:
-    """Raise UserError if a module's text, which is not run, is no Python or defines no such name."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"{key}: {file} is no Python: {error}") from error
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names.add(node.name)
-            case ast.Import() | ast.ImportFrom():
-                names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-            case ast.Name(ctx=ast.Store()):
-                names.add(node.id)
-    if names.isdisjoint({name, "*", "__getattr__"}):
-        near = difflib.get_close_matches(name, names, 1)
+    """Raise UserError if a module's text, which is not run, does not name it."""
+    text = file.read_text(errors="replace")
+    words = set(re.findall(r"\w+", text))
+    if words.isdisjoint({name, "__getattr__"}) and "import *" not in text:
+        near = difflib.get_close_matches(name, words, 1)
         raise UserError(f"{key}: {path!r}: {file} defines no {name}" + (f"; did you mean {near[0]}?" if near else ""))
 
 

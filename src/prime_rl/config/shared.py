@@ -14,8 +14,6 @@ from prime_rl.redact import has_password, key_in, without_password
 WARM_UP = 3  # the trainer's steps that are not counted: they compile, for the first shape that comes and then for any
 TRAINER_STEPS = WARM_UP + 5
 ORCHESTRATOR_STEPS = 4
-BENCH_STEPS = {"trainer": TRAINER_STEPS, "orchestrator": ORCHESTRATOR_STEPS}
-"""Steps that `--bench` runs, whatever `max_steps` says: the processes run them, the launcher shows them."""
 
 Device = Literal["auto", "cpu", "cuda"]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -11,11 +11,17 @@ from prime_rl.config.loader import say
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 
+_EXAMINATIONS = {
+    "doctor": "`rl doctor RUN`: what a run is doing, who waits for whom, and what keeps it from going on.",
+    "audit": "`rl audit RUN`: where every episode of a run went, with mean length and reward.",
+}
+
 
 def main() -> None:
     lifeline.watch()
     try:
-        status = _examine(sys.argv[1], sys.argv[2:]) if sys.argv[1:2] in (["doctor"], ["audit"]) else _run()
+        examines = len(sys.argv) > 1 and sys.argv[1] in _EXAMINATIONS
+        status = _examine(sys.argv[1], sys.argv[2:]) if examines else _run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1
@@ -25,9 +31,10 @@ def main() -> None:
 def _run() -> int:
     for word in sys.argv[1:2]:
         if not word.startswith(("-", "@")):
-            near = get_close_matches(word, ("doctor", "audit"), 1)
-            meant = f"did you mean `rl {near[0]} RUN`?" if near else "there are `rl @ CONFIG.toml`, `rl doctor RUN` and `rl audit RUN`"  # fmt: skip
-            raise UserError(f"there is no `rl {word}`: {meant}")
+            ways = "there are `rl @ CONFIG.toml`, `rl doctor RUN` and `rl audit RUN`"
+            if near := get_close_matches(word, _EXAMINATIONS, 1):
+                ways = f"did you mean `rl {near[0]} RUN`?"
+            raise UserError(f"there is no `rl {word}`: {ways}")
     config = load(RLConfig, prog="rl")
     log.setup(config.log.level, "rl")
 
@@ -37,18 +44,19 @@ def _run() -> int:
 
 
 def _examine(what: str, arguments: Sequence[str]) -> int:
-    if what == "doctor":
-        from prime_rl.launcher import doctor
-
-        return doctor.main(arguments)
-    from prime_rl.orchestrator.audit import audit_text
-
     if list(arguments) in (["-h"], ["--help"]):
-        print("`rl audit RUN`: where every episode of a run went, with mean length and reward.")
+        print(_EXAMINATIONS[what])
         return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise UserError("usage: rl audit RUN (the run's output directory)")
-    say(audit_text(Path(arguments[0])))
+        raise UserError(f"usage: rl {what} RUN (the run's output directory)")
+    run = Path(arguments[0])
+    if what == "doctor":
+        from prime_rl.launcher.doctor import examine
+
+        return examine(run)
+    from prime_rl.orchestrator.audit import audit_text
+
+    say(audit_text(run))
     return 0
 
 

@@ -160,14 +160,8 @@ class EvalServers:
         """Returns whether what it sampled since it was last verified is void."""
         assert self._policy is not None
         policy = self._policy
-        for left in reversed(range(_ATTEMPTS)):
-            await replica.engine.wait_ready(self._on_wait)
-            try:
-                served = await replica.engine.served()
-                break
-            except ServerError:
-                if not left:
-                    raise
+        await replica.engine.wait_ready(self._on_wait)
+        served = await replica.engine.served()
         same = served == replica.loaded
         if not same:
             logger.warning("{} was started again, or given other weights: what it sampled meanwhile is made again", replica.name)  # fmt: skip

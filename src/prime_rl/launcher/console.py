@@ -5,7 +5,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -37,8 +36,10 @@ _BENCH_ROWS = {
 class Console:
     """Print what metrics and status files say. `say` and `tick` are the supervisor's callbacks."""
 
-    def __init__(self, output_dir: Path, max_steps: int | None, bench_steps: Mapping[str, int] | None = None) -> None:
-        self.steps = StepLines(output_dir, max_steps, bench_steps)
+    def __init__(self, output_dir: Path, max_steps: int | None, bench: bool = False) -> None:
+        """`bench`: trainer and orchestrator have no steps in common."""
+        self.steps = StepLines(output_dir, max_steps)
+        self._bench = bench
         self._output_dir = output_dir
         self._began = time.monotonic()
         self._next_look = 0.0
@@ -73,7 +74,7 @@ class Console:
         for name, status in read_status(self._output_dir).items():
             if "." not in name:  # no rank but the first
                 self._show(status)
-        for line in self.steps.new_lines():
+        for line in [] if self._bench else self.steps.new_lines():
             self.say(line)
 
     def _show(self, status: ProcessStatus) -> None:
@@ -81,12 +82,12 @@ class Console:
         name, wait = phase_name(status.phase), status.waiting
         if self._phases.get(status.process) != name:
             self._phases[status.process] = name
-            if not self.steps.begun and name not in ("starting", "done"):
+            if not self.steps.count and name not in ("starting", "done"):
                 self.say(f"{status.process}: {name}")
         if wait is None or (key := (status.process, wait.subject, wait.since)) in self._waits_shown:
             return
         now = time.time()
-        if now - wait.since >= (_PATIENCE_WHILE_STEPPING_SECONDS if self.steps.begun else _PATIENCE_SECONDS):
+        if now - wait.since >= (_PATIENCE_WHILE_STEPPING_SECONDS if self.steps.count else _PATIENCE_SECONDS):
             self._waits_shown.add(key)
             left = minutes(max(0.0, wait.deadline - now))
             self.say(f"{status.process} waits for {wait.subject} from {wait.owner} (gives up in {left})")
@@ -97,10 +98,9 @@ class StepLines:
 
     Args:
         max_steps: How many steps the run makes; None: until it is stopped.
-        bench_steps: Steps of each process, by name, in a benchmark: they have none in common, and each has its own lines.
     """
 
-    def __init__(self, output_dir: Path, max_steps: int | None, bench_steps: Mapping[str, int] | None = None) -> None:
+    def __init__(self, output_dir: Path, max_steps: int | None) -> None:
         self._tails = {name: Tail(metrics_path(output_dir, name)) for name in ("orchestrator", "trainer")}
         # A resumed trainer takes batches that the orchestrator made, and reported, in an earlier incarnation.
         earlier = [row for row in read_metrics(metrics_path(output_dir, "orchestrator")) if is_step(row)]
@@ -109,8 +109,8 @@ class StepLines:
             "trainer": {},
         }
         self._limits = LimitWatch(output_dir)
-        self._max_steps, self._bench_steps = max_steps, bench_steps or {}
-        self._times: dict[str, list[float]] = {}  # unix times at which steps ended; by process in a benchmark
+        self._max_steps = max_steps
+        self._times: list[float] = []  # unix times at which steps ended
         self._shown: set[int] = set()
         self._output_dir = output_dir
         self._incarnations = _incarnations(output_dir)
@@ -120,16 +120,11 @@ class StepLines:
         """Different steps that were printed."""
         return len(self._shown)
 
-    @property
-    def begun(self) -> bool:
-        """Whether a step was printed, in a benchmark one of each process."""
-        return bool(self._shown) and self._times.keys() >= self._bench_steps.keys()
-
     def new_lines(self) -> list[str]:
         """Return lines for what happened since the last call. A step has one once both sides have reported it."""
         lines = self._lines_of_restarts()
         for name, tail in self._tails.items():
-            rows, bench_steps = self._rows[name], self._bench_steps.get(name)
+            rows = self._rows[name]
             for row in tail.read():
                 lines += eval_lines(row)
                 if not is_step(row):
@@ -139,16 +134,14 @@ class StepLines:
                 if name == "trainer" and "loss/mean" not in row:
                     if step in rows:
                         rows[step] = {**rows[step], **row}
-                elif bench_steps is None:
-                    rows[step] = row
                 else:
-                    lines.append(f"{name}: {self._line(name, step, bench_steps, row, row)}")
+                    rows[step] = row
         batches, updates = self._rows["orchestrator"], self._rows["trainer"]
         for step in sorted(batches.keys() & updates.keys()):
             # A trainer that recovers trains on the same batch again, and has a line again: keep the batch's row.
             batches.pop(step - _KEPT_STEPS, None)
             limit = self._limits.look(self._incarnations.values())
-            lines.append(self._line("", step, self._max_steps, batches[step], updates.pop(step), limit))
+            lines.append(self._line(step, batches[step], updates.pop(step), limit))
         return lines
 
     def _lines_of_restarts(self) -> list[str]:
@@ -162,17 +155,14 @@ class StepLines:
         self._incarnations = incarnations
         return lines
 
-    def _line(
-        self, name: str, step: int, max_steps: int | None, orchestrator: Row, trainer: Row, limit: Limit | None = None
-    ) -> str:
+    def _line(self, step: int, orchestrator: Row, trainer: Row, limit: Limit | None) -> str:
         self._shown.add(step)
-        times = self._times.setdefault(name, [])
-        times.append(trainer["time"])
-        recent, remaining = times[-_ETA_STEPS - 1 :], None
+        self._times.append(trainer["time"])
+        recent, remaining = self._times[-_ETA_STEPS - 1 :], None
         # The first step waited for the start-up: its duration says nothing about the pace.
-        if max_steps is not None and len(recent) > 1:
-            remaining = (recent[-1] - recent[0]) / (len(recent) - 1) * (max_steps - step - 1)
-        return step_line(step, max_steps, orchestrator, trainer, remaining, limit)
+        if self._max_steps is not None and len(recent) > 1:
+            remaining = (recent[-1] - recent[0]) / (len(recent) - 1) * (self._max_steps - step - 1)
+        return step_line(step, self._max_steps, orchestrator, trainer, remaining, limit)
 
 
 def _incarnations(output_dir: Path) -> dict[int, int]:

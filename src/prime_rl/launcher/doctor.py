@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import socket
-import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,11 @@ from enum import Enum
 from pathlib import Path
 
 from prime_rl.config.inference import SERVER
+from prime_rl.config.loader import say
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
 from prime_rl.launcher.console import limit_line, minutes
-from prime_rl.launcher.supervise import Restart, RestartPolicy, killed_rank, log_tail, stall_reason
+from prime_rl.launcher.supervise import Restart, RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, parse_record
 from prime_rl.processes import ProcessId, identify, is_stopped
@@ -103,23 +103,17 @@ class Diagnosis:
     attribution: str | None = None
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the examination; return 0 when nothing is wrong with the run, else 1.
+def examine(run: Path) -> int:
+    """Print the examination of a run; return 0 when nothing is wrong with it, else 1.
 
     Raises:
-        UserError: no such directory, or anything but one is given.
+        UserError: no such directory.
     """
-    if list(arguments) in (["-h"], ["--help"]):
-        print(__doc__)
-        return 0
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise UserError("usage: rl doctor RUN (the run's output directory)")
-    run = Path(arguments[0])
     if not run.is_dir():
         raise UserError(f"{run} is no directory: give the run's output directory")
     facts = collect(run)
     diagnosis = diagnose(facts)
-    sys.stdout.write("\n".join(examination(run, facts, diagnosis)) + "\n")
+    say("\n".join(examination(run, facts, diagnosis)))
     return 0 if diagnosis.state.fine else 1
 
 
@@ -187,7 +181,7 @@ def _restarts(run: Path) -> dict[str, Restart]:
 def _errors(run: Path, name: str) -> list[str]:
     """Return error lines near the end of a process's log."""
     lines = log_tail(run / "logs" / f"{name}.log")
-    return killed_rank(lines) or [line.strip() for line in lines if _ERROR.match(line)][-_ERRORS_SHOWN:]
+    return [line.strip() for line in lines if _ERROR.match(line)][-_ERRORS_SHOWN:]
 
 
 # -- diagnosis ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.base import BaseConfig
-from prime_rl.config.shared import BENCH_STEPS, EnvConfig, how_to_start
+from prime_rl.config.shared import EnvConfig, how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
@@ -65,7 +65,7 @@ def run(config: RLConfig) -> int:
         rundir.forget_dead(config.output_dir)
         for path, section in sections.items():
             write_toml(section, path)
-        console = Console(config.output_dir, config.max_steps, BENCH_STEPS if config.bench else None)
+        console = Console(config.output_dir, config.max_steps, config.bench)
         return _supervise(config, plan, owner, console).value
 
 
@@ -190,8 +190,9 @@ def restarts_summary(restarts: Sequence[Restart]) -> list[str]:
 
 def _sum_up(output_dir: Path, began: float, outcome: RunOutcome, console: Console, bench: bool) -> None:
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
-    steps, whole = console.steps.count, len(read_metrics(metrics_path(output_dir, "trainer")))
-    earlier = f" ({whole} of the whole run)" if whole > steps and not bench else ""
+    whole = len(read_metrics(metrics_path(output_dir, "trainer")))
+    steps = whole if bench else console.steps.count
+    earlier = f" ({whole} of the whole run)" if whole > steps else ""
     console.say(f"{words[outcome]}: {steps} steps{earlier} in {minutes(console.seconds)}")
     if bench or outcome is not RunOutcome.FAILURE:
         for line in (bench_table if bench else summary)(output_dir, began):

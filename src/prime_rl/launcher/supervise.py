@@ -38,8 +38,7 @@ _MAX_BACKOFF_SECONDS = 60.0
 _BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 1 << 16
-_RANK = re.compile(r"\s*rank\s*: (\d+)")
-_KILLED = re.compile(r"\s*exitcode\s*: -(\d+)")
+_INTERRUPTED_RANK = re.compile(rf"\s*exitcode\s*: -{signal.SIGINT.value}\b")  # in torchrun's report
 _ERROR_LINE = re.compile(r"(\w+: )?error: ")  # `error: …`, or `trainer: error: …` of a bad configuration
 
 
@@ -255,10 +254,10 @@ class SupervisedChild:
             self.process.signal(signal.SIGINT)
 
     def last_words(self) -> list[str]:
-        """Return the last `error:` line at the end of its log, or which of its ranks was killed, else the last lines."""
+        """Return the last `error:` line at the end of its log, else the last lines."""
         lines = [line for line in log_tail(self.spec.log, self._log_start) if line.strip(" =-")]  # no rulers
         errors = [line for line in lines if _ERROR_LINE.match(line)]
-        return errors[-1:] or killed_rank(lines) or lines[-_LOG_TAIL_LINES:]
+        return errors[-1:] or lines[-_LOG_TAIL_LINES:]
 
 
 def log_tail(path: Path, start: int = 0) -> list[str]:
@@ -269,16 +268,6 @@ def log_tail(path: Path, start: int = 0) -> list[str]:
             return [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
     except OSError:
         return []
-
-
-def killed_rank(lines: Sequence[str]) -> list[str]:
-    """Name, in one line, the first rank that a signal killed, by torchrun's last report in a log; none where there is none."""
-    cause = max((number for number, line in enumerate(lines) if line.startswith("Root Cause")), default=len(lines))
-    rank = next(filter(None, map(_RANK.match, lines[cause:])), None)
-    code = next(filter(None, map(_KILLED.match, lines[cause:])), None)
-    if rank is None or code is None:
-        return []
-    return [f"rank {rank[1]} was killed by {signal.Signals(int(code[1])).name}"]
 
 
 class _Failure(NamedTuple):
@@ -536,7 +525,7 @@ class Supervisor:
             reason, words = describe_exit(status), child.last_words()
             # A rank that was still importing dies of the signal that asks it to stop.
             stopped = status in (0, -signal.SIGINT, 128 + signal.SIGINT)
-            stopped |= any(line.endswith("was killed by SIGINT") for line in words)
+            stopped |= any(map(_INTERRUPTED_RANK.match, words))
             if child.is_job:
                 say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {reason}")
             if not child.is_job or not stopped:

@@ -118,27 +118,6 @@ def test_numbers_that_come_late_make_no_line(tmp_path: Path) -> None:
     assert steps.new_lines() == []
 
 
-def test_the_processes_of_a_benchmark_are_told_apart(tmp_path: Path) -> None:
-    """They share no step and make different numbers of them: the brackets and the remaining time are each one's own."""
-    steps = StepLines(tmp_path, max_steps=30, bench_steps={"trainer": 8, "orchestrator": 4})
-    for step in range(8):
-        add(tmp_path, "trainer", step, 100.0 + 2 * step, **{"loss/mean": 0.1, "time/step": 2.0})
-        add(tmp_path, "trainer", step, 100.5 + 2 * step, **{"time/export": 0.5})  # late: no line
-    told = steps.new_lines()
-    assert told[0] == "trainer: Step 0 [1/8] | loss 0.1000 | 2.00 s"
-    assert told[1] == "trainer: Step 1 [2/8] | loss 0.1000 | 2.00 s | ETA 0:12"
-    assert told[7] == "trainer: Step 7 [8/8] | loss 0.1000 | 2.00 s | ETA 0:00"
-    assert len(told) == 8
-    assert not steps.begun, "the orchestrator is still starting"
-    for step in range(4):
-        add(tmp_path, "orchestrator", step, 200.0 + 10 * step, **{"reward/mean": 0.5, "time/step": 10.0})
-    told = steps.new_lines()
-    assert told[1] == "orchestrator: Step 1 [2/4] | reward 0.5000 | 10.00 s | ETA 0:20"
-    assert len(told) == 4
-    assert steps.begun
-    assert steps.count == 8
-
-
 def test_tail_reads_whole_lines_that_are_new(tmp_path: Path) -> None:
     """Earlier runs' lines are not told again; half a line is left for later."""
     path = tmp_path / "x.jsonl"

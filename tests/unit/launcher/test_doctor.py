@@ -264,7 +264,7 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
         trainer.step(40)
         trainer.waiting("weights", "inference", 600.0)
         before = sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name)
-        assert doctor.main([str(tmp_path)]) == 1
+        assert doctor.examine(tmp_path) == 1
         trainer.close()
         out = capsys.readouterr().out
         assert sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name) == before
@@ -280,10 +280,8 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_directory_that_is_none_and_one_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A typo is an error, an empty directory a finding."""
     with pytest.raises(UserError, match="is no directory"):
-        doctor.main([str(tmp_path / "typo")])
-    with pytest.raises(UserError, match="usage"):
-        doctor.main([])
-    assert doctor.main([str(tmp_path)]) == 0
+        doctor.examine(tmp_path / "typo")
+    assert doctor.examine(tmp_path) == 0
     assert "never started" in capsys.readouterr().out
 
 
@@ -296,7 +294,7 @@ def test_damaged_files_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFix
     lines = ("{}", "[}", '{"time": "now", "process": 1, "after": 0, "reason": ""}', '{"time": 1e999}')
     (tmp_path / "logs/restarts.jsonl").write_text("\n".join(lines))
     (tmp_path / "weights").touch()
-    assert doctor.main([str(tmp_path)]) == 0
+    assert doctor.examine(tmp_path) == 0
     assert "never started" in capsys.readouterr().out
     (tmp_path / "configs/rl.toml").write_bytes(b"\xff")
     assert doctor.collect(tmp_path).policy == RestartPolicy()
