@@ -261,15 +261,8 @@ class Simulation:
         self.meter.of("updates", self.scheduler.announce, version)
         self.now += self.fleet.pause
         self.stood += self.fleet.pause
-        for start in self.meter.of("updates", self._serve, version):
+        for start in self.meter.of("updates", self.scheduler.serve, version):
             self.forgotten.add(start.episode)
-
-    def _serve(self, version: int) -> list[Start]:
-        self.scheduler.serve(version)
-        stale = self.scheduler.stale()
-        for start in stale:
-            self.scheduler.fail(start.episode, Drop.STALE)
-        return stale
 
     def _ship(self) -> None:
         while (batch := self.meter.of("batches", self.scheduler.ready_batch)) is not None:

@@ -270,9 +270,8 @@ class InferenceClient:
             try:
                 response = await request()
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                response = (
-                    await request()
-                )  # a connection that broke says nothing about the server; every call may be repeated
+                # A connection that broke says nothing about the server; every call may be repeated.
+                response = await request()
         except httpx.TransportError as error:
             raise ServerError(f"the inference server at {self.root} did not answer {method} {path}: {error!r}") from error  # fmt: skip
         status, message = response.status_code, _message(response)

@@ -85,12 +85,6 @@ class Replica:
     def draining(self) -> bool:
         return self.state is ReplicaState.DRAINING
 
-    @property
-    def on_trial(self) -> bool:
-        """Whether it failed what it was given more than once in a row: it gets one episode at a time until one ends well. As it fails them
-        fast it would else always be the least loaded one, and draw all of them to it."""
-        return self.failures > 1
-
     async def load(self, manifest: WeightsManifest | None) -> None:
         """Have the server load a committed version and verify it, or its base weights (None). If it was started again and sampled with its base
         model meanwhile, what it had sampled is `invalid`.
@@ -111,9 +105,8 @@ class Replica:
         finally:
             self.loading = None
             self._load_ended.set()
-        if (
-            before is not None and before.boot != self.loaded.boot
-        ):  # at once: from here on `verify` is of what it serves now
+        # At once: from here on `verify` is of what it serves now.
+        if before is not None and before.boot != self.loaded.boot:
             self.invalid |= self.unverified
             self.unverified.clear()
 
@@ -194,9 +187,7 @@ class ReplicaPool:
 
     def succeeded(self, replica: Replica) -> None:
         """An episode ended well there."""
-        if replica.failures:
-            replica.failures = 0
-            self._weigh(replica)
+        replica.failures = 0
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> list[Replica]:
         """Wait until one server at least is healthy. Returns those that are.
@@ -227,13 +218,13 @@ class ReplicaPool:
         """The server for an episode of `group`; None where none is ready. A `retry` goes to no server that has failed the last one it was
         given, if there is another."""
         chosen = self._least_loaded()
-        if chosen is None or (retry and chosen.failures):
-            chosen = least_loaded(self.ready, sound=retry)
+        if chosen is not None and retry and chosen.failures:
+            chosen = soundest(self.ready)
         if chosen is None:
             return None
         home = self._homes.pop(group, None)
         if home is not None and home.ready and home.in_flight <= chosen.in_flight + self._slack:
-            chosen = chosen if (home.failures if retry else home.on_trial) else home
+            chosen = chosen if retry and home.failures else home
         self._homes[group] = chosen
         if len(self._homes) > _HOMES:
             self._homes.popitem(last=False)
@@ -274,17 +265,15 @@ class ReplicaPool:
         self.forget(self._sampled_by.keys() - episodes)
 
     def _weigh(self, replica: Replica) -> None:
-        if not _has_room(replica):
-            return  # it is weighed again once it has
         heapq.heappush(self._loads, (replica.in_flight, replica.number, replica))
         if len(self._loads) > 8 * len(self.replicas) + 64:
-            self._loads = [(one.in_flight, one.number, one) for one in self.ready if _has_room(one)]
+            self._loads = [(one.in_flight, one.number, one) for one in self.ready]
             heapq.heapify(self._loads)
 
     def _least_loaded(self) -> Replica | None:
         while self._loads:
             load, _, replica = self._loads[0]
-            if replica.ready and replica.in_flight == load and _has_room(replica):
+            if replica.ready and replica.in_flight == load:
                 return replica
             heapq.heappop(self._loads)
         return None
@@ -321,19 +310,14 @@ async def cancel_tasks(tasks: Collection["asyncio.Task[Any]"]) -> None:
             )  # fmt: skip
 
 
-def _has_room(replica: Replica) -> bool:
-    return replica.state is not ReplicaState.LEFT and not (replica.on_trial and replica.in_flight)
-
-
 def rest_seconds(failures: int) -> float:
     """How long a server rests that was lost by a failed episode so many times in a row: not after the first, which may have been a restart."""
     return min(_FIRST_REST_SECONDS * 2.0 ** (failures - 2), _LONGEST_REST_SECONDS) if failures > 1 else 0.0
 
 
-def least_loaded(replicas: Sequence[Replica], sound: bool = False) -> Replica | None:
-    """The one with the fewest episodes; one that is on trial only if there is no other, nor, with `sound`, one that failed the last one
-    that it was given."""
-    return min(replicas, key=lambda one: (one.on_trial, sound and one.failures > 0, one.in_flight), default=None)
+def soundest(replicas: Sequence[Replica]) -> Replica | None:
+    """Return the one with the fewest episodes of those that did not fail the last one they were given, else of all."""
+    return min(replicas, key=lambda one: (one.failures > 0, one.in_flight), default=None)
 
 
 class RoutedEnvPool:
@@ -382,7 +366,7 @@ class RoutedEnvPool:
                 if result.ok:
                     self._fleet.succeeded(replica)
                 return result
-            if not replica.on_trial:  # many may fail together here, where none is quarantined for it
+            if not replica.failures:  # many may fail together here, where none is quarantined for it
                 self._fleet.failed(replica)
             tried.add(replica)
             if tried.issuperset(self._fleet.ready) or time.monotonic() >= deadline:
@@ -396,4 +380,4 @@ class RoutedEnvPool:
 
     def _choose(self, tried: Collection[Replica]) -> Replica | None:
         ready = [replica for replica in self._fleet.ready if replica not in tried] or self._fleet.ready
-        return least_loaded([replica for replica in ready if replica not in self._avoid] or ready)
+        return soundest([replica for replica in ready if replica not in self._avoid] or ready)

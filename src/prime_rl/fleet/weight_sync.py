@@ -252,7 +252,7 @@ class WeightSync:
         logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
         if not self.scheduler.must_go_back:
             self._hold(incarnation.number, served)
-        self._loop.began_incarnation(incarnation)
+        self._loop.ledger.rewound(incarnation.start)
 
     async def _serve(self, version: int) -> None:
         """Have every ready replica load `version`."""
@@ -310,12 +310,10 @@ class WeightSync:
             await self._loop.on_version_served(self.scheduler.version)  # it may be one that was made again meanwhile
 
     def _served(self, version: int) -> None:
-        self.scheduler.serve(version)
+        stale = self.scheduler.serve(version)
         self._hold(self.scheduler.incarnation, version)
         self.status.progress()
-        stale = self._loop.drop_stale()
-        self.fleet.forget(stale)
-        self._loop.cancel(stale)
+        self._drop(stale)
 
     def _lease_to_load(self, incarnation: int, version: int) -> None:
         assert self.history.lease is not None  # `start` has taken one
@@ -578,9 +576,8 @@ class WeightSync:
         finished = replica.unverified.intersection(self.scheduler.unverified())
         verified = bool(replica.unverified) and not replica.invalid and await replica.verify()
         async with self.shipping:
-            if (
-                verified and not replica.invalid
-            ):  # a batch may wait for these, while the replica cannot load what the others serve
+            if verified and not replica.invalid:
+                # A batch may wait for these, while the replica cannot load what the others serve.
                 finished &= replica.unverified
                 self.scheduler.verify(finished)
                 self.fleet.forget(finished)

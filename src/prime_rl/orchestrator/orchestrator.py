@@ -54,7 +54,6 @@ from prime_rl.orchestrator.tasks import Curriculum, count, request_seed, task_st
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import CommitError, clean_stages
-from prime_rl.transport.protocol import Incarnation
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.wait import WaitTimeout, wait_async
 
@@ -312,17 +311,6 @@ class Orchestrator:
         for episode in episodes:
             if episode in self._running:  # else the run ends, and has cancelled it
                 self._running.pop(episode).cancel()
-
-    def drop_stale(self) -> list[str]:
-        """Fail what is in flight and is beyond `max_off_policy_steps` now."""
-        stale = [start.episode for start in self.scheduler.stale()]
-        for episode in stale:
-            self.scheduler.fail(episode, Drop.STALE, "beyond max_off_policy_steps")
-        return stale
-
-    def began_incarnation(self, incarnation: Incarnation) -> None:
-        """The trainer began a new incarnation: batches from its start on are trained again."""
-        self.ledger.rewound(incarnation.start)
 
     async def on_version_served(self, version: int) -> None:
         """Take note that a newer version is served, and evaluate it if that is due."""

@@ -28,6 +28,7 @@ from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_
 Result = TypeVar("Result")
 
 NO_SIGNAL = "no signal in the whole batch"
+BEYOND_BOUND = "beyond max_off_policy_steps"
 PACE = 0.9  # fraction of the recent step time to leave between batch starts; below 1 so that steps can get shorter
 _TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how long a step takes
 
@@ -250,12 +251,10 @@ class Scheduler(Generic[Result]):
         self.step = step
         self.version = self.announced = version
         self.incarnation = incarnation
-        self.must_go_back = (
-            False  # the served version was superseded by another incarnation: nothing starts until `go_back`
-        )
-        self.opens_at: float | None = (
-            None  # when a group may be opened that only the pace held back at the last `next_start`
-        )
+        # The served version was superseded by another incarnation: nothing starts until `go_back`.
+        self.must_go_back = False
+        # When a group may be opened that only the pace held back at the last `next_start`.
+        self.opens_at: float | None = None
         self.groups_opened = 0
         self.ended = 0  # episodes that ran to their end, whatever it was: for rates
         self._tasks, self._emit, self._gate = tasks, emit, gate
@@ -362,14 +361,18 @@ class Scheduler(Generic[Result]):
             raise ValueError(f"version {version} is older than the served {self.version}")
         self.announced = max(self.announced, version)
 
-    def serve(self, version: int) -> None:
-        """End the update: the engines serve `version` from now on."""
+    def serve(self, version: int) -> list[Start]:
+        """End the update: the engines serve `version` from now on. What could only be trained beyond the off-policy bound is dropped.
+
+        Returns:
+            What was in flight; the loop cancels it.
+        """
         self.announce(version)
         self.version = version
-
-    def stale(self) -> list[Start]:
-        """Episodes in flight that could only be trained beyond the off-policy bound; the loop cancels them and reports `fail(STALE)`."""
-        return [start for start in self._running.values() if self._too_old(start.version)]
+        stale = [start for start in self._running.values() if self._too_old(start.version)]
+        for start in stale:
+            self.fail(start.episode, Drop.STALE, BEYOND_BOUND)
+        return stale
 
     # -- what the servers served ---------------------------------------------------------------------------------------------
 
@@ -446,9 +449,8 @@ class Scheduler(Generic[Result]):
                 self._complete.remove(group.number)
                 self._admitted.add(group.number)
             else:
-                self.verify(
-                    [finished.start.episode for finished in group.finished]
-                )  # the ledger has what is dropped, too
+                # The ledger has what is dropped, too.
+                self.verify([finished.start.episode for finished in group.finished])
                 self._discard(group, Drop.FILTERED, reason)
         count = self.limits.groups_per_batch
         if len(self._admitted) < count:
@@ -595,7 +597,7 @@ class Scheduler(Generic[Result]):
                 self.verify([finished.start.episode])  # the ledger has what is dropped, too
                 group.finished.remove(finished)
                 self._admitted.discard(group.number)  # what is left of it is another group
-                self._drop(group, finished.start, Drop.STALE, "beyond max_off_policy_steps")
+                self._drop(group, finished.start, Drop.STALE, BEYOND_BOUND)
             self._settle(group)
 
     def _add(self, group: Group[Result]) -> None:

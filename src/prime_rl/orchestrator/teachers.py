@@ -52,9 +52,8 @@ class ModelServer:
     def __init__(self, config: TeacherServer, key: str) -> None:
         self.config: TeacherServer = config
         self._key, self.root, self.model = key, api_root(config.base_url), config.model
-        self.context: int | None = (
-            None  # tokens of a prompt and its reply that the model takes, where the server says so
-        )
+        # Tokens of a prompt and its reply that the model takes, where the server says so.
+        self.context: int | None = None
         self.api_key = os.environ.get(config.api_key_var, "")
         self.slots = asyncio.Semaphore(config.max_concurrent)
         self._http = httpx.AsyncClient(

@@ -115,11 +115,7 @@ class World:
         newest = newest_version(self.versions, self.incarnations)
         self.ledger.trained_through(newest)
         if newest > self.scheduler.version and not self.scheduler.must_go_back:
-            self.scheduler.serve(newest)
-            stale = self.scheduler.stale()
-            for start in stale:
-                self.scheduler.fail(start.episode, Drop.STALE)
-            self.forget(stale)
+            self.forget(self.scheduler.serve(newest))
 
     def rewind(self) -> None:
         """The trainer dies and goes on from an earlier version; the orchestrator notices."""

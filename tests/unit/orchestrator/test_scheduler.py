@@ -121,10 +121,8 @@ class World:
             choices.append("serve")
         assert choices, "nothing is in flight, nothing to train: deadlock"
         if self.random.choice(choices) == "serve":
-            self.scheduler.serve(self.random.randint(self.scheduler.version + 1, self.scheduler.step))
-            for start in self.scheduler.stale():
+            for start in self.scheduler.serve(self.random.randint(self.scheduler.version + 1, self.scheduler.step)):
                 self.running.remove(start)
-                self.scheduler.fail(start.episode, Drop.STALE)
         else:
             start = self.running.pop(self.random.randrange(len(self.running)))
             if self.random.random() < self.failure_rate:
