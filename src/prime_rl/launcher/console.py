@@ -113,7 +113,6 @@ class StepLines:
         self._times: list[float] = []  # unix times at which steps ended
         self._shown: set[int] = set()
         self._output_dir = output_dir
-        self._incarnations = _incarnations(output_dir)
 
     @property
     def count(self) -> int:
@@ -122,7 +121,7 @@ class StepLines:
 
     def new_lines(self) -> list[str]:
         """Return lines for what happened since the last call. A step has one once both sides have reported it."""
-        lines = self._lines_of_restarts()
+        lines = []
         for name, tail in self._tails.items():
             rows = self._rows[name]
             for row in tail.read():
@@ -140,19 +139,8 @@ class StepLines:
         for step in sorted(batches.keys() & updates.keys()):
             # A trainer that recovers trains on the same batch again, and has a line again: keep the batch's row.
             batches.pop(step - _KEPT_STEPS, None)
-            limit = self._limits.look(self._incarnations.values())
+            limit = self._limits.look(_incarnations(self._output_dir).values())
             lines.append(self._line(step, batches[step], updates.pop(step), limit))
-        return lines
-
-    def _lines_of_restarts(self) -> list[str]:
-        """Say where a trainer that was restarted, or resumed, goes on from."""
-        incarnations, lines = _incarnations(self._output_dir), []
-        for number in sorted(incarnations.keys() - self._incarnations.keys() - {0}):
-            self._times.clear()  # the time until it was back says nothing about the pace
-            start = incarnations[number]
-            repeated = sum(step >= start for step in self._shown)
-            lines.append(f"trainer goes on from step {start}{f': {repeated} steps are made again' if repeated else ''}")
-        self._incarnations = incarnations
         return lines
 
     def _line(self, step: int, orchestrator: Row, trainer: Row, limit: Limit | None) -> str:

@@ -277,7 +277,8 @@ def _follow(facts: Facts, name: str, before: tuple[str, ...]) -> _Chain:
     owners += [_ENVIRONMENTS] if "environment" in owner else []
     chains = _chains(facts, owners, (*path, wait.subject)) or [_Chain((*path, wait.subject, wait.owner))]
     faulty = [chain for chain in chains if chain.fault is not None]
-    if not faulty and (overdue := _stall(facts, name, process.status)) is not None:
+    overdue = stall_reason(name, process.status, facts.policy, facts.now, 0.0, is_server(name))
+    if not faulty and overdue is not None:
         return _Chain(path, f"which {overdue}")
     # Where several owe it, the server is named first: it is well, so look at the others.
     return replace(faulty[0] if faulty else chains[-1], waited=facts.now - wait.since)
@@ -299,17 +300,8 @@ def _fault(facts: Facts, name: str, process: ProcessFacts, waited_for: bool) -> 
     for key, rank in facts.processes.items():
         if key.startswith(f"{name}.") and (fault := _lifeless(facts, rank)) is not None:
             return f"whose rank {key.partition('.')[2]} {fault}"
-    if status.waiting is None and (fault := _stall(facts, name, status)) is not None:
-        return f"which {fault}"
-    return None
-
-
-def _stall(facts: Facts, name: str, status: ProcessStatus) -> str | None:
-    """Apply the launcher's rules, by the process's own clock."""
-    since = status.progress if status.waiting is None else status.waiting.since
-    unchanged = facts.now - since if since else 0.0
-    pulses = status.ready is not None and status.progress > status.ready
-    return stall_reason(status, facts.policy, facts.now - status.heartbeat, unchanged, is_server(name), pulses)
+    stall = stall_reason(name, status, facts.policy, facts.now, 0.0, is_server(name))
+    return f"which {stall}" if status.waiting is None and stall is not None else None
 
 
 def _lifeless(facts: Facts, process: ProcessFacts) -> str | None:

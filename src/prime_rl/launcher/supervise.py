@@ -1,6 +1,6 @@
 """Start the processes of a run, watch them, restart what fails, and stop them all together with everything below them.
 
-`Supervisor.run` is one loop over `SupervisedChild`, a process through all its incarnations. `Watchdog` decides from
+`Supervisor.run` is one loop over `SupervisedChild`, a process through all its incarnations. `stalled` decides from
 status files whether an incarnation has stalled, `RestartBudget` limits restarts.
 """
 
@@ -22,7 +22,7 @@ from prime_rl.launcher.plan import RECOVER, ProcessSpec, ServerSpec
 from prime_rl.launcher.rundir import forget_status, newest_steps
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.monitor import read_status
-from prime_rl.monitor.status import ProcessStatus, Waiting, say_for, unless_full
+from prime_rl.monitor.status import ProcessStatus, say_for, unless_full
 from prime_rl.processes import backoff_seconds, describe_exit, send, table
 from prime_rl.wait import WaitTimeout, wait
 
@@ -32,7 +32,7 @@ _DRAIN_SECONDS = 300.0
 _STOP_SECONDS = 15.0
 _AFTER_SECONDS = 30.0
 _ECHO_SECONDS = 0.5
-_MAX_LOOK_SECONDS = 2.5  # a longer gap was the launcher's own: a laptop that slept, a SIGSTOP, a starved machine
+_MAX_LOOK_SECONDS = 2.5  # a longer gap was the launcher's own: a SIGSTOP, a starved machine
 _BUDGET_WINDOW_SECONDS = 3600.0
 _MAX_BACKOFF_SECONDS = 60.0
 _BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
@@ -130,79 +130,48 @@ class RestartBudget:
 # -- stalls ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Signs:
-    """Values that a status file has held since the given times of the launcher's clock."""
-
-    heartbeat: float
-    heartbeat_at: float
-    progress: tuple[float, Waiting | None]
-    progress_at: float
-    pulses: bool = False  # a server that reports each answer of its engine as progress
-
-
-class Watchdog:
-    """Decide whether one incarnation of a process has stalled, by how long its status has stayed the same.
-
-    Only the launcher's clock counts: other processes and file servers have clocks of their own, so neither a laptop that
-    slept nor a clock that was set makes a process look dead. A status named `trainer.1` is rank 1's of the trainer.
+def stalled(
+    name: str,
+    statuses: Mapping[str, ProcessStatus],
+    policy: RestartPolicy,
+    now: float,
+    since: float,
+    service: bool = False,
+) -> str | None:
+    """Return why a process of this host counts as stalled, in words that follow its name; None where it does not.
 
     Args:
-        now: Seconds of the launcher's clock.
-        service: It makes no progress without requests. If it reports its engine's answers as progress, it must go on.
+        statuses: Those of all processes, by name; `trainer.1` is rank 1 of the trainer.
+        now: Unix seconds.
+        since: What lies before counts for nothing: its start, or when the host woke up or its clock was set.
+        service: It makes no progress without requests.
     """
-
-    def __init__(self, policy: RestartPolicy, name: str, now: float, service: bool = False) -> None:
-        self._policy, self._name, self._began, self._service = policy, name, now, service
-        self._signs: dict[str, _Signs] = {}
-
-    def stalled(self, now: float, statuses: Mapping[str, ProcessStatus]) -> str | None:
-        """Return why it counts as stalled, in words that follow its name; None where it does not.
-
-        Args:
-            statuses: Those of all processes, by name.
-        """
-        own = {key: status for key, status in statuses.items() if key.partition(".")[0] == self._name}
-        reasons = [self._silent(now, key, status) for key, status in own.items()]
-        if self._name not in own and not self._service and now - self._began > self._policy.stall_timeout:
-            reasons.append(f"has not reported within {self._policy.stall_timeout:.0f} s")
-        return next(filter(None, reasons), None)
-
-    def _silent(self, now: float, key: str, status: ProcessStatus) -> str | None:
-        rank, progress = key.partition(".")[2], (status.progress, status.waiting)
-        signs = self._signs.setdefault(key, _Signs(status.heartbeat, now, progress, now))
-        starting = self._service and status.ready is None  # `ready_timeout` bounds that
-        if starting or signs.heartbeat != status.heartbeat:
-            signs.heartbeat, signs.heartbeat_at = status.heartbeat, now
-        if signs.progress != progress:
-            signs.pulses = status.ready is not None
-            signs.progress, signs.progress_at = progress, now
-        silent = now - signs.heartbeat_at
-        if status.outcome is not None:  # the heartbeat ends with the last status; what is left to do is to exit
-            late = not rank and silent > _BEATS_TO_EXIT * self._policy.heartbeat_timeout
-            return f"said `{status.outcome}` {silent:.0f} s ago and has not ended" if late else None
-        if rank:  # rank 0 reports progress for all ranks
-            signs.progress_at = now
-        reason = stall_reason(status, self._policy, silent, now - signs.progress_at, self._service, signs.pulses)
-        return f"rank {rank} {reason}" if rank and reason else reason
+    own = {key: status for key, status in statuses.items() if key.partition(".")[0] == name}
+    if name not in own and not service and now - since > policy.stall_timeout:
+        return f"has not reported within {policy.stall_timeout:.0f} s"
+    reasons = (stall_reason(key, status, policy, now, since, service) for key, status in own.items())
+    return next(filter(None, reasons), None)
 
 
 def stall_reason(
-    status: ProcessStatus, policy: RestartPolicy, silent: float, unchanged: float, service: bool, pulses: bool
+    key: str, status: ProcessStatus, policy: RestartPolicy, now: float, since: float, service: bool
 ) -> str | None:
-    """Return why a living process counts as stalled, in words that follow its name; None where it does not.
-
-    Args:
-        silent: Seconds since its last heartbeat.
-        unchanged: Seconds since its last progress, or since its wait began.
-        service: It makes no progress without requests.
-        pulses: A service that reports its engine's answers as progress.
-    """
+    """Judge the status of one process or rank by the rules of `stalled`."""
+    silent, rank, wait = now - max(status.heartbeat, since), key.partition(".")[2], status.waiting
+    if status.outcome is not None:  # the heartbeat ends with the last status; what is left to do is to exit
+        late = not rank and silent > _BEATS_TO_EXIT * policy.heartbeat_timeout
+        return f"said `{status.outcome}` {silent:.0f} s ago and has not ended" if late else None
+    if service and status.ready is None:  # `ready_timeout` bounds its start
+        return None
     if silent > policy.heartbeat_timeout:
-        return f"has given no sign of life for {silent:.0f} s"
-    wait = status.waiting
+        return f"{f'rank {rank} ' if rank else ''}has given no sign of life for {silent:.0f} s"
+    if rank:  # rank 0 reports progress for all ranks
+        return None
+    unchanged = now - max(status.progress if wait is None else wait.since, since)
     if service:
-        mute = pulses and wait is None and unchanged > policy.heartbeat_timeout
+        # One that reports its engine's answers as progress must go on with that.
+        answers = status.ready is not None and status.progress > status.ready and wait is None
+        mute = answers and unchanged > policy.heartbeat_timeout
         return f"has had no answer from its engine for {unchanged:.0f} s" if mute else None
     if wait is None:
         where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
@@ -233,12 +202,7 @@ class SupervisedChild:
         with self.spec.log.open("ab") as log:
             self._log_start = log.tell()  # bytes that earlier incarnations wrote
             self.process = Child([*self.spec.argv, *self.options], env, lifeline, log)
-        self.state, self.began = ChildState.STARTING, now
-        self.watch(now)
-
-    def watch(self, now: float) -> None:
-        """Forget how long its status has stayed the same."""
-        self.watchdog = Watchdog(self.budget.policy, self.name, now, self.spec.service)
+        self.state, self.began, self.watched_since = ChildState.STARTING, now, time.time()
 
     @property
     def running(self) -> bool:
@@ -356,13 +320,14 @@ class Supervisor:
         self._interrupted_at = now
 
     def _loop(self, lifeline: Lifeline) -> RunOutcome:
-        last = time.monotonic()
+        last, offset = time.monotonic(), time.time() - time.monotonic()
         while True:  # bounded: as long as the run; every process is watched for stalls
             gap, last = time.monotonic() - last, time.monotonic()
+            shift, offset = time.time() - last - offset, time.time() - last  # a laptop that slept, a clock that was set
             self._now += min(gap, _MAX_LOOK_SECONDS)
             for child in self._children.values():
-                if gap > _MAX_LOOK_SECONDS and child.running:  # perhaps it was suspended together with us
-                    child.watch(self._now)
+                if max(gap, abs(shift)) > _MAX_LOOK_SECONDS and child.running:
+                    child.watched_since = time.time()  # perhaps it was suspended together with us
                 if child.state is ChildState.PENDING and self._now >= child.due and self._may_start(child.spec):
                     child.start(lifeline, self._environ, self._now)
             if (outcome := self._look()) is not None:
@@ -428,7 +393,8 @@ class Supervisor:
         failures = []
         for child in self._running():
             self._note_ready(child, statuses)
-            server, reason = child.server, child.watchdog.stalled(self._now, statuses)
+            server, service = child.server, child.spec.service
+            reason = stalled(child.name, statuses, self._policy, time.time(), child.watched_since, service)
             if server and child.state is ChildState.STARTING and self._now - child.began > server.ready_timeout:
                 reason = f"is not ready after {server.ready_timeout:.0f} s"
             if reason is not None:

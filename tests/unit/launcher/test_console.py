@@ -85,25 +85,6 @@ def test_a_step_that_is_trained_again_is_told_again(tmp_path: Path) -> None:
     assert [line.split(" |")[:3] for line in steps.new_lines()] == [["Step 1 [2]", " reward 0.5000", " loss 0.2000"]]
 
 
-def test_where_a_trainer_goes_on_from_is_told(tmp_path: Path) -> None:
-    """One that was started again may go far back; steps made again count once."""
-    (tmp_path / "incarnations").mkdir()
-    steps = StepLines(tmp_path, max_steps=4)
-    (tmp_path / "incarnations" / "0.json").write_text('{"step": 0}')
-    for step in range(3):
-        add(tmp_path, "orchestrator", step, 100.0 + step, **{"reward/mean": 0.25})
-        add(tmp_path, "trainer", step, 101.0 + step, **TRAINER)
-    assert len(steps.new_lines()) == 3, "the first incarnation is a matter of course"
-    (tmp_path / "incarnations" / "1.json").write_text('{"step": 1}')
-    assert steps.new_lines() == ["trainer goes on from step 1: 2 steps are made again"]
-    add(tmp_path, "trainer", 1, 110.0, **TRAINER)
-    (line,) = steps.new_lines()
-    assert "ETA" not in line, "the time until it was back tells nothing"
-    add(tmp_path, "trainer", 2, 112.0, **TRAINER)
-    assert steps.new_lines()[0].endswith("ETA 0:02")
-    assert steps.count == 3
-
-
 def test_numbers_that_come_late_make_no_line(tmp_path: Path) -> None:
     """The trainer adds the time to save: it is in the line if it comes in time, and else it is not told."""
     steps = StepLines(tmp_path, None)

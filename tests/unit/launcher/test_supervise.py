@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launcher.plan import ProcessSpec
-from prime_rl.launcher.supervise import RestartBudget, RestartPolicy, SupervisedChild, Watchdog
+from prime_rl.launcher.supervise import RestartBudget, RestartPolicy, SupervisedChild, stalled
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor.status import ProcessStatus, Waiting
 from prime_rl.wait import wait
@@ -18,98 +18,64 @@ HOUR, STANDSTILL = "within an hour", "without the run getting any further"
 WORKING = ProcessStatus("trainer", 7, "training", 3, 0.0, 0.0, None, None, progress=0.0, ready=0.0)
 
 
-class Run:
-    """Feeds a watchdog with statuses whose clocks have nothing to do with the launcher's."""
-
-    def __init__(self, name: str = "trainer", service: bool = False) -> None:
-        self.watchdog = Watchdog(POLICY, name, 0.0, service)
-        self.now = 0.0
-        self.beats = 0
-
-    def look(self, seconds: float, *statuses: ProcessStatus, beating: bool = True) -> str | None:
-        self.now += seconds
-        self.beats += beating
-        by_name = {status.process: replace(status, heartbeat=-5e8 + self.beats) for status in statuses}
-        return self.watchdog.stalled(self.now, by_name)
+NOW = 1e9
+WAIT = Waiting("rollouts/step_3", "orchestrator", NOW - 1900.0, NOW)
+SERVER = replace(WORKING, process="inference", ready=NOW - 9000.0, progress=NOW - 9000.0)
 
 
-@pytest.fixture
-def run() -> Run:
-    return Run()
+def reason(*statuses: ProcessStatus, since: float = NOW - 1e5, service: bool = False) -> str | None:
+    name = "inference" if service else "trainer"
+    return stalled(name, {status.process: status for status in statuses}, POLICY, NOW, since, service)
 
 
-def test_heartbeats_and_progress_are_no_stall(run: Run) -> None:
-    """However long, and whatever the other's clock says."""
-    for hour in range(100):
-        assert run.look(50.0, replace(WORKING, progress=float(hour))) is None
+def beats(status: ProcessStatus = WORKING, ago: float = 1.0, progress: float = 1.0, **more: object) -> ProcessStatus:
+    """`ago`, `progress`: seconds since the last heartbeat, and the last progress."""
+    return replace(status, **{"heartbeat": NOW - ago, "progress": NOW - progress, **more})
 
 
-def test_silence_is_a_stall_after_heartbeat_timeout(run: Run) -> None:
-    assert run.look(1.0, WORKING) is None
-    assert run.look(60.0, WORKING, beating=False) is None
-    assert run.look(1.0, WORKING, beating=False) == "has given no sign of life for 61 s"
+RANK = replace(WORKING, process="trainer.1")
+OVERDUE = replace(WAIT, since=NOW - 161.0, deadline=NOW - 61.0)
+STALLS: list[tuple[tuple[ProcessStatus, ...], str | None]] = [
+    ((beats(ago=60.0),), None),
+    ((beats(ago=61.0),), "has given no sign of life for 61 s"),
+    ((beats(), beats(RANK, ago=70.0)), "rank 1 has given no sign of life for 70 s"),
+    ((beats(), beats(RANK, progress=9000.0)), None),  # rank 0 reports progress for all
+    ((beats(progress=1800.0),), None),
+    ((beats(progress=1801.0),), "has stalled for 1801 s (training, step 3)"),
+    ((beats(progress=1900.0, waiting=WAIT),), None),  # within its own deadline
+    ((beats(progress=1900.0, waiting=replace(OVERDUE, deadline=NOW - 60.0)),), None),
+    ((beats(waiting=OVERDUE),), "still waits for rollouts/step_3 from orchestrator, 61 s after its own deadline"),
+    ((beats(ago=299.0, outcome="finished"),), None),
+    ((beats(ago=301.0, outcome="finished"),), "said `finished` 301 s ago and has not ended"),
+    ((), "has not reported within 1800 s"),
+]
 
 
-def test_a_silent_rank_is_a_stall_of_its_process(run: Run) -> None:
-    """Its progress does not count: rank 0 reports for all."""
-    rank = replace(WORKING, process="trainer.1")
-    for hour in range(10):
-        assert run.look(600.0, replace(WORKING, progress=float(hour)), rank) is None
-    for _ in range(2):
-        reason = run.look(35.0, rank, beating=False)
-    assert reason == "rank 1 has given no sign of life for 70 s"
+@pytest.mark.parametrize(("statuses", "expected"), STALLS)
+def test_who_counts_as_stalled(statuses: tuple[ProcessStatus, ...], expected: str | None) -> None:
+    """No sign of life, no progress while nobody is waited for, a wait beyond its own deadline, hanging at exit, no report.
+
+    Whatever lies before the start, or before the host woke up, counts for nothing.
+    """
+    assert reason(*statuses) == expected
+    assert reason(*statuses, since=NOW - 10.0) is None
 
 
-def test_no_progress_while_nobody_is_waited_for(run: Run) -> None:
-    """The end of a wait begins the time anew."""
-    wait = replace(WORKING, waiting=Waiting("rollouts/step_3", "orchestrator", 0.0, 7200.0))
-    run.look(0.0, WORKING)
-    assert run.look(1800.0, WORKING) is None
-    assert run.look(1.0, WORKING) == "has stalled for 1801 s (training, step 3)"
-    assert run.look(1.0, wait) is None
-    assert run.look(7000.0, wait) is None
-    assert run.look(1.0, WORKING) is None
-
-
-def test_a_wait_beyond_its_own_deadline(run: Run) -> None:
-    """Its owner should have ended it: the launcher does, after a little more."""
-    wait = replace(WORKING, waiting=Waiting("rollouts/step_3", "orchestrator", 1e9, 1e9 + 100.0))
-    assert run.look(0.0, wait) is None
-    assert run.look(160.0, wait) is None
-    assert run.look(1.0, wait) == "still waits for rollouts/step_3 from orchestrator, 61 s after its own deadline"
-
-
-def test_never_a_report(run: Run) -> None:
-    """A process that hangs before its first status."""
-    assert run.look(1800.0) is None
-    assert run.look(1.0) == "has not reported within 1800 s"
-
-
-def test_a_service_may_idle_and_take_its_time_to_start() -> None:
-    """Without requests it makes no progress; while it starts its own deadline counts; once ready it must send heartbeats."""
-    run, server = Run("inference", service=True), replace(WORKING, process="inference", ready=None)
-    assert run.look(9000.0, server, beating=False) is None
-    assert run.look(900.0, server) is None
-    assert run.look(9000.0, replace(server, ready=1.0)) is None
-    assert run.look(61.0, replace(server, ready=1.0), beating=False) == "has given no sign of life for 61 s"
-
-
-def test_a_server_whose_engine_falls_silent() -> None:
-    """Once it has reported answers of its engine it must go on with that, except while a change has a deadline of its own."""
-    run, server = Run("inference", service=True), replace(WORKING, process="inference")
-    loading = replace(server, progress=2.0, waiting=Waiting("update", "engine", 0.0, 600.0))
-    for status in (server, replace(server, progress=1.0), replace(server, progress=2.0), loading, loading):
-        assert run.look(50.0, status) is None
-    assert run.look(50.0, replace(server, progress=2.0)) is None
-    assert run.look(61.0, replace(server, progress=2.0)) == "has had no answer from its engine for 61 s"
-
-
-def test_a_process_that_reported_its_end_must_exit(run: Run) -> None:
-    """Its heartbeat ends with its last status; hanging at exit is a stall all the same."""
-    done = replace(WORKING, outcome="finished")
-    run.look(0.0, done)
-    assert run.look(299.0, done, beating=False) is None
-    assert run.look(2.0, done, beating=False) == "said `finished` 301 s ago and has not ended"
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (beats(SERVER, ago=9000.0, ready=None), None),
+        (beats(SERVER, progress=9000.0), None),
+        (beats(SERVER, ago=61.0, progress=9000.0), "has given no sign of life for 61 s"),
+        (beats(SERVER, progress=50.0), None),
+        (beats(SERVER, progress=61.0), "has had no answer from its engine for 61 s"),
+        (beats(SERVER, progress=61.0, waiting=WAIT), None),
+    ],
+)
+def test_a_service_may_idle_and_take_its_time_to_start(status: ProcessStatus, expected: str | None) -> None:
+    """Once it has reported answers of its engine it must go on with that, except in a change with its own deadline."""
+    assert reason(status, service=True) == expected
+    assert reason(service=True) is None
 
 
 def test_restarts_are_counted_within_an_hour() -> None:
