@@ -74,8 +74,8 @@ def tables(section: type[Section], path: Keys, command: str, shown: dict[type[Se
 def row(setting: Setting) -> str:
     cells = (
         f"`{setting.name}`",
-        config_help._type_text(setting),
-        config_help._default(setting).removeprefix("default: "),
+        config_help.type_text(setting),
+        config_help.default_text(setting).removeprefix("default: "),
     )
     return " | ".join(
         ["", *(cell.replace("|", "\\|") for cell in (*cells, setting.field.description or "")), ""]

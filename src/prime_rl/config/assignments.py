@@ -1,5 +1,6 @@
 """The table that every source of a configuration writes into, key by key, from the weakest to the strongest."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -97,15 +98,17 @@ class Assignments:
         return keys in self._entries and type(self._entries[keys].value) is type(empty)
 
     def _make_room(self, keys: Keys, origin: Origin | None) -> None:
-        """Let a table, or a list with this item, stand around `keys`."""
-        around = keys[:-1]
-        if self._is(around, []) and keys[-1].isdecimal():
-            length = sum(len(one) == len(keys) for one in self.within(around))
-            if int(keys[-1]) > length and origin is not None:
-                raise ConfigError([f"{origin.text}: there are {length} of {'.'.join(around)}"])
-        elif not self._is(around, {}):
+        """Let a table, or for the number of an item a list, stand around `keys`, in place of whatever else stands there."""
+        around, key = keys[:-1], keys[-1]
+        if self._is(around, {}):
+            return
+        number = re.fullmatch("[0-9]{1,9}", key) is not None
+        if not (number and self._is(around, [])):
             self.remove(around, itself=False)
-            self._entries[around] = Assignment({}, origin)
+            self._entries[around] = Assignment([] if number else {}, origin)
+        length = sum(len(one) == len(keys) for one in self.within(around))
+        if number and int(key) > length and origin is not None:
+            raise ConfigError([f"{origin.text}: there are {length} of {'.'.join(around)}"])
 
     def _replace_type(self, keys: Keys, value: Any, origin: Origin | None) -> None:
         """Drop what weaker sources set for another `type` of a section: a setting of the same name means another thing."""

@@ -151,7 +151,7 @@ class _Sources:
                 self._read_file(path, prefix)
         self._rank += 1
         # Items of lists after the lists, whatever their order on the line: neither is lost.
-        for name, keys, value in sorted(self._options, key=lambda option: self._lists_around(option[1]) != []):
+        for name, keys, value in sorted(self._options, key=lambda option: any(key.isdecimal() for key in option[1])):
             self._put("option", name, keys, value)
 
     @contextmanager
@@ -164,15 +164,7 @@ class _Sources:
     def _put(self, kind: Kind, name: str, keys: Keys, value: Any) -> None:
         origin = Origin(kind, name, self._rank)
         with self._problems_collected():
-            for around in self._lists_around(keys):
-                if not isinstance(self.table.get(around), list):
-                    self.table.put(around, [], lambda _: origin)
             self.table.put(keys, value, lambda _: origin)
-
-    def _lists_around(self, keys: Keys) -> list[Keys]:
-        """The lists of sections that `keys` choose an item of by its number."""
-        around = [keys[:length] for length in range(1, len(keys)) if find(self._cls, keys[: length + 1]) is not None]
-        return [one for one in around if (setting := find(self._cls, one)) is not None and setting.item_section]
 
     # The command line
 

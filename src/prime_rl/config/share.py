@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from prime_rl.config.assignments import ABSENT, SECTIONS_OF_RL, Assignments, spell
 from prime_rl.config.base import Problem, check, conflict
-from prime_rl.config.shared import CkptConfig, WandbConfig
+from prime_rl.config.shared import CkptConfig
 
 ALL = SECTIONS_OF_RL
 PAIR = ("trainer", "orchestrator")
@@ -70,11 +70,6 @@ def without_copies(tree: dict[str, Any]) -> dict[str, Any]:
     for top, place in [(key, f"{section}.{key}") for key, sections in shared.items() for section in sections]:
         if run.get(top) is not ABSENT and _same(run.get(top), run.get(place)):
             run.remove(place)
-    if isinstance(shared_wandb := run.get("wandb"), dict):
-        for section in PAIR:
-            filled = {key: _named(key, value, section) for key, value in shared_wandb.items()}
-            if run.get(f"{section}.monitor.wandb") == filled:
-                run.remove(f"{section}.monitor.wandb")
     if isinstance(run.get("inference"), dict):
         run.remove("orchestrator.client.base_url")
     return run.table.get(())
@@ -86,11 +81,6 @@ def without_address(tree: dict[str, Any]) -> dict[str, Any]:
     if isinstance(run.get("inference"), dict):
         run.remove("eval.client.base_url")
     return run.table.get(())
-
-
-def _named(key: str, value: Any, section: str) -> Any:
-    """The value of `wandb.key` in the monitor of `section`: name and id have the name of the process behind them."""
-    return f"{value}-{section}" if key in ("name", "id") and value not in (None, "None") else value
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -172,36 +162,28 @@ class _Sharing:
         return []
 
     def wandb(self, sections: list[str]) -> list[Problem | None]:
-        """Fill `wandb` into the monitors of `sections`. Where a stronger source makes one differ, the shared table is dropped."""
-        shared = self.get("wandb")
-        origin = self.table.exact(("wandb",))
+        """Move `wandb` into the monitors of `sections`, which may differ from it by a stronger source."""
+        shared, origin = self.get("wandb"), self.table.exact(("wandb",))
         problems: list[Problem | None] = []
-        differs = False
-        for section in sections:
+        for section in sections if shared is not ABSENT else []:
             place = f"{section}.monitor.wandb"
             own, gap = self.get(place), self._rank("wandb") - self._rank(place)
             if shared is None and own not in (ABSENT, None):
                 by_option = origin is not None and origin.kind == "option"
                 problems.append(conflict(gap == 0 and by_option, f"wandb is off but {place} is on", "wandb", place))
-                if gap > 0:
-                    self.set(place, None)
-            elif isinstance(shared, dict) and own is None and gap <= 0:
+            elif shared is not None and own is None:
                 problems.append(conflict(gap == 0, f"wandb is on but {place} is off", "wandb", place))
-                differs = True
-            elif isinstance(shared, dict):
-                if own in (ABSENT, None):
-                    self.set(place, {})
-                for name in WandbConfig.model_fields:
-                    value, top, key = shared.get(name), f"wandb.{name}", f"{place}.{name}"
-                    own, gap = self.get(key), self._rank(top) - self._rank(key)
-                    if value is None or _same(own, _named(name, value, section)):
-                        continue
-                    if own is ABSENT or gap > 0:
-                        self.set(key, _named(name, value, section))
-                    elif gap == 0:
-                        problems.append(self._contradiction(top, value, key, own))
-                    differs = differs or (own is not ABSENT and gap < 0)
-        if differs:
+            if own is ABSENT or (gap > 0 and (shared is None or own is None)):
+                self.set(place, None if shared is None else {})
+            for name, value in (shared or {}).items() if self.get(place) is not None else ():
+                top, key = f"wandb.{name}", f"{place}.{name}"
+                named = f"{value}-{section}" if name in ("name", "id") and value is not None else value
+                own, gap = self.get(key), self._rank(top) - self._rank(key)
+                if own is ABSENT or gap > 0:
+                    self.set(key, named)
+                elif gap == 0 and not _same(own, named):
+                    problems.append(self._contradiction(top, value, key, own))
+        if shared is not ABSENT:
             self.set("wandb", None)
         return problems
 

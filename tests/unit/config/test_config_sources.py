@@ -257,11 +257,12 @@ def test_defaults_that_users_know() -> None:
     config = parse(RLConfig, [*ORCH, "--ckpt", "--wandb", "--inference"], {})
     assert config.inference is not None
     assert config.ckpt is not None
-    assert config.wandb is not None
+    wandb = config.trainer.monitor.wandb
+    assert wandb is not None
     assert config.model.name == "Qwen/Qwen3-0.6B"
     assert config.inference.server.port == 8000
     assert (config.ckpt.interval, config.ckpt.keep) == (50, None)
-    assert (config.wandb.project, config.wandb.dir) == ("prime-rl", Path("logs"))
+    assert (wandb.project, wandb.dir) == ("prime-rl", Path("logs"))
     assert config.output_dir == Path("outputs")
     plain = parse(RLConfig, ORCH, {})
     assert plain.ckpt is None
