@@ -37,10 +37,15 @@ def check(*found: Problem | None) -> None:
         raise Problems(problems)
 
 
-def option(default: Any, description: str, **constraints: Any) -> Any:
-    """A setting of a section. `default` may be what makes it (a class, `list`); `constraints` are those of pydantic's Field."""
+def option(default: Any, description: str, mark: str = "", **constraints: Any) -> Any:
+    """Declare a setting of a section.
+
+    `default` may be what makes it (a class, `list`); `constraints` are those of pydantic's Field. `mark` "secret" is
+    neither shown nor written; "one_time" is meant for one start alone and left out of written configurations.
+    """
     made = {"default_factory": default} if callable(default) else {"default": default}
-    return Field(**made, description=description, **constraints)
+    extra = {mark: True} if mark else None
+    return Field(**made, description=description, json_schema_extra=extra, repr=mark != "secret", **constraints)
 
 
 def conflict(contradicts: object, message: str, *keys: str) -> Problem | None:
@@ -120,18 +125,11 @@ class LogConfig(Section):
 class BaseConfig(Section):
     """Settings of every entrypoint."""
 
-    # json_schema_extra marks fields: `secret` is neither shown nor written, `one_time` is meant for one start alone and
-    # left out of written configurations.
-
     older: ClassVar[dict[str, Older]] = {"exp_id": Older("output_dir", lambda name: f"outputs/{name}")}
 
     output_dir: Path = option(Path("outputs"), "Directory of the run; everything durable is written below it.")
     seed: int = option(0, "Seed of everything random in the run.", ge=0)
-    dry_run: bool = option(
-        False,
-        "Validate, print the plan, write the resolved configs, start nothing.",
-        json_schema_extra={"one_time": True},
-    )
+    dry_run: bool = option(False, "Validate, print the plan, write resolved configs, start nothing.", mark="one_time")
     log: LogConfig = option(LogConfig, "Console and log file.")
 
     @staticmethod

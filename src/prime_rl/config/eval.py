@@ -33,10 +33,8 @@ class EvalClientConfig(ClientConfig):
 class EvalEnv(EnvConfig):
     """An environment that is evaluated."""
 
-    num_examples: Examples | None = option(None, "Tasks of this environment (-1: all; None: as above).")
-    rollouts_per_example: PositiveInt | None = option(
-        None, "Attempts at one task of this environment (None: as above)."
-    )
+    num_examples: Examples | None = option(None, "Tasks of it (-1: all; None: as above).")
+    rollouts_per_example: PositiveInt | None = option(None, "Attempts at one task of it (None: as above).")
 
 
 class Measure(Environments[EvalEnv]):
@@ -66,31 +64,17 @@ class EvalConfig(BaseConfig, Measure):
     }
 
     model: ModelConfig = option(ModelConfig, "The model.")
-    weights_dir: Path | None = option(
-        None, "Evaluate the versions in this directory, which the server loads one after the other."
-    )
+    weights_dir: Path | None = option(None, "Directory of versions to evaluate, loaded one after the other.")
     steps: list[int] = option(list, "Versions of weights_dir to evaluate (none given: all).")
-    interval: PositiveInt | None = option(
-        None, "Evaluate only versions of weights_dir that are multiples of this (None: all)."
-    )
+    interval: PositiveInt | None = option(None, "Evaluate only versions that are multiples of this (None: all).")
     eval_base: bool = option(True, "Evaluate the base model too, before the versions.")
     follow: bool = option(False, "Evaluate each version as it is committed, until the run that writes them has ended.")
-    hold: bool = option(
-        False, "While following, keep versions from being removed until they are evaluated (`sft` says so)."
-    )
-    unsafe: bool = option(
-        False, "Let livecodebench run what the model writes where it cannot be isolated: it could do all that you can."
-    )
+    hold: bool = option(False, "While following, keep versions until they are evaluated (set by `sft`).")
+    unsafe: bool = option(False, "Let livecodebench run code of the model without isolation: it can do all you can.")
     logprob_check: bool = option(True, "Check after every load that the server computes what the trainer computed.")
     solved_at: float = option(1.0, "Reward from which a task counts as solved, for pass@k.")
-    max_error_rate: Fraction = option(
-        0.1, "Share of failed attempts of an environment beyond which the exit status is 1."
-    )
-    clean: bool = option(
-        False,
-        "Remove earlier results of what is evaluated, in place of going on with them.",
-        json_schema_extra={"one_time": True},
-    )
+    max_error_rate: Fraction = option(0.1, "Share of failed attempts beyond which the exit status is 1.")
+    clean: bool = option(False, "Remove earlier results rather than go on with them.", mark="one_time")
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
 
     @model_validator(mode="after")

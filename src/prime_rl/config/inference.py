@@ -51,37 +51,23 @@ class InferenceConfig(BaseConfig):
 
     model: InferenceModel = option(InferenceModel, "The model and how it is served.")
     server: ServerConfig = option(ServerConfig, "Where the server listens.")
-    api_key: str | None = option(
-        None,
-        "Key that requests must carry; better given as VLLM_API_KEY: command lines are public.",
-        repr=False,
-        json_schema_extra={"secret": True},
-    )
+    api_key: str | None = option(None, "Key that requests must carry; better given as VLLM_API_KEY.", mark="secret")
     weights_root: Path | None = option(
         None,
-        "Only directory that weights may be loaded from (None: any committed version; with a key, for clients that have it).",
+        "Only directory that weights are loaded from (None: any committed version).",
     )
-    weights_tmpfs: Path | None = option(
-        None, "Directory in memory that tensors of versions may lie in, beside weights_root (`rl` says so)."
-    )
-    stage_weights: bool = option(
-        True, "Read new weights into memory before generation pauses, where there is room for it."
-    )
-    stage_on_device: bool = option(
-        True,
-        "Whether that may be the GPU's memory (`rl --share-gpus` says no where weights come by files), or the host's only.",
-    )
+    weights_tmpfs: Path | None = option(None, "Directory in memory that tensors may lie in, too (set by `rl`).")
+    stage_weights: bool = option(True, "Read new weights into memory before generation pauses, if it fits.")
+    stage_on_device: bool = option(True, "Whether that may be the GPU's memory or only the host's (set by `rl`).")
     device: Device = option("auto", "Where to serve (auto: CUDA where there is a GPU).")
     max_model_len: PositiveInt | None = option(None, "Most tokens of prompt and reply (None: the model's own).")
     gpu_memory_utilization: float | None = option(
         None,
-        "Share of a GPU's memory for all servers on it (None: room for a staged version beside them; 0.4 if shared).",
+        "Share of a GPU's memory for its servers (None: room for a staged version; 0.4 if shared).",
         gt=0,
         le=1,
     )
-    kv_cache_gib: PositiveFloat | None = option(
-        None, "GPU memory for the KV cache of one server, in GiB per GPU (None: what gpu_memory_utilization leaves)."
-    )
+    kv_cache_gib: PositiveFloat | None = option(None, "KV cache in GiB per GPU (None: by gpu_memory_utilization).")
     tensor_parallel_size: PositiveInt = option(1, "GPUs that share one layer.")
     pipeline_parallel_size: PositiveInt = option(1, "Groups of GPUs that share the layers among them.")
     data_parallel_size: PositiveInt = option(1, "Replicas of the model, over all nodes.")
@@ -93,10 +79,8 @@ class InferenceConfig(BaseConfig):
     enforce_eager: bool | None = option(None, "Neither compile nor capture graphs (None: on CPU only).")
     quantization: str | None = option(None, "Quantization that vLLM applies to the weights, updates included (fp8).")
     deterministic: bool = option(False, "One sequence at a time, prefill unchunked: the same tokens every run.")
-    replica: NonNegativeInt = option(
-        0, "Which of the servers of one run this is, for its log and status (`rl` says so)."
-    )
-    servers_on_host: PositiveInt = option(1, "Servers that stage weights in this host's memory (`rl` says so).")
+    replica: NonNegativeInt = option(0, "Number of this server in its run, for log and status (set by `rl`).")
+    servers_on_host: PositiveInt = option(1, "Servers that stage weights in this host's memory (set by `rl`).")
     cpu: CPUConfig = option(CPUConfig, "Settings of the engine on CPU.")
     vllm: dict[str, Any] = option(dict, "Any other option of vLLM's server.")
 

@@ -332,9 +332,7 @@ class CurriculumConfig(Section):
 class TrainingEnv(EnvConfig):
     """An environment that is trained on."""
 
-    algorithm: AlgorithmConfig | None = option(
-        None, "Algorithm of this environment alone (None: the one of all).", discriminator="type"
-    )
+    algorithm: AlgorithmConfig | None = option(None, "Algorithm of it alone (None: that of all).", discriminator="type")
     filters: FilterConfig | None = option(None, "Filters of this environment alone.")
     curriculum: CurriculumConfig | None = option(None, "Difficulty pools of this environment alone.")
 
@@ -365,7 +363,7 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     max_steps: PositiveInt | None = option(None, "Steps to run (None: until stopped).")
     async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
     max_off_policy_steps: NonNegativeInt = option(
-        8, "Most steps between the oldest token of a sample and the step that trains on it."
+        8, "Most steps between the oldest token of a sample and training on it."
     )
     max_concurrent: PositiveInt | Literal["auto"] | None = option(
         None,
@@ -373,37 +371,21 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     )
     renderer: str = option("auto", "Renderer of chats: auto, default, a name, or an import path.")
     algorithm: AlgorithmConfig = option(GRPO, "What an episode is worth, compared with others.", discriminator="type")
-    reference: TeacherConfig | None = option(
-        None, "A reference model that scores what is trained by reward, for trainer.loss.kl_coef."
-    )
+    reference: TeacherConfig | None = option(None, "A reference model to score samples, for trainer.loss.kl_coef.")
     filter_zero_advantage: bool = option(True, "Leave out samples whose advantage is exactly zero.")
     filters: FilterConfig = option(FilterConfig, "What else is left out of training.")
-    curriculum: CurriculumConfig | None = option(
-        None, "Draw tasks by how hard they are (None: all alike, one epoch after the other)."
-    )
+    curriculum: CurriculumConfig | None = option(None, "Draw tasks by difficulty (None: epoch after epoch).")
     max_error_rate: Fraction = option(0.5, "Share of failed episodes beyond which the run stops.")
     rollout_timeout: PositiveFloat = option(300.0, "Seconds that one episode may take.")
     weights_timeout: PositiveFloat = option(3600.0, "Seconds to wait for a version of the weights.")
-    trainer: bool = option(
-        True, "A trainer takes part (false: all batches come from the servers' base model; `rl` starts one anyway)."
-    )
+    trainer: bool = option(True, "A trainer takes part (false: all batches are the base model's; ignored by `rl`).")
     logprob_check: bool = option(True, "Check after every load that a server computes what the trainer computed.")
-    recover: bool = option(
-        False,
-        "Go on from what is committed in output_dir: batches, finished episodes, the trainer's present incarnation.",
-        json_schema_extra={"one_time": True},
-    )
-    clean: bool = option(
-        False,
-        "Remove what an earlier run left in output_dir first, unless another process of this run is up already.",
-        json_schema_extra={"one_time": True},
-    )
+    recover: bool = option(False, "Go on from what is committed in output_dir.", mark="one_time")
+    clean: bool = option(False, "Remove an earlier run from output_dir first.", mark="one_time")
     eval: EvalSection | None = option(None, "Evaluation during the run.")
     ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
-    bench: bool = option(
-        False, "Make rollouts for a few steps without a trainer and print throughput. Writes to output_dir/bench."
-    )
+    bench: bool = option(False, "Measure rollouts for a few steps without a trainer, in output_dir/bench.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -27,43 +27,25 @@ class RLConfig(BaseConfig):
     seq_len: PositiveInt | None = option(None, "Most tokens of a sample (None: as the sections say).")
     ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
     wandb: WandbConfig | None = option(None, "Weights & Biases.")
-    slurm: SlurmConfig | None = option(
-        None, "Submit the run as a SLURM job (None: make it here).", json_schema_extra={"one_time": True}
-    )
-    bench: bool = option(
-        False, "Measure trainer and orchestrator, each by itself, over a few steps. Writes to output_dir/bench."
-    )
-    clean: bool = option(
-        False, "Remove what an earlier run left in output_dir first.", json_schema_extra={"one_time": True}
-    )
+    slurm: SlurmConfig | None = option(None, "Submit the run as a SLURM job (None: run here).", mark="one_time")
+    bench: bool = option(False, "Measure trainer and orchestrator, each by itself, in output_dir/bench.")
+    clean: bool = option(False, "Remove an earlier run from output_dir first.", mark="one_time")
     trainer_gpus: PositiveInt = option(1, "GPUs that train.")
     inference_gpus: PositiveInt | None = option(None, "GPUs that serve (None: as many as the servers need).")
     inference_servers: PositiveInt | None = option(
         None,
         "Servers to start, on ports from server.port on (None: as many as fit inference_gpus, two a GPU for small models).",
     )
-    share_gpus: bool = option(
-        False, "Train and serve on the same GPUs: inference.gpu_memory_utilization splits their memory."
-    )
+    share_gpus: bool = option(False, "Train and serve on the same GPUs: gpu_memory_utilization splits them.")
     trainer_ranks: PositiveInt | None = option(None, "Processes that train (None: one per GPU, on CPU one).")
     ready_timeout: PositiveFloat = option(1200.0, "Seconds until the inference server must be ready.")
-    recover: bool = option(
-        False,
-        "Go on from whatever an interrupted run has committed in output_dir.",
-        json_schema_extra={"one_time": True},
-    )
-    max_restarts: NonNegativeInt = option(
-        3, "Restarts of one process within an hour, or without getting further (0: the first crash ends the run)."
-    )
+    recover: bool = option(False, "Go on from what is committed in output_dir.", mark="one_time")
+    max_restarts: NonNegativeInt = option(3, "Restarts of a process within an hour, or without progress (0: none).")
     recovery_interval: PositiveInt | Literal["auto"] | None = option(
         "auto", "Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none)."
     )
-    heartbeat_timeout: PositiveFloat = option(
-        60.0, "Seconds without a sign of life after which a process is started again."
-    )
-    stall_timeout: PositiveFloat = option(
-        1800.0, "Seconds without progress after which a process that waits for nobody is started again."
-    )
+    heartbeat_timeout: PositiveFloat = option(60.0, "Seconds without a heartbeat after which a process is restarted.")
+    stall_timeout: PositiveFloat = option(1800.0, "Seconds without progress after which a process is restarted.")
     trainer: TrainerConfig = option(TrainerConfig, "The trainer.")
     orchestrator: OrchestratorConfig = Field(description="The orchestrator.")
     inference: InferenceConfig | None = option(None, "The inference server (None: one that runs already).")

@@ -62,7 +62,7 @@ class Setting:
 
 
 def has_mark(field: FieldInfo, mark: str) -> bool:
-    """Whether the field is declared with `json_schema_extra={mark: True}`."""
+    """Whether the field is declared with this `mark`."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get(mark))
 

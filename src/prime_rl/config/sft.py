@@ -56,9 +56,7 @@ class SFTData(Section):
 class SFTEval(Measure):
     """Evaluation of versions while the training goes on: an `eval` of its own follows it."""
 
-    interval: PositiveInt | None = option(
-        None, "Steps between two evaluations; their weights are exported (None: none in between)."
-    )
+    interval: PositiveInt | None = option(None, "Steps between two evaluations and their exports (None: none).")
     at_start: bool = option(True, "Evaluate the base model first. The last weights always are.")
 
     @model_validator(mode="after")
@@ -74,9 +72,7 @@ class SFTConfig(TrainingConfig):
     data: SFTData = option(SFTData, "What is trained on.")
     weights: ExportConfig = option(ExportConfig, "The exported weights.")
     eval: SFTEval | None = option(None, "Evaluation while training.")
-    inference: InferenceConfig | None = option(
-        None, "The server for evaluations, started beside (None: one that runs already)."
-    )
+    inference: InferenceConfig | None = option(None, "The server for evaluations (None: one that runs already).")
 
     as_given = staticmethod(without_address)
     share = staticmethod(share_eval_server)

@@ -80,12 +80,8 @@ class CkptConfig(Section):
 
     interval: PositiveInt | None = option(50, "Steps between two checkpoints (None: only a final one).")
     keep: PositiveInt | None = option(None, "Newest checkpoints kept (None: all).")
-    keep_interval: PositiveInt | None = option(
-        None, "Checkpoints whose step is a multiple of this are kept for good (None: none)."
-    )
-    save_async: bool = option(
-        True, "Copy to host memory and write in the background (false: the loop waits for the disk)."
-    )
+    keep_interval: PositiveInt | None = option(None, "Multiples of this step are kept for good (None: none).")
+    save_async: bool = option(True, "Write in the background, from host memory (false: the loop waits).")
     resume_step: int | None = option(None, "Go on from this step; -1: from the newest (None: start anew).", ge=-1)
     output_dir: Path | None = option(None, "Directory that holds checkpoints/ (None: the run's output_dir).")
 
@@ -173,7 +169,7 @@ class ClientConfig(Section):
         "http://localhost:8000/v1", "Address of the server, with or without /v1, or of several."
     )
     admin_base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = option(
-        None, "Servers behind base_url, a router: for weights and proofs (None: base_url is no router)."
+        None, "Servers behind base_url, a router: for weights and their checks (None: base_url is no router)."
     )
     api_key_var: str = option("VLLM_API_KEY", "Environment variable that holds the API key.")
     ready_timeout: PositiveFloat = option(600.0, "Seconds to wait for a server to become ready.")
@@ -276,39 +272,25 @@ class EnvConfig(Section):
     args: dict[str, Any] = option(dict, "Arguments handed to the environment.")
     ratio: PositiveFloat = option(1.0, "Share of the tasks, relative to the other environments.")
     sampling: SamplingOverride | None = option(None, "Sampling settings of this environment alone.")
-    adapter: Literal["auto", "verifiers", "classic", "python"] = option(
-        "auto", "What the package is written for (auto: its module tells)."
-    )
+    adapter: Literal["auto", "verifiers", "classic", "python"] = option("auto", "Its kind (auto: by its module).")
     python: str | None = option(None, "Python interpreter of the worker processes (None: this one).")
-    requirements: list[str] = option(
-        list, "Packages of a Python environment of its own, which uv makes and keeps, such as wordle==0.3 or ./my_env."
-    )
+    requirements: list[str] = option(list, "Packages of a Python environment of its own, made by uv, such as ./my_env.")
     workers: PositiveInt | Literal["auto"] = option(
         "auto", "Worker processes (auto: as many as their load calls for, up to one for each core)."
     )
     max_workers: PositiveInt | None = option(None, "Most worker processes of workers = auto (None: one for each core).")
     max_concurrent: PositiveInt = option(256, "Most episodes that one worker runs at a time.")
-    recycle_episodes: PositiveInt | None = option(
-        None, "Episodes after which a worker is replaced by a fresh one (None: never)."
-    )
-    recycle_mib: PositiveInt | None = option(
-        None, "Memory in MiB beyond which a worker is replaced by a fresh one (None: never)."
-    )
+    recycle_episodes: PositiveInt | None = option(None, "Episodes after which a worker is replaced (None: never).")
+    recycle_mib: PositiveInt | None = option(None, "MiB of memory beyond which a worker is replaced (None: never).")
     max_turns: PositiveInt | None = option(None, "Most replies in one conversation (None: any).")
-    turn_timeout: PositiveFloat | None = option(
-        None, "Seconds that one reply may take (None: the episode's time alone)."
-    )
+    turn_timeout: PositiveFloat | None = option(None, "Seconds that one reply may take (None: no limit of its own).")
     overflow: Literal["stop", "truncate", "refuse"] = option(
         "stop",
         "When the model's context is full: judge what there is, go on without the oldest turns, or fail the episode.",
     )
-    trajectories: Literal["interleaved", "branched"] = option(
-        "interleaved", "A conversation is one sample while it only grows, or each reply is one."
-    )
+    trajectories: Literal["interleaved", "branched"] = option("interleaved", "One sample a conversation, or a reply.")
 
-    secrets: list[str] = option(
-        list, "Variables with keys that its workers get, such as OPENAI_API_KEY; all others are withheld."
-    )
+    secrets: list[str] = option(list, "Variables with keys that its workers get, such as OPENAI_API_KEY; no others.")
 
     @model_validator(mode="after")
     def _name(self) -> Self:

@@ -103,9 +103,7 @@ class WSDScheduler(Section):
     type: Literal["wsd"] = option("wsd", "Kind of schedule.")
     warmup_steps: NonNegativeInt = option(10, "Steps over which the learning rate rises.")
     decay_steps: NonNegativeInt = option(10, "Last steps, over which it falls.")
-    shape: Literal["linear", "sqrt", "cosine"] = option(
-        "sqrt", "How it falls: linear, sqrt (1 - sqrt of the progress), or half a cosine."
-    )
+    shape: Literal["linear", "sqrt", "cosine"] = option("sqrt", "How it falls; sqrt: 1 - sqrt of the progress.")
     min_lr: NonNegativeFloat = option(0.0, "Learning rate at the end.")
 
 
@@ -156,9 +154,7 @@ class PolicyLoss(Section):
 
     normalization: Normalization = option("token", _WEIGHS_THE_SAME)
     fixed_length: PositiveInt | None = option(None, "Tokens that every sequence is divided by (normalization fixed).")
-    kl_coef: NonNegativeFloat = option(
-        0.0, "Weight of the divergence from a reference model: see orchestrator.reference."
-    )
+    kl_coef: NonNegativeFloat = option(0.0, "Weight of the divergence from orchestrator.reference.")
     kl_estimator: Estimator | None = option(None, "How that divergence is estimated (None: k3).")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
 
@@ -266,9 +262,7 @@ class ReinforceLoss(PolicyLoss):
         "truncate", "Weight: 1, the ratio cut off at `high` (TIS), or 0 outside of low … high (MIS, IcePop)."
     )
     level: Level = option("token", "The ratio of a token, of its sequence (product), or that one's geometric mean.")
-    low: NonNegativeFloat | None = option(
-        None, "Least ratio that counts: mask (None: 0.5; of sequences 0, geometric 0.99)."
-    )
+    low: NonNegativeFloat | None = option(None, "Least ratio for mask (None: 0.5; sequence 0, geometric 0.99).")
     high: PositiveFloat | None = option(None, "Largest ratio (None: 2; mask by token 5; geometric 1.01).")
 
     @property
@@ -328,21 +322,12 @@ class TrainerModel(ModelConfig):
     activation_checkpointing: Literal["auto"] | Recompute = option(
         "auto", "What backward computes again rather than keeps (auto: the least that fits into memory)."
     )
-    activation_offload: bool | None = option(
-        None,
-        "Offload what blocks keep for backward to host memory meanwhile (None: some or all, where that pays or must be).",
-    )
+    activation_offload: bool | None = option(None, "Keep activations in host memory meanwhile (None: where it pays).")
     memory_limit: PositiveFloat | None = option(None, "GiB of a GPU that auto plans with (None: what is free).")
     dtype: DType = option("auto", "Type that is computed in (auto: bfloat16 on CUDA, float32 on CPU).")
-    head_chunk: PositiveInt | None = option(
-        None, "Tokens whose logits exist at the same time (None: as memory allows)."
-    )
-    reshard_after_forward: bool | None = option(
-        None, "Free gathered parameters between forward and backward (None: as memory asks for)."
-    )
-    dp_replicate: PositiveInt = option(
-        1, "Groups of ranks (HSDP): each shards a whole copy of the state among its members."
-    )
+    head_chunk: PositiveInt | None = option(None, "Tokens whose logits exist at the same time (None: as many as fit).")
+    reshard_after_forward: bool | None = option(None, "Free gathered parameters until backward (None: as memory asks).")
+    dp_replicate: PositiveInt = option(1, "Groups of ranks, each of which shards a whole copy (HSDP).")
     layers: PositiveInt | None = option(None, "Layers of a model with random weights (None: its own number).")
 
 
@@ -359,21 +344,13 @@ class WeightsConfig(ExportConfig):
         "canary": "every version's fixed prompt is scored; logprob_check = false of the orchestrator asks no server"
     }
 
-    keep: NonNegativeInt | None = option(
-        0, "Versions kept beyond those that running processes and checkpoints need (None: all)."
-    )
-    save_interval: PositiveInt | None = option(
-        None, "Steps between two versions that are written to disk and kept for good (None: none)."
-    )
+    keep: NonNegativeInt | None = option(0, "Versions kept beyond those that are needed (None: all).")
+    save_interval: PositiveInt | None = option(None, "Steps between two versions kept on disk for good (None: none).")
     transport: Literal["auto", "filesystem", "memory"] = option(
         "auto", "How servers get a version: files, or the trainer's memory (auto: memory from a GPU, else files)."
     )
-    tmpfs: Path | None = option(
-        None, "Directory in memory, such as /dev/shm, for files that need not outlive this host (None: the disk)."
-    )
-    host: str | None = option(
-        None, "Address of the trainer's host that servers reach, for memory (None: the one on its default route)."
-    )
+    tmpfs: Path | None = option(None, "Directory in memory, such as /dev/shm, for files (None: the disk).")
+    host: str | None = option(None, "Address that servers reach the trainer at (None: its default route).")
     port: NonNegativeInt = option(0, "Port there that servers ask at, for memory (0: any).")
     timeout: PositiveFloat = option(30.0, "Seconds without progress after which a transfer from memory fails.")
     shares_gpu: bool = option(False, "A server on the trainer's GPU keeps a copy there, too (rl --share-gpus says so).")
@@ -403,12 +380,10 @@ class WeightsConfig(ExportConfig):
 class FakeData(Section):
     """Random samples in place of an orchestrator's."""
 
-    lengths: Literal["fixed", "lognormal"] = option(
-        "fixed", "Lengths: seq_len each, or spread as rollouts are (median 600, many short, few long)."
-    )
+    lengths: Literal["fixed", "lognormal"] = option("fixed", "Lengths: seq_len each, or as of rollouts.")
     batch_size: PositiveInt = option(128, "Samples per step.")
     micro_batch_size: PositiveInt = option(8, "Samples in one micro-batch (lognormal: as many as fit).")
-    seq_len: Length | None = option(None, "Tokens per sample (None: as many as fit); lognormal: the most (None: 4096).")
+    seq_len: Length | None = option(None, "Tokens per sample (None: as many as fit; lognormal: at most 4096).")
 
 
 class TrainerData(Section):
@@ -427,12 +402,8 @@ class TrainingConfig(BaseConfig):
     scheduler: SchedulerConfig = option(ConstantScheduler, "Schedule of the learning rate.", discriminator="type")
     ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
-    bench: bool = option(False, "Measure a few steps: speed, MFU, memory. Writes to output_dir/bench.")
-    clean: bool = option(
-        False,
-        "Remove what an earlier run left in output_dir first, unless another process of this run is up already.",
-        json_schema_extra={"one_time": True},
-    )
+    bench: bool = option(False, "Measure a few steps, in output_dir/bench: speed, MFU, memory.")
+    clean: bool = option(False, "Remove an earlier run from output_dir first.", mark="one_time")
     dist_timeout: PositiveFloat = option(600.0, "Seconds that a collective may take.")
 
     @model_validator(mode="after")
@@ -463,11 +434,7 @@ class TrainerConfig(TrainingConfig):
     loss: LossConfig = option(DefaultLoss, "The loss of a token.", discriminator="type")
     data: TrainerData = option(TrainerData, "What is trained on.")
     weights: WeightsConfig = option(WeightsConfig, "The exported weights, one version per step.")
-    recover: bool = option(
-        False,
-        "Go on from the newest state committed in output_dir: a recovery checkpoint, a checkpoint, or the start.",
-        json_schema_extra={"one_time": True},
-    )
+    recover: bool = option(False, "Go on from the newest state in output_dir.", mark="one_time")
     recovery_interval: PositiveInt | Literal["auto"] | None = option(
         None, "Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none)."
     )
