@@ -44,7 +44,7 @@ def option(default: Any, description: str, mark: str = "", **constraints: Any) -
     neither shown nor written; "one_time" is meant for one start alone and left out of written configurations.
     """
     made = {"default_factory": default} if callable(default) else {"default": default}
-    extra = {mark: True} if mark else None
+    extra: Any = {mark: True} if mark else None
     return Field(**made, description=description, json_schema_extra=extra, repr=mark != "secret", **constraints)
 
 
