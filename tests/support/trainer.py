@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from conftest import make_tiny_model
 from prime_rl import wait
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import TrainerModel
+from prime_rl.trainer.lm_head import _differentiated
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.packing import Document
 from prime_rl.trainer.parallel import World, close_world, init_world
@@ -47,6 +49,16 @@ def make_policy(world: World) -> Callable[..., Policy]:
         return build_policy(find_model(str(directory)), TrainerModel(**settings), world)
 
     return make
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile up to the code generation, which takes most of the time: what is traced, and when again, is the same."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+    _differentiated.cache_clear()
+    yield
+    _differentiated.cache_clear()
 
 
 @pytest.fixture

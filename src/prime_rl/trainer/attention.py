@@ -1,7 +1,8 @@
 """Causal attention over packed documents, registered with transformers, on the fastest kernel that the machine has.
 
-Documents lie one after the other in one sequence of T tokens; `cu_seqlens` [D + 1] are their boundaries (0 first, T last). No mask function
-is registered under our name, so transformers builds no mask at all; positions come from `position_ids`, boundaries from `cu_seqlens` only.
+Documents lie one after the other in one sequence of T tokens; `cu_seqlens` [D + 1] are their boundaries (0 first, T
+last). No mask function is registered under our name, so transformers builds no mask at all; positions come from
+`position_ids`, boundaries from `cu_seqlens` only.
 """
 
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, wo
         dtype: What attention is computed in.
 
     Returns:
-        The operators whose output selective activation checkpointing keeps, so that attention is not computed again in backward.
+        The operators whose output selective checkpointing keeps, so that backward does not compute attention again.
 
     Raises:
         UserError: the wanted backend cannot run here; says why.
@@ -111,7 +112,7 @@ def needs_of(config: PretrainedConfig, dtype: torch.dtype) -> Needs:
 
 
 def this_machine(device: torch.device, needs: Needs) -> Machine:
-    """The machine that this process runs on. A library counts as working when it loads and a small trial comes out right."""
+    """The machine that this process runs on. A library works if it loads and a small trial comes out right."""
     if device.type != "cuda":
         return Machine(device.type)
 
@@ -173,7 +174,10 @@ def why_not(backend: str, machine: Machine, needs: Needs) -> str | None:
 
 
 def trial(backend: str, needs: Needs, device: torch.device) -> str | None:
-    """Attention over three short documents, forward and backward, compared with `sdpa` in float32. Returns None, or what went wrong."""
+    """Compare attention over three short documents, forward and backward, with `sdpa` in float32.
+
+    Returns None, or what went wrong.
+    """
     draw = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *accumulate((70, 1, 57))], dtype=torch.int32, device=device)
     total, longest, scale = 128, torch.tensor(70), needs.head_dim**-0.5
@@ -187,12 +191,8 @@ def trial(backend: str, needs: Needs, device: torch.device) -> str | None:
         mask = cu_seqlens, longest, scale, window
         try:
             got = with_gradients(_kernel(backend), inputs, d_out, *mask)
-            worst = max(
-                relative_error(a, b)
-                for a, b in zip(
-                    got, with_gradients(sdpa, [x.float() for x in inputs], d_out.float(), *mask), strict=True
-                )
-            )
+            want = with_gradients(sdpa, [x.float() for x in inputs], d_out.float(), *mask)
+            worst = max(map(relative_error, got, want))
         except Exception as error:  # noqa: BLE001 libraries have errors of their own, assertions among them
             return f"fails here: {one_line(error)}"
         if not worst < _TRIAL_ERROR:
@@ -201,7 +201,7 @@ def trial(backend: str, needs: Needs, device: torch.device) -> str | None:
 
 
 def with_gradients(kernel: Kernel, inputs: Any, d_out: Tensor, *mask: Any) -> tuple[Tensor, ...]:
-    """Out, and the gradients of q, k and v when `d_out` is that of out. `inputs` are q, k and v, `mask` the rest of the kernel's arguments."""
+    """Out, and the gradients of q, k and v (`inputs`) when `d_out` is that of out; `mask`: the kernel's other arguments."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = kernel(*leaves, *mask)
     return out.detach(), *torch.autograd.grad(out, leaves, d_out)
@@ -213,10 +213,10 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor]:
-    """What every layer is told about the documents, such that compiled blocks serve every pack.
+    """The arguments of every layer that describe the documents, such that compiled blocks serve every pack.
 
-    A number would become a constant of the compiled block, and the next one a new compilation: the longest length travels as a tensor,
-    which stays in host memory because kernels are launched by it. The number of documents is marked as one that varies.
+    A number would become a constant of the compiled block, and the next one a new compilation: the longest length is a
+    tensor, in host memory because kernels are launched by it. The number of documents is marked as dynamic.
     """
     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
     return {"cu_seqlens": cu_seqlens, "max_seqlen": torch.tensor(max_seqlen, device="cpu")}
@@ -226,7 +226,7 @@ def register(backend: str) -> set[Any]:
     """Make `backend`, whose library is loaded, the attention of every model that uses `NAME`.
 
     Returns:
-        The operators whose output selective activation checkpointing keeps, so that attention is not computed again in backward.
+        The operators whose output selective checkpointing keeps, so that backward does not compute attention again.
     """
     kernel = _kernel(backend)
 
@@ -279,9 +279,9 @@ def sdpa(
 ) -> Tensor:
     """torch's scaled_dot_product_attention on any device.
 
-    One call per document costs the sum of their squares and is exact at the boundaries by construction. Measured on one CPU core at 2048
-    tokens, forward and backward: 32 documents 11 ms against 213 ms with a [T, T] mask, one document 118 against 204. The masked form is kept
-    where a Python loop over documents is impossible or dear: while tracing, and on a GPU, where the boundaries would have to be read back.
+    One call per document costs the sum of their squares and is exact at the boundaries by construction. One CPU core at
+    2048 tokens, forward and backward: 32 documents 11 ms against 213 ms with a [T, T] mask, one document 118 against
+    204. The mask is used while tracing, and on a GPU, where the boundaries would have to be read back.
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, T, D]
     if torch.compiler.is_compiling() or not cu_seqlens.is_cpu:
@@ -303,7 +303,7 @@ def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | N
 
 
 def _document_mask(cu_seqlens: Tensor, tokens: int, window: int | None) -> Tensor:
-    """[T, T], true where the row's token may look at the column's: same document, not later, and within the window."""
+    """[T, T], true where the row's token attends to the column's: same document, not later, and within the window."""
     at = torch.arange(tokens, device=cu_seqlens.device)
     document = torch.bucketize(at, cu_seqlens.long(), right=True)
     distance = at[:, None] - at[None]

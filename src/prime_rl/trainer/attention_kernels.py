@@ -1,7 +1,7 @@
-"""The GPU kernels of packed attention, each made into one operator of ours, and the search for the libraries that hold them.
+"""The GPU kernels of packed attention, each wrapped in one operator of ours, and loading the libraries that hold them.
 
-An operator with a fake kernel and a backward of its own traces without a graph break, and selective checkpointing can keep its output by
-name. All have the form `prime_rl::name(q, k, v, cu_seqlens, longest, scale, window) -> (out, lse)`:
+An operator with a fake kernel and a backward of its own traces without a graph break, and selective checkpointing can
+keep its output by name. All have the form `prime_rl::name(q, k, v, cu_seqlens, longest, scale, window) -> (out, lse)`:
 
     q [T, Hq, D], k and v [T, Hkv, D]: bfloat16 or float16; Hq a multiple of Hkv
     cu_seqlens [documents + 1] int32: boundaries, 0 first, T last
@@ -23,12 +23,11 @@ from prime_rl.trainer.source import one_line
 Grads = tuple[Tensor, Tensor, Tensor]
 Operator = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], tuple[Tensor, Tensor]]
 
-CUDNN_LSE_BYTES = 1 << 29
-"""What rounding may let the padded statistics of one cuDNN backward pass grow to."""
+CUDNN_LSE_BYTES = 1 << 29  # what rounding may let the padded statistics of one cuDNN backward pass grow to
 
 
 class Mask(NamedTuple):
-    """Who looks at whom, and how scores are scaled. `longest` is a number by now, and `window` None where it would hide nothing."""
+    """Who attends to whom, and how scores are scaled. `window` is None where it would hide nothing."""
 
     cu_seqlens: Tensor
     longest: int
@@ -41,7 +40,7 @@ def packed_operator(
     forward: Callable[[Tensor, Tensor, Tensor, Mask], tuple[Tensor, Tensor]],
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask], Grads],
 ) -> Operator:
-    """Make `prime_rl::name` out of two plain functions, which care for neither autograd nor tracing. The last dimension they get is dense.
+    """Make `prime_rl::name` out of two plain functions without autograd or tracing. Their inputs' last dimension is dense.
 
     Args:
         forward: (q, k, v, mask) -> (out, lse)
@@ -119,8 +118,8 @@ def _flash_arguments(mask: Mask) -> dict[str, Any]:
     }
 
 
-# FlashAttention 4 of the package flash-attn-4: kernels in Python, compiled for the GPU when they are first called. Its public function is
-# differentiated by Python code that our operator would hide from autograd; these are its two halves.
+# FlashAttention 4 of the package flash-attn-4: kernels in Python, compiled for the GPU when they are first called. Its
+# public function is differentiated by Python code that our operator would hide from autograd; these are its two halves.
 
 
 def _fa4_arguments(mask: Mask) -> dict[str, Any]:
@@ -183,8 +182,8 @@ def _fa2_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return grads
 
 
-# torch's own FlashAttention 2. `torch.nn.attention.varlen.varlen_attn` wants the longest length as a number, which the compiler would
-# specialise on; beneath it are these two, the same from torch 2.11 to 2.13. They take fewer key heads than query heads as they are.
+# torch's own FlashAttention 2. `torch.nn.attention.varlen.varlen_attn` wants the longest length as a number, which the
+# compiler would specialise on; beneath it are these two, the same from torch 2.11 to 2.13. They take grouped heads.
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -211,15 +210,16 @@ def _varlen_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     return grads[0], grads[1], grads[2]
 
 
-# cuDNN makes a plan for every number of documents, longest length and, backward, number of tokens (to the next 64), and keeps 128 of them.
-# It counts a window with the token itself.
+# cuDNN makes a plan for every number of documents, longest length and, backward, number of tokens (to the next 64), and
+# keeps 128 of them. It counts a window with the token itself.
 
 
 def cudnn_plan(documents: int, longest: int, tokens: int, heads: int) -> tuple[int, int]:
-    """The number of documents and the longest length that a plan is made for: powers of two, so that few plans serve all packs.
+    """The number of documents and the longest length that a plan is made for: powers of two, so that few plans serve all.
 
-    Backward wants its statistics as float32 [documents, heads, longest]. Where rounding would take them over `CUDNN_LSE_BYTES` (one long
-    document among many short ones) the length is rounded to the next 128 only, and the documents not at all.
+    Backward wants its statistics as float32 [documents, heads, longest]. Where rounding would take them over
+    `CUDNN_LSE_BYTES` (one long document among many short ones) the length is rounded to the next 128 only, and the
+    documents not at all.
     """
     number, length = 1 << (documents - 1).bit_length(), min(1 << (longest - 1).bit_length(), tokens)
     if 4 * heads * number * length > CUDNN_LSE_BYTES:
@@ -262,7 +262,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor,
 def _cudnn_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
     arguments = _cudnn_arguments(mask, *q.shape[:2])
     statistics = _by_document(lse, arguments["cu_seqlens_q"], arguments["max_seqlen_q"])
-    # Of a q that is laid out by head, as the compiler may have it, the front end makes a wrong dq, without a word (1.32, seen on an H200).
+    # Of a q that is laid out by head, as the compiler may have it, the front end silently makes a wrong dq (1.32, H200).
     tensors = *(x.contiguous() for x in (d_out, q, k, v, out)), statistics
     dq, dk, dv = _cudnn_call(torch.ops.cudnn.sdpa_bwd, *tensors, mask.scale, **arguments)
     return dq, dk, dv
@@ -287,59 +287,27 @@ KERNELS: dict[str, Operator] = {
 }
 
 
-# Where the libraries are. Each of these makes its library's functions callable, or says in a few words why it cannot.
+# The module that makes a library's functions callable, and what to install for it.
+_LIBRARIES = {
+    "flash_attention_4": ("flash_attn.cute.interface", "package flash-attn-4, extra `fa`"),
+    "flash_attention_3": ("flash_attn_interface", "package flash_attn_interface, built from its source"),
+    "cudnn": ("cudnn.sdpa.fwd.torch_op", "package nvidia-cudnn-frontend, extra `cuda`"),
+    "flash_attention_2": ("flash_attn.flash_attn_interface", "package flash-attn, group `flash-attn-2`"),
+}
 
 
 def load(backend: str) -> str | None:
     """Make the library of one of `KERNELS` callable. Returns None, or why it is not: "is not installed: …"."""
+    if backend not in _LIBRARIES:  # part of torch
+        return None
+    module, remedy = _LIBRARIES[backend]
+    package, *inner = module.split(".")
     try:
-        return _LOADERS[backend]()
+        # FlashAttention 2 and 4 share the folder `flash_attn`, which alone says nothing about which of them is there.
+        names = [package, *(f"{package}.{name}" for name in inner[:1])]
+        if any(importlib.util.find_spec(name) is None for name in names):
+            return f"is not installed: {remedy}"
+        importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 libraries that were made for another torch fail in every way
         return f"cannot be loaded: {one_line(error)}"
-
-
-def _load_flash_attention_4() -> str | None:
-    if not _has("flash_attn", "cute"):
-        return "is not installed: package flash-attn-4, extra `fa`"
-    importlib.import_module("flash_attn.cute.interface")
     return None
-
-
-def _load_flash_attention_3() -> str | None:
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return "is not installed: package flash_attn_interface, built from its source"
-    importlib.import_module("flash_attn_interface")  # registers the operators
-    return None
-
-
-def _load_cudnn() -> str | None:
-    """NVIDIA's front end to the cuDNN that torch brings along."""
-    if importlib.util.find_spec("cudnn") is None:
-        return "is not installed: package nvidia-cudnn-frontend, extra `cuda`"
-    importlib.import_module("cudnn.sdpa.fwd.torch_op")  # registers the operators
-    return None
-
-
-def _load_flash_attention_2() -> str | None:
-    if not _has("flash_attn", "flash_attn_interface"):
-        return "is not installed: package flash-attn, group `flash-attn-2`"
-    importlib.import_module("flash_attn.flash_attn_interface")
-    return None
-
-
-def _has(package: str, module: str) -> bool:
-    """FlashAttention 2 and 4 share the folder `flash_attn`, which alone says nothing about which of them is there."""
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(f"{package}.{module}") is not None
-
-
-def _load_varlen() -> str | None:
-    return None  # part of torch
-
-
-_LOADERS: dict[str, Callable[[], str | None]] = {
-    "flash_attention_4": _load_flash_attention_4,
-    "flash_attention_3": _load_flash_attention_3,
-    "cudnn": _load_cudnn,
-    "flash_attention_2": _load_flash_attention_2,
-    "varlen": _load_varlen,
-}

@@ -110,8 +110,7 @@ _LINES = (
     ("time/wait_for_batch", "  waiting for data", 1e3, 1),
     ("time/forward_backward", "  forward and backward", 1e3, 1),
     ("time/optimizer", "  optimizer", 1e3, 1),
-    ("perf/mfu", "MFU (%), as causal attention needs it", 1, 1),
-    ("perf/peer_mfu", "MFU (%), as PRIME-RL counts", 1, 1),
+    ("perf/mfu", "MFU (%)", 1, 1),
     ("perf/peak_allocated", "peak memory (GiB), in tensors", 1, 2),
     ("perf/peak_memory", "peak memory (GiB), reserved", 1, 2),
     ("perf/host_syncs", "host syncs a step", 1, 0),
@@ -149,20 +148,14 @@ class HostSyncs:
         return {"perf/host_syncs": noticed + 1}
 
 
-def bench_table(history: Sequence[Mapping[str, float]], world: World, peer_flops: float) -> str:
-    """Median, least and most of what a benchmark is run for, after the warm-up.
-
-    Args:
-        peer_flops: PRIME-RL's count of a token's FLOP (`peer_flops`).
-    """
+def bench_table(history: Sequence[Mapping[str, float]], world: World) -> str:
+    """Median, least and most of what a benchmark is run for, after the warm-up."""
     if not history:
         return "benchmark: stopped before a step was measured"
     warm = min(WARM_UP, len(history) - 1)
     measured = history[warm:]
     usual = median(row["time/step"] for row in measured)
     compiling = max(sum(row["time/step"] - usual for row in history[:warm]), 0.0)
-    if (ideal := ideal_seconds(peer_flops, world)) is not None:
-        measured = [{**row, "perf/peer_mfu": 100 * ideal * row["perf/throughput"]} for row in measured]
     lines = [f"{'':<40}{'median':>12}{'min':>12}{'max':>12}"]
     for key, label, factor, decimals in _LINES:
         values = [factor * row[key] for row in measured if key in row]

@@ -53,7 +53,6 @@ class Recipe:
 
     Args:
         tokens: Most tokens of a micro-batch.
-        sample_tokens: Of a row that PRIME-RL's count of FLOP takes for one document.
         small: A command of a benchmark that fits nearly everywhere.
         names: Gives the metrics of a step's summed `loss` metrics.
         open_data: Opens the data, before the model is built.
@@ -63,7 +62,6 @@ class Recipe:
     """
 
     tokens: int
-    sample_tokens: int
     small: str
     loss: TokenLoss | SequenceLoss
     names: Callable[[StepData], moe.Named]
@@ -238,8 +236,7 @@ def run(
         checkpoints.finish(progress)
         versions.finish(checkpoints.needed)
     elif world.is_main:  # it alone keeps the rows
-        peer = perf.peer_flops(matmul, source.config, 1, recipe.sample_tokens)
-        report.text(bench_table(report.history, world, peer))
+        report.text(bench_table(report.history, world))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")
 
 

@@ -1,10 +1,8 @@
 """Activation checkpointing and offload: which operators run again in backward, and that no number changes."""
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import Source, find_model
 from support import trainer as support
 
-world, tied_model = support.world, support.tied_model
+world, tied_model, quick_compiler = support.world, support.tied_model, support.quick_compiler
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -122,13 +120,6 @@ def test_levels_are_told_apart_when_compiled() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
-def test_policies_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """torch's warning at every compilation, about in-place operators that our blocks have not, is not passed on."""
-    torch._dynamo.reset()
-    again(["attention"], compiled=True)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 def gradients(policy: Policy) -> dict[str, Tensor]:
     """Of the cross-entropy over two micro-batches."""
     for lengths in ((17, 30), (25, 22)):
@@ -150,13 +141,6 @@ def shape(tied_model: Path, tmp_path: Path) -> Source:
     config |= {"num_hidden_layers": 4, "intermediate_size": 96, "layer_types": ["full_attention"] * 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return find_model(str(tmp_path), random_weights=True)
-
-
-@pytest.fixture
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are compiled up to the code generation, which takes most of the time and knows no checkpointing."""
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition"))
-    torch._dynamo.reset()
 
 
 _plain: dict[bool, dict[str, Tensor]] = {}

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_rl.config.trainer import DefaultLoss, GRPOLoss
-from prime_rl.trainer.lm_head import dlogits_, fused_token_loss, logprob_entropy, stats
+from prime_rl.trainer.lm_head import fused_token_loss, logprob_entropy, stats
 from prime_rl.trainer.loss import STREAMS, cross_entropy, make_loss
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -44,16 +44,6 @@ def test_gradcheck(pick: Callable[[Tensor, Tensor], object]) -> None:
     """float64 gradients in both outputs, together and alone, agree with finite differences."""
     hidden, weight, labels, inv_t = inputs(7)
     assert torch.autograd.gradcheck(lambda h, w: pick(*logprob_entropy(h, w, labels, inv_t, 3)), (hidden, weight))
-
-
-def test_gradcheck_of_the_fused_loss() -> None:
-    """float64 gradients of a loss that uses log-probability and entropy agree with finite differences."""
-    hidden, weight, labels, inv_t = inputs(7)
-    streams = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    streams[0] -= 2.5
-    assert torch.autograd.gradcheck(
-        lambda h, w: fused_token_loss(h, w, labels, inv_t, streams, ppo_with_entropy, 3)[0], (hidden, weight)
-    )
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 20, 64])
@@ -208,13 +198,6 @@ def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
     loss, sums = fused_token_loss(hidden, weight, labels, inv_t, torch.ones(1, 6).double(), cross_entropy, 4)
     assert loss.isnan()
     assert sums.isnan().all()
-
-
-def test_dlogits_overwrites_the_logits() -> None:
-    """One buffer serves logits and their gradient."""
-    logits, (_, _, labels, inv_t) = torch.randn(7, 13).double(), inputs(7)
-    log_z, logprob, entropy = stats(logits, labels, inv_t)
-    assert dlogits_(logits, labels, inv_t, log_z, entropy, logprob, entropy) is logits
 
 
 @pytest.mark.parametrize("mode", ["one pass", "two passes"])

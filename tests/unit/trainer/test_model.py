@@ -63,27 +63,6 @@ def test_packed_equals_unpacked_equals_transformers(
         torch.testing.assert_close(gradient, apart[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"activation_checkpointing": "full"},
-        {"activation_checkpointing": "attention"},
-        {"reshard_after_forward": True},
-        {"head_chunk": 5},
-    ],
-    ids=str,
-)
-def test_memory_settings_change_no_number(
-    settings: dict[str, object], make_policy: Callable[..., Policy], tied_model: Path
-) -> None:
-    """Recomputation, resharding and chunking trade memory for time, not results."""
-    groups = [support.random_documents((17, 30)), support.random_documents((25,))]
-    want = gradients(make_policy(tied_model), groups)
-    got = gradients(make_policy(tied_model, **settings), groups)
-    for name, gradient in want.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
-
-
 @pytest.mark.parametrize("which", ["tied_model", "untied_model"])
 def test_backward_has_the_weights_that_it_reads(
     which: str, make_policy: Callable[..., Policy], request: pytest.FixtureRequest

@@ -1,13 +1,148 @@
-"""Learning-rate schedules and gradient clipping."""
+"""Each optimizer's update against its formula, in double precision; what checkpoints restore; schedules and clipping."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from prime_rl.config.trainer import ConstantScheduler, CosineScheduler, LinearScheduler, SchedulerConfig, WSDScheduler
-from prime_rl.trainer.optim import clip_gradients, learning_rate
+from prime_rl.config.trainer import (
+    SGD,
+    AdamW,
+    ConstantScheduler,
+    CosineScheduler,
+    LinearScheduler,
+    Muon,
+    OptimConfig,
+    SchedulerConfig,
+    WSDScheduler,
+)
+from prime_rl.trainer import dcp, optim
+from prime_rl.trainer.optim import build_optimizer, clip_gradients, is_hidden_matrix, learning_rate, set_learning_rate
+from prime_rl.trainer.parallel import World
+from support import optim as support
+from support import trainer
+
+world = trainer.world
+CONFIGS = [AdamW(lr=1e-2), SGD(lr=1e-2), Muon(lr=1e-2)]
+
+
+def updated(config: OptimConfig, steps: int = 4) -> dict[str, Tensor]:
+    model = support.make_toy()
+    return support.train(model, build_optimizer(model, config), range(steps))
+
+
+def test_adamw() -> None:
+    got = updated(AdamW(lr=1e-2, betas1=0.8, betas2=0.9, weight_decay=0.3))
+    for name, value, gradients in support.start_and_gradients():
+        want = support.adamw(value, gradients, 1e-2, (0.8, 0.9), 0.3)
+        torch.testing.assert_close(got[name].double(), want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, True)])
+def test_sgd(momentum: float, nesterov: bool) -> None:
+    got = updated(SGD(lr=1e-2, momentum=momentum, nesterov=nesterov, weight_decay=0.3))
+    for name, value, gradients in support.start_and_gradients():
+        velocity = torch.zeros_like(value)
+        for gradient in gradients:
+            decayed = gradient + 0.3 * value
+            velocity = momentum * velocity + decayed
+            value = value - 1e-2 * (decayed + momentum * velocity if nesterov else velocity)
+        torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw() -> None:
+    """They are AdamW's to the last formula; the others are not."""
+    config = Muon(lr=1e-2, weight_decay=0.3)
+    model = support.make_toy()
+    optimizer = build_optimizer(model, config)
+    set_learning_rate(optimizer, 1e-2)
+    got = support.train(model, optimizer, range(4))
+    apart = {"embed_tokens.weight", "lm_head.weight"} | {name for name in got if name.endswith(("norm.weight", "bias"))}
+    for name, value, gradients in support.start_and_gradients():
+        like_adamw = torch.allclose(
+            got[name].double(), support.adamw(value, gradients, 1e-2, (0.9, 0.95), 0.3), 1e-5, 1e-6
+        )
+        assert like_adamw == (name in apart), name
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "hidden"),
+    [
+        ("lm.model.layers.0.self_attn.q_proj.weight", (8, 4), True),
+        ("lm.model.layers.0.mlp.experts.gate_up_proj", (3, 8, 4), True),
+        ("lm.model.layers.0.conv1d.weight", (8, 1, 4), False),
+        ("lm.model.embed_tokens.weight", (8, 4), False),
+        ("lm.lm_head.weight", (8, 4), False),
+        ("lm.model.norm.weight", (8,), False),
+    ],
+)
+def test_what_muon_orthogonalizes(name: str, shape: tuple[int, ...], hidden: bool) -> None:
+    assert is_hidden_matrix(name, nn.Parameter(torch.zeros(shape))) == hidden
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+def test_parameters_without_a_gradient_stay(config: OptimConfig) -> None:
+    """Among others of their shape that have one, which are updated as ever."""
+    model = support.make_toy()
+    optimizer = build_optimizer(model, config)
+    before = support.parameters(model)
+    support.set_gradients(model, 0)
+    names = {"layers.1.square.weight", "layers.2.experts.down_proj", "layers.0.norm.weight", "embed_tokens.weight"}
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.grad = None
+    optimizer.step()
+    want = updated(config, 1)
+    for name, value in support.parameters(model).items():
+        torch.testing.assert_close(value, before[name] if name in names else want[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+def test_a_checkpoint_restores_every_bit(config: OptimConfig, offload: bool, world: World, tmp_path: Path) -> None:
+    """Two steps, then two by an optimizer that was given the checkpoint of the first, are the same bits as four, wherever the states lie."""
+    config = config.model_copy(update={"offload": offload})
+    model = support.make_toy()
+    optimizer = build_optimizer(model, config)
+    support.train(model, optimizer, range(2))
+    dcp.save(support.state_of(model, optimizer), tmp_path / "state")
+    whole = support.train(model, optimizer, range(2, 4))
+
+    other = support.make_toy(seed=1)
+    resumed = build_optimizer(other, config)
+    state = support.state_of(other, resumed)
+    dcp.load(state, tmp_path / "state", world)
+    support.restore(other, resumed, state)
+    for name, value in support.train(other, resumed, range(2, 4)).items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_settings_are_the_configs_not_the_checkpoints(world: World, tmp_path: Path) -> None:
+    model = support.make_toy()
+    dcp.save(support.state_of(model, build_optimizer(model, AdamW(weight_decay=0.5))), tmp_path / "state")
+    optimizer = build_optimizer(model, AdamW(weight_decay=0.25))
+    state = support.state_of(model, optimizer)
+    dcp.load(state, tmp_path / "state", world)
+    support.restore(model, optimizer, state)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though chunks end within parameters and there are more of them than places on the device."""
+    monkeypatch.setattr(optim, "CHUNK", 1024)
+    results = []
+    for offload in (False, True):
+        model = support.make_toy(48)
+        optimizer = build_optimizer(model, config.model_copy(update={"offload": offload}))
+        results.append(support.train(model, optimizer, range(5)))
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+# ---- the learning rate, and clipping
 
 SETTINGS: dict[str, Any] = {"warmup_steps": 2, "decay_steps": 4, "min_lr": 1.0}
 RISE = [4.5, 9.0, 9.0, 9.0]

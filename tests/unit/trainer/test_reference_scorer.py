@@ -23,7 +23,7 @@ from prime_rl.transport.weights import REFERENCE_TOKENS, LogprobReference, refer
 from support import trainer as support
 
 tied_model, untied_model, world = support.tied_model, support.untied_model, support.world
-make_policy, run_training = support.make_policy, support.run_training
+make_policy, run_training, quick_compiler = support.make_policy, support.run_training, support.quick_compiler
 Run = Callable[[TrainerConfig], None]
 
 
@@ -102,7 +102,8 @@ def _local(gradient: torch.Tensor | None) -> torch.Tensor:
     return gradient.to_local()
 
 
-@pytest.mark.parametrize("grows", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["one size", "many sizes"])
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("grows", [0, 3], ids=["one size", "many sizes"])
 def test_scoring_compiles_no_step_again(
     grows: int, world: World, make_policy: Callable[..., Policy], tied_model: Path
 ) -> None:

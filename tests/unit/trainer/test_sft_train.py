@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,7 +107,7 @@ def test_loss_falls_and_transformers_loads(run: Run, tied_model: Path, dataset: 
     assert AutoTokenizer.from_pretrained(final).chat_template == AutoTokenizer.from_pretrained(tied_model).chat_template
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch_size", [2, 4])
 def test_micro_batches_change_no_number(
     micro_batch_size: int, run: Run, tied_model: Path, dataset: Path, tmp_path: Path
 ) -> None:
@@ -165,25 +164,6 @@ def test_fake_data_and_bench(
     run(make_config(tmp_path / "fake", tied_model, nowhere, {"fake": {}}, max_steps=2))
     assert list_steps(tmp_path / "fake" / "weights") == [0, 2]
     assert metrics(tmp_path / "fake")[1]["progress/total_tokens"] == 2 * 2 * 64
-
-
-def without_template(model: Path, directory: Path) -> Path:
-    shutil.copytree(model, directory)
-    (directory / "chat_template.jinja").unlink()
-    return directory
-
-
-def test_no_chat_template(run: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Messages need a chat template: one clear line, and nothing is trained. Text does without."""
-    bare, rows = without_template(tied_model, tmp_path / "bare"), tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
-    with pytest.raises(UserError, match="dataset row 0: the tokenizer of .* has no chat template"):
-        run(make_config(tmp_path / "refused", bare, rows, max_steps=1))
-    assert metrics(tmp_path / "refused") == []
-    assert list_steps(tmp_path / "refused" / "weights") in ([], [0])
-    rows.write_text(json.dumps({"prompt": "a", "completion": "b"}))
-    run(make_config(tmp_path / "text", bare, rows, max_steps=1))
-    assert list_steps(tmp_path / "text" / "weights") == [0, 1]
 
 
 def test_wrong_columns_write_nothing(run: Run, tied_model: Path, tmp_path: Path) -> None:

@@ -158,16 +158,3 @@ def test_groups_of_a_step(
         for place in range(5)
     }
     assert sum(counts).tolist() == list(tokens.values())
-
-
-def test_a_bad_batch_ahead(no_thread_is_left: None, world: World, tied_model: Path, tmp_path: Path) -> None:
-    """A damaged batch is the error of its own step: the one before is trained."""
-    support.write_rollouts(tmp_path, 2)
-    samples = tmp_path / "rollouts" / "step_1" / "samples.arrow"
-    samples.write_bytes(samples.read_bytes()[:-1])
-    source = rollouts(tmp_path, world, tied_model)
-    assert source.read(0).tokens > 0
-    assert source.wait(1, lambda: False)
-    with pytest.raises(UserError, match="samples.arrow has .* bytes, the manifest says"):
-        source.read(1)
-    source.close()

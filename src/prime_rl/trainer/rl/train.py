@@ -29,7 +29,6 @@ def make_recipe(config: TrainerConfig) -> Recipe:
     """
     return Recipe(
         tokens=config.seq_len,
-        sample_tokens=config.seq_len,
         small=SMALL,
         loss=make_loss(config.loss),
         names=lambda batch: partial(describe, batch.environments),

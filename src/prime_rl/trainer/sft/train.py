@@ -24,7 +24,6 @@ def make_recipe(config: SFTConfig) -> Recipe:
     """Fine-tuning: rows or fake rows, cross-entropy, and weights at checkpoints and evaluations."""
     return Recipe(
         tokens=config.data.seq_len * config.data.micro_batch_size,
-        sample_tokens=config.data.seq_len,
         small=SMALL,
         loss=cross_entropy,
         names=lambda batch: means,
