@@ -3,13 +3,14 @@
     python benchmarks/canary.py --model 4B --json benchmarks/results/canary_h200.json
     python benchmarks/canary.py --model tiny --device cpu --dtype bfloat16                      # no GPU
 
-A model with random weights, sharpened as in mismatch.py, is the base; a second version is it with noise. Both are scored by the trainer and
+A model with random weights, its last norm scaled so that distributions are as sharp as a trained model's, is the base; a second version is it with noise. Both are scored by the trainer and
 committed; a server loads them as a run would have it do. Needs vLLM (0.31 or 0.26) and no network.
 """
 
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from forked import run_forked
 from machine import describe_gpus, describe_machine
-from mismatch import write_model
+from steps import TOKENIZER, model_source
 
 from prime_rl.config.shared import ClientConfig
 from prime_rl.config.trainer import TrainerModel
@@ -30,6 +31,7 @@ from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LogprobCheck, compare
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.parallel import close_world, init_world
+from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import RowCopies
@@ -46,6 +48,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from conftest import InferenceServer, launch_server
 
 REPEATS = 10
+
+
+def write_model(directory: Path, model: str, layers: int | None, sharpness: float, device: str) -> None:
+    """Export random weights of a model's shape as version 0, in bfloat16."""
+    world = init_world(device, 60)
+    source = model_source(model, layers)
+    policy = build_policy(source, TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none"), world)
+    with torch.no_grad():
+        dict(named_parameters(policy))["model.norm.weight"].fill_(sharpness)
+    source.config.architectures = [type(policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
+    staging = RowCopies(policy, world, torch.bfloat16)
+    write_version(staging, staging.copy(), source, world, directory, version=0, incarnation=0)
+    for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
+        shutil.copy(path, directory)
+    close_world()
 
 
 def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[str, float]:

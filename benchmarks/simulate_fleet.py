@@ -2,7 +2,6 @@
 
     uv run --group cpu python benchmarks/simulate_fleet.py --output benchmarks/results/simulate_fleet.json    # all rows, about seven minutes
     uv run --group cpu python benchmarks/simulate_fleet.py --replicas 10 --levels 0 1 --rate 100
-    uv run --group cpu python benchmarks/simulate_fleet.py --levels --counts                  # is the work of an episode the same?
 
 Fleets of `--replicas` at `--level`, and the smallest of them at each of `--levels`. Every replica has `--seats` seats; an episode takes one at once
 and samples `--rate` tokens a second. Replies are as long as rollouts are: lognormal, median 600 tokens, at most 4,096 (of a group of 16 the longest
@@ -21,13 +20,11 @@ import heapq
 import itertools
 import json
 import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,7 +61,6 @@ class Fleet:
     bound: int = 16
     seconds: float = 60.0
     warm: float = 120.0
-    counts: bool = False
 
     @property
     def in_flight(self) -> int:
@@ -77,27 +73,15 @@ class Fleet:
 
 @dataclass
 class Meter:
-    """Processor seconds by part; or, where they are counted instead, calls of functions, Python's own included: the same on any machine."""
+    """Processor seconds by part."""
 
-    counts: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
-    calls: int = 0
 
     def of(self, part: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        if self.counts:
-            sys.setprofile(self._count)
-            try:
-                return call(*arguments, **options)
-            finally:
-                sys.setprofile(None)
         began = time.thread_time()
         result = call(*arguments, **options)
         self.seconds[part] = self.seconds.get(part, 0.0) + time.thread_time() - began
         return result
-
-    def _count(self, _frame: FrameType, event: str, _argument: Any) -> None:
-        if event in ("call", "c_call"):
-            self.calls += 1
 
 
 @dataclass(frozen=True)
@@ -126,7 +110,7 @@ class Simulation:
         tasks = (Task("simulated", number, f"task-{number}") for number in itertools.count())
         self.scheduler: Scheduler[EpisodeResult] = Scheduler(limits, tasks, emit=self._count_event)
         self.issued, self.trained, self.dropped = 0, 0, Counter[Drop]()
-        self.meter = Meter(fleet.counts)
+        self.meter = Meter()
         self.draw = np.random.default_rng(seed)
         self.replies = {
             length: _reply(self.draw, length) for length in range(LENGTH_STEP, LONGEST + LENGTH_STEP, LENGTH_STEP)
@@ -150,7 +134,6 @@ class Simulation:
     def reset(self) -> None:
         """Count from now on."""
         self.meter.seconds.clear()
-        self.meter.calls = 0
         self.collections.clear()
         self.began, self.busy, self.landed, self.ages = self.now, 0.0, 0, []
         self.most = 0
@@ -190,7 +173,6 @@ class Simulation:
             "staleness_max": max((most for _, most in self.ages), default=None),
             "most_on_a_replica": self.most,
             "dropped_stale": self.dropped[Drop.STALE],
-            **({"calls_per_episode": self.meter.calls / self.landed} if fleet.counts else {}),
             "cpu_seconds_per_second": parts,
             "cpu_total": sum(parts.values()),
             "collector_seconds_per_second": young,  # in whichever part it interrupts
@@ -318,9 +300,6 @@ def main() -> None:
     for name in ("seats", "rate", "pause", "level", "bound", "seconds", "warm"):
         value = getattr(defaults, name)
         parser.add_argument(f"--{name}", type=type(value), default=value)
-    parser.add_argument(
-        "--counts", action="store_true", help="count calls of functions, which takes no time of its own into account"
-    )
     parser.add_argument("--output", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     given = {name: value for name, value in vars(arguments).items() if name in Fleet.__dataclass_fields__}

@@ -47,6 +47,7 @@ _SMALL: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TINY = {"tiny": Qwen3Config(**_SMALL), "tiny-moe": Qwen3MoeConfig(**_SMALL, **_EXPERTS)}
+TOKENIZER = Path(__file__).parent.parent / "assets" / "tiny-reverse"
 SAMPLES = 128  # of a step whose lengths are spread as rollouts are, per rank: about seven micro-batches of 16k tokens
 
 
@@ -69,7 +70,7 @@ class Case:
         optim: Options of its `optim` section.
         objective: Options of its `loss` section (`loss.type=gspo`).
         bar: Tokens per second per rank to reach; `mfu_bar` the same in per cent of the peak, `within` the GiB to stay in.
-        peer: What the peer reaches, and `peer_gib` the GiB that it takes.
+        peer: What the peer reaches.
     """
 
     name: str
@@ -91,7 +92,6 @@ class Case:
     mfu_bar: float | None = None
     within: float | None = None
     peer: float | None = None
-    peer_gib: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -102,7 +102,7 @@ class Case:
 
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("layers", "ranks", "micro_batches", "warm", "steps"), int),
-    **dict.fromkeys(("limit", "bar", "mfu_bar", "within", "peer", "peer_gib"), float),
+    **dict.fromkeys(("limit", "bar", "mfu_bar", "within", "peer"), float),
     "loss": str,
     **dict.fromkeys(("export", "canary"), lambda text: text == "true"),
 }

@@ -50,57 +50,13 @@ BARS = (
 )  # fmt: skip
 
 
-_FAST = {"reshard_after_forward": False, "head_chunk": 4096}
-
-
-def _levels(
-    model: str, documents: str, levels: tuple[str, ...], steps: int, besides: dict[str, object] = _FAST
-) -> tuple[Case, ...]:
-    auto = Case(f"{model} {documents}, automatic", model, documents, steps=steps)
-    tuned = (
-        replace(auto, name=f"{model} {documents}, {level}", settings={"activation_checkpointing": level, **besides})
-        for level in levels
-    )
-    return auto, *tuned
-
-
-# What is chosen without any option, and what by hand.
-AUTO = (
-    *_levels("0.6B", "1x16384", ("none", "pointwise"), 8),
-    *_levels("4B", "1x16384", ("none", "pointwise", "wide", "attention"), 3),
-    *_levels("0.6B", "16x4096", ("none", "pointwise"), 4),
-    *_levels("4B", "16x4096", ("wide", "attention"), 2, {}),
-)
-
-# A level is named, as the peer's rows do, and weights are freed; these exported nothing.
-MEMORY = tuple(
-    Case(
-        f"{model} {documents}, {level}",
-        model,
-        documents,
-        settings={"activation_checkpointing": level, "reshard_after_forward": True, "head_chunk": chunk},
-        export=False,
-        steps=steps,
-        warm=warm,
-        peer=peer,
-        peer_gib=gib,
-    )
-    for model, documents, level, chunk, peer, gib, steps, warm in (
-        ("0.6B", "1x16384", "none", 2048, 38_500, 30.4, 6, 3),
-        ("0.6B", "1x16384", "full", 2048, 32_900, 11.9, 6, 3),
-        ("0.6B", "1x65536", "none", 1024, 17_800, 88.8, 2, 2),
-        ("4B", "1x16384", "none", 1024, 12_500, 123.6, 3, 3),
-        ("4B", "1x16384", "full", 4096, 10_300, 67.3, 3, 3),
-    )
-)
-
 _ONE = Case("0.6B, one 16k document a micro-batch, 1 rank", "0.6B", "1x16384", steps=8)
 _FOUR = Case("4B, one 16k document a micro-batch, 1 rank", "4B", "1x16384", steps=3)
 # Two micro-batches on every rank: the same work for each, however many there are.
 RANKS = tuple(
-    replace(case, name=case.name.replace("1 rank", f"{ranks} ranks" if ranks > 1 else "1 rank"), ranks=ranks)
+    replace(case, name=case.name.replace("1 rank", "2 ranks") if ranks == 2 else case.name, ranks=ranks)
     for case in (_ONE, _FOUR)
-    for ranks in (1, 2, 4)
+    for ranks in (1, 2)
 ) + tuple(
     replace(case, name=case.name.replace("1 rank", "2 ranks, replicas"), ranks=2, settings={"dp_replicate": 2})
     for case in (_ONE, _FOUR)
@@ -136,8 +92,6 @@ LOSSES = tuple(
 
 SUITES = {
     "bars": BARS,
-    "auto": AUTO,
-    "memory": MEMORY,
     "ranks": RANKS,
     "optim": OPTIM,
     "losses": LOSSES,

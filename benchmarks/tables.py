@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attention_rates
 from steps import Case
 from suites import SUITES
 
@@ -26,18 +25,8 @@ HEADINGS = [
     "peer's MFU",
     "step ms (min–max)",
     "GiB estimated / allocated / reserved",
-    "peer's GiB",
+    "forward + backward / optimizer ms",
     "chosen",
-]
-PARTS = [
-    "case",
-    "data ms",
-    "forward + backward",
-    "optimizer",
-    "export, waited for",
-    "beside the next step: cast / copy / write / hash / commit ms",
-    "compile s",
-    "host syncs",
 ]
 
 
@@ -56,7 +45,7 @@ def cells(case: Case, row: Row | None) -> list[str]:
         _percent(row["peer_mfu"]),
         f"{step['median']:,.0f} ({step['min']:,.0f}–{step['max']:,.0f})",
         " / ".join(_number(row[f"{kind}_gib"], ".1f") for kind in ("estimated", "allocated", "reserved")),
-        _number(case.peer_gib, ".1f") if case.peer_gib else "",
+        " / ".join(_number(row["parts_ms"][part], ",.1f") for part in ("forward_backward", "optimizer")),
         row["chosen"],
     ]
 
@@ -79,18 +68,6 @@ def _peer(case: Case) -> str:
     return _number(case.peer, ",.0f") if case.peer else ""
 
 
-def part_cells(case: Case, row: Row) -> list[str]:
-    """A case's line under `PARTS`."""
-    parts, export = row["parts_ms"], row["export_ms"]
-    return [
-        case.name,
-        *(_number(parts[name], ",.1f") for name in ("data", "forward_backward", "optimizer", "export_wait")),
-        " / ".join(_number(export.get(name, 0.0), ",.0f") for name in ("cast", "copy", "write", "hash", "commit")),
-        _number(row["compile_s"], ".1f"),
-        _number(row["host_syncs"], ".0f"),
-    ]
-
-
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
@@ -99,29 +76,19 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1f} %"
 
 
-def suite_tables(suite: str, cases: Sequence[Case], rows: Mapping[str, Row]) -> list[Table]:
-    """The table of a suite, without columns that have nothing to say, and that of the parts of its steps."""
+def suite_table(suite: str, cases: Sequence[Case], rows: Mapping[str, Row]) -> Table:
+    """The table of a suite, without columns that have nothing to say."""
     lines = [[*HEADINGS], *(cells(case, rows.get(case.name)) for case in cases)]
-    if suite in _COMPARED:
-        heading, share = _COMPARED[suite]
-        lines[0].insert(2, heading)
+    if suite == "ranks":
+        lines[0].insert(2, "times 1 rank")
         for case, line in zip(cases, lines[1:], strict=True):
-            line.insert(2, share(case, cases, rows))
+            line.insert(2, _of_one_rank(case, cases, rows))
     used = [column for column in range(len(lines[0])) if column < 2 or any(line[column] for line in lines[1:])]
-    tables = [[[line[column] for column in used] for line in lines]]
-    measured = [case for case in cases if _measured(case, rows)]
-    return [*tables, [PARTS, *(part_cells(case, rows[case.name]) for case in measured)]] if measured else tables
+    return [[line[column] for column in used] for line in lines]
 
 
 def _measured(case: Case, rows: Mapping[str, Row]) -> bool:
     return "tokens_per_second" in rows.get(case.name, {})
-
-
-def _of_best(case: Case, cases: Sequence[Case], rows: Mapping[str, Row]) -> str:
-    """A case's speed as a share of the fastest with the same documents."""
-    alike = [other for other in cases if (other.model, other.documents) == (case.model, case.documents)]
-    best = max((rows[other.name]["tokens_per_second"] for other in alike if _measured(other, rows)), default=None)
-    return f"{rows[case.name]['tokens_per_second'] / best:.3f}" if best and _measured(case, rows) else ""
 
 
 def _of_one_rank(case: Case, cases: Sequence[Case], rows: Mapping[str, Row]) -> str:
@@ -132,33 +99,9 @@ def _of_one_rank(case: Case, cases: Sequence[Case], rows: Mapping[str, Row]) -> 
     return f"{case.ranks * rows[case.name]['tokens_per_second'] / rows[alone.name]['tokens_per_second']:.2f} ×"
 
 
-_COMPARED = {"auto": ("of the fastest", _of_best), "ranks": ("times 1 rank", _of_one_rank)}
-
-
 def case_table(suite: str, cases: Sequence[Case], rows: Mapping[str, Row]) -> str:
     """For a terminal."""
-    return "\n\n".join(text_table(table) for table in suite_tables(suite, cases, rows))
-
-
-def attention_lines(rows: Mapping[str, Row]) -> Table:
-    """One line a shape, one column a backend: forward / backward TFLOP/s."""
-    shapes = dict.fromkeys((row["documents"], row["heads"], row["kv_heads"]) for row in rows.values() if "heads" in row)
-    backends = attention_rates.BACKENDS
-    lines = [["documents, heads", *backends]]
-    for documents, heads, kv_heads in shapes:
-        line = [f"{documents}, {heads}/{kv_heads}"]
-        for backend in backends:
-            row = rows.get(attention_rates.row_name(documents, heads, kv_heads, backend), {})
-            rated = "forward_tflops" in row
-            line.append(f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" if rated else "–")
-        lines.append(line)
-    return lines
-
-
-def attention_table(rows: Mapping[str, Row]) -> str:
-    absent = {row["backend"]: row.get("absent") or row.get("failed") for row in rows.values()}
-    notes = [f"{backend}: {reason}" for backend, reason in absent.items() if reason]
-    return "\n".join(["forward / backward TFLOP/s", text_table(attention_lines(rows)), *notes])
+    return text_table(suite_table(suite, cases, rows))
 
 
 def text_table(table: Table) -> str:
@@ -176,7 +119,7 @@ def markdown(table: Table) -> str:
 
 def readme() -> str:
     """`README.md` with the part between the markers written again."""
-    parts = [*_trainer_part(), *_profile_part(), *_neutrality_part(), *_mismatch_part(), *_sync_part()]
+    parts = [*_trainer_part(), *_sync_part()]
     before, begin, rest = README.read_text().partition("<!-- trainer: begin -->")
     _, end, after = rest.partition("<!-- trainer: end -->")
     assert end, f"{README} has lost its markers"
@@ -261,77 +204,16 @@ def _sync_part() -> list[str]:
 
 _TITLES = {
     "bars": "Bars on one H200: no option is set but the memory limit that a row names. Weights are exported after every step.",
-    "auto": "What is chosen without any option, beside what is set by hand.",
-    "memory": "Memory where a level of recomputation is named, beside the peer's at the same level (PRIME-RL reports what torch reserves); nothing is exported, as there.",
     "optim": "Other optimizers, and optimizer states in host memory.",
     "ranks": "Several GPUs, each with two micro-batches a step; tokens/s and memory are per GPU. The bar is 1.9 times 1 rank for 2.",
 }
 
 
 def _trainer_part() -> list[str]:
-    found = _read("trainer_h200.json")
+    measured = _read("trainer_h200.json")
     parts = []
     for suite, title in _TITLES.items():
-        rows = found.get(suite, {})
+        rows = measured.get(suite, {})
         parts.append(f"`trainer.py --suite {suite}`. {title} {_machines(rows)}")
-        parts += [markdown(table) for table in suite_tables(suite, SUITES[suite], rows)]
-    rows = found.get("attention", {})
-    parts.append(f"`trainer.py --suite attention`. Attention alone, forward / backward TFLOP/s. {_machines(rows)}")
-    return parts + ([markdown(attention_lines(rows))] if rows else [])
-
-
-def _profile_part() -> list[str]:
-    found = _read("profile_h200.json")
-    parts = [
-        f"`trainer_profile.py`. A step under the profiler, by groups of kernels (`alone`: every instant credited once). {_machines(found.get('rows', {}))}"
-    ]
-    for name, row in found.get("rows", {}).items():
-        if "failed" in row:
-            parts.append(f"`{name}`: failed: {row['failed']}")
-            continue
-        groups = sorted(row["groups"].items(), key=lambda item: -item[1]["ms"])
-        lines = [["", "ms", "of it alone", "kernels"]]
-        lines += [
-            [group, f"{part['ms']:.1f}", f"{part['alone_ms']:.1f}", f"{part['kernels']:.0f}"] for group, part in groups
-        ]
-        lines.append(["idle", f"{row['idle_ms']:.1f}", "", ""])
-        lines.append(["**the step**", f"{row['span_ms']:.1f}", "", f"{row['kernels']:.0f}"])
-        parts += [f"`{name}` ({row['chosen']}):", markdown(lines)]
+        parts.append(markdown(suite_table(suite, SUITES[suite], rows)))
     return parts
-
-
-def _neutrality_part() -> list[str]:
-    found = _read("neutrality_h200.json")
-    if not found:
-        return ["`neutrality.py`. Not measured."]
-    title = (
-        f"`neutrality.py`. Largest relative difference over {found['steps']} steps from the plain path (masked attention, eager, nothing "
-        f"recomputed, all logits at once), same weights and data: loss, gradient norm. {_machines(found['rows'])}"
-    )
-    lines = [["", "SFT loss", "SFT norm", "RL loss", "RL norm", "SFT loss, from float32", "RL norm, from float32"]]
-    for name, row in found["rows"].items():
-        if "plain" not in row:
-            lines.append([name, row.get("absent") or f"failed: {row['failed']}", "", "", "", "", ""])
-            continue
-        values = [row["plain"][key] for key in ("sft_loss", "sft_norm", "rl_loss", "rl_norm")]
-        values += [row["float32"][key] for key in ("sft_loss", "rl_norm")] if "float32" in row else []
-        lines.append([name, *(f"{value:.1e}" for value in values)])
-        lines[-1] += [""] * (len(lines[0]) - len(lines[-1]))
-    return [title, markdown(lines)]
-
-
-def _mismatch_part() -> list[str]:
-    found = _read("mismatch_h200.json")
-    if not found:
-        return ["`mismatch.py`. Not measured."]
-    title = (
-        f"`mismatch.py`. The trainer's log-probabilities of {found['prompts'] * found['tokens']:,} tokens that vLLM {found['vllm']} sampled. "
-        f"Measured: {_machine(found)}."
-    )
-    lines = [["attention", "mean abs. difference", "largest", "mismatch KL"]]
-    for row in found["rows"]:
-        if "absent" in row:
-            lines.append([row["attention"], row["absent"], "", ""])
-        else:
-            lines.append([row["attention"], *(f"{row[key]:.1e}" for key in ("mean_abs", "max_abs", "mismatch_kl"))])
-    return [title, markdown(lines)]

@@ -1,7 +1,7 @@
 """Speed and memory of the trainer: whole steps on real shapes with random weights and fake data, each case in a process of its own.
 
     python benchmarks/trainer.py --suite bars                                   # what is to be reached on one H200
-    python benchmarks/trainer.py --suite auto | memory | attention | optim | ranks
+    python benchmarks/trainer.py --suite optim | ranks | losses
     python benchmarks/trainer.py --case "4B 1x16384 memory_limit=80" --case "0.6B 16x4096 activation_checkpointing=attention"
     python benchmarks/trainer.py --device cpu --suite tiny                      # no GPU
     python benchmarks/trainer.py --table                                        # write README.md's tables again from the JSON files
@@ -22,12 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attention_rates
 from forked import run_forked
 from machine import describe_gpus, describe_machine
 from steps import Case, measure, model_bytes, parse_case
 from suites import SUITES
-from tables import attention_table, case_table, rewrite_readme
+from tables import case_table, rewrite_readme
 
 RESULTS = Path(__file__).parent / "results" / "trainer_h200.json"
 _MEMORY = Path("/dev/shm")
@@ -36,7 +35,7 @@ _LEAST_SECONDS = 30.0  # for a case that is begun
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", action="append", default=[], choices=[*SUITES, "attention"])
+    parser.add_argument("--suite", action="append", default=[], choices=[*SUITES])
     parser.add_argument(
         "--case", action="append", default=[], help='for example "0.6B 1x16384 memory_limit=15 steps=8"'
     )
@@ -50,7 +49,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "trainer_benchmark.log")
     parser.add_argument("--table", action="store_true", help="only write README.md's tables again")
     parser.add_argument(
-        "--collect", type=Path, help="only take the files that gpu/suite.sh left in this folder into results/"
+        "--collect", type=Path, help="only take the trainer.json that gpu/suite.sh left in this folder into results/"
     )
     arguments = parser.parse_args()
     if arguments.collect is not None:
@@ -61,10 +60,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes that were begun are ended
     deadline = time.monotonic() + arguments.seconds
     for suite in arguments.suite:
-        if suite == "attention":
-            run_attention(arguments, deadline)
-        else:
-            run_cases(suite, [case for case in SUITES[suite] if wanted(case.name, arguments.only)], arguments, deadline)
+        run_cases(suite, [case for case in SUITES[suite] if wanted(case.name, arguments.only)], arguments, deadline)
     if arguments.case:
         run_cases("cases", [parse_case(text) for text in arguments.case], arguments, deadline)
 
@@ -96,46 +92,11 @@ def run_cases(suite: str, cases: Sequence[Case], arguments: argparse.Namespace, 
     print(case_table(suite, cases, rows), flush=True)
 
 
-def run_attention(arguments: argparse.Namespace, deadline: float) -> None:
-    """Every backend in a process of its own."""
-    shapes = attention_rates.SHAPES if arguments.device == "cuda" else attention_rates.TINY_SHAPES
-    gpus = describe_gpus()
-    found: dict[str, dict[str, Any]] = {}
-    for backend in attention_rates.BACKENDS:
-        if time.monotonic() > deadline:
-            break
-        job = partial(attention_rates.measure_backend, backend, shapes, arguments.device)
-        outcome = run_forked(job, limit=120, log=arguments.log)
-        rows = outcome.value if outcome.error is None else {backend: {"backend": backend, "failed": outcome.error}}
-        found |= {name: {**row, "measured": here(gpus)} for name, row in rows.items()}
-        save(arguments.json, "attention", found)
-    print(attention_table(found), flush=True)
-
-
 def collect(folder: Path) -> None:
-    """Rows take the places of older ones with the same names, but where they failed or could not run; those of `mismatch.json`, which belong
-    together, all at once."""
-    for path in sorted(folder.glob("*.json")):
-        if path.name == "trainer.json":
-            older = json.loads(RESULTS.read_text())
-            for suite, rows in json.loads(path.read_text()).items():
-                save(RESULTS, suite, replace_rows(older.get(suite, {}), rows))
-        elif path.stem in ("neutrality", "profile"):
-            merge(path, RESULTS.parent / f"{path.stem}_h200.json")
-        elif path.stem == "mismatch":
-            shutil.copy(path, RESULTS.parent / "mismatch_h200.json")
-
-
-def merge(path: Path, into: Path) -> None:
-    """Rows of one file into another, each with the machine and the date that its file gives for all."""
-    rows: dict[str, Any] = {}
-    for one in (into, path):
-        if one.is_file():
-            found = json.loads(one.read_text())
-            measured = {key: found[key] for key in ("date", "cpu", "cores", "python", "packages", "gpus")}
-            rows = replace_rows(rows, {name: {"measured": measured, **row} for name, row in found.pop("rows").items()})
-    found.pop("curves", None)
-    into.write_text(json.dumps({**found, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+    """Take a suite's rows, but those that failed or could not run, in the place of older ones with the same names."""
+    older = json.loads(RESULTS.read_text())
+    for suite, rows in json.loads((folder / "trainer.json").read_text()).items():
+        save(RESULTS, suite, replace_rows(older.get(suite, {}), rows))
 
 
 def replace_rows(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:

@@ -28,9 +28,8 @@ import httpx
 import numpy as np
 import torch
 from machine import describe_gpus, describe_machine
-from mismatch import TOKENIZER
 from package import plugin_path
-from steps import model_source
+from steps import TOKENIZER, model_source
 from tables import sync_lines, text_table
 
 from prime_rl.config.trainer import TrainerModel, WeightsConfig

@@ -3,19 +3,18 @@
 #
 #   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]
 #
-# PART: of the trainer:   check bars auto memory attention optim neutrality profile ranks mismatch bench oom
+# PART: of the trainer:   check bars optim ranks losses bench oom
 #       with vLLM:        shared (ours and TRL on one GPU, one after the other), two (two GPUs: a whole run, and rollouts alone), sync, sync-4B
 #
 # Needs Python with torch and the trainer's packages (PYTHON, default python3), for the second line vLLM and TRL, too; `src` is put on PYTHONPATH.
-# Writes trainer.json, neutrality.json, profile.json, mismatch.json, end_to_end.json, rollout.json, weight_sync.json and suite.log into the folder
-# OUT. A part that fails or runs out of time leaves what it has measured and keeps no other from running. ONLY="text" measures only the rows whose name contains it. The tables in benchmarks/README.md come from these files:
+# Writes trainer.json, end_to_end.json, rollout.json, weight_sync.json and suite.log into the folder OUT. A part that fails or runs out of time leaves what it has measured and keeps no other from running. ONLY="text" measures only the rows whose name contains it. The tables in benchmarks/README.md come from these files:
 #
 #   python benchmarks/trainer.py --collect OUT
 set -u
 out=$1
 seconds=${2:-540}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-check bars auto neutrality profile}
+parts=${*:-check bars}
 here=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
 metadata=$(mktemp -d) # by which vLLM finds our routes where prime-rl is not installed
@@ -64,17 +63,9 @@ for part in $parts; do
     case $part in
         check) run check 240 -m pytest -q -m gpu -W ignore::pytest.PytestConfigWarning "$here/../tests/gpu" ;;
         bars) trainer bars 500 ;;
-        auto) trainer auto 300 ;;
-        memory) trainer memory 250 ;;
-        attention) trainer attention 150 ;;
         optim) trainer optim 200 ;;
         ranks) trainer ranks 400 ;;
-        neutrality) run neutrality 240 "$here/neutrality.py" --json "$out/neutrality.json" --log "$out/suite.log" ;;
-        profile)
-            run profile 150 "$here/trainer_profile.py" --case "0.6B 1x16384" --case "0.6B 16x4096" --case "4B 1x16384 memory_limit=80" \
-                --json "$out/profile.json" --log "$out/suite.log"
-            ;;
-        mismatch) run mismatch 400 "$here/mismatch.py" --layers 8 --json "$out/mismatch.json" --log "$out/suite.log" ;;
+        losses) trainer losses 300 ;;
         shared)
             clear_gpus
             run shared-512 265 "$here/end_to_end.py" shared-512 --model-dir "$model" --steps 16 --timeout 225 --json "$out/end_to_end.json"

@@ -27,7 +27,6 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     before = list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        import async_levels
         import end_to_end
         import package
         import rollout_parts
@@ -36,13 +35,12 @@ def modules() -> Iterator[dict[str, ModuleType]]:
         import suites
         import tables
         import trainer
-        import trainer_profile
         import weight_sync
 
         yield {
-            "steps": steps, "suites": suites, "tables": tables, "trainer": trainer, "profile": trainer_profile,
+            "steps": steps, "suites": suites, "tables": tables, "trainer": trainer,
             "fleet": simulate_fleet, "rollout_parts": rollout_parts, "package": package, "sync": weight_sync,
-            "async_levels": async_levels, "end_to_end": end_to_end,
+            "end_to_end": end_to_end,
         }  # fmt: skip
     finally:
         sys.path[:] = before
@@ -85,23 +83,6 @@ def test_every_suite_is_a_valid_config(modules: dict[str, ModuleType]) -> None:
             assert fake.batch_size * fake.seq_len == case.tokens * case.micro_batches * case.ranks
 
 
-def test_time_is_credited_once(modules: dict[str, ModuleType]) -> None:
-    """What groups have alone and idle add up to the span; a copy beside a matrix product costs nothing, what is copied at the end neither."""
-    kernels = [
-        (0.0, 10.0, "nvjet_tst_128x256"),
-        (5.0, 12.0, "Memcpy DtoH"),
-        (14.0, 20.0, "void flash::FlashAttnFwdSm90<...>"),
-        (20.0, 21.0, "triton_poi_fused_mul_silu_3"),
-        (21.0, 90.0, "Memcpy DtoH"),
-    ]
-    found = modules["profile"].breakdown(kernels, 1)
-    groups = found["groups"]
-    assert (found["span_ms"], found["idle_ms"]) == pytest.approx((0.021, 0.002))
-    alone = {name: group["alone_ms"] for name, group in groups.items()}
-    assert alone == pytest.approx({"attention": 0.006, "matmul": 0.010, "pointwise": 0.001, "copies": 0.002})
-    assert groups["copies"]["ms"] == pytest.approx(0.007)
-
-
 def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
     """The real core on a virtual clock: the further it may run ahead, the fuller the fleet and the older what is trained. At level 0 nothing is old, and
     the seats stand empty while the slowest of a batch are awaited and while the trainer works."""
@@ -115,18 +96,6 @@ def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
     assert rows[0]["staleness_max"] == 0
     assert 0 < rows[1]["staleness_mean"] < rows[2]["staleness_mean"]
     assert set(rows[0]["cpu_seconds_per_second"]) >= {"what may start", "landings", "batches", "scoring", "updates"}
-
-
-def test_what_running_ahead_is_worth(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    """The ratio is of whole steps; where one of the two times is much longer the figure is said not to be of a matched run."""
-    rest = {"update": 0.1, "update_parts": {"load": 0.05}, "tokens": 100.0, "off_policy": 0.5}
-    apart = {"async_level": 0, "steps_per_second": 0.5, "step": 2.0, "generation": 0.9, "training": 0.9, **rest}
-    together = apart | {"async_level": 1, "steps_per_second": 0.9, "step": 1 / 0.9}
-    found = modules["async_levels"].report([apart, together])
-    assert found == {"ratio": pytest.approx(1.8), "generation_over_training": pytest.approx(1.0), "matched": True}
-    assert "1.80 times as fast as level 0; these two times allow 2.00" in capsys.readouterr().out
-    assert not modules["async_levels"].report([apart | {"training": 0.3}, together])["matched"]
-    assert "not matched" in capsys.readouterr().out
 
 
 def test_cases_of_whole_runs_are_settings_of_rl(modules: dict[str, ModuleType], tmp_path: Path) -> None:
