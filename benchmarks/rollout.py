@@ -2,7 +2,6 @@
 
     python benchmarks/rollout.py --json benchmarks/results/rollout_h200.json          # one GPU, about six minutes
     python benchmarks/rollout.py --only ours --api-servers 4 --workers 4              # one half alone (or: bare)
-    python benchmarks/rollout.py --only stand-in                                      # no engine: what worker and orchestrator can take
     python benchmarks/rollout.py --model tiny --device cpu --flight 8 --prompt 64 --reply 32 --batch 32
 
 Bare: `LLM.generate` with token prompts and `ignore_eos`. Ours: `inference`, an orchestrator with `--bench`, environment workers, an environment whose
@@ -42,7 +41,7 @@ from tables import markdown
 from prime_rl.config.shared import ORCHESTRATOR_STEPS
 
 BAR = 0.9
-HALVES = ("bare", "ours", "stand-in")
+HALVES = ("bare", "ours")
 START_SECONDS, RUN_SECONDS = 300.0, 420.0
 
 
@@ -82,18 +81,16 @@ def engine_cache() -> dict[str, str]:
     return {"VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(cache / f"vllm-{require_engine().release}"))}
 
 
-def ours(load: Load, texts: list[str], given: argparse.Namespace, directory: Path, stand_in: bool) -> dict[str, Any]:
+def ours(load: Load, texts: list[str], given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Server, orchestrator and workers."""
-    cpu = given.device == "cpu"
-    env = environment(directory / "ours", cpu and not stand_in)
+    env = environment(directory / "ours", given.device == "cpu")
     (directory / "prompts.json").write_text(json.dumps(texts))
     url, log = f"http://127.0.0.1:{given.port}", directory / "server.log"
-    command = stand_in_command(load, given) if stand_in else server_command(load, given, directory / "run")
-    with running("the server", command, env, log) as server:
+    with running("the server", server_command(load, given, directory / "run"), env, log) as server:
         began = time.monotonic()
         await_true("the server", START_SECONDS, lambda: fetch(f"{url}/health") is not None, server, log)
         ready = time.monotonic() - began
-        if not stand_in and fetch(f"{url}/weights") is None:
+        if fetch(f"{url}/weights") is None:
             sys.exit(f"the server has no weight routes: vLLM has not found our plugin (log: {log})")
         found = rollouts(load, given, directory, env, {"server": server.pid}, url)
     return {**found, "ready_seconds": ready}
@@ -150,14 +147,6 @@ def server_command(load: Load, given: argparse.Namespace, run: Path) -> list[obj
     ]
 
 
-def stand_in_command(load: Load, given: argparse.Namespace) -> list[object]:
-    vocabulary = json.loads((load.model / "config.json").read_text())["vocab_size"]
-    return [
-        *(sys.executable, REPOSITORY / "benchmarks" / "rollout_stand_in.py", "--port", given.port),
-        *("--model", load.model, "--vocabulary", vocabulary, "--reply", load.reply),
-    ]
-
-
 def orchestrator_command(load: Load, given: argparse.Namespace, directory: Path, url: str) -> list[object]:
     return [
         *(sys.executable, "-m", "prime_rl.entrypoints.orchestrator", "--bench", "--output-dir", directory / "run"),
@@ -169,28 +158,28 @@ def orchestrator_command(load: Load, given: argparse.Namespace, directory: Path,
     ]
 
 
-def table(found: dict[str, Any], load: Load) -> list[list[str]]:
+def table(measured: dict[str, Any], load: Load) -> list[list[str]]:
     """One line for each measurement."""
     lines = [["", "tokens/s", "of bare", "of bare without logprobs", "replies/s", "running", "preempted", "cores"]]
-    both = [found.get("bare", {}).get(name, {}).get("tokens_per_second") for name in ("with logprobs", "without logprobs")]  # fmt: skip
+    both = [measured.get("bare", {}).get(name, {}).get("tokens_per_second") for name in ("with logprobs", "without logprobs")]  # fmt: skip
     for name, rate in (
         ("bare vLLM, log-probabilities of the sampled tokens", both[0]),
         ("bare vLLM, without log-probabilities", both[1]),
     ):
         if rate:
             lines.append([name, f"{rate:,.0f}", *_shares(rate, both), f"{rate / load.reply:.1f}", "", "", ""])
-    names = {"ours": "through the orchestrator", "stand-in": "orchestrator and workers, instant answers"}
-    for half, name in names.items():
-        for label, row in found.get(half, {}).items():
-            if "tokens_per_second" not in row:
-                continue
-            rate = row["tokens_per_second"]
-            cores = ", ".join(
-                f"{key.removeprefix('cores ')} {value:.2f}" for key, value in row.items() if key.startswith("cores ")
-            )
-            counts = [f"{row['running']:.0f}", f"{row['preemptions']:.0f}"] if "running" in row else ["", ""]
-            shares = _shares(rate, both) if half == "ours" else ["", ""]
-            lines.append([f"{name}: {label}", f"{rate:,.0f}", *shares, f"{rate / load.reply:.1f}", *counts, cores])
+    for name, row in measured.get("ours", {}).items():
+        if "tokens_per_second" not in row:
+            continue
+        rate = row["tokens_per_second"]
+        cores = ", ".join(
+            f"{key.removeprefix('cores ')} {value:.2f}" for key, value in row.items() if key.startswith("cores ")
+        )
+        counts = [f"{row['running']:.0f}", f"{row['preemptions']:.0f}"] if "running" in row else ["", ""]
+        shares = _shares(rate, both)
+        lines.append(
+            [f"through the orchestrator: {name}", f"{rate:,.0f}", *shares, f"{rate / load.reply:.1f}", *counts, cores]
+        )
     return lines
 
 
@@ -231,11 +220,11 @@ def main() -> None:
     count = max((1 + WAVES) * load.flight, ORCHESTRATOR_STEPS * given.batch) // load.group + 1
     texts, prompts = make_prompts(load, count)
     found: dict[str, Any] = {}
-    for half in [given.only] if given.only else ["bare", "ours"]:
+    for half in [given.only] if given.only else HALVES:
         if half == "bare":
             found[half] = bare(load, prompts, given, directory)
         else:
-            found[half] = {label(given): ours(load, texts, given, directory, stand_in=half == "stand-in")}
+            found[half] = {label(given): ours(load, texts, given, directory)}
         found = kept(found, given)  # at once: the next half may fail
     print(json.dumps({half: found[half] for half in HALVES if half in found}, indent=1))
     print(markdown(table(found, load)))
@@ -249,8 +238,8 @@ def kept(found: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
     options = {name: value for name, value in vars(given).items() if name not in ("json", "only", "commit")}
     head = {**describe_machine(), "gpus": describe_gpus(), "commit": given.commit or commit(), "options": options}
     before = json.loads(given.json.read_text()) if given.json.exists() else {}
-    several = {half: {**before.get(half, {}), **found.get(half, {})} for half in ("ours", "stand-in")}
-    found = {**before, **found, **{half: rows for half, rows in several.items() if rows}, **head}
+    rows = {**before.get("ours", {}), **found.get("ours", {})}
+    found = {**before, **found, **({"ours": rows} if rows else {}), **head}
     given.json.write_text(json.dumps(found, indent=1) + "\n")
     return found
 
@@ -266,7 +255,7 @@ def judge(found: dict[str, Any], given: argparse.Namespace) -> None:
     if bare_rate and rate:
         share = rate / bare_rate
         print(f"ours / bare: {share:.3f}, the bar is {BAR:.2f}: {'reached' if share >= BAR else 'not reached'}")
-    rows = {"bare": found.get("bare", {}), **found.get("ours", {}), **found.get("stand-in", {})}
+    rows = {"bare": found.get("bare", {}), **found.get("ours", {})}
     if failed := [f"{name}: {row['failed']}" for name, row in rows.items() if "failed" in row]:
         sys.exit("failed: " + "; ".join(failed))
 

@@ -7,13 +7,13 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from conftest import free_port
 from prime_rl.config import RLConfig, parse
 from prime_rl.config.shared import EnvConfig
 from prime_rl.monitor.monitor import metrics_path
@@ -29,6 +29,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     try:
         import end_to_end
         import package
+        import rollout
         import rollout_parts
         import simulate_fleet
         import steps
@@ -39,7 +40,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 
         yield {
             "steps": steps, "suites": suites, "tables": tables, "trainer": trainer,
-            "fleet": simulate_fleet, "rollout_parts": rollout_parts, "package": package, "sync": weight_sync,
+            "fleet": simulate_fleet, "rollout": rollout, "rollout_parts": rollout_parts, "package": package, "sync": weight_sync,
             "end_to_end": end_to_end,
         }  # fmt: skip
     finally:
@@ -196,6 +197,31 @@ def test_a_rate_is_of_the_middle(modules: dict[str, ModuleType]) -> None:
     assert (rates["tokens_per_second"], rates["seconds"], rates["cores worker"]) == pytest.approx((100.0, 2.0, 0.5))
 
 
+def test_what_was_measured_before_the_limit_is_kept(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: bare vLLM has the time of its start on top of its limit; its rate with log-probabilities alone suffices for the ratio."""
+    rollout, rates = modules["rollout"], {"with logprobs": {"tokens_per_second": 2.0}}
+
+    @contextmanager
+    def running(name: str, command: list[object], env: object, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+        log.touch()
+        Path(str(command[-1])).write_text(json.dumps(rates))
+        process = subprocess.Popen(["sleep", "60"])
+        yield process
+        process.kill()
+        process.wait(30)
+
+    monkeypatch.setattr(rollout, "running", running)
+    monkeypatch.setattr(rollout, "START_SECONDS", 0.1)
+    load, given = rollout.Load(tmp_path, True, 8, 8, 4, 2), argparse.Namespace(device="cpu", limit=0.1)
+    (tmp_path / "bare").mkdir()
+    measured = rollout.bare(load, [], given, tmp_path)
+    assert measured == rates | {"incomplete": "not measured within 0 s for its start and 0 s"}
+    rates.clear()
+    assert rollout.bare(load, [], given, tmp_path).keys() == {"failed"}
+
+
 def test_counters_are_summed_over_their_labels(modules: dict[str, ModuleType]) -> None:
     text = '# HELP vllm:n x\nvllm:n{engine="0"} 2.0\nvllm:n{engine="1"} 3.5\nvllm:n_created{engine="0"} 9\n'
     assert modules["rollout_parts"].gauge(text, "vllm:n") == 5.5
@@ -212,17 +238,3 @@ def test_plugin_metadata_stands_in_for_an_installation(
     (made,) = importlib.metadata.distributions(path=[path])
     (declared,) = importlib.metadata.entry_points(group=package.PLUGIN_GROUP, name=package.PLUGIN)
     assert [(entry.name, entry.value) for entry in made.entry_points] == [(declared.name, declared.value)]
-
-
-@pytest.mark.slow
-def test_rollouts_without_an_engine(tmp_path: Path) -> None:
-    """Contract: through real orchestrator and worker come exactly the lengths that were asked for, and figures for all of the table."""
-    found = tmp_path / "rows.json"
-    command = [sys.executable, str(BENCHMARKS / "rollout.py"), "--only", "stand-in", "--model", "tiny", "--device", "cpu"]  # fmt: skip
-    command += ["--flight", "8", "--batch", "32", "--group", "4", "--prompt", "64", "--reply", "16", "--workers", "1"]
-    command += ["--port", str(free_port()), "--json", str(found)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(found.read_text())["stand-in"].values()
-    assert (row["tokens_of_a_prompt"], row["tokens_of_a_reply"], row["errors"]) == (64, 16, 0)
-    assert row["tokens_per_second"] > 0
