@@ -20,6 +20,7 @@ import faulthandler
 import json
 import os
 import secrets
+import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -41,7 +42,7 @@ from prime_rl.inference.engine_watch import watch_engine
 from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import PluginContext, plugin_context
 from prime_rl.inference.service import PauseMode, WeightService
-from prime_rl.inference.version_files import AllowedRoots, Rejected
+from prime_rl.inference.version_files import TURN_SECONDS, AllowedRoots, Rejected
 from prime_rl.lifeline import follow
 from prime_rl.monitor import Status
 from prime_rl.processes import identify
@@ -259,6 +260,7 @@ class PrimeRoutes:
 
     async def _lead(self, context: PluginContext, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         """Own the weights."""
+        sys.setswitchinterval(TURN_SECONDS)
         config, engine = context.config, compat.require_engine()
         model_config, engines = engine_client.model_config, args.data_parallel_size
         # Of the server, whichever of its processes answers: the engines are its children, and it is what is signalled.

@@ -6,6 +6,7 @@ in files may also be kept nowhere: it is verified, and vLLM reads it during the 
 """
 
 import os
+import sys
 import threading
 import time
 import traceback
@@ -26,7 +27,7 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.inference import compat
 from prime_rl.inference.copy_plan import CopyPlan
-from prime_rl.inference.version_files import short_turns
+from prime_rl.inference.version_files import TURN_SECONDS
 from prime_rl.lifeline import follow
 from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, open_file
@@ -40,7 +41,6 @@ Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: the server's nam
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read files; a worker shares its cores
 SPARE = 2  # the host's free memory must be this many times the buffer: others need some, too
 SPARE_BYTES = 1 << 30  # that must stay free on the device beside a buffer, or as much again if that is less
-AT_ONCE_SECONDS = 5e-3  # a small model is staged by then; another call would cost the engine a step, which is longer
 STAGE_SECONDS = 600.0  # to wait for staging in a load; the server has asked before, so that nothing is under way
 
 
@@ -77,10 +77,9 @@ class Staging:
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
         self._thread.start()
 
-    def answer(self, seconds: float = 0.0) -> dict[str, Any]:
-        """The state after at most `seconds`: "reading" with `blocks`, "ready" with `place` and `seconds`, or "failed" with
+    def answer(self) -> dict[str, Any]:
+        """The state: "reading" with `blocks`, "ready" with `place` and `seconds`, or "failed" with
         `why` and `retry`: whether another attempt may succeed, since the exchange failed."""
-        self._thread.join(seconds)
         if self._thread.is_alive():
             return {"state": "reading", "blocks": self._blocks}
         if (error := self._error) is not None:
@@ -104,7 +103,7 @@ class Staging:
     def _run(self) -> None:
         began = time.perf_counter()
         try:
-            with short_turns(), self._side_stream():
+            with self._side_stream():
                 self.tensors = self._stage()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             cause: BaseException | None = error
@@ -160,8 +159,7 @@ class Staging:
         sums = checksums(buffer, ranges)
         for name, entry in manifest.tensors.items():
             if sums[name] != entry.checksum:
-                twice, self._subscriber.spoilt = self._subscriber.spoilt == manifest.hash, manifest.hash
-                raise (CommitError if twice else ExchangeError)(str(weights.other_tensor(manifest, name)))
+                raise ExchangeError(str(weights.other_tensor(manifest, name)))
 
     def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
         """Read and verify every tensor of the files: what is hashed is what is loaded."""
@@ -241,7 +239,7 @@ class WeightsExtension:
     def prime_stage(
         self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True
     ) -> dict[str, Any]:
-        """Begin to stage a committed version with this hash (see `Staging`), and return the progress soon after.
+        """Begin to stage a committed version with this hash (see `Staging`), and return the progress.
         `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other."""
         self.prime_unstage()
         self.prime_subscriber = self.prime_subscriber or Subscriber()
@@ -250,8 +248,7 @@ class WeightsExtension:
             Path(directory), digest, self.device, self.prime_subscriber,
             keep=keep, on_device=on_device, verify=self.rank == 0, sharing=sharing,
         )  # fmt: skip
-        # Beside a GPU a step is short, and a model never is staged that fast.
-        return self.prime_staging.answer(AT_ONCE_SECONDS if self.device.type == "cpu" else 0.0)
+        return self.prime_staging.answer()
 
     def prime_staged(self) -> dict[str, Any]:
         """The progress of staging: see `Staging.answer`."""
@@ -313,6 +310,7 @@ class WeightsExtension:
     def prime_follow(self, server: int) -> bool:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
+        sys.setswitchinterval(TURN_SECONDS)
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, Tensor]]:

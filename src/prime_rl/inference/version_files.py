@@ -3,12 +3,10 @@
 import asyncio
 import json
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +18,8 @@ from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, veri
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
 STALL_SECONDS = 45.0  # without progress; shorter than a weight change waits for another one
 MOST_ABANDONED = 16  # threads at a time
-TURN_SECONDS = 1e-4  # for which the engine, or the event loop, keeps the interpreter from another thread
+TURN_SECONDS = 1e-4
+"""For `sys.setswitchinterval`: by default a thread waits 5 ms for the interpreter, longer than a block takes to read."""
 
 T = TypeVar("T")
 
@@ -57,9 +56,13 @@ class AllowedRoots:
             if manifest.version != version:
                 raise Rejected(400, f"{directory} holds version {manifest.version}, not {version}")
             if manifest.base is None:
-                check_index(verify_small_files(directory, committed))
-        except (CommitError, OSError, TypeError, ValueError) as error:  # the manifest may say anything
-            raise Rejected(400, str(error)) from error
+                verify_small_files(directory, committed)
+                # vLLM reads only the files that an index names, and silently keeps the old weights of others.
+                index, listed = directory / INDEX, {name: entry.file for name, entry in manifest.tensors.items()}
+                if index.exists() and json.loads(read_file(index, MANIFEST_BYTES))["weight_map"] != listed:
+                    raise CommitError(f"{index} does not list the tensors of the files beside it")
+        except (CommitError, OSError, TypeError, ValueError, KeyError, RecursionError) as error:
+            raise Rejected(400, str(error)) from error  # manifest and index may say anything
         return manifest, stamp
 
     def resolve(self, weight_dir: str) -> Path:
@@ -82,20 +85,15 @@ class AllowedRoots:
 
     def _check_files(self, directory: Path, names: Iterable[str]) -> None:
         """Check that these files, and those that are read for their names, lie in `directory`. A link may lead anywhere
-        below the root, or, without a root, into `directory`."""
+        below the roots, or, without a root, into `directory` or where the trainer keeps its files in a tmpfs."""
+        beside = tmpfs_dirs(directory) if self.root is None else {self.tmpfs}
+        roots = [root.resolve() for root in (self.root or directory, *beside) if root is not None]
         for name in {*names, INDEX, *(path.name for path in directory.glob("*.safetensors"))}:
             path = directory / name
+            real_path = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
             inside = path.parent == directory and name not in ("", "..")
-            if not inside or not self._allows(path, directory):
+            if not inside or not any(real_path.is_relative_to(root) for root in roots):
                 raise Rejected(403, f"{path} is outside {(self.root and f'the weights root {self.root}') or directory}")
-
-    def _allows(self, path: Path, directory: Path) -> bool:
-        """Whether a path of a version in `directory` lies below the root, or, without a root, below `directory`."""
-        real_path = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
-        if self.root is None and real_path.parent in tmpfs_dirs(directory):
-            return True
-        roots = [root.resolve() for root in (self.root or directory, self.tmpfs) if root is not None]
-        return any(real_path.is_relative_to(root) for root in roots)
 
 
 def read_stamp(directory: Path) -> bytes:
@@ -104,20 +102,6 @@ def read_stamp(directory: Path) -> bytes:
         return read_file(directory / MANIFEST, MANIFEST_BYTES)
     except FileNotFoundError as error:
         raise CommitError(f"{directory} is not committed: it holds no {MANIFEST}") from error
-
-
-def check_index(manifest: WeightsManifest) -> None:
-    """Raise CommitError if the index disagrees with the files: vLLM reads only the files that an index names, and keeps
-    the old weights of what it does not find, silently."""
-    index = manifest.files / INDEX
-    if not index.exists():
-        return
-    try:
-        listed = json.loads(read_file(index, MANIFEST_BYTES))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CommitError(f"{index} cannot be read: {error!r}") from error
-    if listed != {name: entry.file for name, entry in manifest.tensors.items()}:
-        raise CommitError(f"{index} does not list the tensors of the files beside it")
 
 
 def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tied: bool) -> None:
@@ -151,8 +135,7 @@ async def read(function: Callable[[Callable[[], None]], T], subject: Path | str)
 
     def run() -> None:
         try:
-            with short_turns():
-                future.set_result(function(go_on))
+            future.set_result(function(go_on))
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             future.set_exception(error)
 
@@ -170,16 +153,3 @@ async def read(function: Callable[[Callable[[], None]], T], subject: Path | str)
         if not result.done():
             _abandoned.add(thread)
             result.cancel()
-
-
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """Switch threads sooner: a thread waits 5 ms for the interpreter by default, which is longer than a block takes. Of
-    two that overlap, the first sets and restores the interval."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, TURN_SECONDS))
-    try:
-        yield
-    finally:
-        if before > TURN_SECONDS:
-            sys.setswitchinterval(before)

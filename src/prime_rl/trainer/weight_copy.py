@@ -301,22 +301,18 @@ def write_ranges(buffer: Tensor, directory: Path, files: Mapping[str, Sequence[R
     data = buffer.view(torch.uint8).numpy().data
 
     def write(file: str) -> None:
-        path, unsynced = os.path.realpath(directory / file), 0
-        try:
-            with open(path, "r+b", buffering=0) as opened:
-                for start, end, offset in files[file]:
-                    while start < end:
-                        written = os.pwrite(opened.fileno(), data[start : min(end, start + UNSYNCED_BYTES)], offset)
-                        start, offset, unsynced = start + written, offset + written, unsynced + written
-                        if unsynced >= UNSYNCED_BYTES:
-                            os.fdatasync(opened.fileno())
-                            unsynced = 0
-                os.fsync(opened.fileno())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from error
+        path, unsynced = (directory / file).resolve(), 0
+        with disk_errors(path), open(path, "r+b", buffering=0) as opened:
+            for start, end, offset in files[file]:
+                while start < end:
+                    written = os.pwrite(opened.fileno(), data[start : min(end, start + UNSYNCED_BYTES)], offset)
+                    start, offset, unsynced = start + written, offset + written, unsynced + written
+                    if unsynced >= UNSYNCED_BYTES:
+                        os.fdatasync(opened.fileno())
+                        unsynced = 0
+            os.fsync(opened.fileno())
 
-    with disk_errors(directory):
-        _in_threads([partial(write, file) for file in files])
+    _in_threads([partial(write, file) for file in files])
 
 
 def hash_files(directory: Path, files: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,7 +56,6 @@ _AHEAD = 3  # blocks under way at the same time (NCCL)
 _CTAS = 4  # multiprocessors for a transfer: 100 GB/s between two H100s, and the engine keeps the other 128
 _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 1e-3  # between two looks at whether a GPU is done
-_WATCH_SECONDS = 0.05  # between two looks at whether the peer that NCCL waits for is still there
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 _CLOSED = "the other side has closed the connection"
 _STRANGER = "the other side does not speak this protocol"
@@ -226,7 +224,6 @@ class Publisher:
         self._closed = False
         self._changed = threading.Condition()  # bounded: held for a look at who reads
         self._store: tuple[dist.TCPStore, int] | None = None  # and its port
-        self._announced: set[tuple[str, str]] = set()  # logged: the address of a worker, and its backend
         self._host = host
         try:
             self._socket = _listen(host, port)
@@ -281,9 +278,7 @@ class Publisher:
                 group = self._make_group(channel)
             elif backend == "cuda-ipc":
                 channel.send(handle=self._handle)
-            if (address, backend) not in self._announced:
-                self._announced.add((address, backend))
-                logger.info("a worker at {} gets weights by {}", address, backend)
+            logger.info("a worker at {} gets weights by {}", address, backend)
             while True:  # ends when the worker closes the connection
                 self._answer(channel, group, backend, channel.receive(wait=True))
         except ExchangeError as error:
@@ -373,7 +368,6 @@ class Subscriber:
         self._key: tuple[PublisherAddress, bool] | None = None  # of the connection: for buffers on a GPU or not
         self._group: _NcclGroup | None = None
         self._backend = self._handle = ""
-        self.spoilt = ""  # hash of the last version with a wrong checksum: a second time, no retry mends it
 
     def receive(self, manifest: WeightsManifest, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> str:
         """Fill `buffer` with a version and return the backend.
@@ -536,27 +530,26 @@ class _NcclGroup:
                 begun.set_exception(error)
 
         threading.Thread(target=begin, name="nccl", daemon=True).start()
-        until = time.monotonic() + self._channel.seconds
-        while wait_for_futures([begun], timeout=_WATCH_SECONDS).not_done:
-            if not self._channel.is_open():
-                raise ExchangeError(_CLOSED)
-            if time.monotonic() > until:
-                raise ExchangeError(f"the other side did not join the NCCL group within {self._channel.seconds:.0f} s")
+        self._wait(begun.done, "the other side did not join the NCCL group")
         return begun.result(timeout=0)
 
     def _finish(self, work: dist.Work, block: Tensor) -> None:
         """Wait for a block, whose memory is kept until then."""
-        until = time.monotonic() + self._channel.seconds
-        while not work.is_completed():  # bounded: by `until`
-            if time.monotonic() > until:
-                raise ExchangeError(f"the transfer made no progress for {self._channel.seconds:.0f} s")
-            if not self._channel.is_open():
-                raise ExchangeError(_CLOSED)
-            time.sleep(_POLL_SECONDS)
+        self._wait(work.is_completed, "the transfer made no progress")
         try:
             work.wait(timedelta(seconds=self._channel.seconds))  # done: raises what NCCL found wrong
         except RuntimeError as error:
             raise ExchangeError(f"the transfer failed within NCCL ({_brief(error)})") from error
+
+    def _wait(self, is_done: Callable[[], bool], failure: str) -> None:
+        """Return once it is done. Raises ExchangeError after the deadline, or as soon as the other side is gone."""
+        until = time.monotonic() + self._channel.seconds
+        while not is_done():  # bounded: by `until`
+            if not self._channel.is_open():
+                raise ExchangeError(_CLOSED)
+            if time.monotonic() > until:
+                raise ExchangeError(f"{failure} within {self._channel.seconds:.0f} s")
+            time.sleep(_POLL_SECONDS)
 
 
 # NCCL's own watchdog would end the process, an engine or a trainer, if a peer dies: the deadlines here replace it.

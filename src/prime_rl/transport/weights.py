@@ -30,7 +30,6 @@ HASH_CHUNK_BYTES = 8 << 20  # part of every manifest: other chunks give other ha
 REFERENCE_TOKENS = 64  # of the fixed prompt
 UNREACHABLE = "does not reach the trainer's publisher"
 """Part of a server's error when it cannot connect: files may help then (`incarnations.ask_for_files`)."""
-_BLOCK = 1 << 24  # bytes read at once
 _HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers, too
 
 
@@ -170,12 +169,8 @@ def manifest_extra(
 ) -> dict[str, Any]:
     """Return the `extra` of a version's manifest."""
     return {
-        **(
-            {}
-            if reference is None
-            else {"reference": {"tokens": [*reference.tokens], "logprobs": [*reference.logprobs]}}
-        ),
-        **({} if publisher is None else {"publisher": asdict(publisher)}),
+        "reference": None if reference is None else asdict(reference),
+        "publisher": None if publisher is None else asdict(publisher),
         "version": version,
         "incarnation": incarnation,
         "hash": version_hash(tensors),
@@ -292,15 +287,11 @@ def hash_tensors(file: Path, progress: Callable[[], None] = lambda: None) -> dic
             data.seek(start)
             digests = []
             for first, last in chunks(stop - start):
-                digest, left = xxhash.xxh3_128(), last - first
-                while left:
-                    progress()
-                    block = data.read(min(left, _BLOCK))
-                    if not block:
-                        raise CommitError(f"{file} ended while it was read")
-                    digest.update(block)
-                    left -= len(block)
-                digests.append(digest.digest())
+                progress()
+                chunk = data.read(last - first)
+                if len(chunk) < last - first:
+                    raise CommitError(f"{file} ended while it was read")
+                digests.append(xxhash.xxh3_128_digest(chunk))
             hashed[name] = replace(entry, xxh3=of_chunks(digests))
     return hashed
 
@@ -349,7 +340,7 @@ def write_base_version(root: Path, model: Path, reference: LogprobReference | No
 
 
 def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
-    """Write the tensors of a version that was published from memory into its own directory. Only the trainer does so.
+    """Write a version's tensors, from memory or a tmpfs, into its own directory. Only the trainer does so.
 
     The manifest is replaced last; until then the version is what it was. Its hash does not change.
 
@@ -360,7 +351,7 @@ def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
     committed = read_manifest(directory)
     manifest = weights_manifest(directory, committed)
     staging = directory / ".durable"
-    with disk_errors(directory, "the version is in no file"):
+    with disk_errors(directory, "the version stays in memory"):
         shutil.rmtree(staging, ignore_errors=True)  # left by a trainer that was killed
         staging.mkdir()
         try:
@@ -419,20 +410,12 @@ def link_files(stage: Path, tmpfs: Path, names: Iterable[str]) -> None:
 
 def leave_tmpfs(directory: Path) -> None:
     """Verify a version, and copy its tensors from a tmpfs to the disk. Raises CommitError if they are lost or damaged."""
-    if not (links := [path for path in directory.glob("*.safetensors") if path.is_symlink()]):
-        return
-    verify_weights(directory)
-    held, copy = commit.tmpfs_dirs(directory), directory / ".copy"
-    with disk_errors(directory, "the version stays in memory"):
-        for link in links:
-            shutil.copyfile(link, copy)
-            commit.sync(copy)
-            faults.point(f"lasting:{commit.subject_of(directory)}")
-            os.replace(copy, link)
-        commit.sync(directory)
-    faults.point(f"lasts:{commit.subject_of(directory)}")
-    for each in held:
-        commit.remove(each)
+    if links := [path for path in directory.glob("*.safetensors") if path.is_symlink()]:
+        verify_weights(directory)
+        held = commit.tmpfs_dirs(directory)
+        make_durable(directory, lambda stage: [shutil.copyfile(link, stage / link.name) for link in links])
+        for each in held:
+            commit.remove(each)
 
 
 def is_lost(directory: Path) -> bool:
