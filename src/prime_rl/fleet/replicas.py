@@ -9,7 +9,6 @@ that it has, while its episodes end.
 import asyncio
 import heapq
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -130,12 +129,13 @@ class ReplicaPool:
 
     def __init__(self, engines: Iterable[ServerClient], slack: int = 1) -> None:
         self.replicas: list[Replica] = []
+        self.empty_since: float | None = None  # when the last ready one ceased to be
         self._slack = slack
         # A heap of (episodes, number, replica); all but the last of each replica are out of date. Among a thousand the
         # least loaded one is kept, not looked for.
         self._loads: list[tuple[int, int, Replica]] = []
         self._joined = 0
-        self._homes: OrderedDict[Hashable, Replica] = OrderedDict()
+        self._homes: dict[Hashable, Replica] = {}  # by group, the oldest first
         self._sampled_by: dict[str, Replica] = {}  # episodes that are not verified
         for engine in engines:
             self.add(engine)
@@ -179,6 +179,7 @@ class ReplicaPool:
         elif state is ReplicaState.LEFT:
             self.replicas.remove(replica)
             self.forget(replica.unverified | replica.invalid)
+        self.empty_since = None if self.ready else self.empty_since or time.monotonic()
 
     def failed(self, replica: Replica) -> None:
         """An episode failed there for want of a server. Of those that fail together only the first counts: call it before `move`."""
@@ -227,7 +228,7 @@ class ReplicaPool:
             chosen = chosen if retry and home.failures else home
         self._homes[group] = chosen
         if len(self._homes) > _HOMES:
-            self._homes.popitem(last=False)
+            del self._homes[next(iter(self._homes))]
         return chosen
 
     def start(self, episode: str, replica: Replica) -> None:

@@ -84,7 +84,6 @@ class WeightSync:
         self._recovery_loads: dict[Replica, int] = {}  # versions that quarantined replicas are loading
         self._troubles: dict[Replica, str] = {}  # why each that is quarantined is not back
         self._reported: dict[Replica, int] = {}  # the version that each was reported not to serve any more
-        self._empty_since: float | None = None  # when the last ready one was quarantined
         self._drains: dict[Replica, asyncio.Task[None]] = {}
         self._departed: dict[Replica, str] = {}  # replicas that have left, and the boot of each that did
 
@@ -512,13 +511,8 @@ class WeightSync:
             return
         draining = replica.draining
         self.fleet.move(replica, ReplicaState.QUARANTINED, reason)
-        self._note_empty()
         if not draining:
             self._bring_back_soon(replica)
-
-    def _note_empty(self) -> None:
-        if self.recovering:
-            self._empty_since = self._empty_since or time.monotonic()
 
     def _bring_back_soon(self, replica: Replica) -> None:
         present = self._recoveries.get(replica)
@@ -602,7 +596,6 @@ class WeightSync:
             if changed or replica.invalid:
                 return False
         self.fleet.move(replica, ReplicaState.READY)
-        self._empty_since = None
         self._troubles.pop(replica, None)
         self._reported.pop(replica, None)
         self._loop.wake.set()
@@ -645,11 +638,11 @@ class WeightSync:
         Raises:
             UserError: none did.
         """
-        if self._empty_since is None:
+        if self.fleet.empty_since is None:
             return
         client, seconds = self.config.client, self.config.client.ready_timeout
         self.status.waiting("a healthy server", "inference", seconds)
-        if time.monotonic() - self._empty_since > seconds:
+        if time.monotonic() - self.fleet.empty_since > seconds:
             listed = "; ".join(f"{replica.name}: {trouble}" for replica, trouble in self._troubles.items())
             raise UserError(f"no inference server for {seconds:.0f} s ({client.source}, client.ready_timeout): {listed or 'all have left'}")  # fmt: skip
 
@@ -673,7 +666,6 @@ class WeightSync:
             await self._settled.wait()  # bounded: by the requests' deadlines
             if replica.ready:
                 self.fleet.move(replica, ReplicaState.DRAINING, "it is to leave")
-                self._note_empty()
                 count = replica.in_flight
                 logger.info(
                     "{} is to leave: it gets nothing new, {} episodes in flight there go on", replica.name, count
@@ -705,7 +697,6 @@ class WeightSync:
                 self.invalidate(replica, "the server left")
             self.fleet.move(replica, ReplicaState.LEFT)
             self._departed[replica] = boot
-            self._note_empty()
         self._loop.wake.set()
         made_again = f"{len(void)} episodes that it had are made again" if void else "nothing of it is made again"
         ready = len(self.fleet.ready)

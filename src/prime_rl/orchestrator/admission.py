@@ -15,7 +15,7 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
 from prime_rl.importing import load_function
 from prime_rl.orchestrator.algorithms import attempts, carries_signal, check_algorithm, missing_rewards, own_function
-from prime_rl.orchestrator.scheduler import Finished, Group
+from prime_rl.orchestrator.scheduler import Group
 from prime_rl.transport.rollouts import as_array
 
 if TYPE_CHECKING:
@@ -92,14 +92,9 @@ class Admission:
             )
 
 
-def in_order(group: Group[EpisodeResult]) -> list[Finished[EpisodeResult]]:
-    """Return the finished episodes of a group by their place in it."""
-    return sorted(group.finished, key=lambda episode: episode.start.number)
-
-
 def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:
     """Return why a complete group is turned away, or None: its episodes' filters if nothing is left, or a filter of groups."""
-    env, results = group.task.env, [episode.result for episode in in_order(group)]
+    env, results = group.task.env, [episode.result for episode in group.finished]
     filters = config.filters_of(env)
     if all(result.filtered for result in results):
         return "+".join(sorted({result.filtered for result in results}))

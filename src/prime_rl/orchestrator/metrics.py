@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prime_rl.envs.protocol import EpisodeResult
-from prime_rl.orchestrator.admission import in_order, output_tokens
+from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.ledger import Counts, DiscardedGroup
 from prime_rl.orchestrator.samples import ScoredBatch
 from prime_rl.orchestrator.scheduler import NO_SIGNAL, Batch, Drop, Group, Task
@@ -82,7 +82,7 @@ def step_metrics(
 def groups_since(batch: Batch[EpisodeResult], discarded: Sequence[DiscardedGroup]) -> list[tuple[Task, list[float]]]:
     """Return task and rewards of every complete group that left since the batch before, in the order of opening."""
     left = {group.number: (group.task, group.rewards) for group in discarded}
-    left |= {group.number: (group.task, [one.result.reward for one in in_order(group)]) for group in batch.groups}
+    left |= {group.number: (group.task, [one.result.reward for one in group.finished]) for group in batch.groups}
     return [left[number] for number in sorted(left)]
 
 

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from prime_rl.config.orchestrator import Echo
 from prime_rl.envs.protocol import ROLES, EpisodeResult, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.admission import in_order
 from prime_rl.orchestrator.algorithms import Attempt, advantages, attempts
 from prime_rl.orchestrator.scheduler import Batch, Finished
 from prime_rl.transport.rollouts import Sample, as_array
@@ -67,7 +66,7 @@ def score_batch(
     values = _advantages(batch, config, scored.state)
     scored.advantages.update(values)
     for group in batch.groups:
-        for episode in in_order(group):
+        for episode in group.finished:
             name = episode.start.episode
             if episode.result.filtered:
                 scored.filtered.append(name)
@@ -93,7 +92,7 @@ def _advantages(
     for group in batch.groups:
         rows = [
             (one.start.episode, part, attempt)
-            for one in in_order(group)
+            for one in group.finished
             for part, attempt in attempts(one.result).items()
         ]
         by_env.setdefault(group.task.env, []).append(rows)

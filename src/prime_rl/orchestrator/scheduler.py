@@ -15,7 +15,7 @@ The loop (`orchestrator.py`) reports what happened (`finish`, `fail`, `serve`) a
 an episode is emitted as an `Event`; the ledger stores them and is the only count of episodes. Simulators and property tests drive this very class.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,14 +79,6 @@ class Limits:
     # Each death of a server or worker costs all episodes there one, whoever was at fault.
     max_attempts: int = 5
 
-    def __post_init__(self) -> None:
-        if self.batch_size % self.group_size:
-            raise ValueError(f"batch_size {self.batch_size} is not a multiple of the group size {self.group_size}")
-        if self.max_off_policy_steps < self.async_level:
-            raise ValueError(
-                f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}"
-            )
-
     @property
     def groups_per_batch(self) -> int:
         return self.batch_size // self.group_size
@@ -140,7 +132,7 @@ class Group(Generic[Result]):
     number: int
     task: Task
     slots: dict[int, GroupSlot] = field(default_factory=dict)  # by their number
-    finished: list[Finished[Result]] = field(default_factory=list)
+    finished: list[Finished[Result]] = field(default_factory=list)  # in the order of their slots
 
     @property
     def complete(self) -> bool:
@@ -342,7 +334,7 @@ class Scheduler(Generic[Result]):
         start, group = self._end(episode)
         finished = Finished(start, start.version, self.announced, result, self.incarnation)
         group.slots[start.number].state = State.FINISHED
-        group.finished.append(finished)
+        insort(group.finished, finished, key=lambda one: one.start.number)
         self._unverified[episode] = finished
         self._stale_checked = self._stale_checked and not self._too_old(finished.first)
         self._reindex(group)
@@ -455,10 +447,7 @@ class Scheduler(Generic[Result]):
         count = self.limits.groups_per_batch
         if len(self._admitted) < count:
             return None
-        groups = [self._groups[number] for number in sorted(self._admitted)[:count]]
-        for group in groups:
-            group.finished.sort(key=lambda finished: finished.start.number)
-        return Batch(self.step, groups)
+        return Batch(self.step, [self._groups[number] for number in sorted(self._admitted)[:count]])
 
     def advance(
         self,

@@ -118,6 +118,7 @@ WORLDS = {
 
 @settings(max_examples=60, deadline=None)
 @given(**WORLDS)
+@example(seats=13, rows=11, prompt=3, reply=13, start=11)
 @example(seats=14, rows=13, prompt=1, reply=13, start=28)
 @example(seats=48, rows=4, prompt=2, reply=8, start=79)
 def test_it_comes_to_rest_where_nothing_waits(seats: int, rows: int, prompt: int, reply: int, start: int) -> None:
@@ -128,10 +129,9 @@ def test_it_comes_to_rest_where_nothing_waits(seats: int, rows: int, prompt: int
     limits = drive([server], control, (reply, reply), turns=99)  # looks go on in step with replies
     before = server.preempted
     rest = drive([server], control, (reply, reply), turns=21)
-    # One try: up and back; up, up again and back where the first step fitted; and back once more where it fitted only while replies were out of step.
-    assert sum(one != two for one, two in itertools.pairwise(rest)) <= 4, (limits, rest)
-    assert server.preempted - before <= max(rest)
     usual = sorted(rest)[len(rest) // 2]
+    assert sum(one <= usual < two for one, two in itertools.pairwise(rest)) <= 1, (limits, rest)
+    assert server.preempted - before <= max(rest)
     assert 0.66 * min(seats, rows, 96) - 1 <= usual <= 1 + 1.05 * seats, (limits, rest)
 
 
