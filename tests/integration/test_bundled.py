@@ -51,7 +51,12 @@ class World:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     root = tmp_path_factory.mktemp("bundled")
+    data = root / "problems.jsonl"
+    data.write_text(
+        json.dumps({"problem": "Half?", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 1, "unique_id": "a"})
+    )
     envs = [
+        environment("math500", {"data": str(data)}),
         environment("alphabet-sort", {"split": "eval", "num_tasks": 8}),
         environment("wordle", {"split": "eval", "max_turns": 4}),
         environment("kuhn-poker"),
@@ -85,6 +90,18 @@ def _turn(prompt: str) -> int:
 
 def _sorter(problem: Problem) -> Callable[[str], str]:
     return lambda prompt: "<sorted>" + "\n".join(problem.truth(_turn(prompt))) + "</sorted>"
+
+
+@pytest.mark.parametrize(("answer", "reward"), [(r"so \boxed{0.5}", 1.0), (r"\boxed{2}", 0.0), ("a half", 0.0)])
+async def test_a_benchmark(world: World, answer: str, reward: float) -> None:
+    """A benchmark's package judges in a worker as elsewhere: equal expressions are right."""
+    result = await world.play("math500", 0, lambda prompt: answer)
+    assert (result.outcome, result.reward, result.metrics["answered"]) == (
+        Outcome.OK,
+        reward,
+        float("box" in answer),
+    ), result.message
+    assert _is_exact(result.samples[0], world.engine.exchanges)
 
 
 async def test_sorting_well(world: World) -> None:

@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 from typing import Any, Protocol, Self
 
-from prime_rl.envs.ids import LoadError, WrongVersion, check_version, find, kind_of
+from prime_rl.envs.ids import LoadError, check_version, find, kind_of
 from prime_rl.envs.protocol import EpisodeResult, Setup
 from prime_rl.importing import quick_imports
 
@@ -44,10 +44,7 @@ def load(setup: Setup) -> Adapter:
     Raises:
         LoadError: it is not there, or cannot be used as it is set up.
     """
-    try:
-        check_version(setup.env_id)
-    except WrongVersion as error:
-        raise LoadError(str(error)) from error
+    check_version(setup.env_id)
     kind = kind_of(setup.env_id) if setup.adapter == "auto" else setup.adapter
     if kind == "python":
         with quick_imports():

@@ -4,8 +4,8 @@ Imported in a worker whose Python environment holds one of these; what needs not
 client: what is trained on is what it sent and got, of those replies that are in the trajectory.
 
 Rubrics score one episode. Functions that score a group of them (`states`, `completions`, …) are left out where their weight is 0 and refused
-where it is not: the episodes of a group may run at different times and in different workers. Where verifiers logs a function that raises and
-scores 0, so do we if its weight is 0 (counted in the metric `failed_metrics`); a reward that raises fails its episode.
+where it is not: the episodes of a group may run at different times and in different workers. A function that raises scores 0, as verifiers has it, if
+its weight is 0, and else fails its episode.
 """
 
 import functools
@@ -37,10 +37,8 @@ errors, types = (importlib.import_module(f"{_ROOT}.{name}") for name in ("errors
 ClassicClient: Any = importlib.import_module(f"{_ROOT}.clients.client").Client
 MultiTurnEnv: Any = importlib.import_module(f"{_ROOT}.envs.multiturn_env").MultiTurnEnv
 
-FAILED_METRICS = "failed_metrics"  # functions of weight 0 that raised
-
-# What functions of the rubric raised in the episode that is being scored, each with whether it has a weight.
-_RAISED: ContextVar[list[tuple[str, bool]]] = ContextVar("raised")
+# What reward functions raised in the episode that is being scored.
+_RAISED: ContextVar[list[str]] = ContextVar("raised")
 
 
 class ClassicEnv:
@@ -90,7 +88,7 @@ class ClassicEnv:
         if not self.task_ids:
             raise LoadError(f"{env} has no tasks")
         self._weights = _prepare_rubrics(self._env, setup.env_id)
-        self._shortened = False  # by `max_turns`, below what the environment itself would allow
+        self._shortened = False  # by `max_turns`, below what the environment itself allows
         for nested in _nested(self._env, "envs"):
             if setup.max_turns and isinstance(nested, MultiTurnEnv) and not 0 < nested.max_turns <= setup.max_turns:
                 nested.max_turns, self._shortened = setup.max_turns, True
@@ -111,7 +109,7 @@ class ClassicEnv:
         conversation = self._client.conversation(base_url, sampling, policy_version)
         client = _Client(conversation)
         result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
-        raised: list[tuple[str, bool]] = []
+        raised: list[str] = []
         _RAISED.set(raised)
         try:
             output = await self._env.run_rollout(self._rows[task_index], client, self._client.model, dict(sampling))
@@ -119,45 +117,33 @@ class ClassicEnv:
             result.outcome, result.message = Outcome.ERRORED, describe(error)
         else:
             self._judge(result, output, client.state, raised)
-        result.is_truncated = self._cut(client.state)
+        at_limit = client.state.get("stop_condition") == "max_turns_reached"
+        result.is_truncated = bool(client.state.get("is_truncated")) or (self._shortened and at_limit)
         turns = (
             [client.turns[step["response"].id] for step in client.state.get("trajectory", ())] if result.ok else None
         )
         conversation.finish(result, setup, turns)
         return result
 
-    def _cut(self, state: Mapping[str, Any]) -> bool:
-        at_limit = state.get("stop_condition") == "max_turns_reached"
-        at_limit = at_limit and len(state.get("trajectory", ())) == self._setup.max_turns
-        return bool(state.get("is_truncated")) or (self._shortened and at_limit)
-
     def _judge(
-        self,
-        result: EpisodeResult,
-        output: Mapping[str, Any],
-        state: Mapping[str, Any],
-        raised: list[tuple[str, bool]],
+        self, result: EpisodeResult, output: Mapping[str, Any], state: Mapping[str, Any], raised: list[str]
     ) -> None:
         """What verifiers made of the episode; any doubt about it is the outcome."""
         metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
         weighed = {name for name, weight in self._weights.items() if weight}
         result.rewards = {name: value * self._weights[name] for name, value in metrics.items() if name in weighed}
         result.metrics = {name: value for name, value in metrics.items() if name not in weighed}
-        if 0.0 in self._weights.values():
-            result.metrics[FAILED_METRICS] = float(sum(not weighs for _, weighs in raised))
-        failed = [message for message, weighs in raised if weighs]
         result.reward = float(output["reward"] or 0.0)
         result.prompt, result.completion = _text(output["prompt"]), _text(output["completion"])
         for ours, theirs in (("setup", "setup"), ("agent", "generation"), ("scoring", "scoring")):
-            # Before 0.1.14 verifiers has milliseconds under another name, and none of the setup.
-            span = output["timing"].get(theirs) or {"duration": output["timing"].get(f"{theirs}_ms", 0.0) / 1000}
-            result.timing[ours] = float(span["duration"])
+            if theirs in output["timing"]:  # since verifiers 0.1.14
+                result.timing[ours] = float(output["timing"][theirs]["duration"])
         if (error := state.get("error")) is not None:
             result.outcome, result.message = Outcome.ERRORED, describe(error.__cause__ or error)
         elif state.get("timed_out"):
             result.outcome, result.message = Outcome.TIMEOUT, "time limit of the environment"
-        elif failed:
-            result.outcome, result.message = Outcome.ERRORED, failed[0]
+        elif raised:
+            result.outcome, result.message = Outcome.ERRORED, raised[0]
         elif not math.isfinite(result.reward):
             result.outcome, result.message = Outcome.INVALID, f"reward is {result.reward}"
 
@@ -243,8 +229,7 @@ def _message(message: Any) -> Message:
 
 
 def _text(messages: Any) -> str:
-    dumped = [one if isinstance(one, dict) else one.model_dump() for one in messages or []]
-    return text_of(dumped)
+    return text_of([one if isinstance(one, dict) else one.model_dump() for one in messages or []])
 
 
 def _nested(whole: Any, parts: str) -> Iterator[Any]:
@@ -271,7 +256,7 @@ def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
                     f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes together, which cannot be had "
                     "here: score each episode alone, or let an algorithm compare those of a group"
                 )
-        rubric.funcs = [_watched(func, weighs=bool(weight)) for func, weight in kept]
+        rubric.funcs = [_watched(func) if weight else func for func, weight in kept]
         rubric.weights = [weight for _, weight in kept]
         weights |= {func.__name__: weight for func, weight in kept}
         if "rubrics" in vars(rubric):  # one without functions refuses to score
@@ -281,7 +266,7 @@ def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
     return weights
 
 
-def _watched(func: Callable[..., Any], weighs: bool) -> Callable[..., Any]:
+def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
     """The same function; what it raises is noted before verifiers takes it for a 0."""
 
     @functools.wraps(func)
@@ -291,7 +276,7 @@ def _watched(func: Callable[..., Any], weighs: bool) -> Callable[..., Any]:
             return float(await value if inspect.isawaitable(value) else value)  # bounded: by the episode's deadline
         except Exception as error:
             message = f"reward function {func.__name__!r}: {describe(error)}"
-            _RAISED.get().append((message, weighs))  # bounded: of the context, waits for nothing
+            _RAISED.get().append(message)  # bounded: of the context, waits for nothing
             raise
 
     return watched

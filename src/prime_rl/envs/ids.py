@@ -26,10 +26,6 @@ class LoadError(Exception):
     """The environment cannot be loaded; the message is one line that names the cause."""
 
 
-class WrongVersion(Exception):
-    """The version that an id names is not the one that is installed."""
-
-
 def module_name(environment_id: str) -> str:
     """`owner/my-env@1.0` → `my_env`, `package.envs.Guess` → `package.envs.guess`, as verifiers finds it."""
     return _bare(environment_id).replace("-", "_").lower()
@@ -74,19 +70,19 @@ def check_version(environment_id: str) -> None:
     """The version after the `@` of an id, if there is one, is the installed one. `latest` is any.
 
     Raises:
-        WrongVersion: it is not, or it cannot be told; the message names both.
+        LoadError: it is not, or no package says which one is; the message names both.
     """
     _, at_sign, wanted = environment_id.rpartition("/")[2].partition("@")
     if not at_sign or wanted == "latest":
         return
     installed = _installed_version(environment_id)
     if installed is None:
-        raise WrongVersion(
+        raise LoadError(
             f"environment {environment_id} asks for version {wanted}, but no installed package says which version it is: "
             "leave the version out, or install it as a package"
         )
     if _release(installed) != _release(wanted):
-        raise WrongVersion(
+        raise LoadError(
             f"environment {environment_id} asks for version {wanted}, and {installed} is installed: "
             f"`uv run prime env install {environment_id}`, or leave the version out"
         )

@@ -247,35 +247,33 @@ def _faults(result: EpisodeResult, tokens: bool) -> Iterator[str]:
     for name in ("num_turns", "input_tokens", "output_tokens"):
         if not 0 <= getattr(result, name) < 1 << 62:
             yield f"{name} is {getattr(result, name)}"
-    for name, value, finite, most in _numbers(result):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            yield f"{name} is a {type(value).__name__}"
-        elif finite and not math.isfinite(value):
-            yield f"{name} is {value}"
-        elif math.isfinite(value) and abs(value) > most:
-            yield f"{name} is beyond 32 bits" if abs(value) > _LARGEST else f"{name} is {value}: beyond {most:g}"
-    scored: list[EpisodeResult | Part] = [result, *result.parts]
-    tables = [result.timing, *(table for each in scored for table in (each.rewards, each.metrics))]
-    if wrong := [name for table in tables for name in table if not isinstance(name, str)]:
-        yield f"a table has a name that is a {type(wrong[0]).__name__}"
+    yield from _table_faults("timing", result.timing)
+    scored: list[tuple[str, EpisodeResult | Part]] = [("", result), *(("a part's ", part) for part in result.parts)]
+    for whose, each in scored:
+        yield from _number_faults(f"{whose}reward", each.reward, LARGEST_REWARD)
+        yield from _table_faults(f"{whose}rewards", each.rewards, LARGEST_REWARD, finite=True)
+        yield from _table_faults(f"{whose}metrics", each.metrics)
     for sample in result.samples if result.ok else ():
+        yield from _number_faults("a sample's reward", sample.reward)
         yield from _sample_faults(sample)
 
 
-def _numbers(result: EpisodeResult) -> Iterator[tuple[str, Any, bool, float]]:
-    """Name and value of each number, whether it must be finite, and its largest magnitude."""
-    scored: list[EpisodeResult | Part] = [result, *result.parts]
-    for each in scored:
-        whose = "" if each is result else "a part's "
-        yield f"{whose}reward", each.reward, True, LARGEST_REWARD
-        for name, value in each.rewards.items():
-            yield f"{whose}rewards[{str(name)[:100]!r}]", value, True, LARGEST_REWARD
-        for name, value in each.metrics.items():
-            yield f"{whose}metrics[{str(name)[:100]!r}]", value, False, _LARGEST
-    for name, value in result.timing.items():
-        yield f"timing[{str(name)[:100]!r}]", value, False, _LARGEST
-    for sample in result.samples if result.ok else ():
-        yield "a sample's reward", sample.reward, True, _LARGEST
+def _table_faults(name: str, table: dict[Any, Any], most: float = _LARGEST, finite: bool = False) -> Iterator[str]:
+    for key, value in table.items():
+        if not isinstance(key, str):
+            yield f"{name} has a name that is a {type(key).__name__}"
+        else:
+            yield from _number_faults(f"{name}[{key[:100]!r}]", value, most, finite)
+
+
+def _number_faults(name: str, value: Any, most: float = _LARGEST, finite: bool = True) -> Iterator[str]:
+    """Say what is wrong with a number. `most`: largest magnitude."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        yield f"{name} is a {type(value).__name__}"
+    elif finite and not math.isfinite(value):
+        yield f"{name} is {value}"
+    elif math.isfinite(value) and abs(value) > most:
+        yield f"{name} is beyond 32 bits" if abs(value) > _LARGEST else f"{name} is {value}: beyond {most:g}"
 
 
 def _sample_faults(sample: SampleTokens) -> Iterator[str]:

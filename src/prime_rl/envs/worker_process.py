@@ -31,7 +31,6 @@ LOG_BYTES = 16 << 20  # of a log, and of the one before it
 TAIL_LINES = 12
 _TAIL_BYTES = 16384
 _PIPE_BYTES = 1 << 20
-_F_SETPIPE_SZ = 1031  # fcntl.F_SETPIPE_SZ
 _BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _MISSING = re.compile(r"(?:ModuleNotFoundError: )?No module named '?([\w.]+)'?")
 
@@ -87,7 +86,7 @@ class Output:
         self._log = log
         self._reader, self.writer = os.pipe()  # close `writer` once the worker has it
         with contextlib.suppress(OSError):  # a user may not have as much as they like
-            fcntl.fcntl(self._reader, _F_SETPIPE_SZ, _PIPE_BYTES)
+            fcntl.fcntl(self._reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._copy, name="worker's output", daemon=True)
         self._thread.start()

@@ -76,7 +76,7 @@ def check_environment(environment: EnvConfig) -> None:
         raise UserError(f"environment {environment.id} {CLASSIC}")
     try:
         ids.check_version(environment.id)
-    except ids.WrongVersion as error:
+    except ids.LoadError as error:
         raise UserError(str(error)) from error
 
 

@@ -51,7 +51,7 @@ def test_what_is_right_stays_as_it_is() -> None:
         ({"rewards": {"a": math.nan}}, "rewards['a'] is nan"),
         ({"rewards": {"a": "high"}}, "rewards['a'] is a str"),
         ({"metrics": {"a": None}}, "metrics['a'] is a NoneType"),
-        ({"metrics": {1: 1.0}}, "a table has a name that is a int"),
+        ({"metrics": {1: 1.0}}, "metrics has a name that is a int"),
         ({"timing": {"a": []}}, "timing['a'] is a list"),
         ({"num_turns": -1}, "num_turns is -1"),
         ({"output_tokens": 1 << 63}, "output_tokens is"),
