@@ -26,18 +26,15 @@ root, drain, port = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 processes = []
 for pair in sys.argv[5:]:
     name, _, kind = pair.partition("=")
-    own_port = str(port + (name == "inference-1"))
-    argv = (sys.executable, "-c", (root.parent / "child.py").read_text(), kind, str(root), name, own_port)
-    processes.append(ProcessSpec(name, argv, root / "logs" / f"{name}.log", service=name.startswith("inference"),
+    own_port, url = port + (name == "inference-1"), f"http://localhost:{port + (name == 'inference-1')}"
+    argv = (sys.executable, "-c", (root.parent / "child.py").read_text(), kind, str(root), name, str(own_port))
+    server = ServerSpec(url, 5.0 if port else 600.0, "127.0.0.1", own_port) if name.startswith("inference") else None
+    processes.append(ProcessSpec(name, argv, root / "logs" / f"{name}.log", server=server,
                              drain_children=kind == "agent", after="trainer" if kind == "late" else None))
-ports = {"inference": port, "inference-1": port + 1}
-served = ["inference", *(process.name for process in processes if process.name == "inference-1")] if port else []
-servers = [ServerSpec(name, url, 5.0, "127.0.0.1", ports[name])
-           for name in served for url in [f"http://localhost:{ports[name]}"]]
 try:
     with rundir.Owner(root):
         console = Console(root, 3)
-        supervisor = Supervisor(processes, servers, root, console.say, console.tick, RestartPolicy(**json.loads(sys.argv[4])),
+        supervisor = Supervisor(processes, root, console.say, console.tick, RestartPolicy(**json.loads(sys.argv[4])),
                                 drain_seconds=drain, stop_seconds=3.0)
         status = supervisor.run().value
         console.look()

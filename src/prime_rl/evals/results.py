@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
@@ -173,12 +174,12 @@ class EvalResults:
         }
         if not scored:
             return metrics
-        task_means = [mean([result.reward for result in attempts]) for attempts in by_task]
+        task_means = [fmean([result.reward for result in attempts]) for attempts in by_task]
         metrics |= {
-            "reward/mean": mean([result.reward for result in scored]),
-            f"avg@{k}": mean(task_means),
-            "is_truncated/mean": mean([float(result.is_truncated) for result in scored]),
-            "num_output_tokens/mean": mean([float(result.output_tokens) for result in scored]),
+            "reward/mean": fmean([result.reward for result in scored]),
+            f"avg@{k}": fmean(task_means),
+            "is_truncated/mean": fmean([float(result.is_truncated) for result in scored]),
+            "num_output_tokens/mean": fmean([float(result.output_tokens) for result in scored]),
         }
         if len(task_means) > 1:
             metrics[f"avg@{k}/ci95"] = interval95(task_means)
@@ -187,7 +188,7 @@ class EvalResults:
             for name, chance in (("pass@", pass_at_k), ("pass^", pass_hat_k)):
                 counts = zip(map(len, by_task), solved, strict=True)
                 if values := [chance(made, count, power) for made, count in counts if made >= power]:
-                    metrics[f"{name}{power}"] = mean(values)
+                    metrics[f"{name}{power}"] = fmean(values)
         return metrics
 
     def logged(self) -> dict[str, float]:
@@ -201,7 +202,7 @@ class EvalResults:
         keys = [key for key in self.keys if key in self.done]
         rewards = [self.attempts[key].reward for key in keys if self.attempts[key].ok]
         failed = f", {len(keys) - len(rewards)} failed" if len(keys) > len(rewards) else ""
-        reward = f"reward {mean(rewards):.3f}" if rewards else "no reward yet"
+        reward = f"reward {fmean(rewards):.3f}" if rewards else "no reward yet"
         return f"{self.env} {len(keys)}/{len(self.keys)} ({reward}{failed})"
 
     def average(self) -> str:
@@ -349,15 +350,9 @@ def powers(attempts: int) -> list[int]:
     return [1 << power for power in range(attempts.bit_length())]
 
 
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def interval95(values: Sequence[float]) -> float:
     """Half the width of the 95 % interval of a mean over two tasks or more, by the normal distribution: 1.96 · s / √tasks."""
-    center = mean(values)
-    variance = math.fsum((value - center) ** 2 for value in values) / (len(values) - 1)
-    return _Z95 * math.sqrt(variance / len(values))
+    return _Z95 * stdev(values) / math.sqrt(len(values))
 
 
 # -- the report --------------------------------------------------------------------------------------------------------

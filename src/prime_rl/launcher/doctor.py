@@ -117,11 +117,9 @@ def examine(run: Path) -> int:
     return 0 if diagnosis.state.fine else 1
 
 
-def report(run: Path, full: bool) -> list[str]:
-    """Return the whole examination, or its result in a line, for the launcher's console."""
-    facts = collect(run)
-    diagnosis = diagnose(facts)
-    return examination(run, facts, diagnosis) if full else [f"doctor: {diagnosis.sentence}"]
+def report(run: Path) -> str:
+    """Return the diagnosis in a line, for the launcher's console."""
+    return f"doctor: {diagnose(collect(run)).sentence}"
 
 
 def is_server(name: str) -> bool:

@@ -133,13 +133,12 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
             console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
     supervisor = Supervisor(
         plan.processes,
-        plan.servers,
         config.output_dir,
         console.say,
         tick,
         policy(config),
-        doctor=lambda full: doctor.report(config.output_dir, full),
-        drained=lambda: drained(config),
+        doctor=lambda: doctor.report(config.output_dir),
+        drained=drained(config),
     )
     outcome = supervisor.run()
     console.look()

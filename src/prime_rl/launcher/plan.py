@@ -40,32 +40,31 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
+class ServerSpec:
+    """An inference server; `port` is None for one that runs already. `ready_timeout`: seconds."""
+
+    url: str
+    ready_timeout: float
+    host: str = ""
+    port: int | None = None
+
+
+@dataclass(frozen=True)
 class ProcessSpec:
-    """One child. A job ends by itself, with status 0 when all is well; a service runs until it is stopped."""
+    """One child. A job ends by itself, with status 0 when all is well; a server runs until it is stopped."""
 
     name: str
     argv: tuple[str, ...]
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
-    service: bool = False
+    server: ServerSpec | None = None
     # A torchrun agent kills its ranks soon after a signal: signal the ranks themselves, then it exits by itself.
     drain_children: bool = False
     # Name of a process whose first status report this one waits for (bounded) before it is started.
     after: str | None = None
-    # Names of services that must have been ready once before this one is started: they measure what memory is free.
+    # Names of servers that must have been ready once before this one is started: they measure what memory is free.
     after_ready: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ServerSpec:
-    """An inference server, started as process `name`; `port` is None for one that runs already. `ready_timeout`: seconds."""
-
-    name: str
-    url: str
-    ready_timeout: float
-    host: str = ""
-    port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     """
     layout, inference, client = lay_out(config, machine), config.inference, config.orchestrator.client
     servers = [_server(config, number, offset) for number, offset in enumerate(layout.ports)]
-    names = tuple(server.name for server in servers)
+    names = tuple(map(server_name, range(len(servers))))
     threads = _threads(config, machine, max(1, len(servers)))
     sections = _sections(config, layout, servers)
     configs = {name: config.output_dir / "configs" / f"{name}.toml" for name in sections}
@@ -144,9 +143,9 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     processes = [
         ProcessSpec(
             name, argv(name, "-m", "prime_rl.entrypoints.inference"), log(name), env(name, gpus, "VLLM_API_KEY"), gpus,
-            service=True,
+            server=server,
         )
-        for name, gpus in zip(names, layout.servers, strict=True)
+        for name, gpus, server in zip(names, layout.servers, servers, strict=True)
     ]  # fmt: skip
     ranks = config.trainer_ranks or max(1, len(layout.trainer))
     train: tuple[str, ...] = ("-m", "prime_rl.entrypoints.trainer")
@@ -170,7 +169,7 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
         ),
     ]  # fmt: skip
     files = {configs[name]: section for name, section in sections.items()}
-    external = ServerSpec(SERVER, ", ".join(client.base_urls), client.ready_timeout)
+    external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
     tmpfs = config.trainer.weights.tmpfs
     return Plan(tuple(processes), files, tuple(servers) or (external,), config.output_dir, tmpfs)
 
@@ -213,7 +212,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[ServerSpec]) -
     published = trainer.weights.transport != "filesystem" and trainer.weights.tmpfs is None
     for number, server in enumerate(servers):
         assert inference is not None
-        sections[server.name] = inference.model_copy(
+        sections[server_name(number)] = inference.model_copy(
             update={
                 "weights_root": inference.weights_root or config.output_dir / "weights",
                 "weights_tmpfs": inference.weights_tmpfs or trainer.weights.tmpfs,
@@ -263,8 +262,7 @@ def _server(config: RLConfig, number: int, offset: int) -> ServerSpec:
         raise UserError(f"inference.server.port {listens.port} leaves no ports for {number + 1} servers")
     host = "localhost" if listens.host in (None, "0.0.0.0", "::") else str(listens.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    name = server_name(number)
-    return ServerSpec(name, url, config.ready_timeout, listens.host or "127.0.0.1", port)
+    return ServerSpec(url, config.ready_timeout, listens.host or "127.0.0.1", port)
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------

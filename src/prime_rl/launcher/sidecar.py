@@ -15,7 +15,7 @@ from prime_rl.config.inference import SERVER
 from prime_rl.config.loader import child_env
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.plan import ProcessSpec, gpus_of_a_server, visible_gpus
+from prime_rl.launcher.plan import ProcessSpec, ServerSpec, gpus_of_a_server, visible_gpus
 from prime_rl.launcher.rundir import forget_status
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import Status
@@ -88,11 +88,13 @@ class EvalSidecar:
             path, log = output_dir / "configs" / f"{name}.toml", output_dir / "logs" / f"{name}.log"
             write_toml(config, path)
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
-            processes.append(ProcessSpec(name, argv, log, self._variables(name), service=name == SERVER))
+            client = self._config.eval.client
+            server = ServerSpec(client.servers, client.ready_timeout) if name == SERVER else None
+            processes.append(ProcessSpec(name, argv, log, self._variables(name), server=server))
             forget_status(output_dir, name)  # an earlier run's
             logger.info("starting {} (log: {})", name, log)
         policy = RestartPolicy(_MAX_RESTARTS)
-        self._supervisor = Supervisor(processes, (), output_dir, logger.info, policy=policy, environ=self._environ)
+        self._supervisor = Supervisor(processes, output_dir, logger.info, policy=policy, environ=self._environ)
         self._outcome = self._thread.submit(self._supervisor.run, signals=False)
         return self
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prime_rl.config import RLConfig, child_env
-from prime_rl.launcher.plan import RECOVER, ProcessSpec, ServerSpec
+from prime_rl.launcher.plan import RECOVER, ProcessSpec
 from prime_rl.launcher.rundir import forget_status, newest_steps
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.monitor import read_status
@@ -188,9 +188,9 @@ def stall_reason(
 class SupervisedChild:
     """A process through all its incarnations, their output appended to its log. Times are seconds of the launcher's clock."""
 
-    def __init__(self, spec: ProcessSpec, server: ServerSpec | None, budget: RestartBudget) -> None:
-        self.spec, self.server, self.budget = spec, server, budget
-        self.name, self.is_job = spec.name, not spec.service
+    def __init__(self, spec: ProcessSpec, budget: RestartBudget) -> None:
+        self.spec, self.server, self.budget = spec, spec.server, budget
+        self.name, self.is_job = spec.name, spec.server is None
         self.state, self.due, self.was_ready = ChildState.PENDING, 0.0, False
         self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
 
@@ -252,8 +252,8 @@ class Supervisor:
     Args:
         say: Shows a line to the user.
         tick: Called at every look.
-        doctor: Says which process keeps the run from going on, in one line, or in full when the run ends by it.
-        drained: Says what the jobs still do when they are asked to stop.
+        doctor: Says which process keeps the run from going on, in one line.
+        drained: What the jobs still do when they are asked to stop.
 
     Attributes:
         failures: How the processes ended that made the run fail, and the ends of their logs.
@@ -263,26 +263,22 @@ class Supervisor:
     def __init__(
         self,
         processes: Sequence[ProcessSpec],
-        servers: Sequence[ServerSpec],
         output_dir: Path,
         say: Callable[[str], None],
         tick: Callable[[], None] = lambda: None,
         policy: RestartPolicy | None = None,
-        doctor: Callable[[bool], Sequence[str]] = lambda full: (),
+        doctor: Callable[[], str] | None = None,
         drain_seconds: float = _DRAIN_SECONDS,
         stop_seconds: float = _STOP_SECONDS,
-        drained: Callable[[], str] = lambda: "the current step will be finished",
+        drained: str = "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._policy = policy or RestartPolicy()
         self._output_dir, self._environ = output_dir, environ
         self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
-        by_name, furthest = {server.name: server for server in servers}, newest_steps(output_dir)
-        self._children = {
-            spec.name: SupervisedChild(spec, by_name.get(spec.name), RestartBudget(self._policy, furthest))
-            for spec in processes
-        }
+        furthest = newest_steps(output_dir)
+        self._children = {spec.name: SupervisedChild(spec, RestartBudget(self._policy, furthest)) for spec in processes}
         self._now = 0.0  # seconds in which the launcher was looking
         self._next_look = 0.0
         self._interrupts = 0
@@ -393,12 +389,12 @@ class Supervisor:
         failures = []
         for child in self._running():
             self._note_ready(child, statuses)
-            server, service = child.server, child.spec.service
+            server, service = child.server, not child.is_job
             reason = stalled(child.name, statuses, self._policy, time.time(), child.watched_since, service)
             if server and child.state is ChildState.STARTING and self._now - child.began > server.ready_timeout:
                 reason = f"is not ready after {server.ready_timeout:.0f} s"
             if reason is not None:
-                self._consult_doctor(full=False)  # while it can still be seen
+                self._consult_doctor()  # while it can still be seen
                 self._reap(child)
                 never_ready = server is not None and not child.was_ready  # in all the time it may take
                 failures.append(_Failure(child, reason, child.last_words(), final=never_ready))
@@ -466,15 +462,15 @@ class Supervisor:
             self._say(f"  {line}")
         self.failures += [text, *failure.last_words]
 
-    def _consult_doctor(self, full: bool = True) -> None:
-        for line in self._doctor(full):
-            self._say(line)
+    def _consult_doctor(self) -> None:
+        if self._doctor is not None:
+            self._say(self._doctor())
 
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         self._drain_deadline = self._now + self._drain_seconds
-        self._say(f"draining: {self._drained()}; interrupt again to stop now")
+        self._say(f"draining: {self._drained}; interrupt again to stop now")
         for child in self._children.values():
             if child.state is ChildState.PENDING:
                 child.state = ChildState.STOPPED

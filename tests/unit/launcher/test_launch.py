@@ -1,6 +1,7 @@
 """What `rl` decides before it starts anything: where a run goes on, and what is said of restarts at its end."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
 def test_another_seed_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     """Contract: a run that would go on with other tasks is not begun: the trainer would go back first, and what it had made be gone."""
     state = OrchestratorState(step=1, seed=1, groups_opened=2)
-    with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator", extra={"state": state.to_json()}):
+    with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator", extra={"state": asdict(state)}):
         pass
     tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "recover": True, "dry_run": True}
     with pytest.raises(UserError, match="began with seed 1 and would go on with 2: .*give --seed 1"):

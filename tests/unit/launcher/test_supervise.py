@@ -110,7 +110,7 @@ def test_last_words(tmp_path: Path, printed: str, last: list[str]) -> None:
     log.write_text("error: of an earlier incarnation\n")
     spec = ProcessSpec("trainer", (sys.executable, "-c", f"print({printed!r})"), log)
     with Lifeline() as lifeline:
-        child = SupervisedChild(spec, None, RestartBudget(POLICY))
+        child = SupervisedChild(spec, RestartBudget(POLICY))
         child.start(lifeline, os.environ)
         wait(lambda: child.process.status is not None, subject="end", owner="the child", seconds=60.0)
         child.process.reap()
