@@ -1,16 +1,17 @@
 """The loss of a token, and what an RL step measures of its loss tokens.
 
-A policy loss (`policy_losses.py`) and the components beside it are each weighted by a stream of its own. Everything that depends on the algorithm
-arrives as per-token streams; a loss is a pure function of them. `STREAMS` names the rows of the streams tensor of RL batches; `environment` is for
-metrics alone. The `*_scale` rows already hold weight / (the component's denominator in the whole step, over all ranks), so that summing is
-averaging: no rank and no micro-batch needs to know about the others.
+A policy loss (`policy_losses.py`) and the components beside it are each weighted by a stream of their own. Everything
+that depends on the algorithm arrives as per-token streams; a loss is a pure function of them. `STREAMS` names the rows of
+the streams tensor of RL batches; `environment` is for metrics alone. The `*_scale` rows already hold weight / (the
+component's denominator in the whole step, over all ranks), so that summing is averaging: no rank and no micro-batch needs
+to know about the others.
 
-Metrics are plain sums over tokens, so chunks, micro-batches and ranks add up and one vector [M] is all that travels. A mean and a standard
-deviation come from sums of values and of squares. What is no sum (least and greatest value, percentiles) is read off histograms. Their buckets are
-equally wide in asinh(value / 1e-4): linear around 0, logarithmic beyond, ten to each factor e. A value read off is the middle of its bucket, so it is
-within 5.2 % of the true one (or within 5e-6, if that is more). Entropy and the log ratio have histograms; the ratio and both estimates of the mismatch
-are functions of the log ratio, and as exact as its bucket allows. What is beyond the last bucket counts as that in the sums too, so that one ratio
-that overflows does not make them infinite.
+Metrics are plain sums over tokens, so chunks, micro-batches and ranks add up, and only one vector [M] travels. Means and
+standard deviations come from sums of values and of squares; least, greatest and percentiles from histograms of entropy
+and log ratio. Buckets are equally wide in asinh(value / 1e-4), ten to each factor e: a value read off is the middle of
+its bucket, within 5.2 % (or 5e-6) of the true one. The ratio and both estimates of the mismatch are functions of the log
+ratio. What is beyond the last bucket counts as that in the sums too, so that one ratio that overflows does not make them
+infinite.
 """
 
 import math
@@ -36,26 +37,28 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 
-SLOTS = 16
-"""Environments that are told apart. The number is part of the compiled loss: were it a step's own, the loss would be compiled again."""
+SLOTS = (
+    16  # environments with metrics of their own; part of the compiled loss, which a step's own number would recompile
+)
 
 _LINEAR, _PER_E = 1e-4, 10
-_LAST = 130  # 1e-4 · sinh(13) = 22: hardly any log ratio of a sampled token is beyond, and no entropy; one that is counts as that
+_LAST = 130  # 1e-4 · sinh(13) = 22: hardly any log ratio of a sampled token is beyond, and no entropy
 _MOST = _LINEAR * math.sinh(_LAST / _PER_E)
 _BUCKETS = 2 * _LAST + 1
 
 _MIDDLES = _LINEAR * np.sinh(np.arange(-_LAST, _LAST + 1) / _PER_E)  # [_BUCKETS]
 
-# What is added up of tokens off the loss mask, too, each over the tokens of its own component.
+# Sums over the tokens of a component, on the loss mask or off it.
 _COMPONENTS = ("ref_kl_tokens", "ref_kl", "nll_tokens", "nll")
-# Sets of tokens, beside one of the loss mask for every slot: of those in the policy loss, and of those in the loss towards a reference.
+# Sets of tokens beside the loss mask's of each slot: of those in the policy loss, and in the loss towards a reference.
 _GROUPS = ("kept", "dropped", "ref_kept", "ref_dropped")
 _VALUES = ("entropy", "mismatch_kl", "mismatch_kl_k1", "importance_ratio")
-# How many tokens are in the policy loss, and how many of these it drops: less probable than to their sampler, or not; of positive or negative advantage.
+# Tokens in the policy loss, and those of them that it drops: less probable than to their sampler, or not; of positive or
+# negative advantage.
 _COUNTS = ("acting", "low", "high", "positive", "negative")
 # Each set has a row of the table: its number of tokens, sums of values, sums of squares, counts.
 _TABLE = (SLOTS + len(_GROUPS), 1 + 2 * len(_VALUES) + len(_COUNTS))
-# Of each slot's entropy, of each slot's log ratio, and of the log ratio of tokens that the policy loss keeps, and drops.
+# Of each slot's entropy and log ratio, and of the log ratio of tokens that the policy loss keeps, and drops.
 _HISTOGRAMS = (2 * SLOTS + 2, _BUCKETS)
 
 _OF_LOG_RATIO: dict[str, Callable[[Floats], Floats]] = {
@@ -71,7 +74,7 @@ def mismatch_kl(log_ratio: Tensor) -> Tensor:
 
 
 Acted = tuple[Tensor, Tensor]
-"""The tokens that a loss acts on [N] bool, and those that it takes no gradient from, some of which may be others [N] bool."""
+"""The tokens that a loss acts on [N] bool, and those that it takes no gradient from [N] bool, on whatever tokens."""
 
 
 def token_sums(
@@ -87,56 +90,56 @@ def token_sums(
     """The sums over the tokens of `mask`, all [N]: the table and the histograms, flat.
 
     Args:
-        environment: The slot of each token's environment; what is beyond the last shares it.
+        environment: The slot of each token's environment; those beyond the last share it.
         policy: What the policy loss acts on; of these, tokens of `mask` count.
         reference: What the loss towards a reference (`ref_kl`) acts on, on the mask or off it.
     """
-    entropy, log_ratio = _held(entropy), _held(logprob - old)
+    entropy, log_ratio = _clamped(entropy), _clamped(logprob - old)
     mask = mask.to(log_ratio.dtype)
     slot = environment.long().clamp(0, SLOTS - 1)
     of_slot = (slot == torch.arange(SLOTS, device=slot.device)[:, None]) * mask
-    acting, gone = policy[0] * mask, policy[0] * policy[1] * mask
-    parts = [gone * part for part in (log_ratio < 0, log_ratio >= 0, advantage > 0, advantage < 0)]
+    acting, dropped = policy[0] * mask, policy[0] * policy[1] * mask
+    parts = [dropped * part for part in (log_ratio < 0, log_ratio >= 0, advantage > 0, advantage < 0)]
     pulled = [(reference[0] & ~reference[1]).to(mask.dtype), (reference[0] & reference[1]).to(mask.dtype)]
-    groups = torch.cat([of_slot, torch.stack([acting - gone, gone, *pulled])])
+    groups = torch.cat([of_slot, torch.stack([acting - dropped, dropped, *pulled])])
     # The ratio is near 1, so its squares would cancel: its distance from 1 is added up.
     values = torch.stack([entropy, mismatch_kl(log_ratio), -log_ratio, torch.expm1(log_ratio)])
     table = (
         groups @ torch.cat([torch.ones_like(mask)[None], values, values.square(), torch.stack([acting, *parts])]).t()
     )
     of_entropy, of_ratio = _bucket(entropy), _bucket(log_ratio)
-    rows = [slot, SLOTS + slot, 2 * SLOTS + (gone != 0).long()]
-    places = [row * _BUCKETS + of for row, of in zip(rows, (of_entropy, of_ratio, of_ratio), strict=True)]
+    rows = [slot, SLOTS + slot, 2 * SLOTS + (dropped != 0).long()]
+    indices = [row * _BUCKETS + bucket for row, bucket in zip(rows, (of_entropy, of_ratio, of_ratio), strict=True)]
     # Counts are integers, so the order in which a GPU adds them does not matter.
     counts = torch.zeros(_HISTOGRAMS[0] * _BUCKETS, dtype=mask.dtype, device=mask.device)
-    counts = counts.index_add(0, torch.cat(places), torch.cat([mask, mask, acting]))
+    counts = counts.index_add(0, torch.cat(indices), torch.cat([mask, mask, acting]))
     return torch.cat([table.flatten(), counts])
 
 
-def _held(values: Tensor) -> Tensor:
-    """`values`, those beyond the last bucket at it, and what is not a number at 0: other tokens' sums stay theirs, and the loss will say what is wrong."""
+def _clamped(values: Tensor) -> Tensor:
+    """`values` up to the last bucket, NaN as 0: the loss shows what is wrong, and other tokens' sums stay theirs."""
     return values.nan_to_num(0.0).clamp(-_MOST, _MOST)
 
 
 def _bucket(values: Tensor) -> Tensor:
-    """The bucket of each value that is `_held`, int64."""
+    """The bucket of each `_clamped` value, int64."""
     return (torch.asinh(values / _LINEAR) * _PER_E).round().long() + _LAST
 
 
 def component_sums(divergence: Tensor, pulled: Tensor, logprob: Tensor, imitated: Tensor) -> Tensor:
-    """Sums [4] over the tokens that a reference model pulls (`pulled` [N] bool) and over those of cross-entropy (`imitated`)."""
+    """Sums [4] over the tokens that a reference model pulls (`pulled` [N] bool) and those of cross-entropy (`imitated`)."""
     # What a token without a reference diverges from is arbitrary, and may be infinite.
     apart = torch.where(pulled, divergence, 0.0)
     return torch.stack([pulled.sum(), apart.sum(), imitated.sum(), -torch.where(imitated, logprob, 0.0).sum()])
 
 
 def describe(environments: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """The metrics that an RL step's sums are (its loss, `component_sums`, `token_sums`), added up over all ranks.
+    """Name the metrics of an RL step from its sums over all ranks: its loss, `component_sums`, `token_sums`.
 
-    What is a mean over no tokens is left out. Environments have metrics of their own where there are several.
+    A mean over no tokens is left out. Environments have metrics of their own where there are several.
 
     Args:
-        environments: Names of all of the run's, in the order of their slots. If there are more than slots, those in the last one are not told apart.
+        environments: The run's, in the order of their slots. Of more than slots, those in the last slot have none.
     """
     numbers = np.asarray(sums, dtype=np.float64)
     components, table, histograms = np.split(numbers[1:], np.cumsum([len(_COMPONENTS), _TABLE[0] * _TABLE[1]]))
@@ -145,32 +148,32 @@ def describe(environments: Sequence[str], sums: Sequence[float]) -> dict[str, fl
     whole = rows[:SLOTS].sum(0)
     group = dict(zip(_GROUPS, rows[SLOTS:], strict=True))
 
-    found = {"loss/mean": float(numbers[0])}  # divided by the global count already
-    found |= _distribution("entropy/all", "entropy", whole, entropy.sum(0))
-    found |= _distribution("mismatch_kl/all", "mismatch_kl", whole, log_ratio.sum(0))
-    found |= _distribution("mismatch_kl_k1", "mismatch_kl_k1", whole, log_ratio.sum(0))
-    found |= _distribution("importance_ratio", "importance_ratio", whole, log_ratio.sum(0))
-    found |= _distribution("masked_mismatch_kl", "mismatch_kl", group["dropped"], dropped)
-    found |= _distribution("unmasked_mismatch_kl", "mismatch_kl", group["kept"], kept)
+    metrics = {"loss/mean": float(numbers[0])}  # divided by the global count already
+    metrics |= _distribution("entropy/all", "entropy", whole, entropy.sum(0))
+    metrics |= _distribution("mismatch_kl/all", "mismatch_kl", whole, log_ratio.sum(0))
+    metrics |= _distribution("mismatch_kl_k1", "mismatch_kl_k1", whole, log_ratio.sum(0))
+    metrics |= _distribution("importance_ratio", "importance_ratio", whole, log_ratio.sum(0))
+    metrics |= _distribution("masked_mismatch_kl", "mismatch_kl", group["dropped"], dropped)
+    metrics |= _distribution("unmasked_mismatch_kl", "mismatch_kl", group["kept"], kept)
     if len(environments) > 1:
         for slot, name in enumerate(environments[: SLOTS if len(environments) <= SLOTS else SLOTS - 1]):
-            found |= _distribution(f"entropy/{name}", "entropy", rows[slot], entropy[slot])
-            found |= _distribution(f"mismatch_kl/{name}", "mismatch_kl", rows[slot], log_ratio[slot])
-            found |= _distribution(f"mismatch_kl_k1/{name}", "mismatch_kl_k1", rows[slot], log_ratio[slot])
-            found |= _distribution(f"importance_ratio/{name}", "importance_ratio", rows[slot], log_ratio[slot])
-            found |= _shares(rows[slot], f"/{name}")
-    return found | _shares(whole) | _of_reference(group) | _components(components) | _short_names(found)
+            for value in _VALUES:
+                histogram = entropy if value == "entropy" else log_ratio
+                metrics |= _distribution(f"{value}/{name}", value, rows[slot], histogram[slot])
+            metrics |= _dropped(rows[slot], f"/{name}")
+    return metrics | _dropped(whole) | _of_reference(group) | _components(components) | _short_names(metrics)
 
 
 _PERCENTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 def _distribution(name: str, value: str, row: Floats, counts: Floats) -> dict[str, float]:
-    """Mean and standard deviation of one value from a row of the table, the rest from the histogram of the entropy or log ratio. Nothing for no tokens."""
-    tokens, place = row[0], 1 + _VALUES.index(value)
+    """Mean and standard deviation of one value from a row of the table, the rest from the histogram of entropy or log
+    ratio. Empty for no tokens."""
+    tokens, column = row[0], 1 + _VALUES.index(value)
     if tokens < 1:
         return {}
-    mean, square = float(row[place] / tokens), float(row[place + len(_VALUES)] / tokens)
+    mean, square = float(row[column] / tokens), float(row[column + len(_VALUES)] / tokens)
     middles = _OF_LOG_RATIO[value](_MIDDLES) if value in _OF_LOG_RATIO else _MIDDLES
     order = np.argsort(middles, kind="stable")
     upto = np.cumsum(counts[order])
@@ -178,53 +181,52 @@ def _distribution(name: str, value: str, row: Floats, counts: Floats) -> dict[st
     ranks = np.ceil(np.array(list(_PERCENTILES.values())) * upto[-1] / 100).clip(min=1)
     read = dict(zip(_PERCENTILES, middles[order][np.searchsorted(upto, ranks)].tolist(), strict=True))
     centre = 1.0 if value == "importance_ratio" else 0.0
-    found = {"mean": centre + mean, "std": math.sqrt(max(square - mean * mean, 0.0)), **read}
-    return {f"{name}/{key}": number for key, number in found.items()}
+    values = {"mean": centre + mean, "std": math.sqrt(max(square - mean * mean, 0.0)), **read}
+    return {f"{name}/{key}": number for key, number in values.items()}
 
 
-def _share(name: str, part: float, whole: float) -> dict[str, float]:
-    """Nothing of nothing."""
-    return {f"{name}/mean": float(part / whole)} if whole > 0 else {}
+def _means(fractions: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Each sum divided by its count, without those over no tokens."""
+    return {f"{name}/mean": float(part / count) for name, (part, count) in fractions.items() if count > 0}
 
 
-def _shares(row: Floats, of: str = "") -> dict[str, float]:
-    """Shares of dropped tokens: of all in the policy loss, those whose probability fell and those whose rose; and what advantages dropped tokens have.
-
-    Args:
-        of: What is appended to the names.
-    """
-    by = dict(zip(_COUNTS, row[-len(_COUNTS) :].tolist(), strict=True))
-    dropped = by["low"] + by["high"]
-    return (
-        _share(f"is_masked{of}", dropped, by["acting"])
-        | _share(f"is_masked_low{of}", by["low"], by["acting"])
-        | _share(f"is_masked_high{of}", by["high"], by["acting"])
-        | _share(f"masked_advantage_positive{of}", by["positive"], dropped)
-        | _share(f"masked_advantage_negative{of}", by["negative"], dropped)
-    )
+def _dropped(row: Floats, suffix: str = "") -> dict[str, float]:
+    """Of the tokens in the policy loss the fraction that it drops, in all and by whether their probability fell or rose;
+    and of these the fraction with positive and negative advantages."""
+    acting, low, high, positive, negative = row[-len(_COUNTS) :].tolist()
+    fractions = {
+        "is_masked": (low + high, acting),
+        "is_masked_low": (low, acting),
+        "is_masked_high": (high, acting),
+        "masked_advantage_positive": (positive, low + high),
+        "masked_advantage_negative": (negative, low + high),
+    }
+    return _means({f"{name}{suffix}": fraction for name, fraction in fractions.items()})
 
 
 def _of_reference(group: Mapping[str, Floats]) -> dict[str, float]:
     """What the loss towards a reference drops, and the mismatch of these tokens and of the others."""
-    kept, dropped, place = group["ref_kept"], group["ref_dropped"], 1 + _VALUES.index("mismatch_kl")
-    return (
-        _share("ref_kl/is_masked", dropped[0], kept[0] + dropped[0])
-        | _share("ref_kl/masked_mismatch_kl", dropped[place], dropped[0])
-        | _share("ref_kl/unmasked_mismatch_kl", kept[place], kept[0])
+    kept, dropped, column = group["ref_kept"], group["ref_dropped"], 1 + _VALUES.index("mismatch_kl")
+    return _means(
+        {
+            "ref_kl/is_masked": (dropped[0], kept[0] + dropped[0]),
+            "ref_kl/masked_mismatch_kl": (dropped[column], dropped[0]),
+            "ref_kl/unmasked_mismatch_kl": (kept[column], kept[0]),
+        }
     )
 
 
 def _components(sums: Floats) -> dict[str, float]:
     """Means over the tokens of the components beside the policy loss."""
-    by = dict(zip(_COMPONENTS, sums.tolist(), strict=True))
-    return {f"{name}/mean": by[name] / by[f"{name}_tokens"] for name in ("ref_kl", "nll") if by[f"{name}_tokens"] > 0}
+    ref_kl_tokens, ref_kl, nll_tokens, nll = sums.tolist()
+    return _means({"ref_kl": (ref_kl, ref_kl_tokens), "nll": (nll, nll_tokens)})
 
 
-def _short_names(found: Mapping[str, float]) -> dict[str, float]:
+def _short_names(metrics: Mapping[str, float]) -> dict[str, float]:
     """The two means that the console shows, and the mismatch relative to the entropy."""
-    if "entropy/all/mean" not in found:
+    if "entropy/all/mean" not in metrics:
         return {}
-    entropy, mismatch = found["entropy/all/mean"], found["mismatch_kl/all/mean"]
+    entropy, mismatch = metrics["entropy/all/mean"], metrics["mismatch_kl/all/mean"]
     ratio = {"kl_ent_ratio/mean": mismatch / entropy} if entropy > 0 else {}
     return {"entropy/mean": entropy, "mismatch_kl/mean": mismatch, **ratio}
 
@@ -274,11 +276,11 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
         mask, old, advantage, reference, environment, rl_scale, ce_scale, ref_kl_scale = streams.unbind()
         rl, dropped = policy_loss(logprob, old, advantage, **({} if sequences is None else {"sequences": sequences}))
         if config.kl_coef:
-            there = torch.where(rl_scale != 0, reference, logprob.detach())  # other tokens may have none
-            rl = rl + config.kl_coef * divergence(logprob, there, config.estimator)
+            defined = torch.where(rl_scale != 0, reference, logprob.detach())  # other tokens may have none
+            rl = rl + config.kl_coef * divergence(logprob, defined, config.estimator)
         if config.entropy_coef:
             rl = rl - config.entropy_coef * entropy
-        # Taken out of what is weighted with 0: the ratio of a token that the policy loss bounds may overflow here, and 0 · inf is not 0.
+        # Tokens of weight 0 are taken out: the ratio of one that the policy loss bounds may overflow, and 0 · inf is not 0.
         pull = ref_kl(logprob, torch.where(ref_kl_scale != 0, old, logprob.detach()), reference)
         loss = (rl * rl_scale - logprob * ce_scale + pull * ref_kl_scale).sum()
         with torch.no_grad():
@@ -314,18 +316,15 @@ def _custom(
     advantage: Tensor,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A loss of the user's own gives the loss of each token, or that and which tokens it dropped.
+    """The user's loss of each token, and which tokens it dropped, if it says so. Raises UserError for anything else.
 
-    What is looked at is known on the host, so that this neither waits for a device nor keeps the loss from being compiled.
-
-    Raises:
-        UserError: it gives anything else.
+    Only what the host knows is checked: this neither waits for a device nor keeps the loss from being compiled.
     """
-    found = function(logprob, old, advantage, **more, **args)
-    loss, dropped = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    result = function(logprob, old, advantage, **more, **args)
+    loss, dropped = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(loss, Tensor) or loss.shape != logprob.shape or not loss.is_floating_point():
         raise UserError(
-            f"loss.path: {path!r} gave {_kind(found)} for {tuple(logprob.shape)} tokens: the loss of each token is needed, "
+            f"loss.path: {path!r} gave {_kind(result)} for {tuple(logprob.shape)} tokens: the loss of each token is needed, "
             "a tensor of floats of that shape, or that and which tokens are dropped"
         )
     if dropped is None:
@@ -348,12 +347,10 @@ def _kind(value: object) -> str:
 
 
 def _try_out(policy_loss: Callable[..., tuple[Tensor, Tensor]], path: str, coupled: bool) -> None:
-    """Call a loss of the user's own once, on a few tokens of two sequences on the host, before anything is trained with it.
+    """Call a loss of the user's own on a few tokens of two sequences before anything is trained with it.
 
-    The last token is of another component, as such tokens come: no log-probability of a sampler, no advantage.
-
-    Raises:
-        UserError: it fails, does not give the loss of each token, or the loss does not depend on the policy.
+    The last token is of another component: no log-probability of a sampler, no advantage. Raises UserError if it fails,
+    does not give the loss of each token, or the loss does not depend on the policy.
     """
     logprob = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0], device="cpu", requires_grad=True)
     old = torch.tensor([-0.6, -0.9, -2.0, -0.3, 0.0], device="cpu")
@@ -374,8 +371,8 @@ def _try_out(policy_loss: Callable[..., tuple[Tensor, Tensor]], path: str, coupl
         )
     if not (loss.isfinite().all() and gradient.isfinite().all()):
         raise UserError(
-            f"loss.path: {path!r} gave {loss.tolist()} with gradient {gradient.tolist()} for tokens the last of which is of another component "
-            "(advantage 0, sampler's log-probability 0): all must be finite"
+            f"loss.path: {path!r} gave {loss.tolist()} with gradient {gradient.tolist()} for tokens the last of which is "
+            "of another component (advantage 0, sampler's log-probability 0): all must be finite"
         )
 
 
@@ -383,33 +380,31 @@ _STEEPEST = 10.0  # times as probable to the reference as to the policy
 
 
 def divergence(logprob: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    """Per-token estimates of KL(policy ‖ reference) from tokens of the policy (Schulman 2020, "Approximating KL divergence", a blog post).
+    """Per-token estimates of KL(policy ‖ reference) from tokens of the policy (Schulman 2020, a blog post).
 
         k1 = logprob - reference,  k2 = k1² / 2,  k3 = exp(-k1) - 1 + k1
 
-    k2 and k3 are differentiated as they stand; on the policy's own tokens k2's gradient is the divergence's, k3's is its only to first order
-    (Liu et al. 2025, arXiv:2510.01555). Tokens of an older policy are not the policy's own: there both are approximations, k2's too. k1's own gradient is
-    zero on average, so it gets the score function's, k1 · ∇ logprob, as if it had been taken off the reward: the same as k2's.
+    k2 and k3 are differentiated as they stand; on the policy's own tokens k2's gradient is the divergence's, k3's is its
+    only to first order (Liu et al. 2025, arXiv:2510.01555). On tokens of an older policy both are approximations. k1's own
+    gradient is zero on average, so it gets the score function's, k1 · ∇ logprob: the same as k2's.
 
-    k3 grows with reference / policy, without bound: where that is above 10, it goes on as its tangent. (Others clamp the value, which lets go of the very
-    tokens that are farthest below the reference.) So a token's gradient is at most 9, and never zero where the two differ.
+    k3 grows with reference / policy, without bound: where that is above 10, it goes on as its tangent, so a token's
+    gradient is at most 9, and never zero where the two differ (clamping the value would drop the farthest tokens).
     """
     gap = logprob - reference
     if estimator == "k1":
         return gap.detach() * (1 + logprob - logprob.detach())
     if estimator == "k2":
         return gap.square() / 2
-    near = (-gap).clamp(
-        max=math.log(_STEEPEST)
-    )  # taken out before the exponential: it would overflow, and 0 · inf is not 0
+    near = (-gap).clamp(max=math.log(_STEEPEST))  # before the exponential, which would overflow: 0 · inf is not 0
     return torch.expm1(near) + _STEEPEST * (-gap - near) + gap
 
 
 def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:
     """Policy gradient towards a reference model: the default loss with the (detached) reference log-ratio as its advantage.
 
-    Constants (drop below -0.2, regulariser 1e-3) are PRIME-RL's. The policy's log-probability is taken at the sample's temperature, as everywhere: the
-    reference's has to be of the same one. Dropped tokens keep the regulariser.
+    Constants (drop below -0.2, regulariser 1e-3) are PRIME-RL's. The policy's log-probability is taken at the sample's
+    temperature, as everywhere: the reference's has to be of the same one. Dropped tokens keep the regulariser.
     """
     log_ratio = logprob - old
     with torch.no_grad():
@@ -424,6 +419,9 @@ def ref_kl_drops(logprob: Tensor, old: Tensor) -> Tensor:
 
 
 def cross_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
-    """The token loss of supervised training. streams [1, N]: weight / (loss tokens of the whole step). sums [2]: loss, entropy (both weighted)."""
+    """The token loss of supervised training.
+
+    streams [1, N]: weight / (loss tokens of the whole step). sums [2]: loss, entropy (both weighted).
+    """
     loss = -(logprob * streams[0]).sum()
     return loss, torch.stack([loss.detach(), (entropy * streams[0]).sum().detach()])
