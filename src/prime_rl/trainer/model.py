@@ -1,9 +1,9 @@
-"""The policy: a Hugging Face causal language model under FSDP2 (or, on a single rank, a SingleRankUnit), with our attention and our head.
+"""The policy: a Hugging Face causal language model under FSDP2 or, on a single rank, a SingleRankUnit, with our attention
+and head.
 
-Order of construction: meta device → activation checkpointing → per-block compile → fully_shard → memory → each rank loads its own rows.
-Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU. A single rank keeps its weights gathered, without FSDP, whose hooks
-and copies at every layer would hold up the host. On a CPU the host's memory is checked before anything is built: the kernel kills a process that
-takes too much without a word.
+Order of construction: meta device → activation checkpointing → per-block compile → fully_shard → memory → each rank loads
+its own rows. Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU. A single rank keeps its
+weights gathered, without FSDP, whose hooks and copies at every layer would hold up the host.
 """
 
 from collections.abc import Callable, Collection
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 
 class SingleRankUnit:
-    """All parameters of `model`, with the methods of an FSDP unit that the trainer calls, and the bits that FSDP would compute.
+    """All parameters of `model`, with the methods of an FSDP unit that the trainer calls, and the same bits as with FSDP.
 
-    Masters are float32 DTensors, as FSDP has them: optimizers, checkpoints and exports see the same as on several ranks. While they are gathered
-    the modules hold copies in the compute dtype instead. As soon as backward has the gradient of a copy, it is added to the master's, in float32.
+    Masters are float32 DTensors, as FSDP has them, for optimizers, checkpoints and exports. While gathered the modules
+    hold copies in the compute dtype instead. As soon as backward has a copy's gradient, it is added to the master's.
 
     Args:
         model: On the meta device; its parameters become the masters.
@@ -191,7 +191,7 @@ Unit = FSDPModule | SingleRankUnit
 
 
 class Policy(nn.Module):
-    """Backbone and head under one root, so that FSDP sees a single forward. `lm` is the transformers model; its own head is never called."""
+    """Backbone and head under one root, so that FSDP sees a single forward; the head of `lm` (transformers) is not called."""
 
     def __init__(self, lm: PreTrainedModel, memory: MemoryPlan, compiled: bool) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Policy(nn.Module):
         for unit in self.hookless:
             unit.unshard()
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
-            # One pass forms the head's gradients here, and an embedding's need no weight. (It holds for the next backward: one forward, then its own.)
+            # One pass forms the head's gradients here, and an embedding's need no weight. Holds for the next backward.
             self.set_unshard_in_backward(in_two_passes or not self.memory.shape.root_is_read_once)
         hidden_TH = self.lm.model(
             input_ids=batch.input_ids[None],
@@ -224,7 +224,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def head_error(self, input_ids_T: Tensor) -> Tensor:
-        """The largest difference [] between log-probabilities of our head and of the model's own logits, over one document of T tokens.
+        """The largest difference [] between our head's and the model's own log-probabilities, over a document of T tokens.
 
         Both heads start from the same hidden states, in float32, and see the same rows of the vocabulary: what is compared
         is what the model's own forward does to its logits, which is the same for every row.
@@ -309,9 +309,9 @@ def build_policy(
     """Build the sharded policy and give every parameter its value.
 
     Args:
-        tokens: Most tokens of a micro-batch, by which memory is planned on a GPU (None: what `config` leaves open is not fitted to the memory).
+        tokens: Most tokens of a micro-batch, by which memory is planned on a GPU (None: nothing is planned).
         optim: The optimizer that will be built, whose states are counted (None: AdamW).
-        published: Bytes per parameter of published weights on this GPU, which are counted, too (`weight_publisher.published_bytes`).
+        published: Bytes per parameter of weights published from this GPU (`weight_publisher.published_bytes`).
 
     Raises:
         UserError: the backend is absent, the architecture is not one we can train, or the files do not fit the config.
@@ -376,7 +376,7 @@ def _shard(policy: Policy, last: list[nn.Module], dtype: torch.dtype, world: Wor
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
     for norm in last:
         fully_shard(norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
+    # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its own in our forward.
     frees_root = settings.reshard and policy.memory.shape.root_is_read_once
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=frees_root)
     register_fsdp_forward_method(policy, "head_error")
@@ -386,7 +386,7 @@ def _shard(policy: Policy, last: list[nn.Module], dtype: torch.dtype, world: Wor
         if world.size == 1:  # sums nothing, but would divide by 1 all the same
             unit.set_custom_reduce_scatter(reduction)
             continue
-        # The loss is already divided by the global token count, so gradients are summed, not averaged. Gloo knows no pre-multiplied sum.
+        # The loss is already divided by the global token count: gradients are summed. Gloo knows no pre-multiplied sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 

@@ -1,6 +1,6 @@
-"""Mixture-of-experts blocks of the Qwen3-MoE family: a float32 router, grouped matrix products, and how evenly tokens spread over the experts.
+"""Mixture-of-experts blocks of the Qwen3-MoE family: a float32 router, grouped matrix products, the load of experts.
 
-transformers' block is replaced by ours, which keeps its modules and thereby the names of the parameters, but calls neither: it reads their
+transformers' block is replaced by ours, which keeps its modules, hence the names of the parameters, but only reads their
 weights. Letters: T tokens, K experts of each, S = T·K, E experts, I rows of an expert's hidden layer, H hidden size.
 """
 
@@ -19,15 +19,14 @@ from prime_rl.errors import UserError
 
 Named = Callable[[list[float]], Mapping[str, float]]
 KEPT = {torch.ops.aten.topk.default}
-"""The operators whose outputs checkpointed blocks keep. Were the choice of experts made again from logits that another kernel rounded otherwise,
-rows that were kept would belong to other experts than backward takes them for."""
+"""The operators whose outputs checkpointed blocks keep: choosing experts again from logits that another kernel rounded
+otherwise would assign kept rows to other experts."""
 
 
 class SparseBlock(nn.Module):
     """In place of transformers' block: each token goes to its K experts, whose outputs are summed with the router's weights.
 
-    `load` [E] counts the tokens that experts were given, padding included. Where a block is computed again they may count again, which
-    changes no ratio.
+    `load` [E] counts each expert's tokens, padding included. Recomputed blocks may count again, which changes no ratio.
     """
 
     load: Tensor
@@ -70,11 +69,12 @@ def sparse_blocks(model: nn.Module) -> list[SparseBlock]:
 
 
 def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
-    """Make all routers one FSDP unit that computes in float32; to be called before the layers become units. No unit in a dense model.
+    """Make all routers one FSDP unit that computes in float32, before the layers become units. None in a dense model.
 
-    The unit has to be gathered (`unshard`) by whoever calls the model: as blocks read the router's matrix without calling its module, FSDP's hooks
-    do not see it, and nothing of FSDP lies inside a compiled block. It stays gathered until the end of backward, where FSDP reduces the gradients of
-    whatever its hooks have not seen. One float32 gather and one reduction a micro-batch (50 MB of the 30B model) in place of one per layer.
+    Whoever calls the model must gather it (`unshard`): blocks read the router's matrix without calling its module, so
+    that FSDP's hooks do not run and nothing of FSDP lies inside a compiled block. It stays gathered until the end of
+    backward, where FSDP reduces what its hooks have not seen. One float32 gather and one reduction a micro-batch (50 MB
+    of the 30B model) in place of one per layer.
     """
     gates: list[nn.Module] = [block.gate for block in sparse_blocks(lm)]
     if not gates:
@@ -86,7 +86,7 @@ def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
 
 
 def load_sums(model: nn.Module) -> Tensor | None:
-    """How many tokens each expert was given since the last call, layer after layer: [L · E] float32 on the device. None in a dense model."""
+    """Tokens of each expert since the last call, layer after layer: [L · E] float32 on the device. None if dense."""
     loads = [block.load for block in sparse_blocks(model)]
     if not loads:
         return None
@@ -96,7 +96,7 @@ def load_sums(model: nn.Module) -> Tensor | None:
 
 
 def join_loads(sums: Tensor, model: nn.Module) -> Tensor:
-    """A step's metric sums [M], and after them the loads, so that all of them are added up over the ranks and read at once."""
+    """A step's metric sums [M] followed by the loads, so that both are summed over the ranks and read at once."""
     loads = load_sums(model)
     return sums if loads is None else torch.cat([sums, loads])
 
@@ -112,8 +112,8 @@ def with_loads(named: Named, model: nn.Module) -> Named:
 def metrics(model: nn.Module, values: Sequence[float]) -> dict[str, float]:
     """What `load_sums`, summed over the ranks, says. Nothing in a dense model.
 
-    `moe/load_max`: tokens of the busiest expert over those of the average one (1: all are equally busy), in the layer where that is most.
-    `moe/load_cv`: standard deviation of the experts' tokens over their mean, averaged over layers. `moe/unused`: share of experts without a token.
+    `moe/load_max`: tokens of the busiest expert over the average, in the layer where that is most. `moe/load_cv`: standard
+    deviation of the experts' tokens over their mean, averaged over layers. `moe/unused`: fraction without a token.
     """
     blocks = sparse_blocks(model)
     if not blocks:
@@ -192,7 +192,7 @@ def _product_backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor, Tensor, None]:
 _product.register_autograd(_product_backward, setup_context=_save)
 
 
-# Out of the compiler's sight as well, which would gather row by row, element by element; and each is the other's backward: nothing is added atomically.
+# Opaque to the compiler as well, which would gather element by element; each is the other's backward, without atomics.
 @torch.library.custom_op("prime_rl::spread", mutates_args=())
 def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
     """Each token's row at its K places [S, H]. `place_TK` (int32) names every place from 0 to S - 1 once."""

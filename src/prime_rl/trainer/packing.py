@@ -1,6 +1,7 @@
-"""From documents to micro-batches on the device: the plan, the two flat buffers of a micro-batch, and the thread that prepares a step ahead.
+"""From documents to micro-batches on the device: the plan, a micro-batch's two flat buffers, the thread that prepares it.
 
-Every rank computes the same plan (which sample goes to which rank and micro-step) from the lengths alone, and reads only its own rows.
+Every rank computes the same plan (which sample goes to which rank and micro-step) from the lengths alone, and reads only
+its own rows.
 """
 
 import heapq
@@ -27,8 +28,10 @@ LONGEST = 4096  # tokens of a made-up rollout, unless told otherwise
 
 @dataclass(frozen=True)
 class Document:
-    """T tokens that attend to each other only. Token t contributes to the loss when `loss_mask[t]`, predicted from the tokens before it;
-    the first token is predicted from nothing and never contributes. `streams` [K, T] are inputs of the token loss."""
+    """T tokens that attend to each other only; `streams` [K, T] are inputs of the token loss.
+
+    Token t contributes to the loss when `loss_mask[t]`, except the first, which is predicted from nothing.
+    """
 
     input_ids: Ints
     loss_mask: npt.NDArray[np.bool_]
@@ -82,7 +85,7 @@ def parts(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
-    """Where each part begins, at multiples of 32 elements (kernels are compiled for aligned addresses); the last number is the buffer's length."""
+    """Where each part begins, at multiples of 32 elements (kernels are compiled for aligned addresses), and the length."""
     return [0, *accumulate(-(-count // 32) * 32 for count in counts)]
 
 
@@ -106,8 +109,8 @@ def plan(
 ) -> list[list[list[int]]]:
     """Assign every sample to one micro-batch of one rank.
 
-    Ranks work in lockstep micro-step by micro-step, so what counts is that the micro-batches of one micro-step cost the same. Samples go
-    longest first into the cheapest bin with room; bins are sorted by cost and dealt in runs of `ranks`.
+    Ranks work in lockstep, so the micro-batches of one micro-step must cost the same. Samples go longest first into the
+    cheapest bin with room; bins are sorted by cost and dealt in runs of `ranks`.
 
     Args:
         lengths: Tokens of each sample.
@@ -115,7 +118,7 @@ def plan(
         max_documents: Most samples of a micro-batch.
 
     Returns:
-        plan[rank][micro_step] = ascending sample indices; as many micro-steps on every rank, some of them possibly empty.
+        plan[rank][micro_step] = ascending sample indices; as many micro-steps on every rank, some possibly empty.
 
     Raises:
         UserError: a sample is longer than `seq_len`.
@@ -163,7 +166,7 @@ def _fill(
 def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -> HostBatch:
     """Lay documents one after the other.
 
-    An empty sequence gives a micro-batch of padding only, which has no loss tokens: a rank without work still takes part in every collective.
+    No documents give a micro-batch of padding without loss tokens: a rank without work still joins every collective.
 
     Args:
         streams: K, which an empty sequence cannot tell.
@@ -204,7 +207,7 @@ def _buffer(dtype: npt.DTypeLike, *filled: npt.NDArray[np.generic]) -> Tensor:
 
 
 def rollout_lengths(draw: np.random.Generator, count: int, longest: int = LONGEST) -> list[int]:
-    """Made-up lengths that are spread as those of rollouts: lognormal, median 600, sigma 0.9, from 16 (where that is possible) to `longest`."""
+    """Random lengths like those of rollouts: lognormal, median 600, sigma 0.9, from 16 (or `longest`) to `longest`."""
     return draw.lognormal(np.log(600), 0.9, count).astype(np.int64).clip(min(16, longest), longest).tolist()
 
 
@@ -230,12 +233,12 @@ class MicroBatch:
 
 
 def pads_to(device: torch.device) -> int:
-    """Micro-batches are padded to a multiple of so many tokens: compiled CUDA kernels are fastest on whole tiles; a CPU would compute the padding."""
+    """Micro-batches are padded to a multiple of so many tokens: compiled CUDA kernels are fastest on whole tiles."""
     return 128 if device.type == "cuda" else 1
 
 
 def pinned(batches: Sequence[HostBatch], device: torch.device) -> list[HostBatch]:
-    """The same batches where `device` copies from fastest: for a GPU in page-locked memory, so that the copies run beside everything else."""
+    """The same batches, for a GPU in page-locked memory, so that copies run beside everything else."""
     if device.type != "cuda":
         return list(batches)
     return [replace(batch, ints=batch.ints.pin_memory(), floats=batch.floats.pin_memory()) for batch in batches]
@@ -272,7 +275,7 @@ class StepData:
         metrics: For the step's row.
         environments: Of the whole run, in the order of their places in streams.
         example: A sample for people to read, on rank 0.
-        groups: For each micro-batch the group of each document: its place among all groups of the step. Given where `normalize` needs them.
+        groups: For each micro-batch the index of each document's group in the step, where `normalize` needs it.
         group_count: Groups of the step, over all ranks.
     """
 

@@ -31,8 +31,8 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 class World:
     """This process's place among the ranks.
 
-    Every rank trains on data of its own. The ranks form `replicas` groups of consecutive ranks; each group holds the whole training state, sharded
-    by rows among its members (HSDP).
+    Every rank trains on data of its own. The ranks form `replicas` groups of consecutive ranks; each group holds the
+    whole training state, sharded by rows among its ranks (HSDP).
 
     Args:
         mesh: Has the dimension `dp_shard`, and before it `dp_replicate` where there are several replicas.
@@ -90,11 +90,12 @@ def init_world(device: str, timeout: float, replicate: int = 1) -> World:
     Raises:
         UserError: there is no such device, or the ranks cannot be divided among the replicas.
     """
-    # The loop hands every operator over without holding the interpreter, and would wait 5 ms (Python's default) to get it back from a thread
-    # that packs or exports: on small steps longer than the GPU takes for what it was given.
+    # The loop releases the interpreter with every operator, and would wait 5 ms (Python's default) to get it back from a
+    # thread that packs or exports: on small steps longer than the GPU takes for what is queued.
     sys.setswitchinterval(_SWITCH_SECONDS)
-    # Read when CUDA starts. The loop hands over more kernels than a queue holds by default (about a thousand); what comes between two steps would
-    # find it full, and the GPU would then wait for the next step: 2.2 % of a step's time with the logprob check, 0.7 % with longer queues (0.6B, H200).
+    # Read when CUDA starts. The loop launches more kernels than a queue holds by default (about a thousand); launches
+    # between two steps would find it full, and the GPU would wait for the next step: 2.2 % of a step's time with the
+    # logprob check, 0.7 % with longer queues (0.6B, H200).
     os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     kind = choose_device(device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -127,7 +128,7 @@ def close_world() -> None:
 
 
 def background_world(world: World, timeout: float) -> World:
-    """The same ranks with a gloo group of their own on host memory, so that a thread's collectives never meet the loop's. Every rank calls it."""
+    """The same ranks with a gloo group of their own, for a thread's collectives on host memory. Every rank calls it."""
     limit = timedelta(seconds=timeout)
     group = dist.new_group(backend="gloo", timeout=limit)
     if world.replicas > 1:
@@ -140,7 +141,7 @@ def background_world(world: World, timeout: float) -> World:
 def _replicated_mesh(
     kind: str, rank: int, size: int, replicas: int, limit: timedelta, backend: str | None = None
 ) -> DeviceMesh:
-    """Replicas of consecutive ranks, each sharded, with groups of their own that keep the time limit (torch's own would have the default one)."""
+    """Replicas of consecutive ranks, each sharded, with groups that keep the time limit (torch's have the default one)."""
     ranks = torch.arange(size).reshape(replicas, -1)
     groups = []
     for lines in (ranks.T.tolist(), ranks.tolist()):  # ranks with the same rows, ranks of the same replica
@@ -196,8 +197,11 @@ def _decode(data: torch.Tensor) -> Any:
 
 
 def on_main(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and give its result (JSON's types only) to every rank. A UserError or CommitError there is raised as UserError on
-    every rank alike. The others wait in a collective meanwhile, so `action` must end within its timeout."""
+    """Run `action` on rank 0 and give its result (JSON's types only) to every rank.
+
+    A UserError or CommitError there is raised as UserError on every rank. The others wait in a collective meanwhile, so
+    `action` must end within its timeout.
+    """
     outcome: tuple[T | None, str | None] | None = None
     if world.is_main:
         try:
@@ -224,7 +228,7 @@ def agree(world: World, action: Callable[[], T]) -> T:
 
 
 def rows_of_rank(rows: int, world: World) -> tuple[int, int]:
-    """The rows [start, end) of a parameter that FSDP2 gives this rank: equal runs of ceil(rows / shards), the last ones short or empty."""
+    """The rows [start, end) that FSDP2 gives this rank: runs of ceil(rows / shards), the last ones short or empty."""
     run = -(-rows // world.shards)
     return min(world.shard_rank * run, rows), min((world.shard_rank + 1) * run, rows)
 
@@ -238,11 +242,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class SingleRankReduction:
-    """In place of FSDP's reduce-scatter where there is no other rank: the gradients that it would send are those it would receive, in the same memory.
-    torch's own copies them from one buffer into another.
+    """In place of FSDP's reduce-scatter for a single rank: what is sent is what is received, without torch's copy.
 
-    FSDP asks twice for every unit that it reduces: for what is to be sent, then, on the stream on which it reduces, for what is received. (The
-    interface is `ReduceScatter` of `FSDPModule.set_custom_reduce_scatter`.)
+    FSDP asks for memory twice for every unit that it reduces: for what is sent and then, on the stream on which it
+    reduces, for what is received (`ReduceScatter` of `FSDPModule.set_custom_reduce_scatter`).
     """
 
     def __init__(self) -> None:
@@ -256,7 +259,7 @@ class SingleRankReduction:
             self._reducing = torch.cuda.current_stream(device) if device.type == "cuda" else None
             return buffer
         if self._reducing is not None:
-            # The memory that FSDP has just given back may still be read there, where gradients of several micro-batches are added up.
+            # The memory just freed may still be read there, where gradients of several micro-batches are added up.
             torch.cuda.current_stream(device).wait_stream(self._reducing)
         self._sent = torch.empty(*size, dtype=dtype, device=device)
         return self._sent

@@ -37,9 +37,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def matmul_parameters(lm: PreTrainedModel) -> int:
-    """Parameters that take part in a matrix product for a token: all matrices, the head included, and of the experts those that it is sent to.
+    """Parameters that a token is multiplied by: all matrices, the head included, and of the experts those it is sent to.
 
-    The embedding is looked up, not multiplied, but a tied head multiplies by the same matrix. Experts are kept as [experts, out, in].
+    The embedding is looked up, but a tied head multiplies by the same matrix. Experts are kept as [experts, out, in].
     """
     lookup = lm.get_input_embeddings().weight
     chosen = getattr(lm.config.get_text_config(), "num_experts_per_tok", None) or 1
@@ -56,9 +56,9 @@ def attention_width(config: PretrainedConfig) -> int:
 
 
 def flops(matmul: int, width: int, lengths: Sequence[int]) -> float:
-    """FLOP of forward and backward over documents of these lengths, as causal attention needs them (recomputation does not count).
+    """FLOP of forward and backward over documents of these lengths, with causal attention and without recomputation.
 
-    6 per matmul parameter and token; attention 12 · width per pair of tokens, of which a causal document of n tokens has n²/2.
+    6 per matmul parameter and token; attention 12 · width per pair of tokens, of which a document of n tokens has n²/2.
     """
     return sum(6.0 * matmul * n + 6.0 * width * n * n for n in lengths)
 
@@ -70,10 +70,10 @@ def ideal_seconds(flops: float, world: World) -> float | None:
 
 
 def peer_flops(matmul: int, config: PretrainedConfig, tokens: int, micro_batch: int) -> float:
-    """PRIME-RL's count for `tokens` tokens in micro-batches of `micro_batch`: 6 · matmul + 12 · layers · hidden size · micro_batch a token.
+    """PRIME-RL's count for `tokens` tokens: 6 · matmul + 12 · layers · hidden size · micro_batch a token.
 
-    Every token looks at the whole micro-batch, past, future and other documents alike, through heads of hidden size / heads. Only good for
-    comparing with figures that were counted so.
+    Every token attends to the whole micro-batch, past, future and other documents alike, through heads of hidden size /
+    heads. Only for comparison with figures that were counted so.
     """
     text = config.get_text_config()
     return tokens * (6.0 * matmul + 12.0 * text.num_hidden_layers * text.hidden_size * micro_batch)
@@ -85,7 +85,7 @@ def costs(matmul: int, width: int) -> Costs:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory held since the last reset: reserved by the allocator on CUDA; on CPU the process's resident peak since its start."""
+    """Most memory since the last reset: reserved by the allocator on CUDA; on CPU the process's resident peak."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
@@ -118,7 +118,7 @@ _LINES = (
 
 
 class HostSyncs:
-    """Counts how often the host waits for a GPU, as far as torch notices (`set_sync_debug_mode`). Slows the host down a little: for benchmarks."""
+    """Count how often the host waits for a GPU, as far as torch notices (`set_sync_debug_mode`). For benchmarks."""
 
     def __init__(self, device: torch.device, *, count: bool) -> None:
         self._counts = count and device.type == "cuda"
@@ -140,7 +140,7 @@ class HostSyncs:
             self._catch.__exit__(kind, error, trace)
 
     def take(self) -> dict[str, float]:
-        """How many there were since the last call, as a metric. Reading a step's outcome is one more, which torch does not notice."""
+        """How many there were since the last call, as a metric, with the reading of a step, which torch does not notice."""
         if not self._counts:
             return {}
         noticed = sum("synchronizing CUDA operation" in str(warning.message) for warning in self._caught)

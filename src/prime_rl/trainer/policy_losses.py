@@ -1,11 +1,12 @@
-"""Policy losses: what a sampled token costs, given log-probabilities of the policy and of its sampler, and its advantage. One function each.
+"""Policy losses: the loss of a sampled token from the log-probabilities of policy and sampler and its advantage.
 
     r = exp(logprob - old)      the ratio
 
-Each returns (loss [N], dropped [N] bool): the loss of every token, not yet weighted, and which tokens get no gradient from it. A ratio that
-overflows must do no harm where its token is dropped or has no advantage, so it is taken out before the exponential: 0 · inf is not 0.
+Each returns (loss [N], dropped [N] bool): the loss of every token, not yet weighted, and which tokens get no gradient from
+it. A ratio that overflows must do no harm where its token is dropped or has no advantage, so it is taken out before the
+exponential: 0 · inf is not 0.
 
-Those that take `sequences` couple the tokens of a sequence. They are evaluated on all tokens of a micro-batch at once (sequences are never split).
+Those that take `sequences` couple the tokens of a sequence and are evaluated on all tokens of a micro-batch at once.
 """
 
 from typing import TYPE_CHECKING
