@@ -13,8 +13,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -184,27 +183,10 @@ def finish_load(model: Any, model_config: Any) -> None:
             module.process_weights_after_loading(model_config.dtype)
 
 
-@contextmanager
-def without_false_alarms(model: Any) -> Iterator[None]:
-    """Filter vLLM's "RotaryEmbedding: Failed to load weights" out of its log while it reloads `model`.
-
-    It says so at every update of every layer that owns no parameter: of buffers that a layer computes itself and no
-    checkpoint holds, which it rightly keeps, and of a head that is tied to the embedding. Of layers that own parameters
-    the same words are left in.
-    """
-    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}  # of a shared one the first
-    loaded = {type(model.get_submodule(owner)).__name__ for owner in owners}
-
-    def is_news(record: logging.LogRecord) -> bool:
-        alarm = record.msg == "%s: Failed to load weights" and isinstance(record.args, tuple)
-        return not alarm or next(iter(record.args or ())) in loaded
-
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_news)
+def quiet_reload() -> None:
+    """Leave out what vLLM warns of at every update: layers whose buffers no checkpoint holds, and tied heads, "failed to
+    load weights". That a version has all tensors of the model is checked before (`version_files.check_fit`)."""
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 def settle_reload(model: Any, model_config: Any) -> None:

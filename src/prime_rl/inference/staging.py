@@ -311,6 +311,7 @@ class WeightsExtension:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
         sys.setswitchinterval(TURN_SECONDS)
+        compat.quiet_reload()
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, Tensor]]:
@@ -353,11 +354,10 @@ class WeightsExtension:
                 compat.finish_load(model, self.model_config)
                 return
             self.prime_whole = False
-            with compat.without_false_alarms(model):
-                if isinstance(source, Path):
-                    self.model_runner.reload_weights(weights_path=str(source))
-                else:
-                    self.model_runner.reload_weights(weights_iterator=source)
+            if isinstance(source, Path):
+                self.model_runner.reload_weights(weights_path=str(source))
+            else:
+                self.model_runner.reload_weights(weights_iterator=source)
             self.prime_whole = True
             if self.device.type == "cpu":
                 compat.repack_tied_heads(model)

@@ -40,8 +40,8 @@ class FakeEngine:
         self.fail: set[str] = set()
         self.gate: asyncio.Event | None = None
         self.loaded: dict[str, Any] | None = None
-        # The workers' answers to the questions after `prime_stage`, one after the other; ready after that. None: ready at once.
-        self.staging: list[list[dict[str, Any]]] | None = []
+        # The workers' answers to the questions after `prime_stage`, one after the other; ready after that.
+        self.staging: list[list[dict[str, Any]]] = []
         self.when_asked: Callable[[], object] = lambda: None
         self.identities: list[dict[str, Any] | None] = [None]
 
@@ -64,7 +64,7 @@ class FakeEngine:
             return self.staging.pop(0) if self.staging else [READY]
         self.calls.append(method)
         if method == "prime_stage":
-            return [READING if self.staging is not None else READY]
+            return [READING]
         if method == "prime_load":
             if self.gate is not None:
                 await self.gate.wait()
@@ -149,13 +149,6 @@ async def test_an_update(engine: FakeEngine, service: WeightService, root: Path)
     served = await service.served()
     assert (served.version, served.hash, served.weight_dir) == (change.version, change.hash, str(directory))
     assert change.version == 1
-
-
-async def test_what_is_read_at_once_is_not_asked_for(engine: FakeEngine, service: WeightService, root: Path) -> None:
-    """Contract: each question takes a step of the engine; a small model is read by the time that the first is answered."""
-    engine.staging = None
-    assert (await service.update(str(commit(root, 1)), 1)).version == 1
-    assert "prime_staged" not in engine.asked
 
 
 async def test_a_failed_load_is_undone(engine: FakeEngine, service: WeightService, root: Path) -> None:

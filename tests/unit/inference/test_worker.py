@@ -60,7 +60,6 @@ class Worker(WeightsExtension):
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "finish_load", lambda model, config: None)
     monkeypatch.setattr(compat, "keeps_as_loaded", lambda model: True)
-    monkeypatch.setattr(compat, "without_false_alarms", lambda model: nullcontext())
     monkeypatch.setattr(compat, "settle_reload", lambda model, config: model.loads.append("settled"))
     pytest.importorskip("vllm")
     monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: nullcontext())
