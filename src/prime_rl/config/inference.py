@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Problem, Section, option
+from prime_rl.config.base import BaseConfig, Problem, Section, check, conflict, option
 from prime_rl.config.shared import Device, ModelConfig
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -90,43 +90,29 @@ class InferenceConfig(BaseConfig):
         return server_name(self.replica)
 
     @model_validator(mode="after")
-    def _replicas_fit(self) -> Self:
-        local = self.data_parallel_size_local
-        if local is not None and local > self.data_parallel_size:
-            raise Problem(
-                f"data_parallel_size_local {local} exceeds data_parallel_size {self.data_parallel_size}",
-                "data_parallel_size_local",
-                "data_parallel_size",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _nodes_fit(self) -> Self:
-        """A node that serves, and headless ones that it leads: what vLLM would else take for something else, or wait for without end."""
+        """A node that serves, and headless ones that it leads: vLLM would mistake others, or wait for them without end."""
         size, local, start = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_start_rank
-        several = local is not None and local < size
+        some = f"data_parallel_size_local {local}"
+        if local is not None and local > size:
+            raise Problem(f"{some} exceeds data_parallel_size {size}", "data_parallel_size_local", "data_parallel_size")
         if not self.headless:
-            if start is not None:
-                raise Problem(
-                    "data_parallel_start_rank is for headless nodes: the node that serves has the first replicas",
-                    "data_parallel_start_rank",
-                )
-            if several and self.data_parallel_address is None:
-                raise Problem(
-                    f"data_parallel_size_local {local} of {size}: the other nodes need data_parallel_address, where they reach this one",
-                    "data_parallel_address",
-                )
+            first = "data_parallel_start_rank is for headless nodes: the node that serves has the first replicas"
+            reach = f"{some} of {size}: the other nodes need data_parallel_address, where they reach this one"
+            several = local is not None and local < size
+            check(
+                conflict(start is not None, first, "data_parallel_start_rank"),
+                conflict(several and self.data_parallel_address is None, reach, "data_parallel_address"),
+            )
         elif size > 1 or "nnodes" not in self.vllm:  # several nodes may also share one replica, by options of vLLM
             keys = ("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address")
             if size == 1:
                 raise Problem("headless runs engines for another node: give data_parallel_size", "headless")
             if missing := [key for key in keys if getattr(self, key) is None]:
                 raise Problem(f"headless needs {', '.join(missing)}, too", "headless", *missing)
-            assert local is not None
-            assert start is not None
-            if not 0 < start <= size - local:
-                raise Problem(
-                    f"data_parallel_start_rank {start} with data_parallel_size_local {local}: replicas 1 to {size - 1} are for headless nodes",
-                    "data_parallel_start_rank",
+            if not 0 < (start or 0) <= size - (local or 0):
+                message = (
+                    f"data_parallel_start_rank {start} with {some}: replicas 1 to {size - 1} are for headless nodes"
                 )
+                raise Problem(message, "data_parallel_start_rank")
         return self

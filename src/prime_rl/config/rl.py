@@ -61,52 +61,45 @@ class RLConfig(BaseConfig):
         key = f"trainer.loss.{penalty}"
         by_reward = any(algorithm.component == "rl" for algorithm, _ in orchestrator.algorithms())
         reference = orchestrator.reference is not None
-        needs_staging = trainer.weights.transport == "memory" and self.inference is not None
+        inference, filters_zero = self.inference, orchestrator.filter_zero_advantage
+        lengths = f"orchestrator.seq_len {orchestrator.seq_len} exceeds trainer.seq_len {trainer.seq_len}"
         check(
             conflict(
                 orchestrator.seq_len > trainer.seq_len,
-                f"orchestrator.seq_len {orchestrator.seq_len} exceeds trainer.seq_len {trainer.seq_len}: samples would not fit a micro-batch",
-                "orchestrator.seq_len",
-                "trainer.seq_len",
+                f"{lengths}: samples would not fit a micro-batch",
+                *("orchestrator.seq_len", "trainer.seq_len"),
             ),
             nothing_to_clean(self.clean, self.recover, self.ckpt),
             conflict(
                 self.recover and resumes and not self.clean,
                 "recover goes on from the newest state, ckpt.resume_step from a checkpoint: give one of them",
-                "recover",
-                "ckpt.resume_step",
+                *("recover", "ckpt.resume_step"),
             ),
             conflict(
-                needs_staging and self.inference is not None and not self.inference.stage_weights,
+                trainer.weights.transport == "memory" and inference is not None and not inference.stage_weights,
                 "trainer.weights.transport memory needs servers that stage weights",
-                "trainer.weights.transport",
-                "inference.stage_weights",
+                *("trainer.weights.transport", "inference.stage_weights"),
             ),
             conflict(
                 penalty and not by_reward,
                 f"{penalty} has no effect: nothing is trained by reward",
-                key,
-                "orchestrator.algorithm.type",
+                *(key, "orchestrator.algorithm.type"),
             ),
             conflict(
                 reference and not loss.kl_coef and not (penalty and not by_reward),
                 "a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef",
-                "orchestrator.reference",
-                "trainer.loss.kl_coef",
+                *("orchestrator.reference", "trainer.loss.kl_coef"),
             ),
             conflict(
                 loss.kl_coef and by_reward and not reference and not self.bench,
                 "the divergence from a reference model needs one: give orchestrator.reference.base_url",
-                "trainer.loss.kl_coef",
-                "orchestrator.reference",
+                *("trainer.loss.kl_coef", "orchestrator.reference"),
             ),
-            # Penalty and bonus are meant for all that the policy says, not only where rewards differ. Refused rather than
-            # switched: what is left out of a batch is the orchestrator's, and stays what its own settings say.
+            # They are meant for all that the policy samples. What a batch leaves out is for the orchestrator alone to say.
             conflict(
-                penalty and orchestrator.filter_zero_advantage,
-                f"{penalty} would not reach samples of advantage zero, which are left out: set orchestrator.filter_zero_advantage = false",
-                key,
-                "orchestrator.filter_zero_advantage",
+                penalty and filters_zero,
+                f"{penalty} would not reach samples of advantage zero: set orchestrator.filter_zero_advantage = false",
+                *(key, "orchestrator.filter_zero_advantage"),
             ),
         )
         return self

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import Older, Problem, Section, option, short
+from prime_rl.config.base import Older, Problem, Section, check, conflict, option, short
 from prime_rl.redact import has_password, key_in, without_password
 
 WARM_UP = 3  # the trainer's steps that are not counted: they compile, for the first shape that comes and then for any
@@ -84,16 +84,6 @@ class CkptConfig(Section):
     save_async: bool = option(True, "Write in the background, from host memory (false: the loop waits).")
     resume_step: int | None = option(None, "Go on from this step; -1: from the newest (None: start anew).", ge=-1)
     output_dir: Path | None = option(None, "Directory that holds checkpoints/ (None: the run's output_dir).")
-
-    @model_validator(mode="after")
-    def _removes_what_is_not_kept(self) -> Self:
-        if self.keep_interval is not None and self.keep is None:
-            raise Problem(
-                f"keep_interval {self.keep_interval} has no effect without keep: all checkpoints are kept",
-                "keep_interval",
-                "keep",
-            )
-        return self
 
 
 def nothing_to_clean(clean: bool, recover: bool, ckpt: CkptConfig | None) -> Problem | None:
@@ -176,30 +166,21 @@ class ClientConfig(Section):
     timeout: PositiveFloat = option(600.0, "Seconds that one request may take.")
 
     @model_validator(mode="after")
-    def _no_password(self) -> Self:
+    def _no_password_and_one_router(self) -> Self:
         for key, urls in (("base_url", self.base_urls), ("admin_base_url", self.admin_roots)):
             if any(has_password(url) for url in urls):
+                message = "holds a password, which would be written and shown: put the key into $VLLM_API_KEY"
+                raise Problem(f"{key} {message}", key)
+        if self.admin_base_url is not None:
+            keys = ("admin_base_url", "base_url")
+            if len(self.base_urls) != 1:
                 raise Problem(
-                    f"{key} holds a password, which would be written and shown: put the key into $VLLM_API_KEY", key
+                    "admin_base_url names the servers behind one router: base_url has to name that one", *keys
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _one_router(self) -> Self:
-        if self.admin_base_url is None:
-            return self
-        if len(self.base_urls) != 1:
-            raise Problem(
-                "admin_base_url names the servers behind one router: base_url has to name that one",
-                "admin_base_url",
-                "base_url",
-            )
-        if same_server(self.base_urls[0]) in map(same_server, self.admin_roots):
-            raise Problem(
-                "base_url is one of the servers in admin_base_url, not a router: list the servers in base_url alone",
-                "admin_base_url",
-                "base_url",
-            )
+            if same_server(self.base_urls[0]) in map(same_server, self.admin_roots):
+                raise Problem(
+                    "base_url is one of the servers in admin_base_url, not a router: list them in base_url", *keys
+                )
         return self
 
     @property
@@ -293,39 +274,25 @@ class EnvConfig(Section):
     secrets: list[str] = option(list, "Variables with keys that its workers get, such as OPENAI_API_KEY; no others.")
 
     @model_validator(mode="after")
-    def _name(self) -> Self:
+    def _consistent(self) -> Self:
         self.name = self.name or self.id
-        if self.name == "all":
-            raise Problem(
-                "an environment cannot be named 'all', which in metrics means all of them together: give it another `name`",
+        workers, place = self.workers, key_in(self.args)  # settings are written to configs/; keys travel as variables
+        both = "python names an interpreter and requirements make one: give one of them"
+        unused = f"max_workers has no effect with workers = {workers}: leave one of them out"
+        key = (
+            f"args.{place} holds a key, which would be written to configs/: put it into a variable that the environment"
+        )
+        check(
+            conflict(
+                self.name == "all",
+                "an environment cannot be named 'all', metrics' word for all of them: give another `name`",
                 "name",
                 "id",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.python is not None and self.requirements:
-            raise Problem(
-                "python names an interpreter and requirements make one: give one of them", "python", "requirements"
-            )
-        if self.max_workers is not None and self.workers != "auto":
-            raise Problem(
-                f"max_workers has no effect with workers = {self.workers}: leave one of them out",
-                "max_workers",
-                "workers",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _no_keys(self) -> Self:
-        """Settings are written to configs/ and shown; keys travel as variables."""
-        if place := key_in(self.args):
-            raise Problem(
-                f"args.{place} holds a key, which would be written to configs/: put it into a variable that the environment reads, and name "
-                "that in `secrets`",
-                "args",
-            )
+            ),
+            conflict(self.python is not None and self.requirements, both, "python", "requirements"),
+            conflict(self.max_workers is not None and workers != "auto", unused, "max_workers", "workers"),
+            conflict(place, f"{key} reads, and name that in `secrets`", "args"),
+        )
         return self
 
 

@@ -1,6 +1,5 @@
 """Settings of the RL trainer, most of which SFT has as well: optimizers, losses, model, weights."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -10,11 +9,10 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
-from prime_rl.config.base import BaseConfig, Problem, Section, check, option
+from prime_rl.config.base import BaseConfig, Problem, Section, check, conflict, option
 from prime_rl.config.shared import CkptConfig, Device, Fraction, Length, ModelConfig, MonitorConfig, nothing_to_clean
 
 
@@ -46,14 +44,6 @@ class SGD(_Optimizer):
     momentum: float = option(0.9, "Decay of the running sum of gradients (0: none).", ge=0, lt=1)
     nesterov: bool = option(True, "Look ahead along the momentum (Nesterov).")
 
-    @model_validator(mode="after")
-    def _has_states_to_offload(self) -> Self:
-        if self.offload and self.momentum == 0:
-            raise Problem(
-                "offload has no effect: without momentum there are no states to keep elsewhere", "offload", "momentum"
-            )
-        return self
-
 
 class Muon(_Optimizer):
     """Muon for the matrices of the layers; embeddings, head, norms and biases are updated by AdamW."""
@@ -81,11 +71,12 @@ class ConstantScheduler(Section):
 
 
 class LinearScheduler(Section):
-    """Warm-up, constant, then linear decay that ends at max_steps."""
+    """Warm-up, constant, then a decay, linear unless another shape is asked for, that ends at max_steps."""
 
     type: Literal["linear"] = option("linear", "Kind of schedule.")
     warmup_steps: NonNegativeInt = option(10, "Steps over which the learning rate rises.")
     decay_steps: NonNegativeInt = option(10, "Last steps, over which it falls.")
+    shape: Literal["linear", "sqrt", "cosine"] = option("linear", "How it falls (sqrt: 1 - sqrt of the progress).")
     min_lr: NonNegativeFloat = option(0.0, "Learning rate at the end.")
 
 
@@ -97,48 +88,18 @@ class CosineScheduler(Section):
     min_lr: NonNegativeFloat = option(0.0, "Learning rate at the end.")
 
 
-class WSDScheduler(Section):
-    """Warm-up, stable, then a decay of the given shape that ends at max_steps."""
-
-    type: Literal["wsd"] = option("wsd", "Kind of schedule.")
-    warmup_steps: NonNegativeInt = option(10, "Steps over which the learning rate rises.")
-    decay_steps: NonNegativeInt = option(10, "Last steps, over which it falls.")
-    shape: Literal["linear", "sqrt", "cosine"] = option("sqrt", "How it falls; sqrt: 1 - sqrt of the progress.")
-    min_lr: NonNegativeFloat = option(0.0, "Learning rate at the end.")
-
-
-SchedulerConfig = ConstantScheduler | LinearScheduler | CosineScheduler | WSDScheduler
+SchedulerConfig = ConstantScheduler | LinearScheduler | CosineScheduler
 
 
 def schedule_within(max_steps: int | None, scheduler: SchedulerConfig) -> Problem | None:
-    """Warm-up and decay fit into the run, a decay has an end to be counted back from, and a rate that it falls to steps to fall over."""
+    """Warm-up and decay fit into the run, and a decay has an end to be counted back from."""
     if max_steps is None:
-        if scheduler.type == "constant":
-            return None
-        return Problem(f"scheduler.type '{scheduler.type}' needs max_steps, to end at", "scheduler.type", "max_steps")
-    decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler | WSDScheduler) else 0
-    if scheduler.warmup_steps + decay <= max_steps:
-        return _falls(max_steps, scheduler)
+        message = f"scheduler.type '{scheduler.type}' needs max_steps, to end at"
+        return conflict(scheduler.type != "constant", message, "scheduler.type", "max_steps")
+    decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler) else 0
     parts = f"scheduler.warmup_steps {scheduler.warmup_steps}" + (f" + scheduler.decay_steps {decay}" if decay else "")
-    return Problem(
-        f"{parts} exceeds max_steps {max_steps}", "scheduler.warmup_steps", "scheduler.decay_steps", "max_steps"
-    )
-
-
-def _falls(max_steps: int, scheduler: SchedulerConfig) -> Problem | None:
-    if scheduler.type == "constant" or not scheduler.min_lr:
-        return None
-    if scheduler.type == "cosine":
-        steps, reason = max_steps - scheduler.warmup_steps, "scheduler.warmup_steps"
-    else:
-        steps, reason = scheduler.decay_steps, "scheduler.decay_steps"
-    if steps:
-        return None
-    return Problem(
-        f"scheduler.min_lr {scheduler.min_lr} has no effect: {reason} leaves no steps to fall over",
-        "scheduler.min_lr",
-        reason,
-    )
+    keys = ("scheduler.warmup_steps", "scheduler.decay_steps", "max_steps")
+    return conflict(scheduler.warmup_steps + decay > max_steps, f"{parts} exceeds max_steps {max_steps}", *keys)
 
 
 Level = Literal["token", "sequence", "geometric"]
@@ -164,21 +125,19 @@ class PolicyLoss(Section):
         return self.kl_estimator or "k3"
 
     @model_validator(mode="after")
-    def _has_a_length(self) -> Self:
-        if (self.normalization == "fixed") == (self.fixed_length is not None):
-            return self
-        message = (
-            "normalization fixed needs fixed_length, the tokens that every sequence is divided by"
-            if self.fixed_length is None
-            else f"fixed_length has no effect: normalization is {self.normalization}"
+    def _has_an_effect(self) -> Self:
+        fixed, estimator = self.fixed_length, self.kl_estimator
+        needs = "normalization fixed needs fixed_length, the tokens that every sequence is divided by"
+        message = needs if fixed is None else f"fixed_length has no effect: normalization is {self.normalization}"
+        check(
+            conflict((self.normalization == "fixed") != (fixed is not None), message, "normalization", "fixed_length"),
+            conflict(
+                estimator is not None and not self.kl_coef,
+                f"kl_estimator {estimator} has no effect: kl_coef is 0",
+                *("kl_estimator", "kl_coef"),
+            ),
         )
-        raise Problem(message, "normalization", "fixed_length")
-
-    @model_validator(mode="after")
-    def _estimates_something(self) -> Self:
-        if self.kl_estimator is None or self.kl_coef > 0:
-            return self
-        raise Problem(f"kl_estimator {self.kl_estimator} has no effect: kl_coef is 0", "kl_estimator", "kl_coef")
+        return self
 
 
 class DefaultLoss(PolicyLoss):
@@ -278,19 +237,17 @@ class ReinforceLoss(PolicyLoss):
         return _MASK_BOUNDS[self.level][1] if self.importance == "mask" else _TRUNCATE_BOUNDS[self.level]
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.importance != "mask" or self.least < self.most:
-            return self
-        raise Problem(f"low {self.least} is not below high {self.most}", "low", "high")
-
-    @model_validator(mode="after")
-    def _is_used(self) -> Self:
-        if self.low is not None and self.importance != "mask":
-            raise Problem(f"low has no effect: importance is {self.importance}", "low", "importance")
-        if self.high is not None and self.importance == "none":
-            raise Problem("high has no effect: importance is none", "high", "importance")
-        if self.level != "token" and self.importance == "none":
-            raise Problem(f"level {self.level} has no effect: importance is none", "level", "importance")
+    def _has_an_effect(self) -> Self:
+        unused = f"has no effect: importance is {self.importance}"
+        mask, none = self.importance == "mask", self.importance == "none"
+        check(
+            conflict(
+                mask and self.least >= self.most, f"low {self.least} is not below high {self.most}", "low", "high"
+            ),
+            conflict(not mask and self.low is not None, f"low {unused}", "low", "importance"),
+            conflict(none and self.high is not None, f"high {unused}", "high", "importance"),
+            conflict(none and self.level != "token", f"level {self.level} {unused}", "level", "importance"),
+        )
         return self
 
 
@@ -354,17 +311,6 @@ class WeightsConfig(ExportConfig):
     port: NonNegativeInt = option(0, "Port there that servers ask at, for memory (0: any).")
     timeout: PositiveFloat = option(30.0, "Seconds without progress after which a transfer from memory fails.")
     shares_gpu: bool = option(False, "A server on the trainer's GPU keeps a copy there, too (rl --share-gpus says so).")
-
-    @field_validator("transport", mode="before")
-    @classmethod
-    def _not_a_section(cls, value: object) -> object:
-        if isinstance(value, Mapping):
-            raise Problem(
-                'weights.transport is "auto", "filesystem" or "memory" (formerly type = "process-group"), no section any more; tmpfs, host, port and '
-                "timeout stand in [weights], and backend, device_copy and filesystem-delta are gone",
-                "",
-            )
-        return value
 
     @model_validator(mode="after")
     def _tmpfs_holds_files(self) -> Self:

@@ -601,7 +601,7 @@ def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: in
     assert max_steps is not None
     decay_steps = max_steps - config.warmup_steps if config.type == "cosine" else config.decay_steps
     progress = min(max((step + 1 - (max_steps - decay_steps)) / max(decay_steps, 1), 0.0), 1.0)
-    shape = config.shape if config.type == "wsd" else config.type
+    shape = config.type if config.type == "cosine" else config.shape
     weight = {
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),

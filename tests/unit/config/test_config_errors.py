@@ -200,25 +200,6 @@ $ orchestrator --environment.id x --sampling.max-tokens 2048
   --sampling.max-tokens)
 $ trainer --max-steps 12 --scheduler.type linear
   scheduler.warmup_steps 10 + scheduler.decay_steps 10 exceeds max_steps 12 (max_steps: --max-steps)
-$ trainer --max-steps 12 --scheduler.type wsd --scheduler.decay-steps 3
-  scheduler.warmup_steps 10 + scheduler.decay_steps 3 exceeds max_steps 12 (scheduler.decay_steps:
-  --scheduler.decay-steps, max_steps: --max-steps)
-$ trainer --max-steps 9 --scheduler.type wsd --scheduler.warmup-steps 0 --scheduler.decay-steps 0
-$   --scheduler.min-lr 1e-7
-  scheduler.min_lr 1e-07 has no effect: scheduler.decay_steps leaves no steps to fall over (scheduler.min_lr:
-  --scheduler.min-lr, scheduler.decay_steps: --scheduler.decay-steps)
-$ sft --max-steps 9 --scheduler.type cosine --scheduler.warmup-steps 9 --scheduler.min-lr 1e-7
-  scheduler.min_lr 1e-07 has no effect: scheduler.warmup_steps leaves no steps to fall over (scheduler.min_lr:
-  --scheduler.min-lr, scheduler.warmup_steps: --scheduler.warmup-steps)
-$ trainer --optim.type sgd --optim.momentum 0 --optim.offload
-  optim: offload has no effect: without momentum there are no states to keep elsewhere (offload:
-  --optim.offload, momentum: --optim.momentum)
-$ sft --ckpt.keep-interval 100
-  ckpt: keep_interval 100 has no effect without keep: all checkpoints are kept (keep_interval:
-  --ckpt.keep-interval)
-$ rl --orchestrator.environment.id x --ckpt.keep-interval 100
-  ckpt: keep_interval 100 has no effect without keep: all checkpoints are kept (keep_interval:
-  --ckpt.keep-interval)
 $ sft --scheduler.type cosine
   scheduler.type 'cosine' needs max_steps, to end at (scheduler.type: --scheduler.type)
 $ sft --data.micro-batch-size 3
@@ -243,7 +224,7 @@ $ eval --environment-ids x --client.base-url http://r:1 http://q:1 --client.admi
   --client.admin-base-url, base_url: --client.base-url)
 $ eval --environment-ids x --client.base-url http://localhost:1 --client.admin-base-url http://127.0.0.1:1
 $   http://b:1
-  client: base_url is one of the servers in admin_base_url, not a router: list the servers in base_url alone
+  client: base_url is one of the servers in admin_base_url, not a router: list them in base_url
   (admin_base_url: --client.admin-base-url, base_url: --client.base-url)
 $ eval --environment-ids x --client.base-url http://r:1 --client.admin-base-url http://u:p@a:1
   client: admin_base_url holds a password, which would be written and shown: put the key into $VLLM_API_KEY
@@ -258,11 +239,11 @@ $ orchestrator --environment.id x --environments.0.id y
   give either [environment] or [[environments]], not both (environment: --environment.id, environments:
   --environments.0.id)
 $ orchestrator --environments.0.id x --environments.1.id y --environments.1.name all
-  environments.1: an environment cannot be named 'all', which in metrics means all of them together: give it
-  another `name` (name: --environments.1.name, id: --environments.1.id)
+  environments.1: an environment cannot be named 'all', metrics' word for all of them: give another `name` (name:
+  --environments.1.name, id: --environments.1.id)
 $ orchestrator --environment.id all
-  environment: an environment cannot be named 'all', which in metrics means all of them together: give it
-  another `name` (id: --environment.id)
+  environment: an environment cannot be named 'all', metrics' word for all of them: give another `name` (id:
+  --environment.id)
 $ eval --environment-ids a a
   two environments are named 'a': give each its own `name`
 $ rl --orchestrator.environment.id x --orchestrator.reference.base-url http://t:1

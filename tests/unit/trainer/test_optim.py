@@ -16,7 +16,6 @@ from prime_rl.config.trainer import (
     Muon,
     OptimConfig,
     SchedulerConfig,
-    WSDScheduler,
 )
 from prime_rl.trainer import dcp, optim
 from prime_rl.trainer.optim import build_optimizer, clip_gradients, is_hidden_matrix, learning_rate, set_learning_rate
@@ -153,12 +152,10 @@ RISE = [4.5, 9.0, 9.0, 9.0]
     [
         (ConstantScheduler(warmup_steps=4), [2.25, 4.5, 6.75, 9.0, 9.0, 9.0]),
         (LinearScheduler(**SETTINGS), [*RISE, 7.0, 5.0, 3.0, 1.0]),
-        (WSDScheduler(**SETTINGS, shape="linear"), [*RISE, 7.0, 5.0, 3.0, 1.0]),
-        (WSDScheduler(**SETTINGS, shape="sqrt"), [*RISE, 5.0, 9 - 8 * 0.5**0.5, 9 - 8 * 0.75**0.5, 1.0]),
-        (WSDScheduler(**SETTINGS, shape="cosine"), [*RISE, 5 + 8**0.5, 5.0, 5 - 8**0.5, 1.0]),
+        (LinearScheduler(**SETTINGS, shape="sqrt"), [*RISE, 5.0, 9 - 8 * 0.5**0.5, 9 - 8 * 0.75**0.5, 1.0]),
+        (LinearScheduler(**SETTINGS, shape="cosine"), [*RISE, 5 + 8**0.5, 5.0, 5 - 8**0.5, 1.0]),
         (CosineScheduler(warmup_steps=1, min_lr=1.0), [9.0, 5 + 8**0.5, 5.0, 5 - 8**0.5, 1.0]),
         (LinearScheduler(warmup_steps=0, decay_steps=0, min_lr=0.5), [9.0, 9.0, 9.0]),
-        (WSDScheduler(warmup_steps=0, decay_steps=0, min_lr=0.5), [9.0, 9.0, 9.0]),
     ],
 )
 def test_learning_rate(scheduler: SchedulerConfig, rates: list[float]) -> None:
