@@ -1,4 +1,7 @@
-"""Contract: every mistake is one line naming the key, where it came from and the nearest valid key; status 2; all together."""
+"""Contract: every mistake is one line naming the key, where it came from and the nearest valid key; status 2; all together.
+
+Some more are in docs/reference/config-errors.md, which test_config_feedback.py compares.
+"""
 
 import shlex
 from collections.abc import Callable
@@ -54,110 +57,41 @@ def problems(cls: type[BaseConfig], argv: list[str], env: dict[str, str] | None 
 
 MISTAKES = """
 # unknown
-$ rl --max-step --orchestrator.environment.id x
-  --max-step names no setting; did you mean --max-steps?
-$ rl --modle.name --orchestrator.environment.id x
-  --modle.name names no setting; did you mean --model.name?
 $ rl --batch-size --orchestrator.environment.id x
   --batch-size names no setting; did you mean --orchestrator.batch-size?
 $ rl --optim.lr --orchestrator.environment.id x
   --optim.lr names no setting; did you mean --trainer.optim.lr?
-$ rl --trainer.monitor.wandb-run.name --orchestrator.environment.id x
-  --trainer.monitor.wandb-run.name names no setting; did you mean --trainer.monitor.wandb.name?
-$ rl --inference.tensor-parallel --orchestrator.environment.id x
-  --inference.tensor-parallel names no setting; did you mean --inference.tensor-parallel-size?
 $ rl --no-cleen --orchestrator.environment.id x
   --no-cleen names no setting; did you mean --clean?
-$ rl --model-name --orchestrator.environment.id x
-  --model-name names no setting; did you mean --model.name?
-$ rl --inference.tp --orchestrator.environment.id x
-  --inference.tp names no setting; did you mean --inference.tensor-parallel-size?
 $ trainer --pp.rank 4
   --pp.rank names no setting
-$ trainer --data.num_workers 4
-  --data.num_workers names no setting
-$ trainer --train.micro_bs 4
-  --train.micro_bs names no setting
-$ trainer --monitor.wandb.log-extras.interval 4
-  --monitor.wandb.log-extras.interval names no setting
-$ trainer --wandb.log-extras 4
-  --wandb.log-extras names no setting
 $ trainer --monitor.wandb.id a --orchestrator.monitor.wandb.id b
   --orchestrator.monitor.wandb.id names no setting: only `rl` has a section `orchestrator`; give
   --monitor.wandb.id to the command `orchestrator`
-$ trainer --loss.clip-low 1
-  --loss.clip-low names no setting of type 'default'; it belongs to type 'grpo', 'ppo_clip', 'gspo' or 'cispo'
-$ trainer --loss.dual-clip 3
-  --loss.dual-clip names no setting of type 'default'; it belongs to type 'ppo_clip'
 # removed
 $ rl --orchestrator.environment.id x --restart-backoff 2
   --restart-backoff names no setting any more: the first restart comes after a second, each further one after
   twice as long
-$ trainer --weights.canary
-  --weights.canary names no setting any more: every version's fixed prompt is scored; logprob_check = false of
-  the orchestrator asks no server
 $ orchestrator --environment.id x --no-canary
   --no-canary names no setting any more: write --no-logprob-check
-$ eval --environment-ids x --prices.input 3
-  --prices.input names no setting any more: report.json counts the tokens, by which prices can be multiplied
-$ rl --orchestrator.environment.id x --orchestrator.client.discover x
-  --orchestrator.client.discover names no setting any more: servers are listed: give their addresses in base_url
-$ rl --orchestrator.environment.id x --inference.server.register-dir x
-  --inference.server.register-dir names no setting any more: clients list their servers, in client.base_url
-$ rl --orchestrator.environment.id x --inference.server.advertise x
-  --inference.server.advertise names no setting any more: clients list their servers, in client.base_url
 # wrong values
-$ trainer --max-steps many
-  max_steps: must be a valid integer, got 'many' (--max-steps)
 $ trainer --optim.lr nan
   optim.lr: must be a finite number, got nan (--optim.lr)
-$ trainer --dist-timeout inf
-  dist_timeout: must be a finite number, got inf (--dist-timeout)
 $ trainer --device coda
   device: must be 'auto', 'cpu' or 'cuda', got 'coda'; did you mean 'cuda'? (--device)
-$ trainer --loss.type grpp
-  loss.type: must be 'default', 'ipo', 'grpo', 'ppo_clip', 'gspo', 'cispo', 'reinforce', 'custom', got 'grpp';
-  did you mean 'grpo'? (--loss.type)
-$ trainer --bench=maybe
-  bench: must be a valid boolean, unable to interpret input, got 'maybe' (--bench)
 $ trainer --seq-len 1
   seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing, got 1
   (--seq-len)
-$ trainer --seq-len 0
-  seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing, got 0
-  (--seq-len)
-$ trainer --data.fake.seq-len 1
-  data.fake.seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing,
-  got 1 (--data.fake.seq-len)
-$ sft --data.seq-len 1
-  data.seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing, got
-  1 (--data.seq-len)
 $ rl --orchestrator.environment.id x --seq-len 1
   trainer.seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing,
   got 1 (--seq-len)
 $ eval --environment-ids a --num-examples 0
   num_examples: must be at least 1, or -1 for all, got 0 (--num-examples)
-$ eval --environment-ids a --num-examples -2
-  num_examples: must be at least 1, or -1 for all, got -2 (--num-examples)
-$ orchestrator --environment.id x --sampling.temperature -0.1
-  sampling.temperature: must be greater than or equal to 0, got -0.1 (--sampling.temperature)
 $ orchestrator --environment.id x --sampling.temperature 2.1
   sampling.temperature: must be less than or equal to 2, got 2.1 (--sampling.temperature)
-$ orchestrator --environment.id x --sampling.top-p 0
-  sampling.top_p: must be greater than 0, got 0 (--sampling.top-p)
-$ orchestrator --environment.id x --sampling.top-k -2
-  sampling.top_k: must be greater than or equal to -1, got -2 (--sampling.top-k)
-$ orchestrator --environment.id x --max-error-rate 1.5
-  max_error_rate: must be less than or equal to 1, got 1.5 (--max-error-rate)
-$ orchestrator --environment.id x --async-level -1
-  async_level: must be greater than or equal to 0, got -1 (--async-level)
-$ orchestrator --environment.id x --ckpt.resume-step -2
-  ckpt.resume_step: must be greater than or equal to -1, got -2 (--ckpt.resume-step)
 $ orchestrator --environment.id x --client.base-url localhost:8000
   client.base_url: 'localhost:8000' does not start with http:// or https://, got ['localhost:8000']
   (--client.base-url)
-$ orchestrator --environment.id x --seed -1
-  seed: must be greater than or equal to 0, got -1 (--seed)
 $ rl --max-steps 0 --orchestrator.environment.id x
   max_steps: must be greater than 0, got 0 (--max-steps)
 $ rl --wandb.offline=x --orchestrator.environment.id x
@@ -169,16 +103,10 @@ $ PRIME_CKPT__INTERVAL=0 trainer
 # misuse of options
 $ trainer what
   unexpected argument 'what'
-$ trainer -x
-  unexpected argument '-x': options start with --
-$ trainer --seed
-  --seed needs a value
 $ trainer --seed --bench
   --seed needs a value
 $ trainer --optim
   --optim is a section: write --optim @ file.toml, or one of its settings (--optim.…)
-$ trainer --optim 3
-  --optim is a section: expected a table such as "{'key': 1}" or @ file.toml, got '3'
 $ trainer --no-bench=true
   --no-bench takes no value
 $ trainer --optim @ --seed 1
@@ -188,20 +116,12 @@ $ trainer --max-steps 5 --ckpt.resume-step 10
   max_steps 5 is below ckpt.resume_step 10 (max_steps: --max-steps, ckpt.resume_step: --ckpt.resume-step)
 $ rl --max-steps 5 --ckpt.resume-step 10 --orchestrator.environment.id x
   max_steps 5 is below ckpt.resume_step 10 (max_steps: --max-steps, ckpt.resume_step: --ckpt.resume-step)
-$ orchestrator --environment.id x --batch-size 100
-  rollouts_per_example 16 does not divide batch_size 100 (batch_size: --batch-size)
 $ orchestrator --environment.id x --max-off-policy-steps 1 --async-level 2
   max_off_policy_steps 1 is below async_level 2 (max_off_policy_steps: --max-off-policy-steps, async_level:
   --async-level)
-$ rl --orchestrator.environment.id x --async-level 9
-  max_off_policy_steps 8 is below async_level 9 (async_level: --async-level)
 $ orchestrator --environment.id x --sampling.max-tokens 2048
   sampling.max_tokens 2048 leaves no room for a prompt within seq_len 2048 (sampling.max_tokens:
   --sampling.max-tokens)
-$ trainer --max-steps 12 --scheduler.type linear
-  scheduler.warmup_steps 10 + scheduler.decay_steps 10 exceeds max_steps 12 (max_steps: --max-steps)
-$ sft --scheduler.type cosine
-  scheduler.type 'cosine' needs max_steps, to end at (scheduler.type: --scheduler.type)
 $ sft --data.micro-batch-size 3
   data: micro_batch_size 3 does not divide batch_size 128 (micro_batch_size: --data.micro-batch-size)
 $ trainer --data.fake.seq-len 9999
@@ -273,18 +193,6 @@ def test_a_mistake_is_one_line(command: str, line: str) -> None:
     assert problems(COMMANDS[words[0]], words[1:], variables) == [line]
 
 
-def test_unknown_key_in_a_file(write: Write) -> None:
-    file = write("seed = 1\n\n[optim]\nlrr = 1")
-    assert problems(TrainerConfig, ["@", file]) == [
-        "unknown key optim.lrr of type 'adamw' (x.toml, line 4); did you mean optim.lr?"
-    ]
-
-
-def test_unknown_table_in_a_file(write: Write) -> None:
-    file = write("[optimm]\nlr = 1")
-    assert problems(TrainerConfig, ["@", file]) == ["unknown key optimm.lr (x.toml, line 2); did you mean optim.lr?"]
-
-
 def test_unknown_key_in_an_item_of_a_list(write: Write) -> None:
     file = write('[[environments]]\nid = "a"\n\n[[environments]]\nid = "b"\nrato = 2')
     assert problems(OrchestratorConfig, ["@", file]) == [
@@ -296,12 +204,6 @@ def test_unknown_key_in_a_section_file(write: Write) -> None:
     assert problems(RLConfig, ["--trainer", "@", write("maxsteps = 1"), *ORCH]) == [
         "unknown key trainer.maxsteps (x.toml, line 1); did you mean trainer.max_steps?"
     ]
-
-
-def test_an_unknown_option_is_not_said_to_come_from_a_file(write: Write) -> None:
-    extras = "--trainer.monitor.wandb.log-extras"
-    argv = ["--trainer", "@", write("max_steps = 5"), f"{extras}.distributions", f"{extras}.interval", "10"]
-    assert problems(RLConfig, [*ORCH, *argv]) == [f"{extras}.distributions names no setting"]
 
 
 def test_wrong_types_in_a_file(write: Write) -> None:
@@ -320,11 +222,6 @@ def test_several_mistakes_are_listed_together(write: Write) -> None:
     assert len(found) == 6
     for part in ("sed", "max_steps: ", "'stray'", "ckpt.keep", "--max-stpes", "PRIME_A__B"):
         assert sum(part in line for line in found) == 1, part
-
-
-def test_malformed_toml_names_file_and_line(write: Write) -> None:
-    file = write("seed = 1\nlr = = 3\n")
-    assert problems(TrainerConfig, ["@", file]) == ["x.toml, line 2, column 6: malformed TOML: Invalid value"]
 
 
 def test_unfinished_toml(write: Write) -> None:

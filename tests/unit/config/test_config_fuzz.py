@@ -34,36 +34,12 @@ LEAST = {
 }
 LINE, LINES = 2100, 110  # bounds of an error: characters of a line, lines (errors, hints, and where to find help)
 NINES = "9" * 5000
+ODD_WORDS = "None true 0 -1 1.5 nan -inf 1e400 ² @ @x.toml x.toml -- -x a,b 1+2j /dev/null '\\d' [] {} [3] [[{}]] {1:2} (1,2) http://[::1 http://h:99999"
 ODD_TEXTS = [
-    *(
-        "",
-        "None",
-        "true",
-        "0",
-        "-1",
-        "1.5",
-        "nan",
-        "-inf",
-        "1e400",
-        NINES,
-        "-" + NINES[:300],
-        str(2**63),
-        "²",
-        "x" * 5000,
-    ),
-    *("[]", "{}", "[" * 5000, "{'a':" * 150 + "1" + "}" * 150, '{"a":' * 500, '[{"id": "y"}]', "[3]", "[[{}]]"),
-    *('{"type": []}', '{"type": {"a": 1}}', '{"type": "sgd"}', '{"": 1}', '{"a": "\\ud800"}', '{"a": "\\u0000"}'),
-    *(
-        "http://[::1",
-        "http://h:99999",
-        "http://u:p@h:1",
-        "http://elsewhere:8001",
-        "a,b",
-        "\udcff",
-        "\x1b[2J\n",
-        "'\\d'",
-    ),
-    *("1" + "0" * 400 + ".0", "(1, 2)", "{1: 2}", "1+2j", "@", "@x.toml", "x.toml", "--", "-x", "é" * 300, "/dev/null"),
+    *("", *ODD_WORDS.split()),
+    *(NINES, "-" + NINES[:300], str(2**63), "x" * 5000, "é" * 300, "1" + "0" * 400 + ".0", "\udcff", "\x1b[2J\n"),
+    *("[" * 5000, "{'a':" * 150 + "1" + "}" * 150, '{"a":' * 500, '[{"id": "y"}]', '{"a": "\\ud800"}'),
+    *('{"type": []}', '{"type": {"a": 1}}', '{"type": "sgd"}', '{"": 1}', '{"a": "\\u0000"}'),
 ]
 TEXTS = st.sampled_from(ODD_TEXTS) | st.text(
     st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8
@@ -81,33 +57,11 @@ ODD_FILES = [
     *("[[a]]\na.b = 1", "include = 3", 'include = "x.toml"', 'include = "\\u0000"', 'include = "y.toml"'),
     *(f'include = "{"z" * 300}"', "[environments.0]\nid = 'x'", "seed = 2020-13-45", "a=1\n" * 3 + "b"),
 ]
-SHARED = {
-    *(
-        "base_url",
-        "admin_base_url",
-        "server",
-        "client",
-        "wandb",
-        "ckpt",
-        "seq_len",
-        "fake",
-        "bench",
-        "clean",
-    ),
-    *(
-        "model",
-        "device",
-        "log",
-        "max_steps",
-        "async_level",
-        "environments",
-        "environment",
-        "eval",
-        "inference",
-        "trainer",
-    ),
-    *("orchestrator", "exp_id", "port", "path", "benchmarks", "recover", "type"),
-}
+SHARED_NAMES = (
+    "base_url admin_base_url server client wandb ckpt seq_len fake bench clean model device log max_steps async_level "
+    "environments environment eval inference trainer orchestrator exp_id port path benchmarks recover type"
+)
+SHARED = set(SHARED_NAMES.split())
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=5)  # fmt: skip
 
 

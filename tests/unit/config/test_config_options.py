@@ -49,11 +49,6 @@ def test_flags(argv: list[str], value: bool) -> None:
     assert parse(OrchestratorConfig, [*ENV, *argv], {}).filter_zero_advantage is value
 
 
-def test_a_flag_does_not_swallow_what_follows() -> None:
-    config = parse(TrainerConfig, ["--bench", "--seed", "3"], {})
-    assert (config.bench, config.seed) == (True, 3)
-
-
 @pytest.mark.parametrize(
     ("argv", "value"),
     [
@@ -100,12 +95,6 @@ def test_optional_sections(tmp_path: Path) -> None:
     assert interval("@", str(off), "--ckpt.interval", "5") == 5
     assert interval("--ckpt.interval", "5", "--no-ckpt") == -1
     assert interval("--no-ckpt", "--ckpt.interval", "5") == 5
-
-
-def test_nested_optional_sections() -> None:
-    config = parse(TrainerConfig, ["--monitor.wandb"], {})
-    assert config.monitor.wandb is not None
-    assert parse(TrainerConfig, ["--monitor.wandb.offline", "--monitor.no-wandb"], {}).monitor.wandb is None
 
 
 def test_none_is_null_everywhere(tmp_path: Path) -> None:
@@ -179,18 +168,8 @@ def test_sections_as_json_or_python_literal(table: str) -> None:
 
 def test_dict_settings() -> None:
     """Keys of a dict are options too; values are JSON or Python literals where they can be, text otherwise."""
-    argv = [
-        "--vllm.max-num-seqs",
-        "4",
-        "--vllm.name",
-        "some/name",
-        "--vllm.on",
-        "--vllm.deep.list",
-        "[1, 2]",
-        "--vllm.t",
-        "(1,2)",
-    ]
-    assert parse(InferenceConfig, argv, {}).vllm == {
+    argv = "--vllm.max-num-seqs|4|--vllm.name|some/name|--vllm.on|--vllm.deep.list|[1, 2]|--vllm.t|(1,2)"
+    assert parse(InferenceConfig, argv.split("|"), {}).vllm == {
         "max_num_seqs": 4,
         "name": "some/name",
         "on": True,
@@ -215,25 +194,6 @@ def test_negative_numbers_are_values() -> None:
 
 def test_text_settings_are_not_read_as_numbers() -> None:
     assert parse(TrainerConfig, ["--model.name", "1234", "--monitor.wandb.id", "0042"], {}).monitor.wandb.id == "0042"  # type: ignore[union-attr]
-
-
-def test_the_last_of_an_option_wins() -> None:
-    assert parse(TrainerConfig, ["--seed", "1", "--seed", "2"], {}).seed == 2
-
-
-def test_bench_commands_of_the_benchmarks_page() -> None:
-    argv = [
-        "--bench",
-        "--data.fake.micro-batch-size",
-        "8",
-        "--data.fake.batch-size",
-        "128",
-        "--data.fake.seq-len",
-        "128",
-    ]
-    config = parse(TrainerConfig, argv, {})
-    assert config.data.fake is not None
-    assert (config.bench, config.data.fake.seq_len) == (True, 128)
 
 
 def test_node_options_of_the_inference_page() -> None:

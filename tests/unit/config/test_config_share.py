@@ -275,15 +275,6 @@ def test_the_debug_files_make_a_run_once_they_share_a_directory(monkeypatch: pyt
     assert trainer.startswith("orchestrator.trainer is left out")
 
 
-def test_checkpoints_are_on_or_off_for_both() -> None:
-    on = rl("--trainer.ckpt")
-    assert on.ckpt == on.trainer.ckpt == on.orchestrator.ckpt
-    assert on.ckpt is not None
-    assert rl("--no-ckpt").trainer.ckpt is None
-    assert "trainer.ckpt is on but ckpt is off" in problem("--no-ckpt", "--trainer.ckpt.interval", "3")
-    assert "ckpt is on but orchestrator.ckpt is off" in problem("--ckpt", "--orchestrator.no-ckpt")
-
-
 def test_wandb_reaches_both_monitors_under_names_of_their_own() -> None:
     argv = ["--wandb.project", "p", "--wandb.name", "run", "--wandb.id", "abc", "--wandb.dir", "w", "--wandb.offline"]
     config = rl(*argv)
@@ -294,12 +285,7 @@ def test_wandb_reaches_both_monitors_under_names_of_their_own() -> None:
     assert config.trainer.monitor.wandb.name == "run-trainer"  # type: ignore[union-attr]
     assert config.orchestrator.monitor.wandb.name == "run-orchestrator"  # type: ignore[union-attr]
     assert config.trainer.monitor.wandb.id == "abc-trainer"  # type: ignore[union-attr]
-
-
-def test_wandb_without_a_name() -> None:
-    config = rl("--wandb")
-    assert config.trainer.monitor.wandb is not None
-    assert config.trainer.monitor.wandb.name is None
+    assert rl("--wandb").trainer.monitor.wandb.name is None  # type: ignore[union-attr]
 
 
 def test_wandb_of_one_process_alone_stays_there() -> None:
@@ -411,12 +397,6 @@ def test_base_url_with_and_without_v1(url: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("given", [["http://a:1/v1", "http://b:1"], ["http://a:1/v1,http://b:1"]])
-def test_several_servers(given: list[str]) -> None:
-    config = parse(OrchestratorConfig, ["--environment.id", "x", "--client.base-url", *given], {})
-    assert config.client.api_roots == ["http://a:1", "http://b:1"]
-
-
 @pytest.mark.parametrize(
     ("urls", "problem"),
     [
@@ -467,7 +447,6 @@ def test_servers_are_named_or_started_not_both() -> None:
     ("cls", "given", "today", "expected"),
     [
         (TrainerConfig, "--exp-id try", "--output-dir outputs/try", Path("outputs/try")),
-        (TrainerConfig, "--ckpt.path there", "--ckpt.output-dir there", Path("there")),
         (RLConfig, "--ckpt.path there", "--ckpt.output-dir there", Path("there")),
         (
             RLConfig,
@@ -485,13 +464,6 @@ def test_older_spellings_work_with_a_hint(
     key = today.split()[0].strip("-").replace("-", "_")
     assert value(config, f"trainer.{key}" if cls is RLConfig and key.startswith("ckpt") else key) == expected
     assert capsys.readouterr().err == f"hint: {given} is an older spelling of {today}\n"
-
-
-def test_benchmarks_is_an_older_spelling(capsys: pytest.CaptureFixture[str]) -> None:
-    config = load(EvalConfig, ["--benchmarks", "math500,aime24"], prog="eval")
-    assert [environment.id for environment in config.environments] == ["math500", "aime24"]
-    expected = "hint: --benchmarks math500,aime24 is an older spelling of --environment-ids math500,aime24\n"
-    assert capsys.readouterr().err == expected
 
 
 def test_an_older_spelling_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
