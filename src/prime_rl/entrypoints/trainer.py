@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def run(config: TrainerConfig, rank: int) -> None:
-    """Check what can be checked before torch is imported, then train; the resolved config is written once the run is not refused."""
+    """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
     if rank == 0:  # which logs alone
         check_wandb(config.monitor.wandb)

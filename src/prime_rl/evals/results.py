@@ -1,7 +1,7 @@
 """Results of an evaluation: the attempts at one environment by one policy, their metrics, and the report of all of them.
 
-evals/<env>/<policy>/settings.json     what the results depend on; an evaluation with other settings does not go on with them
-evals/<env>/<policy>/results.jsonl     a line an attempt, appended as they finish; a failed one that is made again has a later line
+evals/<env>/<policy>/settings.json     what the results depend on: another evaluation must have the same settings
+evals/<env>/<policy>/results.jsonl     a line an attempt, appended as they finish; the last line of an attempt counts
 evals/report.{md,json}                 all environments and policies
 """
 
@@ -47,7 +47,7 @@ class EvalResults:
         task_ids, rollouts_per_example: The attempts that were asked for.
         solved_at: The reward from which an attempt has solved its task.
         seconds: From the start to the last attempt.
-        done: Attempts, by task id and number, that need not be made again: those of an earlier command only if they were scored.
+        done: Attempts, by task id and number, that need not be made again: of an earlier command the scored ones.
         input_tokens, output_tokens: Of all attempts that were ever made.
     """
 
@@ -91,7 +91,9 @@ class EvalResults:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise UserError(f"line {number} of {path} is damaged: mend it, or make the results anew with --clean") from error  # fmt: skip
+                    raise UserError(
+                        f"line {number} of {path} is damaged: mend it, or make the results anew with --clean"
+                    ) from error
                 self.add(row["attempt"], _result(row))
         except BaseException:
             os.close(file)
@@ -288,7 +290,9 @@ def alone(directory: Path) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise UserError(f"another evaluation is writing to {directory}: wait for it, or give another --output-dir") from error  # fmt: skip
+        raise UserError(
+            f"another evaluation is writing to {directory}: wait for it, or give another --output-dir"
+        ) from error
     finally:
         os.close(file)
 
@@ -351,7 +355,7 @@ def powers(attempts: int) -> list[int]:
 
 
 def interval95(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of a mean over two tasks or more, by the normal distribution: 1.96 · s / √tasks."""
+    """Half the width of the 95 % interval of a mean over two tasks or more: 1.96 · s / √tasks."""
     return _Z95 * stdev(values) / math.sqrt(len(values))
 
 
@@ -383,7 +387,7 @@ def _markdown(results: Sequence[EvalResults], skipped: Mapping[int, str], config
     lines += [f"Solved: reward ≥ {config.solved_at:g}. cut: share of replies without an end."]
     lines += ["Failed attempts are left out of every mean, and counted.", ""]
     if not all(each.complete for each in results):
-        lines += ["Tasks: of those that are not complete yet, how many were begun; their numbers are of what there is.", ""]  # fmt: skip
+        lines += ["Tasks: how many were begun, where an evaluation is not complete; its numbers are of those.", ""]
     for each in results:
         passes = [f"{name} {number(value)}" for name, value in each.metrics().items() if name.startswith("pass")]
         if len(passes) > 2:  # of one attempt: the share of tasks solved alone

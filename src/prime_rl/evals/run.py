@@ -1,4 +1,4 @@
-"""The `eval` command: environments × policies, against servers of ours or an API; an evaluation that was ended early goes on from its results."""
+"""The `eval` command: environments × policies, on our servers or an API. It resumes from the results that are there."""
 
 import asyncio
 import os
@@ -35,8 +35,8 @@ async def run_evals(config: "EvalConfig") -> list[EvalResults]:
     """Evaluate every environment by every policy; results in `evals/<env>/<policy>`, `evals/report.md`, metrics.
 
     Raises:
-        UserError: the server does not answer, an environment cannot be loaded, a named version is not evaluated, no attempt of an environment was
-            scored, or too many failed; or another evaluation is made in the same directory.
+        UserError: the server does not answer, an environment cannot be loaded, a named version is not evaluated, no
+            attempt of an environment was scored, too many failed, or another evaluation runs in the same directory.
     """
     with alone(config.output_dir / "evals"):
         status = Status(config.output_dir, "eval")
@@ -98,14 +98,14 @@ def plan_of(config: "EvalConfig", env: "EvalEnv", chat: bool) -> EvalPlan:
 def settings_of(config: "EvalConfig", env: "EvalEnv", plan: EvalPlan, policy: EvalPolicy) -> dict[str, Any]:
     """What the results of an environment depend on. More tasks and attempts go on from those that are there."""
     names = {"id", "args", "adapter", "python", "requirements", "max_turns", "turn_timeout", "overflow"}
-    ours = {"client.base_url": config.client.base_urls[0]} if plan.chat else {"seq_len": config.seq_len, "renderer": config.renderer}  # fmt: skip
+    tokens = {"seq_len": config.seq_len, "renderer": config.renderer}
     return {
         "model.name": config.model.name,
         "environment": env.model_dump(mode="json", include=names),
         "sampling": plan.sampling.model_dump(mode="json"),
         "seed": config.seed,
         "weights": policy.hash,
-        **ours,
+        **({"client.base_url": config.client.base_urls[0]} if plan.chat else tokens),
     }
 
 
@@ -164,7 +164,7 @@ class Evaluation:
                 await servers.restore()
 
     def _take_earlier(self) -> None:
-        """Report, of a run that is followed, also versions that an earlier command evaluated and that were removed since."""
+        """Report versions of a followed run, too, that an earlier command evaluated and that were removed since."""
         directories = [directory_of(self._config, env, API).parent for env in self._config.environments]
         evaluated = {version for directory in directories for version in list_steps(directory)}
         for version in sorted(evaluated - {BASE, *self._versions.committed()}):
@@ -221,16 +221,24 @@ class Evaluation:
             ).run()  # fmt: skip
         for results in (job.results for job in jobs):
             self._monitor.log(policy.version, results.logged())
-            logger.info("{}, {}: {} | errors {} | {:.1f} s", policy.name, results.env, results.average(), dict(results.errors), results.seconds)  # fmt: skip
+            text, errors = f"{policy.name}, {results.env}: {results.average()}", dict(results.errors)
+            logger.info("{} | errors {} | {:.1f} s", text, errors, results.seconds)
         self.report()
 
     def _job(self, env: "EvalEnv", policy: EvalPolicy, stack: ExitStack) -> EvalJob:
         """The job of an environment by a policy, with its results open."""
-        config, plan, directory = self._config, plan_of(self._config, env, self._chat), directory_of(self._config, env, policy)  # fmt: skip
+        config, directory = self._config, directory_of(self._config, env, policy)
+        plan = plan_of(config, env, self._chat)
         tasks = tasks_of(self._pool, plan)
         results = EvalResults(
-            env.name, policy.name, policy.version, [task.task_id for task in tasks], plan.rollouts_per_example, policy.hash, config.solved_at,
-        )  # fmt: skip
+            env=env.name,
+            policy=policy.name,
+            version=policy.version,
+            task_ids=[task.task_id for task in tasks],
+            rollouts_per_example=plan.rollouts_per_example,
+            hash=policy.hash,
+            solved_at=config.solved_at,
+        )
         # While versions are followed, another incarnation of the trainer may have replaced the one with this number.
         before = (read_settings(directory) or {}).get("weights", policy.hash)
         replaced = config.follow and policy.version != BASE and before != policy.hash
@@ -251,7 +259,8 @@ class Evaluation:
     def kept(self) -> str:
         """For people, when it ends early."""
         count = sum(len(results.scored) for results in self.results)
-        return f"{count} scored attempts are kept in {self._config.output_dir / 'evals'}: the same command goes on from there"
+        directory = self._config.output_dir / "evals"
+        return f"{count} scored attempts are kept in {directory}: the same command goes on from there"
 
     def report(self, quiet: bool = True) -> None:
         """Write what there is, and print it unless `quiet`."""

@@ -38,7 +38,7 @@ class KeyRejected(UserError):
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What to run for one environment: `env` names it in metrics, `worker` in the pool. `chat`: by the chat route of an API, which gives no tokens."""
+    """What to run for one environment: `env` names it in metrics, `worker` in the pool. `chat`: by an API's chat route."""
 
     env: str
     worker: str
@@ -195,7 +195,8 @@ class EvalRunner:
             self._voids[key] += 1
             if self._voids[key] > _VOIDS:
                 raise UserError(
-                    f"the servers' weights were changed {_VOIDS} times by others, or the servers started again, during one attempt: are they another run's?"
+                    f"the servers' weights were changed {_VOIDS} times by others, or the servers started again, during "
+                    "one attempt: are they another run's?"
                 )
             self._todo.append(attempt)
 
@@ -238,7 +239,7 @@ def wire_sampling(sampling: "SamplingConfig", seed: int, seq_len: int) -> dict[s
 
 
 def chat_sampling(sampling: "SamplingConfig", seed: int) -> dict[str, float | int]:
-    """Sampling parameters for APIs that know OpenAI's alone: what is no parameter of theirs is sent only where it says something."""
+    """Sampling parameters for APIs that know OpenAI's alone: others are sent only where they are set."""
     names = ("top_k", "min_p", "min_tokens")
     wire: dict[str, float | int] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     wire |= {name: value for name in names if (value := getattr(sampling, name)) > 0}

@@ -1,4 +1,4 @@
-"""The servers of an evaluation. They all serve the same policy, and what they sampled counts once they are verified to have served it all the time."""
+"""The servers of an evaluation. All serve one policy; samples count once the servers are verified to have served it."""
 
 import asyncio
 import os
@@ -34,7 +34,9 @@ _PAUSE_SECONDS = 2.0  # before the second; twice as long before the third
 
 
 async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["tokens", "chat"]:
-    """`client.type`, or by what the server answers: one that says what it serves is one of ours. Of an API the key is tried, where it lists its models.
+    """Return `client.type`; for "auto" what the server's answer tells: one of ours says what it serves.
+
+    Of an API the key is tried, where it lists its models.
 
     Raises:
         UserError: nobody answers there, or the key is rejected.
@@ -58,8 +60,10 @@ async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["token
 
 def rejected_key(client: "ClientConfig") -> str:
     """Say that the key is not accepted, or that there is none."""
-    key = f"the key in ${client.api_key_var}" if os.environ.get(client.api_key_var) else f"a request without a key (${client.api_key_var} is not set; client.api_key_var names it)"  # fmt: skip
-    return f"{client.servers} refused {key}"
+    if os.environ.get(client.api_key_var):
+        return f"{client.servers} refused the key in ${client.api_key_var}"
+    unset = f"${client.api_key_var} is not set; client.api_key_var names it"
+    return f"{client.servers} refused a request without a key ({unset})"
 
 
 def _is_ours(answer: httpx.Response) -> bool:
@@ -84,7 +88,8 @@ async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig
             trouble = str(error) or type(error).__name__
         if not begin:
             begin = time.monotonic()
-            logger.info("waiting for an inference server at {} (at most {:.0f} s); {}", root, seconds, how_to_start(root))  # fmt: skip
+            most = f"at most {seconds:.0f} s"
+            logger.info("waiting for an inference server at {} ({}); {}", root, most, how_to_start(root))
         if time.monotonic() - begin > seconds:
             raise UserError(
                 f"no inference server at {root} after {seconds:.0f} s ({client.source}, client.ready_timeout): "
@@ -164,15 +169,15 @@ class EvalServers:
         served = await replica.engine.served()
         same = served == replica.loaded
         if not same:
-            logger.warning("{} was started again, or given other weights: what it sampled meanwhile is made again", replica.name)  # fmt: skip
+            logger.warning("{} was restarted, or given other weights: what it sampled is made again", replica.name)
             if policy.weights is not None or policy.base:
                 await self._load(replica, policy)
             elif (served.version, served.hash) == (policy.version, policy.hash):
                 replica.loaded = served
             else:
                 raise UserError(
-                    f"{replica.name} was started again or given other weights: it serves version {served.version} ({served.hash[:12]}), "
-                    f"not {policy.version} ({policy.hash[:12]}); what is finished is kept"
+                    f"{replica.name} was started again or given other weights: it serves version {served.version} "
+                    f"({served.hash[:12]}), not {policy.version} ({policy.hash[:12]}); what is finished is kept"
                 )
         self.fleet.move(replica, ReplicaState.READY)
         return not same

@@ -1,4 +1,4 @@
-"""Which policies are evaluated: what a server serves as it is, or the base model and the versions of a directory, one after the other."""
+"""Which policies are evaluated: what a server serves as it is, or the base model and the versions of a directory."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,7 +31,7 @@ class EvalPolicy:
     Attributes:
         name: Of its directory of results: `step_<version>`, or `api`.
         hash: Of its weights; empty where it is not known.
-        weights: The committed version that servers are to load; None where they are to serve their base (`base`), or stay as they are.
+        weights: The committed version that servers load; None where they serve their base (`base`), or stay as they are.
     """
 
     name: str
@@ -76,10 +76,11 @@ class EvalVersions:
         if missing := [str(step) for step in steps if step not in (BASE, *committed)]:
             raise UserError(f"steps: there is no version {', '.join(missing)} in {directory} (there: {listed})")
         if not steps and not self._chosen(committed):
-            raise UserError(f"weights_dir: there is no version to evaluate in {directory} (there: {listed}; --follow waits for some)")  # fmt: skip
+            there = f"there: {listed}; --follow waits for some"
+            raise UserError(f"weights_dir: there is no version to evaluate in {directory} ({there})")
 
     async def policies(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
-        """The base and the versions to evaluate, in their order; with `follow` those that are committed meanwhile, too, until who writes them has ended."""
+        """Yield the base and the versions to evaluate, in order; with `follow` also later ones, until the run has ended."""
         config = self._config
         named = sorted(set(config.steps) - {BASE}) if config.steps else self._chosen(self.committed())
         if config.eval_base or BASE in config.steps:
@@ -156,13 +157,13 @@ class EvalVersions:
             write_lease(self._run_dir, lease, EVAL)
 
     def _next(self, committed: Sequence[int]) -> int:
-        """The version to evaluate after those that were and that a new incarnation of the trainer has not given up. The very last one stays anyway."""
+        """Return the next version to evaluate, unless the trainer goes back. The very last one is kept anyway."""
         newest, interval = max(committed, default=BASE), self._config.interval or 1
         last = max((version for version in self.hashes if version <= newest), default=BASE)
         return (last // interval + 1) * interval
 
     def _is_new(self, version: int) -> bool:
-        """Whether it was not looked at yet, or made again since by another incarnation of the trainer, or written to the disk only since."""
+        """Whether it was not looked at yet, or has since been made again by another incarnation, or written to disk."""
         if version not in self.hashes and version not in self.skipped:
             return True
         try:
@@ -178,7 +179,9 @@ def is_gone(manifest: WeightsManifest) -> bool:
 
 
 def with_environments(config: EvalConfig) -> EvalConfig:
-    """`config`; where it names no environment, with those of the run that made the versions: those it was evaluated on while it trained, else those it was trained on.
+    """Return `config`, which without environments takes those of the run that made the versions.
+
+    These are the ones it was evaluated on while it trained, else those it was trained on.
 
     Raises:
         UserError: there is no such run, or it was written for other settings than today's.
@@ -200,7 +203,8 @@ def with_environments(config: EvalConfig) -> EvalConfig:
                 evaluation = parse(SFTConfig, ["@", str(path)], {}).eval
                 environments = [] if evaluation is None else evaluation.environments
         except ConfigError as error:
-            raise UserError(f"no environment: give --environment-ids ({path} cannot be read: {error.problems[0]})") from error  # fmt: skip
+            problem = f"{path} cannot be read: {error.problems[0]}"
+            raise UserError(f"no environment: give --environment-ids ({problem})") from error
     if not environments:
         raise UserError(f"no environment: give --environment-ids{where}; installed are {', '.join(installed())}")
     logger.info("evaluating the environments of {}: {}", path, ", ".join(env.name for env in environments))

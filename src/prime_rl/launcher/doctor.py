@@ -1,4 +1,4 @@
-"""`rl doctor RUN`: what a run is doing, who waits for whom, and what keeps it from going on. Reads files and /proc only.
+"""`rl doctor RUN`: what a run is doing, who waits for whom, what keeps it from going on. Reads files and /proc only.
 
 `collect` gathers facts, `diagnose` is a pure function of them: the statuses form a graph of who waits for whom, which is
 followed from the trainer on to the first process with a fault that can be seen.

@@ -227,7 +227,7 @@ def _environments(config: RLConfig) -> list[EnvConfig]:
 
 
 def _check_ports(plan: Plan, seconds: float = 0.0) -> None:
-    """Raises UserError when a port is still taken after `seconds`: a killed run's processes may take a moment to be gone."""
+    """Raises UserError when a port is still taken after `seconds`, which a killed run's processes may take to die."""
     deadline = time.monotonic() + seconds
     while True:  # bounded: by the deadline
         try:

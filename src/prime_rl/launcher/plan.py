@@ -102,7 +102,8 @@ class Layout:
         servers: GPUs of each server that is started; none on a CPU. Several servers may name the same GPU.
         trainer: GPUs of the trainer.
         utilization: Share of a GPU's memory that one server may use; None: vLLM's choice.
-        cache_gib: KV cache of one server, in GiB. None: vLLM sizes it from free memory, so nothing else may allocate on the GPU while it starts.
+        cache_gib: KV cache of one server, in GiB. None: vLLM sizes it from free memory, so nothing else may allocate on
+            the GPU while it starts.
         ports: Of the servers, counted from `server.port`.
         training_gib: What the trainer may use of a GPU that also serves; None where it has its GPUs for itself.
     """
@@ -208,7 +209,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[ServerSpec]) -
         client = orchestrator.client.model_copy(update={"base_url": [f"{server.url}/v1" for server in servers]})
         orchestrator = orchestrator.model_copy(update={"client": client})
     sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": orchestrator}
-    # What is free on a shared GPU is the trainer's, which leaves room for a server's copy only where it publishes from there.
+    # What is free on a shared GPU is the trainer's. It leaves room for a server's copy only where it publishes there.
     published = trainer.weights.transport != "filesystem" and trainer.weights.tmpfs is None
     for number, server in enumerate(servers):
         assert inference is not None
@@ -416,7 +417,7 @@ def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, 
 def _room_for_cache(
     inference: InferenceConfig, utilization: float, engines: int, machine: HostResources
 ) -> float | None:
-    """Return what one server's share of a GPU leaves for its KV cache, in GiB; None where sizes are unknown or in `[vllm]`."""
+    """Return the GiB that one server's share of a GPU leaves for its KV cache; None if unknown, or set in `[vllm]`."""
     as_filed = inference.model.dtype in _SIXTEEN_BITS and inference.quantization is None
     chosen = _vllm_options(inference) & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
     if chosen or not as_filed or machine.gpu_gib is None or machine.model is None:
@@ -484,7 +485,7 @@ def _on_cuda(device: str, machine: HostResources) -> bool:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those. Empty without GPUs."""
+    """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those."""
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return parse_visible(visible)
     # nvidia-smi sees what a container was given; /proc shows the whole host and serves where the tool is missing.

@@ -54,7 +54,7 @@ def check_dataset(name: str) -> None:
 
 
 def check_environment(environment: EnvConfig) -> None:
-    """Raises UserError when an environment, or what it is to run in, is not installed, or not in the version that its id names."""
+    """Raises UserError when an environment or its Python is not installed, or not in the version that its id names."""
     if environment.python is not None:  # installed elsewhere: its worker reports it
         if shutil.which(environment.python) is None:
             raise UserError(f"environment {environment.name}: no Python interpreter at {environment.python}")
@@ -81,7 +81,7 @@ def check_environment(environment: EnvConfig) -> None:
 
 
 def check_own_functions(config: OrchestratorConfig, key: str = "") -> None:
-    """Raises UserError when the module of the user's own function, which a setting names, is missing. `key`: prefix of its keys."""
+    """Raises UserError when a function of the user's own that a setting names is missing. `key`: prefix of its keys."""
     for algorithm, name in config.algorithms():
         if algorithm.type == "custom":
             find_module(algorithm.path, f"{key}{name}.path")

@@ -23,7 +23,7 @@ _HEAD = """\
 cd {cwd}
 """
 
-# Servers run until the trainer and the orchestrator have ended well, or one of the steps has failed: the trap ends what is left.
+# Servers run until trainer and orchestrator have ended well, or a step has failed: the trap ends what is left.
 _SEVERAL_NODES = """\
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 servers=("${{nodes[@]:0:{inference_nodes}}}")

@@ -65,7 +65,7 @@ class RestartPolicy:
     """When a process counts as stalled, and how often it is restarted. Times in seconds.
 
     Args:
-        max_restarts: Of one process within an hour, and while the run gets no further; 0: the first failure ends the run.
+        max_restarts: Of one process within an hour, and while the run gets no further. 0: any failure ends the run.
         backoff: Before the first restart; doubled with each further one, up to a minute.
         heartbeat_timeout: Without a heartbeat.
         stall_timeout: Without progress, while it waits for nobody.
@@ -91,7 +91,7 @@ class Restart:
 
 
 class RestartBudget:
-    """Limit the restarts of one process: those within an hour, and those since the run last got beyond its furthest point.
+    """Limit the restarts of one process within an hour, and those since the run last made progress.
 
     A fault that comes back at the same place is not mended by restarting, however far apart the restarts are.
 
@@ -105,7 +105,7 @@ class RestartBudget:
         self._without_progress = 0
 
     def ask(self, now: float, newest: Sequence[int] = (-1, -1)) -> str | tuple[int, float]:
-        """Grant one more restart, which then counts: return its number within the hour and the seconds to wait before it.
+        """Grant one more restart, which then counts: its number within the hour, and the seconds to wait before it.
 
         Args:
             now: Seconds of the launcher's clock.
@@ -186,7 +186,7 @@ def stall_reason(
 
 
 class SupervisedChild:
-    """A process through all its incarnations, their output appended to its log. Times are seconds of the launcher's clock."""
+    """A process through all its incarnations, whose output is appended to one log. Times: see `Supervisor`."""
 
     def __init__(self, spec: ProcessSpec, budget: RestartBudget) -> None:
         self.spec, self.server, self.budget = spec, spec.server, budget
@@ -289,7 +289,7 @@ class Supervisor:
         self.to_correct = False
 
     def run(self, signals: bool = True) -> RunOutcome:
-        """Block until the run is over and its processes are stopped. `signals`: handle Ctrl-C and its like, in the main thread."""
+        """Block until the run is over and its processes are stopped. `signals`: handle them (in the main thread only)."""
         numbers = [signal.SIGINT, signal.SIGTERM] if signals else []
         if signals and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the terminal may go
             numbers.append(signal.SIGHUP)
@@ -309,7 +309,7 @@ class Supervisor:
         self._interrupts = 2
 
     def _interrupt(self, number: int, frame: object) -> None:
-        """Count a request to stop once: what wraps us (`uv run`, `timeout`) hands on a signal that our group got as well."""
+        """Count a request to stop once: wrappers (`uv run`, `timeout`) pass on a signal that the group got as well."""
         now = time.monotonic()
         if now - self._interrupted_at > _ECHO_SECONDS:
             self._interrupts += 1
@@ -502,7 +502,7 @@ class Supervisor:
         return RunOutcome.INTERRUPTED
 
     def _stop_all(self) -> None:
-        """SIGTERM, a bounded wait (cut short by a second Ctrl-C), then SIGKILL to each process and all that it has started."""
+        """SIGTERM, a bounded wait (cut short by a second Ctrl-C), then SIGKILL to each process and its descendants."""
         running = self._running()
         if running:
             self._say(f"stopping {', '.join(child.name for child in running)}")
