@@ -41,15 +41,9 @@ class Console:
         self.steps = StepLines(output_dir, max_steps)
         self._bench = bench
         self._output_dir = output_dir
-        self._began = time.monotonic()
         self._next_look = 0.0
         self._phases: dict[str, str] = {}
         self._waits_shown: set[tuple[str, str, float]] = set()
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._began
 
     def say(self, text: str) -> None:
         """Print a line. Once the terminal or pipe is closed (`rl … | head`) lines are dropped, and the run goes on."""

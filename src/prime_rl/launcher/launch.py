@@ -192,7 +192,7 @@ def _sum_up(output_dir: Path, began: float, outcome: RunOutcome, console: Consol
     whole = len(read_metrics(metrics_path(output_dir, "trainer")))
     steps = whole if bench else console.steps.count
     earlier = f" ({whole} of the whole run)" if whole > steps else ""
-    console.say(f"{words[outcome]}: {steps} steps{earlier} in {minutes(console.seconds)}")
+    console.say(f"{words[outcome]}: {steps} steps{earlier} in {minutes(time.time() - began)}")
     if bench or outcome is not RunOutcome.FAILURE:
         for line in (bench_table if bench else summary)(output_dir, began):
             console.say(line)

@@ -1,7 +1,8 @@
 """Say where the time of a run's steps goes and what limits it, from the metrics rows of trainer and orchestrator.
 
-The console, the metrics (`limit/*`) and `rl doctor` all ask here. The rule: the side that is busy nearly all the time limits the run. Where neither
-is, and measured waits explain at least half of what the busier one loses, the longest of them does; else the pipeline, in which the two take turns.
+The console, the metrics (`limit/*`) and `rl doctor` all ask here. The rule: the side that is busy nearly all the time
+limits the run. Where neither is, and measured waits explain at least half of what the busier one loses, the longest wait
+does; else the pipeline, in which the two take turns.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -111,7 +112,7 @@ def limit_of(shares: Shares) -> Limit:
 
 
 def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | None:
-    """Of the same steps' rows of both sides; None where these do not say how long each side took, and waited for the other."""
+    """Return the shares of the same steps' rows of both sides; None where these lack the times of steps and waits."""
 
     def total(rows: Sequence[Row], key: str) -> float:
         return sum(row.get(key, 0.0) for row in rows)
@@ -159,7 +160,7 @@ class Steps:
         """Of the last steps that both sides made.
 
         Args:
-            starts: Steps at which a trainer began: their time is the start-up's, and they are left out, as the first of all is.
+            starts: Steps at which a trainer began: they include its start-up, and are left out, as the very first is.
         """
         orchestrator, trainer = self._rows["orchestrator"], self._rows["trainer"]
         made = sorted(orchestrator.keys() & trainer.keys())

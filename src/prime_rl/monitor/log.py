@@ -1,4 +1,4 @@
-"""Set up loguru for every process: lines go to stdout and to `logs/NAME.log`, those of libraries that use `logging` too.
+"""Set up loguru for every process: lines, also those of `logging`, go to stdout and to `logs/NAME.log`.
 
 Call sites: `from loguru import logger`.
 """
@@ -22,13 +22,13 @@ _file: TextIO | None = None
 
 
 def setup(level: str, process: str, output_dir: Path | str | None = None) -> None:
-    """Send this process's lines to stdout and to `logs/NAME.log` below `output_dir`. Calling it again replaces the earlier set-up.
+    """Send this process's lines to stdout and to `logs/NAME.log` below `output_dir`; a later call replaces this one.
 
-    If stdout is that file already (as for processes that `rl` starts), it is not written twice. A rank above 0 (`trainer.1`) has a file of its
-    own, and its name before each message.
+    If stdout is that file already (as for processes that `rl` starts), it is not written twice. A rank above 0
+    (`trainer.1`) has a file of its own, and its name before each message.
 
     Args:
-        output_dir: None: stdout only, until the process has been accepted: the log there may be that of the run that refuses it.
+        output_dir: None: stdout only, until the process is accepted: the log may be that of a run that refuses it.
     """
     global _file
     root = None if output_dir is None else str(Path(output_dir).resolve())
@@ -58,7 +58,10 @@ def fail(error: Exception, status: int = 1) -> NoReturn:
 
 
 def handler() -> logging.Handler:
-    """The handler that `inference/logging.json` names. vLLM asks for it in each of its processes; the first call repeats their parent's `setup`."""
+    """Return the handler that `inference/logging.json` names, for each of vLLM's processes.
+
+    The first call in a process repeats its parent's `setup`.
+    """
     if 0 in _sinks:
         setup(*json.loads(os.environ[_ENV]))
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
@@ -89,7 +92,7 @@ def _add(stream: TextIO, level: str, process: str, time: str, terminal: bool) ->
 
 
 def _open(logs: Path, process: str) -> TextIO | None:
-    """The log file, unless stdout is the file of this process or of its first rank. If it cannot be opened, a warning says so."""
+    """Open the log file, unless stdout is it, or that of the first rank. Warn and return None if it cannot be opened."""
     path, first = logs / f"{process}.log", logs / f"{process.partition('.')[0]}.log"
     try:
         logs.mkdir(parents=True, exist_ok=True)

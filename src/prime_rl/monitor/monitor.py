@@ -19,7 +19,10 @@ from prime_rl.redact import redacted
 if TYPE_CHECKING:
     from prime_rl.config.shared import MonitorConfig, WandbConfig
 
-_WAYS_ON = "log in with `uv run wandb login`, set WANDB_API_KEY, or write local files only with --wandb.offline (--monitor.wandb.offline of one process)"
+_WAYS_ON = (
+    "log in with `uv run wandb login`, set WANDB_API_KEY, or write local files only with --wandb.offline "
+    "(--monitor.wandb.offline of one process)"
+)
 
 
 class Monitor:
@@ -47,7 +50,7 @@ class Monitor:
 
 
 class JsonlWriter:
-    """Appends one flat object a line; a line is one write, so a reader never meets half of one (a crash, or a full disk, can leave one)."""
+    """Append one flat object a line, in one write: only a crash or a full disk leaves half a line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -112,7 +115,7 @@ def _wandb_run(settings: "WandbConfig", output_dir: Path, process: str, run_conf
 
 
 def check_wandb(*configs: "WandbConfig | None") -> None:
-    """Check that W&B, where one of these uploads to it, has a key. Takes a second; neither its server nor the person at the terminal is asked.
+    """Check that W&B has a key, where one of these uploads to it. Takes a second, and asks neither server nor user.
 
     Raises UserError if there is none, or W&B's own settings are wrong.
     """

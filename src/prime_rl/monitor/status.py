@@ -1,7 +1,7 @@
 """What a process is doing right now, for people and for the launcher: `status/<process>.json`, replaced atomically.
 
-A thread writes a sign of life every two seconds, whatever the process is busy with: one whose heartbeat is old is dead or halted. Whether it
-gets anywhere is another question, which `progress` answers.
+A thread writes a heartbeat every two seconds, whatever the process is busy with: one whose heartbeat is old is dead or
+halted. `progress` says whether it makes any.
 """
 
 import errno
@@ -61,10 +61,10 @@ class ProcessStatus:
         heartbeat: When the process last said that it lives.
         waiting: What it waits for.
         outcome: How it ended, by its own word: `finished`, `stopped`, `failed: …`.
-        progress: When it last got on: another phase, step or item of work, or the end of a wait. 0 where it is not known.
+        progress: When it last made any: another phase, step or item of work, or the end of a wait. 0: not known.
         ready: When it reached its steady state in this incarnation; None before.
         host: Name of the host that it runs on.
-        started: Its start time in clock ticks since that host's boot; tells a reused pid from the old one. 0 where it is not known.
+        started: Its start time in clock ticks since that host's boot, which tells a reused pid. 0: not known.
     """
 
     process: str
@@ -172,7 +172,7 @@ class Status:
                     self._say()
 
     def _say(self) -> None:
-        """Name a long wait at the console, and again whenever it has become twice as long; of several ranks the first does."""
+        """Log a long wait, and again whenever it has become twice as long; of several ranks the first one's."""
         now, wait = time.time(), self._status.waiting
         if wait is None or now < self._say_wait or "." in self._status.process:
             return
@@ -200,8 +200,7 @@ _writers: dict[Path, Status] = {}  # of this process
 
 @contextmanager
 def unless_full() -> Iterator[None]:
-    """Skip writing files that are no results where the disk is full, fails or is away, or the run directory gone. Those who
-    write results tell of it."""
+    """Skip writing a file that is no result where the disk is full or fails, or the run directory is gone."""
     try:
         yield
     except OSError as error:
@@ -253,7 +252,7 @@ def read_status(output_dir: Path) -> dict[str, ProcessStatus]:
 
 
 def read_record(kind: type[_Record], path: Path) -> _Record | None:
-    """Read a dataclass from a small JSON file that another process wrote; None where there is none, or as `parse_record`."""
+    """Read a dataclass from another process's small JSON file; None where there is none, or as `parse_record`."""
     try:
         return parse_record(kind, path.read_bytes())
     except OSError:
@@ -298,10 +297,10 @@ class TrainerWatch:
         self._sign_at = self._idle_at = monotonic()
 
     def ended(self, *, asked_to_stop: bool) -> bool:
-        """Whether nothing more is to come: its status says so, is old, or shows that it waits for batches, which we do not make any more.
+        """Whether nothing more is to come: its status says so, is old, or waits for batches that are no longer made.
 
-        No status at all is no end: the launcher removes it when it starts a trainer again. One that failed may be started again, too, but not where
-        all is being stopped.
+        No status at all is no end: the launcher removes it when it restarts a trainer. One that failed may be restarted,
+        too, but not where all is being stopped.
         """
         statuses = [status for path in self._paths if (status := read_record(ProcessStatus, path)) is not None]
         trainer = max(statuses, key=lambda status: status.heartbeat, default=None)
