@@ -37,15 +37,6 @@ def ppo_with_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple
     return loss, torch.stack([loss.detach(), entropy.sum().detach()])
 
 
-@pytest.mark.parametrize(
-    "pick", [lambda a, b: (a, b), lambda a, b: a, lambda a, b: b], ids=["both", "logprob", "entropy"]
-)
-def test_gradcheck(pick: Callable[[Tensor, Tensor], object]) -> None:
-    """float64 gradients in both outputs, together and alone, agree with finite differences."""
-    hidden, weight, labels, inv_t = inputs(7)
-    assert torch.autograd.gradcheck(lambda h, w: pick(*logprob_entropy(h, w, labels, inv_t, 3)), (hidden, weight))
-
-
 @pytest.mark.parametrize("chunk", [1, 4, 20, 64])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
 def test_equals_full_logits(chunk: int, dtype: torch.dtype, tolerance: float) -> None:

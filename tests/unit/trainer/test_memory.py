@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig, TrainerModel
-from prime_rl.trainer import memory, moe
+from prime_rl.errors import UserError
+from prime_rl.trainer import memory, model, moe
 from prime_rl.trainer.activations import LEVELS, checkpoint_layers, wide_products
 from prime_rl.trainer.memory import (
     GIB,
@@ -33,6 +36,7 @@ from prime_rl.trainer.memory import (
     offloaded_bytes,
     state_bytes,
 )
+from prime_rl.trainer.model import check_host_memory, host_estimate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
 from support import memory as sizes
@@ -435,3 +439,36 @@ def test_out_of_memory_in_words(shapes: dict[str, Shape]) -> None:
         "half as many tokens a micro-batch (seq_len), 8,192 (-30.3 GiB)"
     )
     assert "\n" not in text
+
+
+# ---- on a CPU, where the kernel would end the process without a word
+
+
+def test_what_a_cpu_counts(world: World) -> None:
+    """16 bytes a parameter at least (weights, gradients, AdamW's states), wherever the states lie, and more for more tokens."""
+    source = find_model("Qwen/Qwen3-0.6B", random_weights=True)
+    few, many, offloaded = (
+        host_estimate(TrainerConfig.model_validate({"optim": {"offload": offload}}), source, world, tokens)
+        for tokens, offload in ((256, False), (2048, False), (2048, True))
+    )
+    assert few is not None
+    assert many is not None
+    assert 16 * 596e6 < few.total < many.total
+    assert offloaded == many
+
+
+def test_too_little_host_memory(
+    world: World, tied_model: Path, monkeypatch: pytest.MonkeyPatch, heard: pytest.LogCaptureFixture
+) -> None:
+    """It ends a benchmark, with a command that fits; a run goes on with a warning. Where there is enough nothing is said."""
+    source = find_model(str(tied_model))
+    needed = host_estimate(TrainerConfig(), source, world, 128)
+    assert needed is not None
+    monkeypatch.setattr(model, "available_bytes", lambda: needed.total)
+    check_host_memory(TrainerConfig(bench=True), source, world, 128, "trainer --small")
+    assert heard.text == ""
+    monkeypatch.setattr(model, "available_bytes", lambda: needed.total - 1)
+    with pytest.raises(UserError, match=r"128 tokens a micro-batch takes about .* for example: trainer --small"):
+        check_host_memory(TrainerConfig(bench=True), source, world, 128, "trainer --small")
+    check_host_memory(TrainerConfig(), source, world, 128, "trainer --small")
+    assert "the kernel may end this process" in heard.text

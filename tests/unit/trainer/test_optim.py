@@ -18,7 +18,7 @@ from prime_rl.config.trainer import (
     SchedulerConfig,
 )
 from prime_rl.trainer import dcp, optim
-from prime_rl.trainer.optim import build_optimizer, clip_gradients, is_hidden_matrix, learning_rate, set_learning_rate
+from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from prime_rl.trainer.parallel import World
 from support import optim as support
 from support import trainer
@@ -64,21 +64,6 @@ def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw() -> None:
             got[name].double(), support.adamw(value, gradients, 1e-2, (0.9, 0.95), 0.3), 1e-5, 1e-6
         )
         assert like_adamw == (name in apart), name
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "hidden"),
-    [
-        ("lm.model.layers.0.self_attn.q_proj.weight", (8, 4), True),
-        ("lm.model.layers.0.mlp.experts.gate_up_proj", (3, 8, 4), True),
-        ("lm.model.layers.0.conv1d.weight", (8, 1, 4), False),
-        ("lm.model.embed_tokens.weight", (8, 4), False),
-        ("lm.lm_head.weight", (8, 4), False),
-        ("lm.model.norm.weight", (8,), False),
-    ],
-)
-def test_what_muon_orthogonalizes(name: str, shape: tuple[int, ...], hidden: bool) -> None:
-    assert is_hidden_matrix(name, nn.Parameter(torch.zeros(shape))) == hidden
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
