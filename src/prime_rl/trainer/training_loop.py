@@ -57,7 +57,6 @@ class Recipe:
         names: Gives the metrics of a step's summed `loss` metrics.
         open_data: Opens the data, before the model is built.
         served: The config of a run whose versions servers follow (None: versions are for checkpoints alone).
-        async_level: Versions behind the newest that are still sampled from.
         weights: What versions are kept, and how servers get them (None: those of checkpoints and the last one).
     """
 
@@ -67,7 +66,6 @@ class Recipe:
     names: Callable[[StepData], moe.Named]
     open_data: Callable[[World, Source, OnWait], StepSource]
     served: TrainerConfig | None = None
-    async_level: int = 0
     weights: WeightsConfig | None = None
 
 
@@ -109,6 +107,7 @@ def run(
     """The run, from top to bottom. Resources registered on `exit_stack` are always closed."""
     torch.manual_seed(config.seed)
     served = recipe.served
+    async_level = 0 if served is None else served.async_level
     report.phase("loading the model")
     source = locate_model(config.model, world, random_weights=config.data.fake is not None)
     if not config.bench:
@@ -143,7 +142,7 @@ def run(
         scorer=scorer,
         weights=recipe.weights,
         memory=served is not None and uses_memory(served.weights, world),
-        async_level=recipe.async_level,
+        async_level=async_level,
         on_committed=lambda version, times: report.more_metrics(version - 1, times),
     )
     exit_stack.callback(versions.close)
@@ -210,7 +209,7 @@ def run(
         kind, weights, saving = checkpoints.due(step + 1), None, 0.0
         if served is not None or kind == "checkpoint" or is_evaluated(config, step + 1):
             weights = config.output_dir / "weights"
-            durable = checkpoints.will_need(step + 1, recipe.async_level) or step + 1 == config.max_steps
+            durable = checkpoints.will_need(step + 1, async_level) or step + 1 == config.max_steps
             versions.publish(step + 1, row.read, durable=durable)
             versions.prune(checkpoints.needed)
         if kind is not None:

@@ -34,7 +34,6 @@ def make_recipe(config: TrainerConfig) -> Recipe:
         names=lambda batch: partial(describe, batch.environments),
         open_data=partial(RolloutData if config.data.fake is None else FakeSamples, config),
         served=config if config.data.fake is None else None,
-        async_level=config.async_level,
         # Fake data trains a model that nobody serves: its versions need neither a tmpfs nor an interval.
         weights=config.weights if config.data.fake is None else WeightsConfig(keep=config.weights.keep),
     )
