@@ -214,7 +214,7 @@ class InferenceClient:
             "token_ids": list(tokens),
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
             # vLLM reads no cached prefix for such a request; another server might.
-            "cache_salt": f"canary-{secrets.token_hex(8)}",
+            "cache_salt": f"logprob-check-{secrets.token_hex(8)}",
             # Right after an update all that is in flight waits to be computed anew. Where the server goes by priority, this does not wait behind it.
             "priority": -1,
         }

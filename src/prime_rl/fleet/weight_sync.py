@@ -82,8 +82,6 @@ class WeightSync:
         self._alone = len(fleet.replicas) == 1  # no other replica takes over from it
         self._recoveries: dict[Replica, asyncio.Task[None]] = {}
         self._recovery_loads: dict[Replica, int] = {}  # versions that quarantined replicas are loading
-        self._troubles: dict[Replica, str] = {}  # why each that is quarantined is not back
-        self._reported: dict[Replica, int] = {}  # the version that each was reported not to serve any more
         self._drains: dict[Replica, asyncio.Task[None]] = {}
         self._departed: dict[Replica, str] = {}  # replicas that have left, and the boot of each that did
 
@@ -554,8 +552,8 @@ class WeightSync:
                     trouble, failed, failures = str(error), True, failures + 1
                     if self._alone and failures == _ATTEMPTS:
                         raise
-            if trouble and trouble != self._troubles.get(replica):
-                self._troubles[replica] = trouble
+            if trouble and trouble != replica.trouble:
+                replica.trouble = trouble
                 where = self.fleet.where()
                 logger.warning("{} gets no work: {}{}", replica.name, trouble, where and f" (serving{where})")
             self._check_hope()
@@ -596,8 +594,7 @@ class WeightSync:
             if changed or replica.invalid:
                 return False
         self.fleet.move(replica, ReplicaState.READY)
-        self._troubles.pop(replica, None)
-        self._reported.pop(replica, None)
+        replica.trouble, replica.lost_version = "", None
         self._loop.wake.set()
         return True
 
@@ -606,8 +603,8 @@ class WeightSync:
             self.notice_incarnation()
             if replica.loaded is not None:
                 version = replica.loaded.version
-                if self._reported.get(replica) != version:  # each attempt finds it so
-                    self._reported[replica] = version
+                if replica.lost_version != version:  # each attempt finds it so
+                    replica.lost_version = version
                     logger.warning("{} does not serve version {} any more", replica.name, version)
                 self.invalidate(replica, "the server lost the weights it was given")
 
@@ -643,7 +640,7 @@ class WeightSync:
         client, seconds = self.config.client, self.config.client.ready_timeout
         self.status.waiting("a healthy server", "inference", seconds)
         if time.monotonic() - self.fleet.empty_since > seconds:
-            listed = "; ".join(f"{replica.name}: {trouble}" for replica, trouble in self._troubles.items())
+            listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.fleet.replicas if one.trouble)
             raise UserError(f"no inference server for {seconds:.0f} s ({client.source}, client.ready_timeout): {listed or 'all have left'}")  # fmt: skip
 
     async def wait_recovered(self) -> None:
@@ -683,8 +680,6 @@ class WeightSync:
         """Remove a replica. What it is verified for counts, if it is there to be asked; the rest is made again."""
         if (recovery := self._recoveries.pop(replica, None)) is not None:
             await cancel_tasks([recovery])
-        self._troubles.pop(replica, None)
-        self._reported.pop(replica, None)
         async with self.shipping:
             finished = replica.unverified.intersection(self.scheduler.unverified())
             if ask and await replica.verify():

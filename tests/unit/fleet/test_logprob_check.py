@@ -83,7 +83,7 @@ def test_the_prompt_is_the_same_for_ever():
     "found", [{"tokens": [1, 2]}, {"tokens": [1, 2], "logprobs": []}, {"tokens": [1, 2], "logprobs": [math.nan]}, 3]
 )
 def test_a_spoilt_canary_makes_a_manifest_unreadable(found, tmp_path):
-    with stage(tmp_path / "step_1", step=1, producer="trainer", extra=manifest_extra(1, 0, {}) | {"canary": found}):
+    with stage(tmp_path / "step_1", step=1, producer="trainer", extra=manifest_extra(1, 0, {}) | {"reference": found}):
         pass
     with pytest.raises(CommitError, match="not as a version"):
         weights_manifest(tmp_path / "step_1")

@@ -56,41 +56,23 @@ def of_one(config: AlgorithmConfig, group: Sequence[Attempt], state: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("rewards", "expected"),
+    ("config", "group", "expected"),
     [
-        ([1.0, 0.0, 0.0, 0.0], [0.75, -0.25, -0.25, -0.25]),
-        ([0.2, 0.4], [-0.1, 0.1]),
-        ([0.3, 0.3, 0.3], [0.0, 0.0, 0.0]),
-        ([0.1], [0.0]),
+        (GRPO(), rewarded(1.0, 0.0, 0.0, 0.0), [0.75, -0.25, -0.25, -0.25]),
+        (GRPO(), rewarded(0.2, 0.4), [-0.1, 0.1]),
+        (GRPO(), rewarded(0.3, 0.3, 0.3), [0.0, 0.0, 0.0]),
+        # The population std is sqrt(3) / 4 = 0.4330127.
+        (GRPO(std_normalize=True), rewarded(1.0, 0.0, 0.0, 0.0), [0.75 / 0.4330137, *[-0.25 / 0.4330137] * 3]),
+        (RLOO(), rewarded(1.0, 0.0, 0.0), [1.0, -0.5, -0.5]),  # the others' means are 0, 0.5 and 0.5
+        # Rewards 1 and 0 of 30 and 10 tokens: the baseline is 0.75.
+        (OPO(), [Attempt(1.0, output_tokens=30), Attempt(0.0, output_tokens=10)], [0.25, -0.75]),
+        (MaxRL(), rewarded(1.0, 0.0, 0.0, 0.0), [3.0, -1.0, -1.0, -1.0]),  # (1 - 1/4) / (1/4) = 3
+        (MaxRL(), rewarded(0.0, 0.0), [0.0, 0.0]),  # nobody succeeds
+        (MaxRL(), rewarded(1.0, -2.0), [0.0, 0.0]),  # the mean is below zero
     ],
 )
-def test_grpo(rewards: list[float], expected: list[float]) -> None:
-    """Rewards minus the mean of the group."""
-    assert of_one(GRPO(), rewarded(*rewards)) == pytest.approx(expected, abs=1e-12)
-
-
-def test_grpo_divided_by_the_population_std() -> None:
-    """[1, 0, 0, 0]: std = sqrt(3)/4 = 0.4330127."""
-    values = of_one(GRPO(std_normalize=True), rewarded(1.0, 0.0, 0.0, 0.0))
-    assert values == pytest.approx([0.75 / 0.4330137, *[-0.25 / 0.4330137] * 3], rel=1e-6)
-
-
-def test_rloo() -> None:
-    """[1, 0, 0]: the others' means are 0, 0.5 and 0.5. One that is left alone is compared with nothing."""
-    assert of_one(RLOO(), rewarded(1.0, 0.0, 0.0)) == pytest.approx([1.0, -0.5, -0.5])
-    assert of_one(RLOO(), rewarded(1.0)) == [0.0]
-
-
-def test_opo() -> None:
-    """Rewards 1 and 0 of 30 and 10 tokens: the baseline is 0.75."""
-    assert of_one(OPO(), [Attempt(1.0, output_tokens=30), Attempt(0.0, output_tokens=10)]) == [0.25, -0.75]
-
-
-def test_max_rl() -> None:
-    """[1, 0, 0, 0]: (1 - 1/4) / (1/4) = 3. Nothing where nobody succeeds, or the mean is below zero."""
-    assert of_one(MaxRL(), rewarded(1.0, 0.0, 0.0, 0.0)) == [3.0, -1.0, -1.0, -1.0]
-    assert of_one(MaxRL(), rewarded(0.0, 0.0)) == [0.0, 0.0]
-    assert of_one(MaxRL(), rewarded(1.0, -2.0)) == [0.0, 0.0]
+def test_advantages_of_one_group(config: AlgorithmConfig, group: list[Attempt], expected: list[float]) -> None:
+    assert of_one(config, group) == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def test_reinforce_pp() -> None:
@@ -308,15 +290,10 @@ def test_penalties_compare_an_agent_with_its_own_kind() -> None:
 
 def test_what_gdpo_needs() -> None:
     """Contract: an attempt without the rewards that it is to be judged by is told apart, with the reason."""
-    assert (
-        missing_rewards(GDPO(), Attempt(1.0))
-        == "gdpo needs rewards of single functions, and the environment gives none"
-    )
-    asked = GDPO(weights={"b": 1.0})
-    assert (
-        missing_rewards(asked, Attempt(1.0, rewards={"a": 1.0}))
-        == "gdpo needs a reward 'b', and the environment gives a"
-    )
+    asked, single = GDPO(weights={"b": 1.0}), "gdpo needs rewards of single functions, and the environment gives none"
+    other = "gdpo needs a reward 'b', and the environment gives a"
+    assert missing_rewards(GDPO(), Attempt(1.0)) == single
+    assert missing_rewards(asked, Attempt(1.0, rewards={"a": 1.0})) == other
     assert (
         missing_rewards(asked, Attempt(1.0, rewards={"a": 1.0, "b": 0.0}))
         == missing_rewards(GRPO(), Attempt(1.0))

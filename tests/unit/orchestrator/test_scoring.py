@@ -11,7 +11,7 @@ from prime_rl.config.orchestrator import GDPO, GRPO, RAE, RLOO, FilterConfig
 from prime_rl.config.trainer import PolicyLoss
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.samples import score_batch
+from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import StepData, collate
@@ -62,6 +62,10 @@ def batch(*groups) -> Batch[EpisodeResult]:
     return Batch(5, [Group(7 + i, TASK, finished=of_group(7 + i, finished)) for i, finished in enumerate(groups)])
 
 
+def score(groups: Batch[EpisodeResult], **settings: object) -> ScoredBatch:
+    return score_batch(groups, Settings(**settings), {"reverse-text": 1.0}, {})
+
+
 def test_a_sample_carries_its_lineage_and_its_advantage_on_sampled_tokens_only(tmp_path):
     """Ids, versions from the oldest to the newest, temperature, and the advantage on the loss mask."""
     scored = score_batch(batch([episode(0, 1.0, 2, 4), episode(1, 0.0, 3, 3)]), Settings(), {"reverse-text": 0.7}, {})
@@ -78,10 +82,10 @@ def test_a_sample_carries_its_lineage_and_its_advantage_on_sampled_tokens_only(t
 def test_groups_without_spread_are_filtered_and_counted():
     """Zero-advantage filter: no samples, and not counted as trained; switched off they stay."""
     groups = batch([episode(0, 0.5), episode(1, 0.5)], [episode(0, 1.0), episode(1, 0.0)])
-    assert [s.group_id for s in score_batch(groups, Settings(), {"reverse-text": 1.0}, {}).samples] == ["8", "8"]
-    assert len(score_batch(groups, Settings(), {"reverse-text": 1.0}, {}).trained) == 2
-    assert len(score_batch(groups, Settings(), {"reverse-text": 1.0}, {}).filtered) == 2
-    assert len(score_batch(groups, Settings(filter_zero_advantage=False), {"reverse-text": 1.0}, {}).samples) == 4
+    scored = score(groups)
+    assert [sample.group_id for sample in scored.samples] == ["8", "8"]
+    assert (len(scored.trained), len(scored.filtered)) == (2, 2)
+    assert len(score(groups, filter_zero_advantage=False).samples) == 4
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "group"])
@@ -93,7 +97,7 @@ def test_what_is_in_the_denominator(normalization, left_out):
         [episode(i, reward, samples=[tokens(sampled=n)]) for i, (reward, n) in enumerate(zip(*rows, strict=True))]
         for rows in zip(rewards, lengths, strict=True)
     ]
-    samples = score_batch(batch(*groups), Settings(filter_zero_advantage=left_out), {"reverse-text": 1.0}, {}).samples
+    samples = score(batch(*groups), filter_zero_advantage=left_out).samples
     packed = collate([document(sample) for sample in samples], len(STREAMS))
     one = World(0, 1, torch.device("cpu"), None)
     names = [sample.group_id for sample in samples]
@@ -120,37 +124,26 @@ def test_each_player_is_judged_by_its_own_rewards():
     """Of two players of a game the one that won is drawn to what it did, by the rewards of single functions too."""
     games = batch([played(0, ("white", 1.0), ("black", -1.0)), played(1, ("white", -1.0), ("black", 1.0))])
     for algorithm in (GRPO(), GDPO()):
-        settings = Settings(**{"reverse-text": algorithm})
-        rows = score_batch(games, settings, {"reverse-text": 1.0}, {}).samples
+        rows = score(games, **{"reverse-text": algorithm}).samples
         assert [row.reward for row in rows] == [1.0, -1.0, -1.0, 1.0]
         assert all(row.advantages[-1] * row.reward > 0 for row in rows)
 
 
 def test_each_of_several_conversations_of_one_agent_is_an_attempt():
     """Best of two within an episode: all four of two episodes are compared, each by its own reward."""
-    scored = score_batch(
-        batch([played(0, ("s", 1.0), ("s", 0.0)), played(1, ("s", 0.0), ("s", 1.0))]),
-        Settings(),
-        {"reverse-text": 1.0},
-        {},
-    )
+    scored = score(batch([played(0, ("s", 1.0), ("s", 0.0)), played(1, ("s", 0.0), ("s", 1.0))]))
     assert [float(row.advantages[-1]) for row in scored.samples] == [0.5, -0.5, -0.5, 0.5]
     assert scored.advantages == {"7.0.0": {0: 0.5, 1: -0.5}, "7.1.0": {0: -0.5, 1: 0.5}}
 
 
 def test_samples_are_cut_to_seq_len_and_marked_truncated():
     """The trainer never meets a sample longer than its micro-batch; one without sampled tokens left is left out."""
-    rows = score_batch(
-        batch([episode(0, 1.0), episode(1, 0.0)]), Settings(seq_len=4), {"reverse-text": 1.0}, {}
-    ).samples
+    rows = score(batch([episode(0, 1.0), episode(1, 0.0)]), seq_len=4).samples
     assert [len(row.input_ids) for row in rows] == [4, 4]
     assert all(row.is_truncated for row in rows)
-    scored = score_batch(batch([episode(0, 1.0), episode(1, 1.0)]), Settings(seq_len=2), {"reverse-text": 1.0}, {})
+    scored = score(batch([episode(0, 1.0), episode(1, 1.0)]), seq_len=2)
     assert (scored.samples, scored.trained, scored.filtered) == ([], [], [])
-    assert scored.truncated == [
-        "7.0.0",
-        "7.1.0",
-    ]  # whatever their advantage is: they are not dropped for want of a signal
+    assert scored.truncated == ["7.0.0", "7.1.0"]  # whatever their advantage is
 
 
 @pytest.mark.parametrize(
@@ -168,9 +161,7 @@ def test_inexact_tokens_stop_the_run(damage):
     sequence = tokens()
     damage(sequence)
     with pytest.raises(UserError, match="environment 'reverse-text', episode 7.0.0: a "):
-        score_batch(
-            batch([episode(0, 1.0, samples=[sequence]), episode(1, 0.0)]), Settings(), {"reverse-text": 1.0}, {}
-        )
+        score(batch([episode(0, 1.0, samples=[sequence]), episode(1, 0.0)]))
 
 
 def test_every_environment_has_its_own_algorithm_and_its_state():
