@@ -437,7 +437,8 @@ class WorkerPool:
             exited.cancel()
 
     async def _exited(self, worker: Worker, status: int) -> Ending:
-        offending = worker.offending_request() if worker_process.by_its_own_code(status) else 0
+        # The kernel sends SIGKILL for want of memory, whoever's code runs.
+        offending = 0 if -status in worker_process.SENT_BY_OTHERS else worker.offending_request()
         if worker.info is None:
             await worker_process.output_ended(worker)
         return Ending(processes.describe_exit(status), worker.info is None and status >= 0, offending)

@@ -31,7 +31,7 @@ LOG_BYTES = 16 << 20  # of a log, and of the one before it
 TAIL_LINES = 12
 _TAIL_BYTES = 16384
 _PIPE_BYTES = 1 << 20
-_BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+SENT_BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _MISSING = re.compile(r"(?:ModuleNotFoundError: )?No module named '?([\w.]+)'?")
 
 
@@ -284,11 +284,6 @@ async def exited(worker: Worker) -> int:
         os.close(descriptor)
     assert worker.child.status is not None
     return worker.child.status
-
-
-def by_its_own_code(status: int) -> bool:
-    """Whether a process that ended so was ended by its own code, and not from outside (the kernel, for want of memory)."""
-    return status >= 0 or -status not in _BY_OTHERS
 
 
 def remedy(log: str, python: str | None, env_id: str) -> str:

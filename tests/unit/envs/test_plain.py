@@ -4,7 +4,6 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -165,21 +164,6 @@ async def test_chat_route_that_denies(package: Callable[[str, str], str], monkey
         async with load(setup("guess", Path("gpt-9"), chat=True, request_timeout=30.0)) as env:
             result = await env.run(0, {}, 0, "1.2", api.base_url)
     assert result.outcome is Outcome.ENGINE_DENIED
-
-
-async def test_branched(model: Path, package: Callable[[str, str], str]) -> None:
-    """Each reply is a sample of its own, trained on once."""
-    package("unused", "")
-    async with FakeEngine(model, reply=lambda prompt: "no") as engine:
-        result = await play(engine, setup("guess", model, trajectories="branched"))
-    assert [list(sample.input_ids) for sample in result.samples] == [e.prompt + e.completion for e in engine.exchanges]
-    assert [sum(sample.loss_mask) for sample in result.samples] == [len(e.completion) for e in engine.exchanges]
-    for number, sample in enumerate(result.samples):
-        assert sample.roles is not None
-        told = [ROLES[role] for role, _ in groupby(sample.roles)]
-        assert told == (["system", "user", "assistant"] if number == 0 else ["", "user", "assistant"])
-        # What the environment said after the first reply counts as that.
-        assert 0 < sample.prompt_len <= len(engine.exchanges[0].prompt)
 
 
 async def test_max_turns(model: Path, package: Callable[[str, str], str]) -> None:

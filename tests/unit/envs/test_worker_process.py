@@ -1,8 +1,6 @@
 """What a worker process gets and leaves: no secret that it was not promised; a log of bounded size that ends with the newest."""
 
-import os
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import API_KEY_VAR, TOKEN_VAR
-from prime_rl.envs.worker_process import Log, Output, passed_on, worker_variables
+from prime_rl.envs.worker_process import Log, passed_on, worker_variables
 from prime_rl.errors import UserError
 from prime_rl.redact import HIDDEN, is_secret, redacted
 
@@ -84,18 +82,3 @@ def test_the_tail_reaches_into_the_former_log(tmp_path: Path) -> None:
     assert log.tail(2) == "  | second\n  | third"
     Log(tmp_path / "env.log" / "below.log").write(b"x")
     assert Log(tmp_path / "none.log").tail() == ""
-
-
-def test_a_pipe_is_emptied_to_its_end(tmp_path: Path) -> None:
-    """More than a pipe holds goes through; then it has ended."""
-    log = Log(tmp_path / "env.log")
-    output = Output(log)
-    for number in range(200):
-        os.write(output.writer, b"%04d" % number * 10_000)
-    assert not output.ended
-    os.close(output.writer)
-    begin = time.monotonic()
-    while not output.ended and time.monotonic() - begin < 60:
-        time.sleep(0.01)
-    assert output.ended
-    assert log.path.stat().st_size == 200 * 40_000
