@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -24,7 +23,6 @@ from prime_rl.monitor import log
 from prime_rl.trainer import attention, memory, moe, perf
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
-from prime_rl.trainer.packing import rollout_lengths
 from prime_rl.trainer.parallel import close_world, gather, init_world, now
 from prime_rl.trainer.perf import HostSyncs
 from prime_rl.trainer.reference_scorer import ReferenceScorer
@@ -125,17 +123,6 @@ def parse_case(text: str) -> Case:
         else:
             settings[key] = value
     return Case(text, model, documents, settings=settings, optim=optim, objective=objective, **given)
-
-
-def document_lengths(documents: str) -> list[int]:
-    """Tokens of every document of one micro-batch."""
-    kind, _, tokens = documents.partition(":")
-    if not tokens:
-        count, length = map(int, kind.split("x"))
-        return [length] * count
-    drawn = rollout_lengths(np.random.default_rng(0), SAMPLES)
-    fitting = np.cumsum(drawn) <= int(tokens)
-    return [length for length, fits in zip(drawn, fitting, strict=True) if fits]
 
 
 def model_source(model: str, layers: int | None = None) -> Source:

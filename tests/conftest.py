@@ -1,7 +1,6 @@
 """Fixtures that several rooms share: a tiny model, and one real inference server for the whole session."""
 
 import importlib.util
-import json
 import logging
 import os
 import subprocess
@@ -309,7 +308,3 @@ def chat_prompt(tiny_model: Path) -> list[int]:
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     return list(tokenizer("The quick brown fox jumps over the lazy dog")["input_ids"])
-
-
-def read_config(model: Path) -> dict[str, Any]:
-    return dict(json.loads((model / "config.json").read_text()))

@@ -1,6 +1,5 @@
 """The bundled packages in a worker, against a scripted engine that plays them well, badly, and not at all."""
 
-import asyncio
 import json
 import sys
 import time
@@ -128,15 +127,6 @@ async def test_sorting_badly(world: World) -> None:
     assert (result.ok, result.reward, len(result.samples)) == (True, 0.0, 1)
 
 
-async def test_a_turn_cut_short(world: World) -> None:
-    """An answer cut by max_tokens has no closing tag: no reward, still an exact sample of all turns."""
-    problem = problems("eval", 1)[0]
-    result = await world.play("alphabet-sort", 0, _sorter(problem), max_tokens=5)
-    assert (result.outcome, result.reward, result.is_truncated) == (Outcome.OK, 0.0, True)
-    assert result.num_turns == len(problem.turns)
-    assert _is_exact(result.samples[0], world.engine.exchanges)
-
-
 async def test_solving_wordle(world: World) -> None:
     """A wrong guess, then the word: solved with three of four replies' worth of speed; the game ends there."""
     secret = words("eval")[2]
@@ -161,7 +151,7 @@ def _bettor(prompt: str) -> str:
     return f"<move>{'call' if 'call?' in _asked(prompt) else 'bet'}</move>"
 
 
-@pytest.mark.parametrize("task", range(12), ids=[deal.id for deal in DEALS])
+@pytest.mark.parametrize("task", [0, 7])  # either player first; all games: tests/unit/bundled/test_kuhn_poker.py
 async def test_bet_and_call(world: World, task: int) -> None:
     """Each seat gets its own two chips, won or lost, with its own tokens, whichever acts first."""
     result = await world.play("kuhn-poker", task, _bettor)
@@ -217,16 +207,6 @@ async def test_illegal_opening(world: World) -> None:
     assert result.ok, result.message
     (sample,) = result.samples
     assert (sample.agent, result.reward, result.rewards) == ("player_2", -2.0, {"chips": -2.0})
-
-
-async def test_games_do_not_mix(world: World) -> None:
-    """Many games at once: every one has its own deal's winner."""
-    world.engine.reply = _bettor
-    results = await asyncio.gather(*(world.play("kuhn-poker", task % 12, _bettor) for task in range(48)))
-    for task, result in enumerate(results):
-        cards = DEALS[task % 12].cards
-        better = "player_1" if "JQK".index(cards[0]) > "JQK".index(cards[1]) else "player_2"
-        assert {part.agent for part in result.parts if part.reward == 2.0} == {better}
 
 
 def _call(**arguments: Any) -> str:

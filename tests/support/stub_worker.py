@@ -24,10 +24,6 @@ import prime_rl.envs.worker as worker
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, Setup, encode
 
 TASKS = 8
-DEEDS = (
-    "kill", "stop", "exit", "segfault", "sys-exit", "loop", "hold", "leak", "chatter", "raise", "stray",
-    "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "flood", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
-)  # fmt: skip
 _leaked: list[bytearray] = []
 _serving: list[worker.WorkerServer] = []
 

