@@ -24,10 +24,13 @@ def on(process: str, *points: str, do: Kind = "kill", nth: int = 1) -> tuple[Fau
 PUBLISHED = {"recovery_interval": 2, "trainer": {"weights": {"transport": "memory", "host": "127.0.0.1"}}}
 UNDISTURBED = Cell("none", "-", "-")
 CELLS = {
-    "trainer and orchestrator killed": Cell(
-        "kill, stop", "trainer, orchestrator", "several",
-        on("trainer", "rename:checkpoints/step_2/trainer", "renamed:weights/step_3")
-        + on("orchestrator", "renamed:rollouts/step_0", "write:rollouts/step_2", "join:checkpoints/step_2")
+    "trainer killed": Cell(
+        "kill", "trainer", "several",
+        on("trainer", "rename:checkpoints/step_2/trainer", "renamed:weights/step_3"),
+    ),
+    "orchestrator killed and stopped": Cell(
+        "kill, stop", "orchestrator", "several",
+        on("orchestrator", "renamed:rollouts/step_0", "write:rollouts/step_2", "join:checkpoints/step_2")
         + on("orchestrator", "ledger:commit", do="stop", nth=4),
         settings=STOPPED,
     ),
