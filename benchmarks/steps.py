@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.monitor import log
@@ -357,7 +357,7 @@ def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], w
         "parts_ms": {name: median(f"time/{key}") for name, key in parts.items()},
         "export_ms": {name: median(f"time/export_{name}") for name in export},
         "mfu": rate and rate * perf.flops(bench.matmul, bench.width, lengths),
-        "peer_mfu": rate and rate * perf.peer_flops(bench.matmul, bench.shape, sum(lengths), case.tokens),
+        "peer_mfu": rate and rate * peer_flops(bench.matmul, bench.shape, sum(lengths), case.tokens),
         "estimated_gib": bench.estimated_gib(),
         "allocated_gib": peaks[0],
         "reserved_gib": peaks[1],
@@ -367,6 +367,16 @@ def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], w
         "last": {"loss": steps[-1]["loss/mean"], "norm": steps[-1]["optim/grad_norm"]},
         "chosen": bench.chosen(),
     }
+
+
+def peer_flops(matmul: int, config: PretrainedConfig, tokens: int, micro_batch: int) -> float:
+    """PRIME-RL's count for `tokens` tokens: 6 · matmul + 12 · layers · hidden size · micro_batch a token.
+
+    Every token attends to the whole micro-batch, past, future and other documents alike, through heads of hidden size /
+    heads. Only for comparison with figures that were counted so.
+    """
+    text = config.get_text_config()
+    return tokens * (6.0 * matmul + 12.0 * text.num_hidden_layers * text.hidden_size * micro_batch)
 
 
 def count_waits(bench: Bench) -> float | None:

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from transformers import Qwen3Config
 
 from prime_rl.config import RLConfig, parse
 from prime_rl.config.shared import EnvConfig
@@ -82,6 +83,12 @@ def test_every_suite_is_a_valid_config(modules: dict[str, ModuleType]) -> None:
         if case.loss == "rl" and ":" not in case.documents:
             fake = config.data.fake
             assert fake.batch_size * fake.seq_len == case.tokens * case.micro_batches * case.ranks
+
+
+def test_the_peers_count_of_flops(modules: dict[str, ModuleType]) -> None:
+    """6 per matmul parameter and token; attention over all pairs of a micro-batch."""
+    config = Qwen3Config(num_hidden_layers=3, hidden_size=16)
+    assert modules["steps"].peer_flops(1000, config, 30, 30) == 30 * (6 * 1000 + 12 * 3 * 16 * 30)
 
 
 def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:

@@ -69,16 +69,6 @@ def ideal_seconds(flops: float, world: World) -> float | None:
     return None if peak is None else flops / peak / world.size
 
 
-def peer_flops(matmul: int, config: PretrainedConfig, tokens: int, micro_batch: int) -> float:
-    """PRIME-RL's count for `tokens` tokens: 6 · matmul + 12 · layers · hidden size · micro_batch a token.
-
-    Every token attends to the whole micro-batch, past, future and other documents alike, through heads of hidden size /
-    heads. Only for comparison with figures that were counted so.
-    """
-    text = config.get_text_config()
-    return tokens * (6.0 * matmul + 12.0 * text.num_hidden_layers * text.hidden_size * micro_batch)
-
-
 def costs(matmul: int, width: int) -> Costs:
     """The same as a price for packing."""
     return Costs(6.0 * matmul, 6.0 * width)

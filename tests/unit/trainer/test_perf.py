@@ -53,8 +53,7 @@ def test_sharding_and_checkpointing_change_no_count(
 
 
 def test_flops_by_hand() -> None:
-    """6 per matmul parameter and token; causal attention half of all pairs; the peer's count all of them, over the whole micro-batch."""
+    """6 per matmul parameter and token; causal attention half of all pairs."""
     config = Qwen3Config(**SHAPE)
     assert perf.attention_width(config) == 3 * 4 * 8
     assert perf.flops(1000, 96, [10, 20]) == 6 * 1000 * 30 + 12 * 96 * (10**2 + 20**2) / 2
-    assert perf.peer_flops(1000, config, 30, 30) == 30 * (6 * 1000 + 12 * 3 * 16 * 30)
