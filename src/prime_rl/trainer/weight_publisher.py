@@ -14,14 +14,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from loguru import logger
 from torch import Tensor
 
 from prime_rl import faults
-from prime_rl.config.trainer import WeightsConfig
+from prime_rl.config.trainer import TrainerConfig, WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.processes import boot_id
@@ -70,9 +70,6 @@ from prime_rl.transport.weights import (
 )
 from prime_rl.wait import WaitTimeout
 
-if TYPE_CHECKING:
-    from prime_rl.config import TrainerConfig
-
 Times = dict[str, float]  # seconds
 _FILES_POLL_SECONDS = 0.5  # between two looks at whether servers ask for files
 
@@ -91,8 +88,9 @@ def write_version(
 ) -> Times:
     """Commit a copy as `final`, with config and tokenizer of the source. Every rank calls it and writes its own rows.
 
-    With `tmpfs` the tensors' files lie there, and `final` has links to them. Returns the seconds of writing, hashing and committing. Raises UserError if a disk is full, on any rank, or `final`
-    is committed already; nothing new is left under the final name.
+    With `tmpfs` the tensors' files lie there, and `final` has links to them. Returns the seconds of writing, hashing
+    and committing. Raises UserError if a disk is full, on any rank, or `final` is committed already; nothing new is
+    left under the final name.
     """
     copied.finish()
     nonce = broadcast(world, secrets.token_hex(8))
@@ -507,7 +505,7 @@ def uses_memory(weights: WeightsConfig, world: World) -> bool:
     return weights.transport == "memory" or (weights.transport == "auto" and auto)
 
 
-def published_bytes(config: "TrainerConfig", source: Source, world: World, parameters: int) -> float:
+def published_bytes(config: TrainerConfig, source: Source, world: World, parameters: int) -> float:
     """Bytes per parameter of a rank's share that published weights take on the trainer's GPU.
 
     A server that shares the GPU takes twice as much again for its own copy, which it wants to find free
