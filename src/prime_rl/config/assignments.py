@@ -1,7 +1,7 @@
 """The table that every source of a configuration writes into, key by key, from the weakest to the strongest."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 Keys = tuple[str, ...]
@@ -11,6 +11,14 @@ PREFIX = "PRIME_"  # of environment variables: PRIME_MODEL__NAME is model.name
 SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
 MAX_DEPTH = 32
 ABSENT: Any = object()
+# Older spellings: the key of today, and how its value is written there. The same in a section of `rl`.
+OLDER: dict[Keys, tuple[Keys, Callable[[Any], Any]]] = {
+    ("exp_id",): (("output_dir",), lambda name: f"outputs/{name}"),
+    ("ckpt", "path"): (("ckpt", "output_dir"), lambda path: path),
+    ("client", "port"): (("client", "base_url"), lambda port: f"http://localhost:{port}/v1"),
+    ("benchmarks",): (("environment_ids",), lambda names: str(names).replace(",", " ").split()),
+    ("canary",): (("logprob_check",), lambda on: on),
+}
 
 
 class ConfigError(Exception):
@@ -41,13 +49,6 @@ class Assignment(NamedTuple):
     origin: Origin | None
 
 
-class OlderSpelling(NamedTuple):
-    """The key that replaced another one, and how the value is written there."""
-
-    keys: Keys
-    convert: Callable[[Any], Any]
-
-
 def spell(keys: Keys, kind: Kind) -> str:
     """`keys` as an option, as a dotted TOML key, or as an environment variable."""
     if kind == "option":
@@ -58,9 +59,8 @@ def spell(keys: Keys, kind: Kind) -> str:
 class Assignments:
     """What was given: for each key the value of the strongest source, and where it came from."""
 
-    def __init__(self, older: Mapping[Keys, OlderSpelling] | None = None) -> None:
+    def __init__(self) -> None:
         self.hints: list[str] = []
-        self._older = older or {}
         self._entries: dict[Keys, Assignment] = {}  # a table or a list stands before what is in it
 
     def put(self, keys: Keys, value: Any, origin_of: Callable[[Keys], Origin | None] = lambda _: None) -> None:
@@ -70,9 +70,10 @@ class Assignments:
             ConfigError: a resolved configuration could not hold the value, or an item is beyond the end of its list.
         """
         origin = origin_of(keys)
-        if keys in self._older and origin is not None:
-            (keys, convert), old_value = self._older[keys], value
-            value = convert(old_value)
+        section = keys[:1] if keys[:1] and keys[0] in SECTIONS_OF_RL else ()
+        if origin is not None and keys[len(section) :] in OLDER:
+            (today, convert), old_value = OLDER[keys[len(section) :]], value
+            keys, value = (*section, *today), convert(old_value)
             shown = ",".join(map(str, value)) if isinstance(value, list) else value
             self.hints.append(f"{origin.text} {old_value} is an older spelling of {spell(keys, origin.kind)} {shown}")
         items = value if isinstance(value, dict) else {}

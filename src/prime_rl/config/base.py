@@ -1,9 +1,8 @@
 """What every configuration class is made of: sections, the settings common to all entrypoints, and two errors."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -61,21 +60,10 @@ def short(path: str) -> str:
     return path
 
 
-class Older(NamedTuple):
-    """An older spelling: the key that replaced it, and how its value is written there."""
-
-    key: str
-    convert: Callable[[Any], Any]
-
-
 class Section(BaseModel):
     """A table of settings. Unknown keys are errors; a union without `type` is of the type of its default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    older: ClassVar[dict[str, Older]] = {}
-    removed: ClassVar[dict[str, str]] = {}
-    """Settings of earlier releases, and what to do instead."""
 
     @field_validator("*")
     @classmethod
@@ -124,8 +112,6 @@ class LogConfig(Section):
 
 class BaseConfig(Section):
     """Settings of every entrypoint."""
-
-    older: ClassVar[dict[str, Older]] = {"exp_id": Older("output_dir", lambda name: f"outputs/{name}")}
 
     output_dir: Path = option(Path("outputs"), "Directory of the run; everything durable is written below it.")
     seed: int = option(0, "Seed of everything random in the run.", ge=0)

@@ -1,11 +1,11 @@
 """Settings of evaluations on their own."""
 
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Older, Problem, check, conflict, option
+from prime_rl.config.base import BaseConfig, Problem, check, conflict, option
 from prime_rl.config.shared import (
     ClientConfig,
     EnvConfig,
@@ -52,16 +52,6 @@ class Measure(Environments[EvalEnv]):
 
 class EvalConfig(BaseConfig, Measure):
     """Evaluation of a model that a server holds, or of the versions that it is given."""
-
-    older: ClassVar[dict[str, Older]] = {
-        **BaseConfig.older,
-        "benchmarks": Older("environment_ids", lambda names: str(names).replace(",", " ").split()),
-        "canary": Older("logprob_check", lambda on: on),
-    }
-    removed: ClassVar[dict[str, str]] = {
-        "no_canary": "write --no-logprob-check",
-        "prices": "report.json counts the tokens, by which prices can be multiplied",
-    }
 
     model: ModelConfig = option(ModelConfig, "The model.")
     weights_dir: Path | None = option(None, "Directory of versions to evaluate, loaded one after the other.")

@@ -1,7 +1,7 @@
 """Settings of the inference server."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -28,11 +28,6 @@ class InferenceModel(ModelConfig):
 
 class ServerConfig(Section):
     """Where the server listens."""
-
-    removed: ClassVar[dict[str, str]] = {
-        "register_dir": "clients list their servers, in client.base_url",
-        "advertise": "clients list their servers, in client.base_url",
-    }
 
     host: str | None = option(None, "Address (None: loopback, or all addresses when there is an API key).")
     port: Port = option(8000, "Port.")

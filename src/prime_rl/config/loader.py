@@ -11,17 +11,16 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from prime_rl.config.assignments import PREFIX, Assignments, ConfigError, Keys, Kind, OlderSpelling, Origin
+from prime_rl.config.assignments import PREFIX, Assignments, ConfigError, Keys, Kind, Origin
 from prime_rl.config.base import LOADED, BaseConfig, Problems, Section
 from prime_rl.config.mistakes import MOST_LINES, problem_line, validation_lines
-from prime_rl.config.schema import Setting, every_setting, find, has_mark
+from prime_rl.config.schema import Setting, find, has_mark
 from prime_rl.errors import UserError
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -111,16 +110,6 @@ def _report(kind: str, lines: list[str]) -> None:
         print(f"{kind}: {shown}", file=sys.stderr)
 
 
-@cache
-def _older_spellings(cls: type[Section]) -> dict[Keys, OlderSpelling]:
-    sections = [((), cls), *((keys, member) for keys, setting in every_setting(cls) for member in setting.sections)]
-    return {
-        (*keys, old): OlderSpelling((*keys, older.key), older.convert)
-        for keys, section in sections
-        for old, older in section.older.items()
-    }
-
-
 class _Sources:
     """Variables, files and options, read into one table, and mistakes in what they look like.
 
@@ -128,7 +117,7 @@ class _Sources:
     """
 
     def __init__(self, cls: type[Section]) -> None:
-        self.table = Assignments(_older_spellings(cls))
+        self.table = Assignments()
         self.problems: list[str] = []
         self._cls, self._rank = cls, 0
         self._tokens: deque[str] = deque()

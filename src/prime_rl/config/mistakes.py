@@ -12,6 +12,27 @@ from prime_rl.redact import without_password
 
 MOST_LINES = 50  # mistakes shown at a time
 _SHAPES = {"model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "list_type": "a list", "path_type": "a path"}  # fmt: skip
+# Settings of earlier releases, and what to do instead.
+REMOVED = {
+    "adamw_lr_ratio": "AdamW updates its part at lr",
+    "advertise": "clients list their servers, in client.base_url",
+    "batch_normalize": "the sum is always normalized over the batch",
+    "checkpointed_layers": "a level holds for every layer; auto mixes two as memory asks",
+    "client.discover": "servers are listed: give their addresses in base_url",
+    "filters.off_policy": "max_off_policy_steps bounds the age of every sample",
+    "from_baseline": "others are always compared with an episode that is left out",
+    "log_samples_interval": "a rollout is logged every 10 steps",
+    "match_rms": "updates always have the size of AdamW's",
+    "no_canary": "write --no-logprob-check",
+    "normal_weight": "give easy_weight and hard_weight relative to 1",
+    "optim.nesterov": "the look-ahead is always on",
+    "optim.state": "running means are float32; offload keeps them in host memory",
+    "per_token": "each episode counts once",
+    "prices": "report.json counts the tokens, by which prices can be multiplied",
+    "register_dir": "clients list their servers, in client.base_url",
+    "restart_backoff": "the first restart comes after a second, each further one after twice as long",
+    "weights.canary": "every version's fixed prompt is scored; logprob_check = false of the orchestrator asks no server",
+}
 # Kinds of errors whose message says all there is to say about the value.
 _SELF_EVIDENT = ("missing", "union_tag_invalid", "literal_error")
 
@@ -83,7 +104,7 @@ def _unknown(cls: type[Section], table: Assignments, keys: Keys, search: bool) -
             section = section_for(setting, table.get(keys[:length])) or section
             rivals = setting.within if len(setting.within) > 1 else ()
     owners = [type_tag(rival) for rival in rivals if keys[-1] in settings(rival)]
-    removed = next((one.removed[keys[-1]] for one in (section, *rivals) if keys[-1] in one.removed), None)
+    removed = next((hint for name, hint in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), None)
     position, value = len(keys) - 1, table.get(keys)
     while isinstance(value, dict) and value:
         key, value = next(iter(value.items()))

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Older, Problem, Section, check, conflict, option
+from prime_rl.config.base import BaseConfig, Problem, Section, check, conflict, option
 from prime_rl.config.shared import (
     CkptConfig,
     ClientConfig,
@@ -130,8 +130,6 @@ class MaxRL(ByReward):
 class ReinforcePP(ByReward):
     """REINFORCE++. Advantage: the reward, normalized over the environment's episodes in the batch."""
 
-    removed: ClassVar[dict[str, str]] = {"per_token": "each episode counts once"}
-
     type: Literal["reinforce_pp"] = option("reinforce_pp", "Kind of algorithm.")
     group_baseline: bool = option(False, "Take the mean of the group off first (REINFORCE++-baseline).")
 
@@ -150,8 +148,6 @@ class RAE(ByReward):
 
 class GDPO(ByReward):
     """Every reward function is normalized within its group by itself; the weighted sum is normalized over the batch."""
-
-    removed: ClassVar[dict[str, str]] = {"batch_normalize": "the sum is always normalized over the batch"}
 
     compares: ClassVar[bool] = True
 
@@ -246,23 +242,17 @@ RewardAlgorithm = GRPO | Echo | RLOO | OPO | MaxRL | ReinforcePP | RAE | GDPO | 
 AlgorithmConfig = RewardAlgorithm | OPD | OPSD | SFT
 
 
-class EpisodeFilter(Section):
-    """What filters of single episodes have in common."""
-
-    removed: ClassVar[dict[str, str]] = {"from_baseline": "others are always compared with an episode that is left out"}
-
-
-class TruncatedFilter(EpisodeFilter):
+class TruncatedFilter(Section):
     """Leaves out episodes that were cut off."""
 
 
-class OverlongFilter(EpisodeFilter):
+class OverlongFilter(Section):
     """Leaves out episodes with many sampled tokens."""
 
     max_tokens: PositiveInt = Field(description="Most sampled tokens of an episode that is trained on.")
 
 
-class RepetitionFilter(EpisodeFilter):
+class RepetitionFilter(Section):
     """Leaves out episodes that repeat themselves."""
 
     ngram: PositiveInt = option(16, "Tokens of what is looked for again.")
@@ -270,7 +260,7 @@ class RepetitionFilter(EpisodeFilter):
     min_tokens: PositiveInt = option(64, "Shorter replies are not looked at.")
 
 
-class GibberishFilter(EpisodeFilter):
+class GibberishFilter(Section):
     """Leaves out episodes with rare tokens that the sampler itself found most improbable."""
 
     min_token_id: NonNegativeInt = option(100_000, "Ids from here on are rare, as tokenizers number them.")
@@ -291,7 +281,7 @@ class DifficultyFilter(Section):
         raise Problem(f"low {self.low} is not below high {self.high}: every group would be turned away", "low", "high")
 
 
-class CustomFilter(EpisodeFilter):
+class CustomFilter(Section):
     """A filter of your own."""
 
     path: str = Field(description="Function: module:name or file.py:name.")
@@ -300,8 +290,6 @@ class CustomFilter(EpisodeFilter):
 
 class FilterConfig(Section):
     """What is left out of training, whatever its reward."""
-
-    removed: ClassVar[dict[str, str]] = {"off_policy": "max_off_policy_steps bounds the age of every sample"}
 
     dynamic_sampling: bool = option(False, "Turn groups away whose advantages are all zero; others take their place.")
     difficulty: DifficultyFilter | None = option(None, "By the mean reward of a group.")
@@ -314,8 +302,6 @@ class FilterConfig(Section):
 
 class CurriculumConfig(Section):
     """Difficulty pools: tasks are drawn more or less often by the mean reward of their last group."""
-
-    removed: ClassVar[dict[str, str]] = {"normal_weight": "give easy_weight and hard_weight relative to 1"}
 
     easy: float = option(0.8, "Mean reward from which on a task is easy.")
     hard: float = option(0.2, "Mean reward up to which a task is hard.")
@@ -350,9 +336,6 @@ class EvalSection(Environments[EnvConfig]):
 
 class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     """The orchestrator: makes rollouts, scores them, cuts batches."""
-
-    older: ClassVar[dict[str, Older]] = {**BaseConfig.older, "canary": Older("logprob_check", lambda on: on)}
-    removed: ClassVar[dict[str, str]] = {"no_canary": "write --no-logprob-check"}
 
     model: ModelConfig = option(ModelConfig, "The model.")
     client: ClientConfig = option(ClientConfig, "The inference server to talk to.")

@@ -1,6 +1,6 @@
 """Settings of `rl`: a whole run, its processes, and what they share."""
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -15,10 +15,6 @@ from prime_rl.config.trainer import TrainerConfig
 class RLConfig(BaseConfig):
     """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them.
     `rl doctor RUN` tells from a run directory who waits for whom and why, `rl audit RUN` what became of every episode"""
-
-    removed: ClassVar[dict[str, str]] = {
-        "restart_backoff": "the first restart comes after a second, each further one after twice as long"
-    }
 
     model: ModelConfig = option(ModelConfig, "The model.")
     device: Device = option("auto", "Where to train and serve (auto: CUDA where there is a GPU).")

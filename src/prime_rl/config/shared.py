@@ -3,12 +3,12 @@
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import Older, Problem, Section, check, conflict, option, short
+from prime_rl.config.base import Problem, Section, check, conflict, option, short
 from prime_rl.redact import has_password, key_in, without_password
 
 WARM_UP = 3  # the trainer's steps that are not counted: they compile, for the first shape that comes and then for any
@@ -76,8 +76,6 @@ class MonitorConfig(Section):
 class CkptConfig(Section):
     """Checkpoints of the full training state."""
 
-    older: ClassVar[dict[str, Older]] = {"path": Older("output_dir", lambda path: path)}
-
     interval: PositiveInt | None = option(50, "Steps between two checkpoints (None: only a final one).")
     keep: PositiveInt | None = option(None, "Newest checkpoints kept (None: all).")
     keep_interval: PositiveInt | None = option(None, "Multiples of this step are kept for good (None: none).")
@@ -93,10 +91,6 @@ def nothing_to_clean(clean: bool, recover: bool, ckpt: CkptConfig | None) -> Pro
     if clean and recover:
         return Problem("clean would remove what recover goes on from", "clean", "recover")
     return None
-
-
-def _port_to_url(port: Any) -> str:
-    return f"http://localhost:{port}/v1"
 
 
 def _one_or_several(urls: str | list[str]) -> str | list[str]:
@@ -151,9 +145,6 @@ def how_to_start(root: str) -> str:
 
 class ClientConfig(Section):
     """The inference servers to talk to."""
-
-    older: ClassVar[dict[str, Older]] = {"port": Older("base_url", _port_to_url)}
-    removed: ClassVar[dict[str, str]] = {"discover": "servers are listed: give their addresses in base_url"}
 
     base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] = option(
         "http://localhost:8000/v1", "Address of the server, with or without /v1, or of several."

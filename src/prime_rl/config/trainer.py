@@ -1,7 +1,7 @@
 """Settings of the RL trainer, most of which SFT has as well: optimizers, losses, model, weights."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -29,8 +29,6 @@ class _Optimizer(Section):
 class AdamW(_Optimizer):
     """AdamW."""
 
-    removed: ClassVar[dict[str, str]] = {"state": "running means are float32; offload keeps them in host memory"}
-
     type: Literal["adamw"] = option("adamw", "Kind of optimizer.")
     betas1: float = option(0.9, "Decay of the running mean of the gradient.", ge=0, lt=1)
     betas2: float = option(0.999, "Decay of the running mean of its square.", ge=0, lt=1)
@@ -47,12 +45,6 @@ class SGD(_Optimizer):
 
 class Muon(_Optimizer):
     """Muon for the matrices of the layers; embeddings, head, norms and biases are updated by AdamW."""
-
-    removed: ClassVar[dict[str, str]] = {
-        "match_rms": "updates always have the size of AdamW's",
-        "adamw_lr_ratio": "AdamW updates its part at lr",
-        "nesterov": "the look-ahead is always on",
-    }
 
     type: Literal["muon"] = option("muon", "Kind of optimizer.")
     momentum: float = option(0.95, "Decay of the running mean of the gradient.", ge=0, lt=1)
@@ -270,10 +262,6 @@ DType = Literal["auto", "float32", "bfloat16"]
 class TrainerModel(ModelConfig):
     """The model and how it is computed."""
 
-    removed: ClassVar[dict[str, str]] = {
-        "checkpointed_layers": "a level holds for every layer; auto mixes two as memory asks"
-    }
-
     attention: Attention = option("auto", "Attention kernel (auto: the fastest that is there).")
     compile: bool | None = option(None, "Compile each block (None: on CUDA only).")
     activation_checkpointing: Literal["auto"] | Recompute = option(
@@ -296,10 +284,6 @@ class ExportConfig(Section):
 
 class WeightsConfig(ExportConfig):
     """The exported weights, one version per step."""
-
-    removed: ClassVar[dict[str, str]] = {
-        "canary": "every version's fixed prompt is scored; logprob_check = false of the orchestrator asks no server"
-    }
 
     keep: NonNegativeInt | None = option(0, "Versions kept beyond those that are needed (None: all).")
     save_interval: PositiveInt | None = option(None, "Steps between two versions kept on disk for good (None: none).")
@@ -372,8 +356,6 @@ class TrainingConfig(BaseConfig):
 
 class TrainerConfig(TrainingConfig):
     """The RL trainer."""
-
-    removed: ClassVar[dict[str, str]] = {"log_samples_interval": "a rollout is logged every 10 steps"}
 
     seq_len: Length = option(2048, "Tokens of a packed micro-batch.")
     async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
-from prime_rl.config.assignments import Assignments, Keys
+from prime_rl.config.assignments import OLDER, Assignments, Keys
 from prime_rl.config.base import BaseConfig, Section
 from prime_rl.config.loader import load, to_toml
 from prime_rl.config.schema import Setting, type_tag
@@ -72,7 +72,7 @@ def paths(section: type[Section], prefix: Keys = ()) -> dict[Keys, Setting | Non
 
 
 def _paths(section: type[Section], prefix: Keys) -> Iterator[tuple[Keys, Setting | None]]:
-    yield from (((*prefix, older), None) for older in section.older)
+    yield from (((*prefix, *older), None) for older in OLDER)
     for name, setting in settings_of(section).items():
         yield (*prefix, name), setting
         for member in setting.sections:

@@ -54,7 +54,7 @@ CONSTRAINED_NAMES = (
     "seq_len max_steps resume_step warmup_steps decay_steps batch_size micro_batch_size rollouts_per_example attention "
     "max_off_policy_steps async_level max_tokens data_parallel_size_local headless data_parallel_start_rank tmpfs level "
     "transport max_model_len normalization fixed_length kl_estimator dual_clip low high max_logprob weights template easy "
-    "hard temperature dynamic_sampling length_penalty requirements max_workers"
+    "hard host temperature dynamic_sampling length_penalty requirements max_workers"
 )
 CONSTRAINED = set(CONSTRAINED_NAMES.split())
 
