@@ -10,7 +10,6 @@ from prime_rl.config import (
     InferenceConfig,
     OrchestratorConfig,
     RLConfig,
-    SFTConfig,
     TrainerConfig,
     parse,
 )
@@ -55,6 +54,7 @@ def test_flags(argv: list[str], value: bool) -> None:
         ([], None),
         (["--model.compile"], True),
         (["--model.no-compile"], False),
+        (["--no-model.compile"], False),
         (["--model.compile", "None"], None),
         (["--model.compile", "false"], False),
     ],
@@ -64,18 +64,11 @@ def test_flags_that_may_be_null(argv: list[str], value: bool | None) -> None:
     assert (config.model.compile, config.seed) == (value, 1)
 
 
-def test_a_nested_flag_is_switched_off_either_way() -> None:
-    for option in ("--model.no-reshard-after-forward", "--no-model.reshard-after-forward"):
-        assert parse(TrainerConfig, [option], {}).model.reshard_after_forward is False
-
-
 def test_optional_sections(tmp_path: Path) -> None:
     """A bare option or an empty table switches on with defaults, --no-… and "None" off, a setting within switches on."""
-    on = tmp_path / "on.toml"
+    on, empty, off = (tmp_path / f"{name}.toml" for name in ("on", "empty", "off"))
     on.write_text("[ckpt]\ninterval = 7")
-    empty = tmp_path / "empty.toml"
     empty.write_text("[ckpt]")
-    off = tmp_path / "off.toml"
     off.write_text('ckpt = "None"')
 
     def interval(*argv: str) -> int | None:
@@ -115,13 +108,6 @@ def test_unions_choose_by_type_and_keep_the_default_type_without_one() -> None:
     assert parse(TrainerConfig, ["--loss.kl-tau", "0"], {}).loss.type == "default"
     scheduler = ["--scheduler.type", "linear", "--scheduler.decay-steps", "3", "--max-steps", "20"]
     assert parse(TrainerConfig, scheduler, {}).scheduler == LinearScheduler(decay_steps=3)
-
-
-def test_bench_command_of_sft() -> None:
-    """A `type` that chooses no union is a plain setting, which switches its optional section on."""
-    fake = parse(SFTConfig, ["--bench", "--data.fake.type", "variable"], {}).data.fake
-    assert fake is not None
-    assert fake.type == "variable"
 
 
 @pytest.mark.parametrize(

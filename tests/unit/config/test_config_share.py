@@ -254,6 +254,48 @@ def test_the_stronger_source_gives_the_address(
     assert (config.orchestrator.client.base_url, config.inference.server.port) == (url, port)
 
 
+def test_a_shared_setting_given_beside_the_resolved_file_reaches_every_section(tmp_path: Path) -> None:
+    """`rl @ outputs/configs/rl.toml --max-steps 60`: shared values stand in the file once, so that one option changes them all."""
+    first = parse(
+        RLConfig,
+        [
+            "--orchestrator.environment.id",
+            "x",
+            "--inference.server.port",
+            "8123",
+            "--max-steps",
+            "30",
+            "--seed",
+            "4",
+            "--ckpt.interval",
+            "5",
+            "--seq-len",
+            "512",
+        ],
+        {},
+    )
+    file = tmp_path / "rl.toml"
+    write_toml(first, file)
+    assert parse(RLConfig, ["@", str(file)], {}) == first
+    options = [
+        "--max-steps",
+        "60",
+        "--output-dir",
+        "elsewhere",
+        "--ckpt.interval",
+        "7",
+        "--inference.server.port",
+        "8124",
+    ]
+    longer = parse(RLConfig, ["@", str(file), *options], {})
+    assert longer.trainer.max_steps == longer.orchestrator.max_steps == 60
+    assert {longer.trainer.output_dir, longer.orchestrator.output_dir} == {Path("elsewhere")}
+    assert longer.trainer.ckpt is not None
+    assert longer.trainer.ckpt.interval == 7
+    assert longer.orchestrator.client.base_url == "http://localhost:8124/v1"
+    assert longer.trainer.seed == 4
+
+
 def test_a_remote_server_beside_one_of_its_own_is_refused_from_whatever_source(tmp_path: Path) -> None:
     (tmp_path / "infer.toml").write_text("[server]\nport = 2")
     argv = ("--inference", "@", str(tmp_path / "infer.toml"), "--orchestrator.client.base-url", "http://far:2")
@@ -428,11 +470,6 @@ def test_no_refusal_of_servers_shows_a_password(urls: list[str]) -> None:
     with pytest.raises(ConfigError) as shown:
         parse(OrchestratorConfig, ["--environment.id", "x", "--client.base-url", *urls], {})
     assert "secret" not in str(shown.value)
-
-
-def test_servers_of_one_host_are_told_apart_by_port_and_path() -> None:
-    urls = ["http://localhost:1", "http://localhost:2", "http://h:1", "https://h:1", "http://h/one", "http://h/two"]
-    assert ClientConfig(base_url=urls).api_roots == urls
 
 
 def test_servers_are_named_or_started_not_both() -> None:
