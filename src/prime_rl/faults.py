@@ -1,8 +1,9 @@
-"""Named fault points: where a test makes this process die, stall, lose a disk or tear a file, to prove that the run survives it.
+"""Named fault points: where a test makes this process die, stall, lose a disk or tear a file.
 
-A point stands at every durable boundary and is named `boundary:subject`, for instance `rename:weights/step_3`. Without a plan a point costs one
-comparison. With `PRIMERL_FAULTS=plan.json` the faults of that plan fire, each a stated number of times over all incarnations of all processes (a file
-beside the plan counts). Standard library only: environment workers import this from their own virtual environments.
+A point stands at every durable boundary and is named `boundary:subject`, for instance `rename:weights/step_3`. Without
+a plan a point costs one comparison. With `PRIMERL_FAULTS=plan.json` the faults of that plan fire, each a stated number
+of times over all incarnations of all processes (a file beside the plan counts). Standard library only: environment
+workers import this from their own virtual environments.
 """
 
 import errno
@@ -28,8 +29,8 @@ class Fault:
     Args:
         point: Pattern (`fnmatch`) of the point's name.
         process: The process it happens in: trainer, orchestrator, inference, environment.
-        do: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `enospc` (the error of a full disk), `tear` (the file at hand is cut in half, then
-            SIGKILL), `delay` (sleep); `drop`, `duplicate` and `error` are carried out by the caller.
+        do: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `enospc` (the error of a full disk), `tear` (the file at hand
+            is cut in half, then SIGKILL), `delay` (sleep); `drop`, `duplicate` and `error` are the caller's to do.
         nth: It fires from the nth match on (1-based, counted over all incarnations).
         times: How often it fires.
         seconds: Length of a delay.

@@ -1,4 +1,4 @@
-"""How much memory the host has left: what the kernel calls available, or less where a cgroup (of a container, of a job) has a limit."""
+"""How much memory the host has left: what the kernel calls available, or less where a cgroup has a limit."""
 
 import os
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
             mount = root / "sys/fs/cgroup/memory"
         else:
             continue
-        # Within a container the path may be the host's, which is not mounted here; the group that is mounted is then the container's.
+        # Within a container the path may be the host's, which is not mounted: then the container's group is.
         group = Path(path.lstrip("/"))
         for inner in (group, *group.parents):
             if (mount / inner / names[0]).exists() and (left := _left(mount / inner, *names)) is not None:

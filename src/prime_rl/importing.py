@@ -1,4 +1,4 @@
-"""Imports: of large packages, and of the user's own functions, named in a config by import path, with arguments in TOML."""
+"""Imports: of large packages, and of the user's own functions, named in a config by import path."""
 
 import difflib
 import functools
@@ -106,7 +106,7 @@ def _check_defined(file: Path, name: str, path: str, key: str) -> None:
 
 
 def look_here() -> None:
-    """Find modules in the working directory: `python -m …`, as `rl` starts its processes, does; a console script such as `rl` itself does not."""
+    """Find modules in the working directory, as `python -m …` does and a console script such as `rl` does not."""
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))
 
@@ -118,7 +118,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 @functools.cache
 def _file(file: Path) -> ModuleType:
-    """The module that a file is, run once however many settings name it. Its name is its own, whatever other files are called."""
+    """Return a file's module, run once however many settings name it, under a name that no other file's has."""
     name = f"prime_rl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:

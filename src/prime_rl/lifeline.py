@@ -1,4 +1,4 @@
-"""No orphans: a child is ended with all that it has started, and kills itself and its process group once its launcher is gone.
+"""No orphans: a child is ended with its descendants, and kills its process group once its launcher is gone.
 
 The launcher holds the write end of a pipe and passes the read end to every child. The kernel closes the write end
 whatever way the launcher dies, and the children see end of file; those that are stopped by a signal it wakes first.
@@ -88,7 +88,7 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """Its exit status, negative for a signal; None while it lives. It stays a zombie until `reap`, so that its number is not reused."""
+        """Its exit status, negative for a signal; None while it lives. It stays a zombie, with its pid, until `reap`."""
         if not self.running:
             return self._popen.returncode
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -102,7 +102,7 @@ class Child:
             (os.killpg if group else os.kill)(self.pid, number)
 
     def reap(self) -> set[processes.ProcessInfo]:
-        """SIGKILL it and all that it has started, wherever that has gone, and wait until it is gone. Returns what was killed."""
+        """SIGKILL it and all that it has started, wait until it is gone, and return what was killed."""
         if not self.running:
             return set()
         killed = processes.kill_family(self.pid, self._mark)

@@ -30,7 +30,7 @@ class ProcessId:
 
 
 class ProcessInfo(NamedTuple):
-    """A line of the process table. `stopped`: by a signal or a debugger. `resident`: bytes of memory; shared pages count in each."""
+    """A line of the process table. `stopped`: by a signal or a debugger. `resident`: bytes, shared pages included."""
 
     id: ProcessId
     parent: int
@@ -125,7 +125,7 @@ def marked(mark: str, pids: Iterable[int]) -> set[int]:
 
 
 def kill_family(pid: int, mark: str) -> set[ProcessInfo]:
-    """SIGKILL a process and all that is its, by descent, group or mark. Return what was killed; it may take a moment to die."""
+    """SIGKILL a process and all that belongs to it, by descent, group or mark. Return what was killed, perhaps not dead yet."""
     killed: dict[ProcessId, ProcessInfo] = {}
     for _ in range(_KILL_ROUNDS):
         processes = table()
@@ -140,7 +140,7 @@ def kill_family(pid: int, mark: str) -> set[ProcessInfo]:
 
 
 def await_death(killed: Iterable[ProcessInfo]) -> list[ProcessId]:
-    """Wait, within bounds, until killed processes are gone: they hold memory, GPUs and ports. Return those that are not."""
+    """Wait, within bounds, until killed processes have freed memory, GPUs and ports. Return those that are not gone."""
     dying = [process.id for process in killed]
     with suppress(WaitTimeout):
         wait(
@@ -171,7 +171,7 @@ def describe_exit(status: int) -> str:
 
 
 def backoff_seconds(failures: int, first: float, longest: float) -> float:
-    """Return the wait before a restart after so many failures in a row: `first`, doubled with each further one; 0 after none."""
+    """Return the wait before a restart: `first` after one failure, doubled with each further one; 0 after none."""
     return min(longest, first * 2.0 ** (failures - 1)) if failures else 0.0
 
 

@@ -20,7 +20,7 @@ _USER = re.compile(r"://[^/\s]*@")
 
 
 def is_secret(name: str, value: object = "") -> bool:
-    """Whether a variable or setting of this name (`HF_TOKEN`, `judge_api_key`), or with a URL that carries a password, holds a secret."""
+    """Whether a variable or setting of this name (`HF_TOKEN`), or whose value is a URL with a password, holds a secret."""
     named = _SECRET_NAME.search(name) is not None
     # A proxy's password is needed to get anywhere; it opens nothing else.
     in_url = isinstance(value, str) and not name.lower().endswith("_proxy") and _URL_WITH_PASSWORD.search(value)
@@ -28,8 +28,10 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def key_in(table: Mapping[str, Any], place: str = "") -> str | None:
-    """The dotted place of a setting that surely holds a key (`judge_api_key = "sk-…"`), or None. `answer_key` and `stop_token` are no such names, and
-    the name of a variable (`OPENAI_API_KEY`) is no key."""
+    """Return the dotted name of a setting that surely holds a key (`judge_api_key = "sk-…"`), or None.
+
+    `answer_key` and `stop_token` are no such names, and the name of a variable (`OPENAI_API_KEY`) is no key.
+    """
     for name, value in table.items():
         here = f"{place}{name}"
         if isinstance(value, Mapping):

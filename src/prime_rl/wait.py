@@ -1,7 +1,8 @@
 """The one way to wait. Every wait has a subject, an owner who owes it, and a deadline; one that expires says all three.
 
-`wait` polls in a thread, `wait_async` polls in an event loop, `within` awaits something that ends by itself. `scripts/check_waits.py` (in CI)
-refuses waits in `src/` that go around this module without a bound. Standard library only: environment workers import it.
+`wait` polls in a thread, `wait_async` polls in an event loop, `within` awaits something that ends by itself.
+`scripts/check_waits.py` (in CI) refuses waits in `src/` that go around this module without a bound. Standard library
+only: environment workers import it.
 """
 
 import asyncio
