@@ -148,7 +148,7 @@ class Assignments:
         return built.get(keys, ABSENT)
 
     def is_given(self, keys: Keys) -> bool:
-        """Whether a source set it, or something within it, rather than that it follows from a shared setting."""
+        """Whether a source set it, or made it as a table on the way; not what follows from a shared setting."""
         return keys in self._entries and self._entries[keys].origin is not None
 
     def exact(self, keys: Keys) -> Origin | None:

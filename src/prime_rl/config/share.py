@@ -65,7 +65,8 @@ def share_eval_server(table: Assignments) -> None:
 
 def without_copies(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the complete table of a run without the values that are filled into its sections."""
-    run = _Sharing(Assignments(), tree)
+    run = _Sharing(Assignments())
+    run.table.put((), tree)
     shared = {**COMMON, "ckpt": PAIR, "seq_len": PAIR}
     for top, place in [(key, f"{section}.{key}") for key, sections in shared.items() for section in sections]:
         if run.get(top) is not ABSENT and _same(run.get(top), run.get(place)):
@@ -77,10 +78,9 @@ def without_copies(tree: dict[str, Any]) -> dict[str, Any]:
 
 def without_address(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the complete table of an SFTConfig without the address that follows from the server's."""
-    run = _Sharing(Assignments(), tree)
-    if isinstance(run.get("inference"), dict):
-        run.remove("eval.client.base_url")
-    return run.table.get(())
+    if isinstance(tree.get("inference"), dict):
+        tree["eval"]["client"].pop("base_url")
+    return tree
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -94,10 +94,8 @@ def _keys(key: str) -> tuple[str, ...]:
 class _Sharing:
     """The table of a run by dotted keys, in which shared settings are filled into the sections."""
 
-    def __init__(self, table: Assignments, tree: dict[str, Any] | None = None) -> None:
+    def __init__(self, table: Assignments) -> None:
         self.table = table
-        if tree is not None:
-            table.put((), tree)
 
     def get(self, key: str) -> Any:
         return self.table.get(_keys(key))
