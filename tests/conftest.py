@@ -39,7 +39,11 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 REPOSITORY = Path(__file__).parent.parent
-WITHOUT_SERVERS = ("test_commands", "test_envs_faults", "test_sft", "test_trainer")  # of the integration tests
+# Of the integration tests, those that start real servers.
+WITH_SERVERS = (
+    "test_algorithms", "test_canary", "test_commands_run", "test_data_parallel", "test_envs_engine", "test_evals", "test_examples",
+    "test_inference", "test_leaving", "test_loop", "test_rl", "test_router", "test_transports",
+)  # fmt: skip
 
 
 LEFT_OUT = pytest.StashKey[int]()  # tests that the default `-m "not slow"` deselected; absent where it does not apply
@@ -94,9 +98,9 @@ class ByPlace(LoadFileScheduling):
         file = nodeid.partition("::")[0]
         if file == "tests/oracles/test_clients.py":
             return "servers"
-        if not file.startswith("tests/integration/") or Path(file).stem in WITHOUT_SERVERS:
+        if not file.startswith("tests/integration/"):
             return file
-        return "launcher" if "/test_launcher" in file else "servers"
+        return "servers" if Path(file).stem in WITH_SERVERS else "launcher" if "/test_launcher" in file else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByPlace:

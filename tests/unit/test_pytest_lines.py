@@ -38,8 +38,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["-v"], {"unit::fast", "unit::gpu", "integration::fast", "integration::gpu"}, LEFT_OUT),
         (["tests/unit", "-v"], {"unit::fast", "unit::gpu"}, LEFT_OUT.replace("2", "1", 1)),
-        (["-v", "-m", "not gpu"], {"unit::fast", "unit::slow", "integration::fast", "integration::slow"}, ""),
-        (["-v", "-m", "not slow"], {"unit::fast", "unit::gpu", "integration::fast", "integration::gpu"}, ""),
+        (["-v", "-n0", "-m", "not gpu"], {"unit::fast", "unit::slow", "integration::fast", "integration::slow"}, ""),
+        (["-v", "-n0", "-m", "not slow"], {"unit::fast", "unit::gpu", "integration::fast", "integration::gpu"}, ""),
     ],
 )
 def test_pytest_lists_what_it_runs_and_says_what_it_left_out(

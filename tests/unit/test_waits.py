@@ -1,4 +1,4 @@
-"""Every wait in src/ has a bound, and the check that says so (`scripts/check_waits.py`) can tell."""
+"""`scripts/check_waits.py`, by which CI refuses waits in src/ without a bound, finds them."""
 
 import importlib.util
 import sys
@@ -20,13 +20,6 @@ def waits() -> ModuleType:
     sys.modules["check_waits"] = module  # its dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
-
-
-def test_no_wait_in_src_is_unbounded(waits: ModuleType) -> None:
-    """Contract: what CI checks; each exemption gives its reason."""
-    findings, exemptions = waits.check_files([SCRIPT.parents[1] / "src", SCRIPT.parents[1] / "environments"])
-    assert not findings, "\n".join(map(str, findings))
-    assert all(exemption.why for exemption in exemptions)
 
 
 REFUSED = {
