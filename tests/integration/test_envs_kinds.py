@@ -119,7 +119,6 @@ async def test_side_by_side(world: tuple[FakeEngine, EnvPool]) -> None:
     assert {name: len(pool.tasks(name)) for name in names} == {
         "reverse-text": 8, "guess": 4, "guess-apart": 2, "reverse-classic": 3, "two": 1,
     }  # fmt: skip
-    assert {info.renderer for name in names if (info := pool.sets[name].info)} == {"chatml"}
 
 
 async def test_classic_single_turn(world: tuple[FakeEngine, EnvPool]) -> None:

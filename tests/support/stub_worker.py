@@ -31,10 +31,9 @@ _serving: list[worker.WorkerServer] = []
 class StubEnv:
     """Every episode takes `seconds`, those of the last task `slow`, and blocks for `blocks`; its reward is a draw over its name."""
 
-    renderer, stream = "none", ""
+    stream = ""
 
     def __init__(self, setup: Setup) -> None:
-        self.arguments = sorted(setup.args)
         self.setup = setup
         self.task_ids = [f"{setup.name}/{number}" for number in range(TASKS)]
         self.directory = Path(setup.args.get("directory", "/nowhere"))

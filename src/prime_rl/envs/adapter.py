@@ -21,10 +21,6 @@ CLASSIC = (
 class Adapter(Protocol):
     """A loaded environment. It serves between `__aenter__` and `__aexit__`."""
 
-    renderer: str
-    """How its conversations become tokens, for people."""
-    arguments: list[str]
-    """Names that `args` accepts."""
     task_ids: list[str]
     """Durable and unique, in the environment's own order. Empty where it is endless."""
     stream: str

@@ -118,8 +118,6 @@ def _headers(error: ProviderError) -> Mapping[str, str]:
 class ChatClient:
     """Clients of the servers that a plain environment asks by their chat route. Needs a running event loop."""
 
-    renderer_name = "none: the chat route"
-
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._clients: dict[str, PatientClient] = {}

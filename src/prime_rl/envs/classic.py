@@ -58,13 +58,12 @@ class ClassicEnv:
         load = vars(import_module(setup.env_id)).get("load_environment")
         if load is None:
             raise LoadError(f"{env} is not classic: {module_name(setup.env_id)} has no load_environment")
-        self.arguments = sorted({*keywords(load), "split"})
         args = dict(setup.args)
         split = "train" if "split" in keywords(load) else args.pop("split", "train")
         if split not in ("train", "eval"):
             raise LoadError(f"{env}: argument split is {split!r}: 'train' or 'eval' is needed")
         if not takes_any(load):
-            check_arguments(setup.env_id, setup.args, self.arguments)
+            check_arguments(setup.env_id, setup.args, sorted({*keywords(load), "split"}))
         # A classic environment takes SIGINT and SIGTERM for itself.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -93,7 +92,6 @@ class ClassicEnv:
             if setup.max_turns and isinstance(nested, MultiTurnEnv) and not 0 < nested.max_turns <= setup.max_turns:
                 nested.max_turns, self._shortened = setup.max_turns, True
         self._client = EngineClient(setup, tools=any(nested.tool_defs for nested in _nested(self._env, "envs")))
-        self.renderer = self._client.renderer_name
 
     async def __aenter__(self) -> Self:
         return self

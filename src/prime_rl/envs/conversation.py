@@ -140,8 +140,7 @@ class EngineClient:
         self.branched = setup.trajectories == "branched"
         self._setup = setup
         self._connections: dict[str, EngineConnection] = {}
-        choice = renderer.choose_for(setup, tools)
-        self.renderer, self.renderer_name = choice.renderer, choice.name
+        self.renderer = renderer.choose_for(setup, tools).renderer
 
     def conversation(self, base_url: str, sampling: Mapping[str, Any], policy_version: int) -> Conversation:
         """A conversation with the server at `base_url`."""

@@ -131,8 +131,6 @@ class PlainEnv:
         self.task_ids = unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks)
         self._tools = getattr(made, "tools", None)
         self._client = _chat_client(setup) if setup.chat else EngineClient(setup, tools=bool(self._tools))
-        self.renderer = self._client.renderer_name
-        self.arguments = _accepted(_factory(module))
         self._made = made
         self._exit_stack = contextlib.AsyncExitStack()
 

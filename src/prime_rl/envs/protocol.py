@@ -177,8 +177,6 @@ class Setup:
 @dataclass
 class Ready:
     kind: ClassVar[str] = "ready"
-    renderer: str
-    arguments: list[str]  # names that `args` accepts
     task_ids: list[str]
     stream: str = ""  # name of an endless environment's tasks, which are not listed
 

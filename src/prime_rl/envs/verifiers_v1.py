@@ -100,9 +100,7 @@ class VerifiersEnv:
         self._name = setup.name
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
-        self.arguments = _arguments(setup.env_id)
         choice = None if setup.chat else renderer.choose_for(setup, tools=_has_tools(setup.env_id, config))
-        self.renderer = "none: the chat route" if choice is None else choice.name
         self._choice = choice
         self._branched = setup.trajectories == "branched"
         self._client = chat_config(setup.request_timeout) if choice is None else _by_tokens(setup, choice)

@@ -134,7 +134,7 @@ class WorkerServer:
             gc.collect()
             gc.freeze()
             self._ticked, self._loaded = time.monotonic(), True
-            await self._send(Ready(env.renderer, env.arguments, env.task_ids, env.stream))
+            await self._send(Ready(env.task_ids, env.stream))
             stop = asyncio.create_task(self._stop.wait())
             receive = asyncio.create_task(self._receive(env, setup))
             either = {stop, receive}

@@ -103,7 +103,7 @@ class WorkerSet:
     most: int
     target: int = 0  # workers that it should have; a successor is one more
     tasks: list[TaskInfo] | EndlessTasks = field(default_factory=list)
-    info: Ready | None = None  # of the first worker that was ready
+    loaded: bool = False  # by some worker: its tasks are known
     recycled: int = 0  # workers that were replaced
     departures: int = 0  # slots that were taken, and are not any more
     deaths: int = 0  # of workers, since an episode was finished
@@ -291,7 +291,7 @@ class WorkerPool:
         if self._failure is not None:
             return
         ready = self._ready(own)
-        if own.info is not None:
+        if own.loaded:
             self._set_target(own, ready)
         due = [worker for worker in ready if worker.finished and self._why_replace(worker) is not None]
         idlest = sorted((worker for worker in ready if worker not in due), key=lambda worker: len(worker.pending))
@@ -395,12 +395,12 @@ class WorkerPool:
             return
         own.setbacks = 1 if worker is not None and worker.finished else own.setbacks + 1
         pause = processes.backoff_seconds(own.setbacks - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-        if self._ready(own) and (worker is None or worker.info is None):  # the environment can do without it
+        if self._ready(own) and (worker is None or not worker.loaded):  # the environment can do without it
             pause = 4 * max(pause, BACKOFF_SECONDS)
             action = f"the others go on, and another one is started in {pause:.0f} s"
         else:
             own.deaths += 1
-            if (ending.hopeless and own.info is None) or own.deaths >= MAX_DEATHS * own.target:
+            if (ending.hopeless and not own.loaded) or own.deaths >= MAX_DEATHS * own.target:
                 self._fail(UserError(_why_failed(own, ending)))
                 return
             self.restarts += 1
@@ -417,11 +417,11 @@ class WorkerPool:
                 before = time.monotonic()
                 either: set[asyncio.Future[Any]] = {exited, worker.death}
                 await asyncio.wait(either, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if exited.done() and worker.info is None and exited.result() == 0:
+                if exited.done() and not worker.loaded and exited.result() == 0:
                     # Its reason may not have been read yet.
                     await asyncio.wait({worker.death}, timeout=LAST_WORDS_SECONDS)
                 if worker.death.done():
-                    return Ending(worker.death.result(), worker.info is None)
+                    return Ending(worker.death.result(), not worker.loaded)
                 if exited.done():
                     return await self._exited(worker, exited.result())
                 if worker.state is WorkerState.DRAINING and not worker.pending:
@@ -439,9 +439,9 @@ class WorkerPool:
     async def _exited(self, worker: Worker, status: int) -> Ending:
         # The kernel sends SIGKILL for want of memory, whoever's code runs.
         offending = 0 if -status in worker_process.SENT_BY_OTHERS else worker.offending_request()
-        if worker.info is None:
+        if not worker.loaded:
             await worker_process.output_ended(worker)
-        return Ending(processes.describe_exit(status), worker.info is None and status >= 0, offending)
+        return Ending(processes.describe_exit(status), not worker.loaded and status >= 0, offending)
 
     # ---- messages
 
@@ -502,9 +502,9 @@ class WorkerPool:
         elif wrong := [task_id for task_id in message.task_ids if not isinstance(task_id, str)]:
             worker.die(f"named a task {wrong[0]!r}, which is no text")
         else:
-            worker.info, worker.state = message, WorkerState.READY
-            if own.info is None:
-                own.info = message
+            worker.loaded, worker.state = True, WorkerState.READY
+            if not own.loaded:
+                own.loaded = True
                 listed = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
                 own.tasks = EndlessTasks(message.stream) if message.stream else listed
             self._fill(own)
@@ -513,7 +513,7 @@ class WorkerPool:
     def _not_loaded(self, own: WorkerSet, worker: Worker, why: str) -> None:
         if (python := own.config.python) is not None:
             why += f"; its Python is {python} (`uv pip install --python {python} …`)"
-        if own.info is None:  # it never loaded: no use trying again
+        if not own.loaded:  # it never loaded: no use trying again
             withheld = f"; not passed to it: {', '.join(own.withheld)} (see its `secrets`)" if own.withheld else ""
             self._fail(UserError(f"{why} (log: {own.log.path}){withheld}"))
         worker.die(why)
@@ -536,7 +536,7 @@ def _why_failed(own: WorkerSet, ending: Ending) -> str:
     lines = [f"worker of environment {name!r} {times}: {ending.why}"]
     if ending.why.startswith("cannot be started: "):
         lines = [f"cannot start a worker of {name!r}: {ending.why.removeprefix('cannot be started: ')}"]
-    if ending.hopeless and own.info is not None:
+    if ending.hopeless and own.loaded:
         lines.append("it could be loaded when the run started: was its package removed or changed since?")
     if ending.hopeless and (remedy := worker_process.remedy(tail, python, own.config.id)):
         lines.append(remedy)

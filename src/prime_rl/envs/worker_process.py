@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from prime_rl.envs.attribution import PAGE_BYTES
-from prime_rl.envs.protocol import API_KEY_VAR, TOKEN_VAR, EpisodeResult, Heartbeat, Ready
+from prime_rl.envs.protocol import API_KEY_VAR, TOKEN_VAR, EpisodeResult, Heartbeat
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.redact import is_secret
 from prime_rl.wait import WaitTimeout, wait_async
@@ -162,7 +162,7 @@ class Worker:
     page: Path
     state: WorkerState = WorkerState.STARTING
     greeted: bool = False
-    info: Ready | None = None
+    loaded: bool = False
     finished: int = 0  # episodes
     requests: int = 0  # ever sent to it
     resident: int = 0  # bytes of memory, with what it has started, when last measured

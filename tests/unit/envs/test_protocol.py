@@ -48,7 +48,7 @@ EPISODE = EpisodeResult(
 MESSAGES: list[Message] = [
     Hello(VERSION, "token"),
     Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "auto", 64, "info"),
-    Ready("chatml", ["split"], ["a", "b"]),
+    Ready(["a", "b"]),
     LoadFailed("no"),
     Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, "http://x/v1", 12.5),
     Cancel(1),
@@ -77,7 +77,7 @@ def spoilt(**streams: object) -> dict[str, object]:
         {"kind": "nonsense"}, {"request": 1}, {"kind": "cancel"}, {"kind": "cancel", "request": 1, "more": 2},
         {"kind": "result", "request": 1, "episode": None}, {"kind": ["cancel"], "request": 1}, [1, 2], "cancel",
         {"kind": "cancel", "request": [1]}, {"kind": "cancel", "request": True},
-        {"kind": "heartbeat", "lag": "long", "blocked_at": "", "use": 0}, {"kind": "ready", "renderer": "", "arguments": [], "task_ids": "abc", "stream": ""},
+        {"kind": "heartbeat", "lag": "long", "blocked_at": "", "use": 0}, {"kind": "ready", "task_ids": "abc", "stream": ""},
         foreign(outcome="great"), foreign(samples={}), foreign(parts=[{}]), spoilt(part=2), spoilt(roles=b"\1\2\x09"),
         # no bytes; of two tokens; of no whole number of them
         spoilt(logprobs=[0.0, -0.1, -0.2]), spoilt(logprobs=bytes(8)), spoilt(logprobs=bytes(11)),
