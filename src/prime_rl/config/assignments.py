@@ -76,23 +76,21 @@ class Assignments:
             keys, value = (*section, *today), convert(old_value)
             shown = ",".join(map(str, value)) if isinstance(value, list) else value
             self.hints.append(f"{origin.text} {old_value} is an older spelling of {spell(keys, origin.kind)} {shown}")
-        items = value if isinstance(value, dict) else {}
-        if isinstance(value, list | tuple):
-            items = {str(number): item for number, item in enumerate(value)}
-        leaf = ABSENT if isinstance(value, dict) else [] if isinstance(value, list | tuple) else value
-        if origin is not None and (fault := _fault(keys, leaf)):
+        is_table, is_list = isinstance(value, dict), isinstance(value, list | tuple)
+        items = value.items() if is_table else enumerate(value) if is_list else ()
+        bare = {} if is_table else [] if is_list else value
+        if origin is not None and (fault := _fault(keys, bare)):
             raise ConfigError([f"{origin.text}: {fault}"])
         for length in range(1, len(keys)):
             self._make_room(keys[: length + 1], origin)
-        if leaf is not ABSENT:
-            self._replace_type(keys, leaf, origin)
+        if is_table and self._is(keys, {}):
+            if origin is not None:
+                self._entries[keys] = Assignment({}, origin)
+        elif keys:
+            self._replace_type(keys, bare, origin)
             self.remove(keys, itself=False)
-            self._entries[keys] = Assignment(None if leaf == "None" and origin is not None else leaf, origin)
-        elif keys and not (self._is(keys, {}) and origin is None):
-            if not self._is(keys, {}):
-                self.remove(keys, itself=False)
-            self._entries[keys] = Assignment({}, origin)
-        for key, item in items.items():
+            self._entries[keys] = Assignment(None if bare == "None" and origin is not None else bare, origin)
+        for key, item in items:
             self.put((*keys, str(key)), item, origin_of)
 
     def _is(self, keys: Keys, empty: Any) -> bool:
