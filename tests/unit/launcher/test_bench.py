@@ -9,15 +9,13 @@ import pytest
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.orchestrator import EvalSection, TrainingEnv
-from prime_rl.config.shared import ORCHESTRATOR_STEPS, TRAINER_STEPS, CkptConfig, MonitorConfig, WandbConfig
+from prime_rl.config.shared import TRAINER_STEPS, CkptConfig, MonitorConfig, WandbConfig
 from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
 from prime_rl.launcher import launch as rl
 from prime_rl.launcher.rundir import bench_dir, separate_bench
 from prime_rl.monitor import log, read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.orchestrator.concurrency import limits
-from prime_rl.trainer.training_loop import bench_config
 from prime_rl.transport.commit import stage
 from support import trainer as support
 
@@ -121,14 +119,6 @@ def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixt
             separate_bench(process, pytest.fail).output_dir == tmp_path / "bench"
         )  # as the processes do that it starts
     assert inner.orchestrator.eval is None
-
-
-@pytest.mark.parametrize("max_steps", [None, 30, 2])
-def test_the_steps_that_a_benchmark_makes(max_steps: int | None) -> None:
-    """Whatever the run would have made."""
-    given = RLConfig.model_validate({"bench": True, "max_steps": max_steps, "orchestrator": environment()})
-    made = {"trainer": bench_config(given.trainer).max_steps, "orchestrator": limits(given.orchestrator).max_steps}
-    assert made == {"trainer": TRAINER_STEPS, "orchestrator": ORCHESTRATOR_STEPS}
 
 
 def test_a_run_that_is_called_bench(tmp_path: Path) -> None:
