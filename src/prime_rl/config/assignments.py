@@ -11,6 +11,14 @@ PREFIX = "PRIME_"  # of environment variables: PRIME_MODEL__NAME is model.name
 SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
 MAX_DEPTH = 32
 ABSENT: Any = object()
+
+
+def _port_of(address: Any) -> Any:
+    """Return the port of an address like http://localhost:8001; anything else as it is, also one with a host to lose."""
+    local = re.fullmatch(r"https?://(?:localhost|127\.0\.0\.1):(\d{1,5})/*", str(address))
+    return int(local[1]) if local else address
+
+
 # Older spellings: the key of today, and how its value is written there. The same in a section of `rl`.
 OLDER: dict[Keys, tuple[Keys, Callable[[Any], Any]]] = {
     ("exp_id",): (("output_dir",), lambda name: f"outputs/{name}"),
@@ -18,6 +26,7 @@ OLDER: dict[Keys, tuple[Keys, Callable[[Any], Any]]] = {
     ("client", "port"): (("client", "base_url"), lambda port: f"http://localhost:{port}/v1"),
     ("benchmarks",): (("environment_ids",), lambda names: str(names).replace(",", " ").split()),
     ("canary",): (("logprob_check",), lambda on: on),
+    ("server", "port"): (("server", "port"), _port_of),
 }
 
 
@@ -72,10 +81,12 @@ class Assignments:
         origin = origin_of(keys)
         section = keys[:1] if keys[:1] and keys[0] in SECTIONS_OF_RL else ()
         if origin is not None and keys[len(section) :] in OLDER:
-            (today, convert), old_value = OLDER[keys[len(section) :]], value
-            keys, value = (*section, *today), convert(old_value)
+            (today, convert), before = OLDER[keys[len(section) :]], (keys, value)
+            keys, value = (*section, *today), convert(value)
             shown = ",".join(map(str, value)) if isinstance(value, list) else value
-            self.hints.append(f"{origin.text} {old_value} is an older spelling of {spell(keys, origin.kind)} {shown}")
+            if (keys, value) != before:
+                hint = f"{origin.text} {before[1]} is an older spelling of {spell(keys, origin.kind)} {shown}"
+                self.hints.append(hint)
         is_table, is_list = isinstance(value, dict), isinstance(value, list | tuple)
         items = value.items() if is_table else enumerate(value) if is_list else ()
         bare = {} if is_table else [] if is_list else value

@@ -29,6 +29,8 @@ FOREIGN = "PRIME_API_KEY"  # the key of the user's account, although `inference`
 INCLUDE = "include"
 BOOLS = {"true": True, "false": False, "1": True, "0": False}
 LONGEST_LINE = 2000
+# configs/trainer/NAME.toml, or configs/trainer/NAME/1b.toml, of older releases is configs/NAME/train.toml.
+OLDER_FOLDERS = {"trainer": "train", "training": "train", "orchestrator": "orch", "inference": "infer"}
 
 
 class Resolved(NamedTuple):
@@ -347,10 +349,7 @@ def _load_toml(path: Path) -> tuple[dict[str, Any], str]:
         text = path.read_text(encoding="utf-8")
         return tomllib.loads(text), text
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)
-        meant = f" (did you mean {path.parent / near[0]}.toml?)" if near else ""
-        no_folder = f" (nor is there a directory {path.parent})" if not os.path.isdir(path.parent) else ""
-        problem = f"no such file: {path}{no_folder or meant}"
+        problem = f"no such file: {path}{_nearest_file(path)}"
     except UnicodeDecodeError:
         problem = f"{path}: not a TOML file (not UTF-8 text)"
     except OSError as error:
@@ -364,6 +363,18 @@ def _load_toml(path: Path) -> tuple[dict[str, Any], str]:
     except ValueError as error:  # a number too long to be read, or a NUL in the path of an include
         problem = f"{path}: cannot be read: {str(error).partition(';')[0]}"
     raise ConfigError([problem])
+
+
+def _nearest_file(path: Path) -> str:
+    for position, folder in enumerate(path.parts[:-1]):
+        name = path.with_suffix("").parts[position + 1]
+        today = Path(*path.parts[:position], name, f"{OLDER_FOLDERS.get(folder)}.toml")
+        if os.path.isfile(today):
+            return f" (today it is {today})"
+    if not os.path.isdir(path.parent):
+        return f" (nor is there a directory {path.parent})"
+    near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)
+    return f" (did you mean {path.parent / near[0]}.toml?)" if near else ""
 
 
 def _key_lines(text: str) -> dict[Keys, int]:
