@@ -14,7 +14,7 @@ from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLC
 from prime_rl.config import help as config_help
 from prime_rl.config.assignments import Keys
 from prime_rl.config.base import Section
-from prime_rl.config.schema import Setting, settings, type_tag
+from prime_rl.config.schema import Setting, find, settings, type_tag
 
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, type[Section]] = {
@@ -51,15 +51,14 @@ def options() -> Iterator[str]:
 
 
 def tables(section: type[Section], path: Keys, command: str, shown: dict[type[Section], str]) -> Iterator[str]:
-    own = settings(section)
+    own = [setting for setting in settings(section) if len(setting.keys) == 1]
     shown[section] = f"`{'.'.join(path)}` of `{command}`" if path else f"`{command}`"
-    rows = [row(setting) for setting in own.values() if not setting.sections and not setting.item_section]
+    rows = [row(setting) for setting in own if not _sections(section, setting)]
     if rows:
         yield "\n".join(["| option | type | default | |", "|---|---|---|---|", *rows, ""])
-    for name, setting in own.items():
-        members = [*setting.sections, *([setting.item_section] if setting.item_section else [])]
-        inner = (*path, name)
-        keys = f"[[{'.'.join(inner)}]]" if setting.item_section else f"[{'.'.join(inner)}]"
+    for setting in own:
+        members, inner = _sections(section, setting), (*path, *setting.keys)
+        keys = f"[[{'.'.join(inner)}]]" if setting.is_list else f"[{'.'.join(inner)}]"
         if members:
             yield f"### {command} {keys} {{ #{command}-{'-'.join(inner)} }}\n\n{setting.field.description or ''}\n"
         for member in members:
@@ -71,9 +70,15 @@ def tables(section: type[Section], path: Keys, command: str, shown: dict[type[Se
                 yield from tables(member, inner, command, shown)
 
 
+def _sections(section: type[Section], setting: Setting) -> tuple[type[Section], ...]:
+    """The sections that the value of a setting, or an item of it, may be."""
+    item = find(section, (*setting.keys, "0"))
+    return setting.sections or (item.sections if item is not None else ())
+
+
 def row(setting: Setting) -> str:
     cells = (
-        f"`{setting.name}`",
+        f"`{setting.keys[-1]}`",
         config_help.type_text(setting),
         config_help.default_text(setting).removeprefix("default: "),
     )

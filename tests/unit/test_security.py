@@ -22,10 +22,8 @@ from prime_rl.config import (
     parse,
     to_toml,
 )
-from prime_rl.config.assignments import Keys
-from prime_rl.config.base import Section
 from prime_rl.config.orchestrator import TrainingEnv
-from prime_rl.config.schema import Setting, has_mark, settings
+from prime_rl.config.schema import has_mark, settings
 from prime_rl.config.shared import ClientConfig, EnvConfig, MonitorConfig, WandbConfig
 from prime_rl.launcher.plan import HostResources, describe, make_plan
 from prime_rl.monitor.monitor import Monitor
@@ -131,21 +129,12 @@ def test_the_exception_is_narrow() -> None:
     assert violations("import dill", restricted=True)
 
 
-def every(section: type[Section], prefix: Keys = ()) -> Iterator[tuple[Keys, Setting]]:
-    for name, setting in settings(section).items():
-        yield (*prefix, name), setting
-        for member in setting.sections:
-            yield from every(member, (*prefix, name))
-        if setting.item_section is not None:
-            yield from every(setting.item_section, (*prefix, name))
-
-
 @pytest.mark.parametrize("cls", CLASSES)
 def test_settings_that_hold_keys_are_marked(cls: type[BaseConfig]) -> None:
     """Contract: a setting named like a secret is marked as one (neither shown nor written), or names a variable; remote code is off."""
-    for keys, setting in every(cls):
-        name = keys[-1]
-        if str in setting.members and is_secret(name) and not name.endswith("_var"):
+    for setting in settings(cls):
+        keys, name = setting.keys, setting.keys[-1]
+        if str in setting.kinds and is_secret(name) and not name.endswith("_var"):
             assert has_mark(setting.field, "secret"), keys
         if name == "trust_remote_code":
             assert setting.field.default is False, keys

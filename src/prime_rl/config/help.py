@@ -3,8 +3,9 @@
 import difflib
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from prime_rl.config.assignments import ConfigError, Keys, spell
 from prime_rl.config.base import Section, default_type
-from prime_rl.config.schema import Setting, every_setting, settings, type_tag
+from prime_rl.config.schema import Setting, find, settings
 
 LEFT = 46  # columns of an option and its type
 SHELLS = ("bash", "zsh", "fish")
@@ -51,34 +52,35 @@ def help_text(cls: type[Section], prog: str, topic: str = "") -> str:
     """Return the overview: top-level options and sections. Of a topic (`trainer.optim`, `all`) that section, or everything."""
     if not topic:
         summary = "\n".join(textwrap.wrap(_summary(cls), _width()))
-        return "\n".join([OVERVIEW.format(prog=prog, summary=summary), *_options(cls, ())])
+        return "\n".join([OVERVIEW.format(prog=prog, summary=summary), *_inside(cls, ())])
+    by_path = {".".join(setting.keys): setting for setting in settings(cls)}
     if topic == "all":
-        sections = [line for keys, one in every_setting(cls) if one.within for line in ("", *_topic(keys, one))]
-        return "\n".join([*_options(cls, ()), *sections])
-    topics = {".".join(keys): (keys, setting) for keys, setting in every_setting(cls)}
+        sections = [line for one in by_path.values() if one.sections for line in ("", *_topic(cls, one))]
+        return "\n".join([*_inside(cls, ()), *sections])
     wanted = topic.strip("-").replace("-", "_")
-    if wanted not in topics:
-        near = difflib.get_close_matches(wanted, topics, n=1)
+    wanted = f"{wanted}.N" if f"{wanted}.N" in by_path else wanted
+    if wanted not in by_path:
+        near = difflib.get_close_matches(wanted, by_path, n=1)
         meant = f"did you mean {prog} --help {near[0]}?" if near else f"{prog} --help={topic} searches for it"
         raise ConfigError([f"there is no section {topic}; {meant}"])
-    return "\n".join(_topic(*topics[wanted]))
+    return "\n".join(_topic(cls, by_path[wanted]))
 
 
 def search(cls: type[Section], word: str) -> str:
     """Return the options with `word` in their name or description."""
-    rows: dict[str, None] = {}
-    for keys, setting in every_setting(cls):
-        text = f"{'.'.join(keys)} {spell(keys, 'option')} {setting.field.description}".lower()
+    found: dict[str, None] = {}
+    for setting in settings(cls):
+        text = f"{'.'.join(setting.keys)} {spell(setting.keys, 'option')} {setting.field.description}".lower()
         if not setting.sections and word.lower() in text:
-            rows["\n".join(_row(keys, setting))] = None
-    if not rows:
+            found["\n".join(_row(setting))] = None
+    if not found:
         raise ConfigError([f"no option has '{word}' in its name or description"])
-    return "\n".join(rows)
+    return "\n".join(found)
 
 
 def completion(cls: type[Section], prog: str, shell: str) -> str:
     """Return a script that completes the names of options: `source <(rl --completion bash)`."""
-    options = sorted({spell(keys, "option") for keys, _ in every_setting(cls)})
+    options = sorted({spell(setting.keys, "option") for setting in settings(cls)})
     function, names = f"_complete_{prog.replace('-', '_')}", " ".join(options)
     if shell == "bash":
         body = f'COMPREPLY=($(compgen -W "{names}" -- "${{COMP_WORDS[COMP_CWORD]}}"))'
@@ -90,45 +92,48 @@ def completion(cls: type[Section], prog: str, shell: str) -> str:
     raise ConfigError([f"--completion needs one of {', '.join(SHELLS)}"])
 
 
-def _topic(keys: Keys, setting: Setting) -> Iterator[str]:
-    if not setting.within:
-        yield from _row(keys, setting)
-        return
-    name = f"[[{'.'.join(keys)}]]" if setting.item_section else f"[{'.'.join(keys)}]"
-    off = spell((*keys[:-1], f"no-{keys[-1]}"), "option")
-    switch = f" (off unless given; {spell(keys, 'option')} switches it on, {off} off)" if setting.nullable else ""
-    yield f"{name} {(setting.field.description or '').rstrip('.')}{switch}:"
-    path = (*keys, "N") if setting.item_section else keys
-    for member in setting.within:
-        if len(setting.within) > 1:
-            tag = type_tag(member)
-            chosen = ", the default" if tag == default_type(setting.field) else ""
-            yield from ["", f"  with {spell((*path, 'type'), 'option')} {tag}{chosen}: {_summary(member)}"]
-        yield from _options(member, path)
+def _topic(cls: type[Section], setting: Setting) -> list[str]:
+    if not setting.sections:
+        return _row(setting)
+    on, off = (spell((*setting.keys[:-1], f"{no}{setting.keys[-1]}"), "option") for no in ("", "no-"))
+    switch = f" (off unless given; {on} switches it on, {off} off)" if setting.nullable else ""
+    title = f"[{'.'.join(setting.keys)}] {(setting.field.description or '').rstrip('.')}{switch}:"
+    return [title, *_inside(cls, setting.keys)]
 
 
-def _options(section: type[Section], prefix: Keys) -> Iterator[str]:
-    """Yield a line for each option, then one for each section, of `section`. The `type` of a union is not an option of its members."""
-    for name, setting in settings(section).items():
-        if not setting.within and (name != "type" or len(setting.choices) > 1):
-            yield from _row((*prefix, name), setting)
-    for name, setting in settings(section).items():
-        if setting.within:
-            yield from _columns(f"  [{'.'.join((*prefix, name))}]", setting.field.description or "")
+def _inside(cls: type[Section], path: Keys) -> list[str]:
+    """Return a line for each option, then one for each section, of the section at `path`, for each of its types."""
+    lines = []
+    around = find(cls, path) if path else None
+    default = default_type(around.field) if around is not None else None
+    inside = {(one.keys, one.owner): one for one in settings(cls) if one.keys[:-1] == path}
+    for tag, members in groupby(inside.values(), key=lambda one: one.tag):
+        settings_of_type = list(members)
+        if around is not None and len(around.sections) > 1:
+            chosen = ", the default" if tag == default else ""
+            summary = _summary(settings_of_type[0].owner)
+            lines += ["", f"  with {spell((*path, 'type'), 'option')} {tag}{chosen}: {summary}"]
+        for setting in settings_of_type:
+            if not setting.sections and (setting.keys[-1] != "type" or len(setting.choices) > 1):
+                lines += _row(setting)
+        for setting in settings_of_type:
+            if setting.sections:
+                lines += _columns(f"  [{'.'.join(setting.keys)}]", setting.field.description or "")
+    return lines
 
 
-def _row(keys: Keys, setting: Setting) -> Iterator[str]:
-    flag = setting.is_bool and not setting.nullable
-    kind = f"| {spell((*keys[:-1], f'no-{keys[-1]}'), 'option')}" if flag else type_text(setting)
-    yield from _columns(f"  {spell(keys, 'option')} {kind}", f"{setting.field.description} [{default_text(setting)}]")
+def _row(setting: Setting) -> list[str]:
+    off = spell((*setting.keys[:-1], f"no-{setting.keys[-1]}"), "option")
+    kind = f"| {off}" if setting.is_bool and not setting.nullable else type_text(setting)
+    text = f"{setting.field.description} [{default_text(setting)}]"
+    return _columns(f"  {spell(setting.keys, 'option')} {kind}", text)
 
 
-def _columns(left: str, text: str) -> Iterator[str]:
-    if len(left) > LEFT - 2:
-        yield left
-        left = ""
+def _columns(left: str, text: str) -> list[str]:
     lines = textwrap.wrap(text, _width() - LEFT)
-    yield from (f"{start:<{LEFT}}{line}" for start, line in zip([left, *[""] * len(lines)], lines, strict=False))
+    if len(left) > LEFT - 2:
+        return [left, *(f"{'':<{LEFT}}{line}" for line in lines)]
+    return [f"{left:<{LEFT}}{lines[0]}", *(f"{'':<{LEFT}}{line}" for line in lines[1:])]
 
 
 def _width() -> int:
@@ -137,18 +142,18 @@ def _width() -> int:
 
 def type_text(setting: Setting) -> str:
     """Return the type of a setting for people: `int|None`."""
-    words = [_member_text(member) for member in setting.members]
+    words = [_kind_text(kind) for kind in setting.kinds]
     return "|".join([*words, "None"] if setting.nullable else words)
 
 
-def _member_text(member: Any) -> str:
-    if get_origin(member) is Literal:
-        return "|".join(str(word) for word in get_args(member))
-    if get_origin(member) is list:
+def _kind_text(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(str(word) for word in get_args(kind))
+    if get_origin(kind) is list:
         return "list"
-    if get_origin(member) is dict or issubclass(member, Section):
+    if get_origin(kind) is dict or issubclass(kind, Section):
         return "table"
-    return "path" if member is Path else str(member.__name__)
+    return "path" if kind is Path else str(kind.__name__)
 
 
 def default_text(setting: Setting) -> str:

@@ -27,7 +27,7 @@ Config = TypeVar("Config", bound=BaseConfig)
 
 FOREIGN = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
 INCLUDE = "include"
-BOOLS = {"true": True, "false": False, "1": True, "0": False}
+BOOLS = {"true": True, "false": False, "1": True, "0": False, "none": None}
 LONGEST_LINE = 2000
 # configs/trainer/NAME.toml, or configs/trainer/NAME/1b.toml, of older releases is configs/NAME/train.toml.
 OLDER_FOLDERS = {"trainer": "train", "training": "train", "orchestrator": "orch", "inference": "infer"}
@@ -79,11 +79,10 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> R
     sources.read(argv, env)
     table, problems = sources.table, sources.problems
     # Once as given, for what is unknown or of a wrong type, and once with the settings that sections share.
-    tree = table.get(())
     try:
-        cls.model_validate(tree, context=LOADED)
+        cls.model_validate(table.get(()), context=LOADED)
     except ValidationError as error:
-        problems = [*problems, *validation_lines(error, cls, table, contradictions=False, incomplete=bool(problems))]
+        problems += validation_lines(error, cls, table, shared=False)
     if problems:
         raise ConfigError(problems)
     try:
@@ -92,7 +91,7 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> R
     except Problems as error:
         raise ConfigError([problem_line(problem, (), table) for problem in error.problems]) from None
     except ValidationError as error:
-        raise ConfigError(validation_lines(error, cls, table)) from None
+        raise ConfigError(validation_lines(error, cls, table, shared=True)) from None
 
 
 def say(text: str) -> None:
@@ -122,7 +121,6 @@ class _Sources:
         self.table = Assignments()
         self.problems: list[str] = []
         self._cls, self._rank = cls, 0
-        self._tokens: deque[str] = deque()
         self._files: list[tuple[Path, Keys]] = []
         self._options: list[tuple[str, Keys, Any]] = []
 
@@ -131,12 +129,11 @@ class _Sources:
         for name in sorted(env):
             if _is_setting(name, self._cls):
                 keys = _keys_of_variable(name)
-                setting = find(self._cls, keys)
-                self._put("variable", name, keys, _from_text(env[name], setting) if setting else env[name])
-        self._tokens.extend(argv)
-        while self._tokens:
+                self._put("variable", name, keys, from_text([env[name]], find(self._cls, keys)))
+        tokens = deque(argv)
+        while tokens:
             with self._problems_collected():
-                self._take(self._tokens.popleft())
+                self._take(tokens.popleft(), tokens)
         for path, prefix in sorted(self._files, key=lambda file: file[1] != ()):
             with self._problems_collected():
                 self._read_file(path, prefix)
@@ -157,44 +154,30 @@ class _Sources:
         with self._problems_collected():
             self.table.put(keys, value, lambda _: origin)
 
-    # The command line
-
-    def _take(self, token: str) -> None:
+    def _take(self, token: str, following: deque[str]) -> None:
+        """Read a file, or an option and the values that follow it, as many as its type takes."""
         if token.startswith("@"):
-            self._files.append((self._file(token, "@"), ()))
-        elif token.startswith("--") and len(token) > 2:
-            self._option(token)
-        else:
+            self._files.append((_file(token, following, "@"), ()))
+            return
+        if not token.startswith("--") or token == "--":
             raise ConfigError([_stray(token)])
-
-    def _next_values(self, most: int | None = None) -> list[str]:
-        """Take the values that follow, at most so many."""
-        values: list[str] = []
-        while self._tokens and not self._tokens[0].startswith(("--", "@")) and len(values) != most:
-            values.append(self._tokens.popleft())
-        return values
-
-    def _file(self, token: str, after: str) -> Path:
-        """Return the file of an `@`, glued to it or the next token."""
-        names = [token[1:]] if token != "@" else self._next_values(1)
-        if not names:
-            raise ConfigError([f"{after} must be followed by a file"])
-        return Path(names[0])
-
-    def _option(self, token: str) -> None:
         name, equals, glued = token.partition("=")
         keys = tuple(name[2:].replace("-", "_").split("."))
         setting = find(self._cls, keys)
-        following = glued if equals else self._tokens[0] if self._tokens else ""
+        peeked = glued if equals else following[0] if following else ""
         if setting is None and (off := self._switched_off(keys)) is not None:
             if equals:
                 raise ConfigError([f"{name} takes no value"])
             self._options.append((name, *off))
-        elif setting is not None and (setting.sections or setting.is_dict) and following.startswith("@"):
-            file = self._file(following if equals else self._tokens.popleft(), f"{name} @")
-            self._files.append((file, keys))
+        elif setting is not None and (setting.sections or setting.is_dict) and peeked.startswith("@"):
+            self._files.append((_file(peeked if equals else following.popleft(), following, f"{name} @"), keys))
+        elif setting is None or setting.is_list:  # what names nothing is reported with a suggestion, not its values
+            values = [glued] if equals else _values(following)
+            self._options.append((name, keys, _value(name, values, setting) if setting else " ".join(values)))
+        elif setting.is_bool and not equals and peeked.lower() not in BOOLS:
+            self._options.append((name, keys, True))
         else:
-            self._options.append((name, keys, self._value(name, [glued] if equals else None, setting)))
+            self._options.append((name, keys, _value(name, [glued] if equals else _values(following, 1), setting)))
 
     def _switched_off(self, keys: Keys) -> tuple[Keys, bool | None] | None:
         """Return key and value of `--no-flag` (False) or, for what may be null, `--no-ckpt`; also `--trainer.no-ckpt`."""
@@ -204,34 +187,6 @@ class _Sources:
             if setting is not None and (setting.is_bool or setting.nullable):
                 return positive, False if setting.is_bool else None
         return None
-
-    def _value(self, name: str, texts: list[str] | None, setting: Setting | None) -> Any:
-        """Return the value of an option from what `=` glues to it, or the tokens after it, as many as its type takes."""
-        if setting is None:  # reported later, with a suggestion: its values must not be taken for strays
-            return " ".join(self._next_values() if texts is None else texts)
-        if setting.item is not None:
-            texts = self._next_values() if texts is None else texts
-            if not texts:
-                raise ConfigError([f"{name} needs one or more values"])
-            if files := [text for text in texts if text.endswith(".toml")]:
-                raise ConfigError([_stray(file) for file in files])
-            return _items(texts, setting)
-        if setting.is_bool and texts is None:
-            truths = {*BOOLS, "none"} if setting.nullable else {*BOOLS}
-            if not self._tokens or self._tokens[0].lower() not in truths:
-                return True
-        texts = self._next_values(1) if texts is None else texts
-        if not texts:
-            return _without_value(name, setting)
-        value = _from_text(texts[0], setting)
-        if not (setting.sections or setting.is_dict) or isinstance(value, dict) or value is None:
-            return value
-        if texts[0].endswith(".toml") or os.path.isfile(texts[0]):
-            raise ConfigError([_stray(texts[0], f"{name} ")])
-        table = "expected a table such as \"{'key': 1}\" or @ file.toml"
-        raise ConfigError([f"{name} is a section: {table}, got '{texts[0]}'"])
-
-    # TOML files
 
     def _read_file(self, path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> None:
         """Write what the file gives below `prefix`, after what the files in its `include` give, relative to it."""
@@ -279,7 +234,23 @@ def _is_setting(name: str, cls: type[Section]) -> bool:
     return len(keys) > 1 or find(cls, keys) is not None
 
 
-# Values as text
+# The words of the command line, and values as text
+
+
+def _values(following: deque[str], most: int | None = None) -> list[str]:
+    """Take the values that follow an option, at most so many."""
+    values: list[str] = []
+    while following and not following[0].startswith(("--", "@")) and len(values) != most:
+        values.append(following.popleft())
+    return values
+
+
+def _file(token: str, following: deque[str], after: str) -> Path:
+    """Return the file of an `@`, glued to it or the next token."""
+    names = [token[1:]] if token != "@" else _values(following, 1)
+    if not names:
+        raise ConfigError([f"{after} must be followed by a file"])
+    return Path(names[0])
 
 
 def _stray(token: str, option: str = "") -> str:
@@ -288,43 +259,40 @@ def _stray(token: str, option: str = "") -> str:
     return f"unexpected argument '{token}'" + (": options start with --" if token.startswith("-") else "")
 
 
-def _without_value(name: str, setting: Setting) -> Any:
-    if setting.sections and setting.nullable:
-        return {}
-    if Any in setting.members:
+def _value(name: str, texts: list[str], setting: Setting) -> Any:
+    """Return the value of an option that was given with `texts`."""
+    is_table = bool(setting.sections) or setting.is_dict
+    if files := [text for text in texts if text.endswith(".toml") and (is_table or setting.is_list)]:
+        raise ConfigError([_stray(file, f"{name} " if is_table else "") for file in files])
+    if not texts and Any in setting.kinds:
         return True
-    if setting.sections:
-        raise ConfigError([f"{name} is a section: write {name} @ file.toml, or one of its settings ({name}.…)"])
-    raise ConfigError([f"{name} needs a value"])
+    if not texts and not is_table:
+        raise ConfigError([f"{name} needs a value"])
+    value = from_text(texts, setting) if texts else {} if setting.nullable else ""
+    if is_table and not isinstance(value, dict) and value != "None" and value is not None:
+        table = f"a table such as \"{{'key': 1}}\", {name} @ file.toml, or one of its settings ({name}.…)"
+        raise ConfigError([f"{name} is a section: expected {table}, got '{''.join(texts)}'"])
+    return value
 
 
-def _from_text(text: str, setting: Setting) -> Any:
-    """Return `text` as the type of the setting has it. What does not fit stays text, which validation then refuses."""
-    if text == "None":
-        return None
-    if setting.item is not None:
-        return _items([text], setting)
-    if setting.sections and setting.nullable and text.lower() in BOOLS:
-        return {} if BOOLS[text.lower()] else None
-    if setting.sections or setting.is_dict or Any in setting.members:
-        return _literal(text)
+def from_text(texts: list[str], setting: Setting | None) -> Any:
+    """Return what `texts` (of a list any number) mean as the type of the setting; what does not fit stays text."""
+    text = texts[0]
+    if setting is None or text == "None":
+        return text
+    if setting.is_list:
+        if text.lstrip().startswith("["):
+            return _literal(text)
+        if text.lstrip().startswith("{"):
+            return [_literal(item) for item in texts]
+        return [part.strip() for item in texts for part in item.split(",") if part.strip()]
     if setting.is_bool:
         return BOOLS.get(text.lower(), text)
-    for kind in (int, float) if setting.is_number else ():
-        with suppress(ValueError):
-            return kind(text)
-    return text
-
-
-def _items(texts: list[str], setting: Setting) -> Any:
-    """Return a list: separate texts, commas, or one JSON list."""
-    if texts == ["None"]:
-        return None
-    if len(texts) == 1 and texts[0].lstrip().startswith("["):
-        return _literal(texts[0])
-    if setting.item_section is not None:
-        return [_literal(text) for text in texts]
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    if setting.choices or str in setting.kinds or Path in setting.kinds:
+        return text
+    if setting.sections and setting.nullable and text.lower() in BOOLS:
+        return {} if BOOLS[text.lower()] else None
+    return _literal(text)
 
 
 def _literal(text: str) -> Any:
@@ -337,7 +305,7 @@ def _literal(text: str) -> Any:
     return text
 
 
-# The text of TOML files
+# TOML files
 
 _PART = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
 _KEYS = rf"{_PART}(?:\s*\.\s*{_PART})*"
@@ -350,18 +318,12 @@ def _load_toml(path: Path) -> tuple[dict[str, Any], str]:
         return tomllib.loads(text), text
     except FileNotFoundError:
         problem = f"no such file: {path}{_nearest_file(path)}"
-    except UnicodeDecodeError:
-        problem = f"{path}: not a TOML file (not UTF-8 text)"
     except OSError as error:
         problem = f"{path}: cannot be read: {error.strerror}"
     except RecursionError:
         problem = f"{path}: malformed TOML: nested too deeply"
-    except tomllib.TOMLDecodeError as error:
-        place = re.search(r" \(at (?:(line \d+, column \d+)|end of document)\)$", str(error))
-        where = f", {place[1] or 'end of file'}" if place else ""
-        problem = f"{path}{where}: malformed TOML: {str(error)[: place.start() if place else None]}"
-    except ValueError as error:  # a number too long to be read, or a NUL in the path of an include
-        problem = f"{path}: cannot be read: {str(error).partition(';')[0]}"
+    except ValueError as error:  # of tomllib, of an encoding, or a NUL in the path of an include
+        problem = f"{path}: malformed TOML: {str(error).partition(';')[0]}"
     raise ConfigError([problem])
 
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from prime_rl.config.assignments import SECTIONS_OF_RL, Assignments, Keys, Origin, spell
 from prime_rl.config.base import Problem, Problems, Section
-from prime_rl.config.schema import every_setting, find, has_mark, section_for, settings, type_tag
+from prime_rl.config.schema import find, has_mark, nearest, types_with
 from prime_rl.redact import without_password
 
 MOST_LINES = 50  # mistakes shown at a time
@@ -37,39 +37,29 @@ REMOVED = {
 _SELF_EVIDENT = ("missing", "union_tag_invalid", "literal_error")
 
 
-def validation_lines(
-    error: ValidationError,
-    cls: type[Section],
-    table: Assignments,
-    contradictions: bool = True,
-    incomplete: bool = False,
-) -> list[str]:
-    """Return a line for each mistake that pydantic found; for one that was copied into several sections one, where it was given.
+def validation_lines(error: ValidationError, cls: type[Section], table: Assignments, shared: bool) -> list[str]:
+    """Return a line for each mistake that pydantic found; one that was copied into several sections counts once.
 
-    `contradictions`: whether settings that contradict each other count. `incomplete`: part of the input could not be
-    read, so missing settings are not reported.
+    `shared`: whether sections have what they share, so that contradictions and what is missing can be told.
     """
-    lines: dict[Keys, list[tuple[str, str]]] = {}
-    for details in error.errors(include_url=False):
-        keys, cause = _keys_of_error(details, table.get(())), details.get("ctx", {}).get("error")
-        known = any(keys[: len(other)] == other for other in lines)  # one line, whatever number of types was tried
+    tree, places, lines = table.get(()), set[Keys](), dict[tuple[Keys, str], str]()
+    found = [(_keys_of_error(details, tree), details) for details in error.errors(include_url=False)]
+    for keys, details in sorted(found, key=lambda one: not table.is_given(one[0])):
+        cause = details.get("ctx", {}).get("error")
+        local = keys[1:] if keys[:1] and keys[0] in SECTIONS_OF_RL else keys
+        if not shared and (details["type"] == "missing" or isinstance(cause, Problem | Problems)):
+            continue
         if isinstance(cause, Problem | Problems):
-            if contradictions:
-                problems = cause.problems if isinstance(cause, Problems) else [cause]
-                lines[keys] = [(str(problem), problem_line(problem, keys, table)) for problem in problems]
-        elif details["type"] == "extra_forbidden" and not known:
-            lines[keys] = [("", _unknown(cls, table, keys, search=len(lines) < MOST_LINES))]
-        elif not known and not (incomplete and details["type"] == "missing"):
-            lines[keys] = [(_message(details), _line(details, cls, keys, table))]
-    own = {keys for keys in lines if table.is_given(keys) and keys not in [(name,) for name in SECTIONS_OF_RL]}
-    faults = {fault for keys in own for fault, _ in lines[keys]}
-    shown = []
-    for keys in lines:
-        for fault, line in lines[keys]:
-            if keys in own or fault not in faults:
-                shown.append(line)
-            faults.add(fault)
-    return shown
+            for problem in cause.problems if isinstance(cause, Problems) else [cause]:
+                lines.setdefault((local, str(problem)), problem_line(problem, keys, table))
+        elif any(keys[:length] in places for length in range(len(keys) + 1)):
+            continue  # one line, whatever number of types was tried
+        elif details["type"] == "extra_forbidden":
+            lines[keys, ""] = _unknown(cls, table, keys, search=len(lines) < MOST_LINES)
+        else:
+            lines.setdefault((local, _message(details)), _line(details, cls, keys, table))
+        places.add(keys)
+    return list(lines.values())
 
 
 def problem_line(problem: Problem, prefix: Keys, table: Assignments) -> str:
@@ -96,60 +86,26 @@ def _keys_of_error(details: Any, tree: Any) -> Keys:
 
 def _unknown(cls: type[Section], table: Assignments, keys: Keys, search: bool) -> str:
     """Return a line about `keys`, the last of which names nothing in its section."""
-    section: type[Section] = cls
-    rivals: tuple[type[Section], ...] = ()
-    for length, key in enumerate(keys[:-1], start=1):
-        setting = settings(section).get(key)  # None: the number of an item of a list
-        if setting is not None:
-            section = section_for(setting, table.get(keys[:length])) or section
-            rivals = setting.within if len(setting.within) > 1 else ()
-    owners = [type_tag(rival) for rival in rivals if keys[-1] in settings(rival)]
     removed = next((hint for name, hint in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), None)
-    position, value = len(keys) - 1, table.get(keys)
+    types = [f"'{tag}'" for tag in types_with(cls, keys)]
+    value = table.get(keys)
     while isinstance(value, dict) and value:
         key, value = next(iter(value.items()))
         keys = (*keys, key)
     origin = table.origin(keys)
     kind = origin.kind if origin is not None else "file"
-    within = f" of type '{type_tag(section)}'" if rivals else ""
+    unknown = f"unknown key {'.'.join(keys)}{_where(origin)}"
     if origin is not None and kind != "file":
-        unknown = f"{origin.text} names no setting{within}"
-    else:
-        unknown = f"unknown key {'.'.join(keys)}{within}{_where(origin)}"
+        unknown = f"{origin.text} names no setting"
     if removed is not None:
         return f"{unknown} any more: {removed}"
-    if keys[0] in SECTIONS_OF_RL and keys[0] not in settings(cls):
+    if keys[0] in SECTIONS_OF_RL and find(cls, keys[:1]) is None:
         its = spell(keys[1:], kind)
         return f"{unknown}: only `rl` has a section `{keys[0]}`; give {its} to the command `{keys[0]}`"
-    if owners:
-        *but_last, last = [f"'{owner}'" for owner in owners]
-        return f"{unknown}; it belongs to type {', '.join(but_last)}{' or ' if but_last else ''}{last}"
-    near = nearest(cls, keys, section, position) if search else None
+    if types:
+        return f"{unknown} of this type; it belongs to type {', '.join(types)}"
+    near = nearest(cls, keys) if search else None
     return unknown if near is None else f"{unknown}; did you mean {spell(near, kind)}?"
-
-
-def nearest(root: type[Section], keys: Keys, section: type[Section], position: int) -> Keys | None:
-    """The setting that `keys` probably meant; `keys[position]` is the one that `section` does not have.
-
-    In this order: the same name with other dots (--model-name), a neighbour of similar name, the same name elsewhere, a
-    similar name with other dots. None where none is likely.
-    """
-    paths = [path for path, _ in every_setting(root) if "N" not in path]
-    unknown = "_".join(keys[position:])
-    names = {"_".join(path[position:]): path for path in paths if path[:position] == keys[:position]}
-    if unknown in names:
-        return names[unknown]
-    initials = {name: "".join(part[0] for part in name.split("_")) for name in settings(section)}
-    word = keys[position]
-    abbreviated = [name for name, letters in initials.items() if len(word) > 1 and letters.startswith(word)]
-    for name in [*difflib.get_close_matches(word, initials), *sorted(abbreviated, key=len)]:
-        mended = (*keys[:position], name, *keys[position + 1 :])
-        if find(root, mended) is not None:
-            return mended
-    if same := [path for path in paths if path[-1] == keys[-1] and set(keys[position:]) <= set(path)]:
-        return min(same, key=lambda path: (-len(set(path) & set(keys)), len(path)))
-    close = difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)
-    return names[close[0]] if close else None
 
 
 def _line(details: Any, cls: type[Section], keys: Keys, table: Assignments) -> str:

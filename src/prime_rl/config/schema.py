@@ -1,5 +1,6 @@
-"""What the configuration classes declare, in the terms that the loader and the help need."""
+"""What the configuration classes declare, as one flat table: each path that can be given, with the field it names."""
 
+import difflib
 import re
 import types
 from collections.abc import Iterator
@@ -10,55 +11,44 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from prime_rl.config.assignments import Keys
-from prime_rl.config.base import Section, default_type
+from prime_rl.config.base import Section
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a section. `members` are its types without None; `Any` is that of a key within a dict."""
+    """A path that can be given: a field of the section `owner`, or an item of a list, whose number is "N" in `keys`.
 
-    name: str
+    `kinds` are its types without None; `Any` is that of a key within a dict. `tag` is the `type` of the innermost union around it.
+    """
+
+    keys: Keys
     field: FieldInfo
-    members: tuple[Any, ...]
+    owner: type[Section]
+    tag: str
+    kinds: tuple[Any, ...]
     nullable: bool
 
     @property
     def sections(self) -> tuple[type[Section], ...]:
-        """Those of the types that are tables: several for a union."""
-        return tuple(member for member in self.members if isinstance(member, type) and issubclass(member, Section))
+        """Those of the types that are sections: several for a union."""
+        return tuple(kind for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Section))
 
     @property
-    def item(self) -> Any:
-        """Type of the items of a list, None for anything else."""
-        lists = [member for member in self.members if get_origin(member) is list]
-        return next(_members(get_args(lists[0])[0])) if lists else None
-
-    @property
-    def item_section(self) -> type[Section] | None:
-        item = self.item
-        return item if isinstance(item, type) and issubclass(item, Section) else None
+    def is_list(self) -> bool:
+        return any(get_origin(kind) is list for kind in self.kinds)
 
     @property
     def is_dict(self) -> bool:
-        return any(get_origin(member) is dict for member in self.members)
+        return any(get_origin(kind) is dict for kind in self.kinds)
 
     @property
     def is_bool(self) -> bool:
-        return bool in self.members
-
-    @property
-    def is_number(self) -> bool:
-        return int in self.members or float in self.members
+        return bool in self.kinds
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The words that a Literal allows."""
-        return tuple(word for member in self.members if get_origin(member) is Literal for word in get_args(member))
-
-    @property
-    def within(self) -> tuple[type[Section], ...]:
-        """The tables that its value, or an item of it, may be."""
-        return (self.item_section,) if self.item_section is not None else self.sections
+        return tuple(word for kind in self.kinds if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def has_mark(field: FieldInfo, mark: str) -> bool:
@@ -72,23 +62,28 @@ def type_tag(section: type[Section]) -> str:
     return str(section.model_fields["type"].default)
 
 
-def section_for(setting: Setting, value: Any) -> type[Section] | None:
-    """The table that `value` fills: of a union the one its `type` names, or the default's where it names none."""
-    if len(setting.within) <= 1:
-        return next(iter(setting.within), None)
-    tag = value.get("type", default_type(setting.field)) if isinstance(value, dict) else None
-    return next((section for section in setting.within if type_tag(section) == tag), None)
-
-
 @cache
-def settings(section: type[Section]) -> dict[str, Setting]:
-    """The settings of `section` by name, in the order of declaration."""
-    declared = {}
+def settings(root: type[Section]) -> tuple[Setting, ...]:
+    """Every path below `root` in the order of declaration; one that several members of a union have comes from each."""
+    return tuple(_fields(root, (), ""))
+
+
+def _fields(section: type[Section], path: Keys, tag: str) -> Iterator[Setting]:
     for name, field in section.model_fields.items():
-        members = tuple(_members(field.annotation))
-        kinds = tuple(member for member in members if member is not type(None))
-        declared[name] = Setting(name, field, kinds, nullable=type(None) in members)
-    return declared
+        yield from _paths((*path, name), field, section, tag, field.annotation)
+
+
+def _paths(keys: Keys, field: FieldInfo, owner: type[Section], tag: str, annotation: Any) -> Iterator[Setting]:
+    """Yield the setting, the items of a list of sections, and what is within."""
+    members = list(_members(annotation))
+    kinds = tuple(member for member in members if member is not type(None))
+    setting = Setting(keys, field, owner, tag, kinds, nullable=len(kinds) < len(members))
+    yield setting
+    for section in setting.sections:
+        yield from _fields(section, keys, type_tag(section) if len(setting.sections) > 1 else tag)
+    for item in [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]:
+        if isinstance(item, type) and issubclass(item, Section):
+            yield from _paths((*keys, "N"), field, owner, tag, item)
 
 
 def _members(annotation: Any) -> Iterator[Any]:
@@ -101,26 +96,47 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def find(section: type[Section], keys: Keys) -> Setting | None:
+@cache
+def _by_path(root: type[Section]) -> dict[Keys, list[Setting]]:
+    table: dict[Keys, list[Setting]] = {}
+    for setting in settings(root):
+        table.setdefault(setting.keys, []).append(setting)
+    return table
+
+
+def _path(keys: Keys) -> Keys:
+    return tuple("N" if re.fullmatch("[0-9]{1,9}", key) else key for key in keys)
+
+
+def find(root: type[Section], keys: Keys) -> Setting | None:
     """What `keys` name, None where there is no such setting. In a union any member may have it."""
-    setting, rest = settings(section).get(keys[0]), keys[1:]
-    if setting is None or not rest:
-        return setting
-    if setting.is_dict:
-        return replace(setting, members=(Any,), nullable=False)
-    if setting.item_section is not None:
-        if not re.fullmatch("[0-9]{1,9}", rest[0]):
-            return None
-        if not rest[1:]:
-            return replace(setting, members=setting.within, nullable=False)
-        rest = rest[1:]
-    return next((inner for member in setting.within if (inner := find(member, rest)) is not None), None)
+    table, path = _by_path(root), _path(keys)
+    if path in table:
+        return table[path][0]
+    around = [setting for length in range(len(path)) for setting in table.get(path[:length], ()) if setting.is_dict]
+    return replace(around[0], kinds=(Any,), nullable=False) if around else None
 
 
-def every_setting(section: type[Section], prefix: Keys = ()) -> Iterator[tuple[Keys, Setting]]:
-    """Every path that can be given, sections included; a name that several members of a union share comes from each."""
-    for name, setting in settings(section).items():
-        yield (*prefix, name), setting
-        inner = (*prefix, name) if setting.item_section is None else (*prefix, name, "N")
-        for member in setting.within:
-            yield from every_setting(member, inner)
+def types_with(root: type[Section], keys: Keys) -> list[str]:
+    """The `type`s of a union that have the setting."""
+    return list(dict.fromkeys(setting.tag for setting in _by_path(root).get(_path(keys), ()) if setting.tag))
+
+
+def nearest(root: type[Section], keys: Keys) -> Keys | None:
+    """The setting that `keys` probably meant: the same elsewhere, one that they abbreviate, or one of similar name."""
+    start = next((length for length in range(len(keys)) if find(root, keys[: length + 1]) is None), None)
+    if start is None:
+        return None
+    rest = (keys[start].removeprefix("no_"), *keys[start + 1 :])
+    same = [path for path in _by_path(root) if path[-len(rest) :] == rest and "N" not in path]
+    if same:
+        return min(same, key=lambda path: (-len(set(path) & set(keys)), len(path)))
+    inner = [path[start:] for path in _by_path(root) if path[:start] == _path(keys[:start]) and "N" not in path[start:]]
+    neighbours = [path for path in inner if path[:-1] == rest[:-1] and path]
+    for path in sorted(neighbours, key=lambda path: len(path[-1])):
+        initials = "".join(part[:1] for part in path[-1].split("_"))
+        if len(rest[-1]) > 1 and (initials.startswith(rest[-1]) or path[-1].startswith(rest[-1])):
+            return (*keys[:start], *path)
+    names = {"_".join(path): path for path in inner}
+    close = difflib.get_close_matches("_".join(rest), names, n=1, cutoff=0.7)
+    return (*keys[:start], *names[close[0]]) if close else None

@@ -3,7 +3,6 @@
 import json
 import os
 import tomllib
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from io import StringIO
@@ -21,7 +20,7 @@ from prime_rl.config.assignments import OLDER, Assignments, Keys
 from prime_rl.config.base import BaseConfig, Section
 from prime_rl.config.loader import load, to_toml
 from prime_rl.config.schema import Setting, type_tag
-from prime_rl.config.schema import settings as settings_of
+from prime_rl.config.schema import settings as every_setting
 
 # What each entrypoint needs at least.
 LEAST = {
@@ -66,22 +65,17 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 @cache
-def paths(section: type[Section], prefix: Keys = ()) -> dict[Keys, Setting | None]:
+def paths(section: type[Section]) -> dict[Keys, Setting | None]:
     """Every key of `section`, older ones too, with keys inside of tables of any content, and items of lists."""
-    return dict(_paths(section, prefix))
-
-
-def _paths(section: type[Section], prefix: Keys) -> Iterator[tuple[Keys, Setting | None]]:
-    yield from (((*prefix, *older), None) for older in OLDER)
-    for name, setting in settings_of(section).items():
-        yield (*prefix, name), setting
-        for member in setting.sections:
-            yield from paths(member, (*prefix, name)).items()
-        if setting.item_section is not None:
-            yield from (((*prefix, name, index), None) for index in ("0", "1", "7", "²", "-1", NINES))
-            yield from paths(setting.item_section, (*prefix, name, "0")).items()
+    found: dict[Keys, Setting | None] = {}
+    for setting in every_setting(section):
+        for number in ("0", "1", "7", "²", "-1", NINES) if setting.keys[-1] == "N" else ("0",):
+            keys = tuple(number if key == "N" else key for key in setting.keys)
+            found[keys] = setting if setting.keys[-1] != "N" else None
         if setting.is_dict:
-            yield (*prefix, name, "any"), None
+            found[*setting.keys, "any"] = None
+    around = [(), *(keys for keys, setting in found.items() if setting is not None and setting.sections)]
+    return {**{(*keys, *older): None for keys in around for older in OLDER}, **found}
 
 
 def plausible(setting: Setting | None) -> list[Any]:
@@ -89,14 +83,12 @@ def plausible(setting: Setting | None) -> list[Any]:
     if setting is None:
         return [1, "x", {"id": "y"}, "http://h:8001"]
     found: list[Any] = [True, False] if setting.is_bool else []
-    found += [1, 2, 8001, 0.5] if setting.is_number else []
+    found += [1, 2, 8001, 0.5] if {int, float} & {*setting.kinds} else []
     found += [*setting.choices, *(type_tag(one) for one in setting.sections if "type" in one.model_fields)]
     found += [{}, {"type": found[-1] if found else "sgd"}] if setting.sections else []
-    found += [[{"id": "y"}], [{"id": "y"}, 3]] if setting.item_section else [["x"], [1, 2]] if setting.item else []
+    found += [[{"id": "y"}], [{"id": "y"}, 3], ["x"], [1, 2]] if setting.is_list else []
     found += [{"any": 1}] if setting.is_dict else []
-    found += (
-        ["x", "http://h:8001", "http://localhost:8000/v1"] if str in setting.members or Path in setting.members else []
-    )
+    found += ["x", "http://h:8001", "http://localhost:8000/v1"] if str in setting.kinds or Path in setting.kinds else []
     return [*found, "None"]
 
 

@@ -18,7 +18,7 @@ from prime_rl.config import (
 )
 from prime_rl.config.assignments import spell
 from prime_rl.config.help import SHELLS, help_text
-from prime_rl.config.schema import every_setting
+from prime_rl.config.schema import settings
 
 CLASSES = [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig]
 HEAVY = ("torch", "vllm", "verifiers", "transformers", "datasets", "numpy", "pyarrow", "wandb", "rich", "httpx")
@@ -37,7 +37,8 @@ def printed(capsys: pytest.CaptureFixture[str], cls: type[BaseConfig], *argv: st
 def test_every_option_has_one_line_of_help_and_is_shown(cls: type[BaseConfig]) -> None:
     text = help_text(cls, "x", "all")
     flat = " ".join(text.split())
-    for keys, setting in every_setting(cls):
+    for setting in settings(cls):
+        keys = setting.keys
         description = setting.field.description or ""
         assert description.endswith("."), keys
         assert "\n" not in description

@@ -31,8 +31,8 @@ from prime_rl.config.orchestrator import (
     TeacherConfig,
     TeacherServer,
 )
-from prime_rl.config.schema import Setting
-from prime_rl.config.schema import settings as settings_of
+from prime_rl.config.schema import Setting, find
+from prime_rl.config.schema import settings as every_setting
 from prime_rl.errors import UserError
 
 CLASSES = [TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig, RLConfig]
@@ -59,14 +59,18 @@ CONSTRAINED_NAMES = (
 CONSTRAINED = set(CONSTRAINED_NAMES.split())
 
 
+def settings_of(section: type[Section]) -> dict[str, Setting]:
+    return {one.keys[0]: one for one in every_setting(section) if len(one.keys) == 1}
+
+
 def values(setting: Setting) -> st.SearchStrategy[Any]:
     """Values that a setting may be given, by its type; invalid ones (out of range) are filtered by validation."""
     options: list[st.SearchStrategy[Any]] = [st.none()] if setting.nullable else []
     if setting.sections:
         options += [tables(section) for section in setting.sections]
-    elif setting.item_section is not None:
-        options.append(st.lists(tables(setting.item_section), max_size=2, unique_by=lambda table: table["name"]))
-    elif dict[str, float] in setting.members:
+    elif (item := find(setting.owner, (setting.keys[-1], "0"))) is not None and item.sections:
+        options.append(st.lists(tables(item.sections[0]), max_size=2, unique_by=lambda table: table["name"]))
+    elif dict[str, float] in setting.kinds:
         options.append(st.dictionaries(PLAIN_TEXT, st.floats(-2, 2), max_size=3))
     elif setting.is_dict:
         options.append(st.dictionaries(PLAIN_TEXT, JSON, max_size=3))
@@ -74,11 +78,11 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
         options.append(st.sampled_from(setting.choices))
     elif setting.is_bool:
         options.append(st.booleans())
-    elif list[str] in setting.members:
+    elif list[str] in setting.kinds:
         options.append(st.lists(PLAIN_TEXT, max_size=2))
-    elif int in setting.members:
+    elif int in setting.kinds:
         options.append(st.integers(1, 8))
-    elif float in setting.members:
+    elif float in setting.kinds:
         options.append(st.floats(0.001, 0.999))
     else:
         options.append(PLAIN_TEXT)
@@ -92,7 +96,8 @@ def tables(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
     if {"id", "name"} <= set(settings_of(section)) and "args" in settings_of(section):
         required["name"] = PLAIN_TEXT
     required = {
-        name: st.integers(1, 8) if settings_of(section)[name].is_number else drawn for name, drawn in required.items()
+        name: st.integers(1, 8) if {int, float} & {*settings_of(section)[name].kinds} else drawn
+        for name, drawn in required.items()
     }
     if issubclass(section, TeacherServer):
         required = {"base_url": st.just("http://teacher")}
