@@ -39,16 +39,32 @@ class ConfigError(Exception):
 
 
 class Origin(NamedTuple):
-    """`text` names the option, the file (and line) or the variable. A stronger source has a higher rank."""
+    """The option, the variable or the file, of which also `keys` and `lines`. A stronger source has a higher rank."""
 
     kind: Kind
-    text: str
+    source: str
     rank: int
+    keys: Keys = ()
+    lines: tuple[str, ...] = ()
+
+    def is_with(self, other: "Origin") -> bool:
+        """Whether both are of one file, or both options, or both variables."""
+        return self.kind == other.kind and (self.kind != "file" or self.source == other.source)
 
     @property
-    def source(self) -> str:
-        """The file, or all options, or all variables."""
-        return self.text.partition(", line ")[0] if self.kind == "file" else self.kind
+    def text(self) -> str:
+        """The source, of a file with the line that names the last of `keys`, below those that name the tables around it.
+
+        tomllib does not tell. A key inside a string could be mistaken for one, which only misplaces a message.
+        """
+        number = -1
+        for before, key in zip(("", *self.keys), self.keys, strict=False):
+            place = rf"[^#]*(?<![\w-]){re.escape(key)}[\"']?\s*[=.\]]"
+            if is_index(key):
+                place = rf"\s*\[\[.*\b{re.escape(before)}[\"']?\s*\]"
+            found = [line for line in range(max(number, 0), len(self.lines)) if re.match(place, self.lines[line])]
+            number = next(iter(found[int(key) if is_index(key) else 0 :]), number)
+        return self.source if number < 0 else f"{self.source}, line {number + 1}"
 
 
 class Assignment(NamedTuple):
@@ -56,6 +72,11 @@ class Assignment(NamedTuple):
 
     value: Any
     origin: Origin | None
+
+
+def is_index(key: str) -> bool:
+    """Whether a key is the number of an item of a list."""
+    return re.fullmatch("[0-9]{1,9}", key) is not None
 
 
 def spell(keys: Keys, kind: Kind) -> str:
@@ -112,7 +133,7 @@ class Assignments:
         around, key = keys[:-1], keys[-1]
         if self._is(around, {}):
             return
-        number = re.fullmatch("[0-9]{1,9}", key) is not None
+        number = is_index(key)
         if not (number and self._is(around, [])):
             self.remove(around, itself=False)
             self._entries[around] = Assignment([] if number else {}, origin)
@@ -126,7 +147,7 @@ class Assignments:
         if origin is None or before is None or before.origin is None or keys[-1] != "type" or before.value == value:
             return
         others = {one: self._entries[one] for one in self.within(keys[:-1]) if one not in (keys, keys[:-1])}
-        weaker = [one for one, entry in others.items() if entry.origin and entry.origin.source != origin.source]
+        weaker = [one for one, entry in others.items() if entry.origin and not origin.is_with(entry.origin)]
         if gone := [".".join(one) for one in weaker if others[one].value != {}]:
             of = f"set by {before.origin.source} for type '{before.value}'"
             self.hints.append(f"{', '.join(gone)} {of} is left out: {origin.text} makes it '{value}'")

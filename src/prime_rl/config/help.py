@@ -95,10 +95,17 @@ def completion(cls: type[Section], prog: str, shell: str) -> str:
 def _topic(cls: type[Section], setting: Setting) -> list[str]:
     if not setting.sections:
         return _row(setting)
-    on, off = (spell((*setting.keys[:-1], f"{no}{setting.keys[-1]}"), "option") for no in ("", "no-"))
-    switch = f" (off unless given; {on} switches it on, {off} off)" if setting.nullable else ""
+    switch = f" (off unless given; {_on(setting)} switches it on, {_off(setting)} off)" if setting.nullable else ""
     title = f"[{'.'.join(setting.keys)}] {(setting.field.description or '').rstrip('.')}{switch}:"
     return [title, *_inside(cls, setting.keys)]
+
+
+def _on(setting: Setting) -> str:
+    return spell(setting.keys, "option")
+
+
+def _off(setting: Setting) -> str:
+    return spell((*setting.keys[:-1], f"no-{setting.keys[-1]}"), "option")
 
 
 def _inside(cls: type[Section], path: Keys) -> list[str]:
@@ -123,17 +130,16 @@ def _inside(cls: type[Section], path: Keys) -> list[str]:
 
 
 def _row(setting: Setting) -> list[str]:
-    off = spell((*setting.keys[:-1], f"no-{setting.keys[-1]}"), "option")
-    kind = f"| {off}" if setting.is_bool and not setting.nullable else type_text(setting)
+    kind = f"| {_off(setting)}" if setting.is_bool and not setting.nullable else type_text(setting)
     text = f"{setting.field.description} [{default_text(setting)}]"
     return _columns(f"  {spell(setting.keys, 'option')} {kind}", text)
 
 
 def _columns(left: str, text: str) -> list[str]:
-    lines = textwrap.wrap(text, _width() - LEFT)
+    indented = textwrap.wrap(text, _width(), initial_indent=" " * LEFT, subsequent_indent=" " * LEFT)
     if len(left) > LEFT - 2:
-        return [left, *(f"{'':<{LEFT}}{line}" for line in lines)]
-    return [f"{left:<{LEFT}}{lines[0]}", *(f"{'':<{LEFT}}{line}" for line in lines[1:])]
+        return [left, *indented]
+    return [f"{left:<{LEFT}}{indented[0].lstrip()}", *indented[1:]]
 
 
 def _width() -> int:

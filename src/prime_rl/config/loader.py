@@ -4,20 +4,19 @@ import ast
 import difflib
 import json
 import os
-import re
 import sys
 import tomllib
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from prime_rl.config.assignments import PREFIX, Assignments, ConfigError, Keys, Kind, Origin
+from prime_rl.config.assignments import PREFIX, Assignments, ConfigError, Keys, Origin, is_index
 from prime_rl.config.base import LOADED, BaseConfig, Problems, Section
 from prime_rl.config.mistakes import MOST_LINES, problem_line, validation_lines
 from prime_rl.config.schema import Setting, find, has_mark
@@ -129,30 +128,25 @@ class _Sources:
         for name in sorted(env):
             if _is_setting(name, self._cls):
                 keys = _keys_of_variable(name)
-                self._put("variable", name, keys, from_text([env[name]], find(self._cls, keys)))
+                value = from_text([env[name]], find(self._cls, keys))
+                self._collect(self._put, Origin("variable", name, 0), keys, value)
         tokens = deque(argv)
         while tokens:
-            with self._problems_collected():
-                self._take(tokens.popleft(), tokens)
+            self._collect(self._take, tokens.popleft(), tokens)
         for path, prefix in sorted(self._files, key=lambda file: file[1] != ()):
-            with self._problems_collected():
-                self._read_file(path, prefix)
-        self._rank += 1
+            self._collect(self._read_file, path, prefix)
         # Items of lists after the lists, whatever their order on the line: neither is lost.
-        for name, keys, value in sorted(self._options, key=lambda option: any(key.isdecimal() for key in option[1])):
-            self._put("option", name, keys, value)
+        for name, keys, value in sorted(self._options, key=lambda option: any(map(is_index, option[1]))):
+            self._collect(self._put, Origin("option", name, self._rank + 1), keys, value)
 
-    @contextmanager
-    def _problems_collected(self) -> Iterator[None]:
+    def _collect(self, step: Callable[..., None], *arguments: Any) -> None:
         try:
-            yield
+            step(*arguments)
         except ConfigError as error:
             self.problems += error.problems
 
-    def _put(self, kind: Kind, name: str, keys: Keys, value: Any) -> None:
-        origin = Origin(kind, name, self._rank)
-        with self._problems_collected():
-            self.table.put(keys, value, lambda _: origin)
+    def _put(self, origin: Origin, keys: Keys, value: Any) -> None:
+        self.table.put(keys, value, lambda _: origin)
 
     def _take(self, token: str, following: deque[str]) -> None:
         """Read a file, or an option and the values that follow it, as many as its type takes."""
@@ -169,15 +163,13 @@ class _Sources:
             if equals:
                 raise ConfigError([f"{name} takes no value"])
             self._options.append((name, *off))
-        elif setting is not None and (setting.sections or setting.is_dict) and peeked.startswith("@"):
+        elif setting is not None and setting.is_table and peeked.startswith("@"):
             self._files.append((_file(peeked if equals else following.popleft(), following, f"{name} @"), keys))
-        elif setting is None or setting.is_list:  # what names nothing is reported with a suggestion, not its values
-            values = [glued] if equals else _values(following)
-            self._options.append((name, keys, _value(name, values, setting) if setting else " ".join(values)))
-        elif setting.is_bool and not equals and peeked.lower() not in BOOLS:
-            self._options.append((name, keys, True))
         else:
-            self._options.append((name, keys, _value(name, [glued] if equals else _values(following, 1), setting)))
+            most = None if setting is None or setting.is_list else 1
+            if setting is not None and setting.is_bool and peeked.lower() not in BOOLS:
+                most = 0
+            self._options.append((name, keys, _value(name, [glued] if equals else _values(following, most), setting)))
 
     def _switched_off(self, keys: Keys) -> tuple[Keys, bool | None] | None:
         """Return key and value of `--no-flag` (False) or, for what may be null, `--no-ckpt`; also `--trainer.no-ckpt`."""
@@ -199,16 +191,10 @@ class _Sources:
             if any(os.path.abspath(target) == os.path.abspath(other) for other in (*including, path)):
                 raise ConfigError([f"{path}: include of {target} is a cycle"])
             self._read_file(target, prefix, (*including, path))
-        rank = self._rank = max(
-            self._rank + (not prefix), 1
-        )  # a file for a section is as strong as the last of the whole
-        lines = {(*prefix, *keys): number for keys, number in _key_lines(text).items()}
-
-        def origin(keys: Keys) -> Origin:
-            number = next((lines[keys[:end]] for end in range(len(keys), len(prefix), -1) if keys[:end] in lines), None)
-            return Origin("file", f"{path}, line {number}" if number else str(path), rank)
-
-        self.table.put(prefix, tree, origin)
+        # A file for a section is as strong as the last of the whole.
+        rank = self._rank = max(self._rank + (not prefix), 1)
+        lines = tuple(text.splitlines())
+        self.table.put(prefix, tree, lambda keys: Origin("file", str(path), rank, keys[len(prefix) :], lines))
 
 
 # Environment variables: PRIME_MODEL__NAME is model.name. One without `__` counts only if it names a setting.
@@ -259,17 +245,18 @@ def _stray(token: str, option: str = "") -> str:
     return f"unexpected argument '{token}'" + (": options start with --" if token.startswith("-") else "")
 
 
-def _value(name: str, texts: list[str], setting: Setting) -> Any:
-    """Return the value of an option that was given with `texts`."""
-    is_table = bool(setting.sections) or setting.is_dict
-    if files := [text for text in texts if text.endswith(".toml") and (is_table or setting.is_list)]:
-        raise ConfigError([_stray(file, f"{name} " if is_table else "") for file in files])
-    if not texts and Any in setting.kinds:
+def _value(name: str, texts: list[str], setting: Setting | None) -> Any:
+    """Return the value of an option that was given with `texts`; what names nothing is reported later, by validation."""
+    if setting is None:
+        return " ".join(texts)
+    if files := [text for text in texts if text.endswith(".toml") and (setting.is_table or setting.is_list)]:
+        raise ConfigError([_stray(file, f"{name} " if setting.is_table else "") for file in files])
+    if not texts and (setting.is_bool or Any in setting.kinds):
         return True
-    if not texts and not is_table:
+    if not texts and not setting.is_table:
         raise ConfigError([f"{name} needs a value"])
     value = from_text(texts, setting) if texts else {} if setting.nullable else ""
-    if is_table and not isinstance(value, dict) and value != "None" and value is not None:
+    if setting.is_table and not isinstance(value, dict) and value not in ("None", None):
         table = f"a table such as \"{{'key': 1}}\", {name} @ file.toml, or one of its settings ({name}.…)"
         raise ConfigError([f"{name} is a section: expected {table}, got '{''.join(texts)}'"])
     return value
@@ -307,10 +294,6 @@ def _literal(text: str) -> Any:
 
 # TOML files
 
-_PART = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
-_KEYS = rf"{_PART}(?:\s*\.\s*{_PART})*"
-_PLACE = re.compile(rf"\s*(?:(?P<open>\[\[?)\s*(?P<table>{_KEYS})\s*\]|(?P<key>{_KEYS})\s*=)")
-
 
 def _load_toml(path: Path) -> tuple[dict[str, Any], str]:
     try:
@@ -337,31 +320,6 @@ def _nearest_file(path: Path) -> str:
         return f" (nor is there a directory {path.parent})"
     near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)
     return f" (did you mean {path.parent / near[0]}.toml?)" if near else ""
-
-
-def _key_lines(text: str) -> dict[Keys, int]:
-    """Return the line (from 1) on which each key, table header and array item stands. tomllib does not say.
-
-    Reads line by line: a key inside a multi-line string could be mistaken for one, which only misplaces a message.
-    """
-    lines: dict[Keys, int] = {}
-    counts: dict[Keys, int] = {}  # of items of arrays of tables
-    table: Keys = ()
-    for number, line in enumerate(text.splitlines(), start=1):
-        if (place := _PLACE.match(line)) is None:
-            continue
-        keys = tuple(part.strip("\"'") for part in re.findall(_PART, place["table"] or place["key"]))
-        if place["open"]:
-            table = ()
-            for key in keys[:-1]:
-                table = (*table, key)
-                table = (*table, str(counts[table] - 1)) if table in counts else table
-            table = (*table, keys[-1])
-            if place["open"] == "[[":
-                counts[table] = counts.get(table, 0) + 1
-                table = (*table, str(counts[table] - 1))
-        lines.setdefault(table if place["open"] else (*table, *keys), number)
-    return lines
 
 
 # Resolved configurations as TOML that, fed back with `@`, gives an equal configuration

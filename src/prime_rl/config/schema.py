@@ -1,7 +1,6 @@
 """What the configuration classes declare, as one flat table: each path that can be given, with the field it names."""
 
 import difflib
-import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from prime_rl.config.assignments import Keys
+from prime_rl.config.assignments import Keys, is_index
 from prime_rl.config.base import Section
 
 
@@ -36,6 +35,10 @@ class Setting:
     @property
     def is_list(self) -> bool:
         return any(get_origin(kind) is list for kind in self.kinds)
+
+    @property
+    def is_table(self) -> bool:
+        return bool(self.sections) or self.is_dict
 
     @property
     def is_dict(self) -> bool:
@@ -105,7 +108,7 @@ def _by_path(root: type[Section]) -> dict[Keys, list[Setting]]:
 
 
 def _path(keys: Keys) -> Keys:
-    return tuple("N" if re.fullmatch("[0-9]{1,9}", key) else key for key in keys)
+    return tuple("N" if is_index(key) else key for key in keys)
 
 
 def find(root: type[Section], keys: Keys) -> Setting | None:
