@@ -72,7 +72,7 @@ def search(cls: type[Section], word: str) -> str:
     for setting in settings(cls):
         text = f"{'.'.join(setting.keys)} {spell(setting.keys, 'option')} {setting.field.description}".lower()
         if not setting.sections and word.lower() in text:
-            found["\n".join(_row(setting))] = None
+            found["\n".join(_lines(setting))] = None
     if not found:
         raise ConfigError([f"no option has '{word}' in its name or description"])
     return "\n".join(found)
@@ -94,48 +94,38 @@ def completion(cls: type[Section], prog: str, shell: str) -> str:
 
 def _topic(cls: type[Section], setting: Setting) -> list[str]:
     if not setting.sections:
-        return _row(setting)
-    switch = f" (off unless given; {_on(setting)} switches it on, {_off(setting)} off)" if setting.nullable else ""
-    title = f"[{'.'.join(setting.keys)}] {(setting.field.description or '').rstrip('.')}{switch}:"
-    return [title, *_inside(cls, setting.keys)]
-
-
-def _on(setting: Setting) -> str:
-    return spell(setting.keys, "option")
-
-
-def _off(setting: Setting) -> str:
-    return spell((*setting.keys[:-1], f"no-{setting.keys[-1]}"), "option")
+        return _lines(setting)
+    switch = f" (off unless given; {_option(setting)} switches it on, {_option(setting, 'no-')} off)"
+    title = f"[{'.'.join(setting.keys)}] {(setting.field.description or '').rstrip('.')}"
+    return [f"{title}{switch if setting.nullable else ''}:", *_inside(cls, setting.keys)]
 
 
 def _inside(cls: type[Section], path: Keys) -> list[str]:
-    """Return a line for each option, then one for each section, of the section at `path`, for each of its types."""
+    """Return the lines of the options, then of the sections, of the section at `path`, for each of its types."""
     lines = []
     around = find(cls, path) if path else None
-    default = default_type(around.field) if around is not None else None
     inside = {(one.keys, one.owner): one for one in settings(cls) if one.keys[:-1] == path}
     for tag, members in groupby(inside.values(), key=lambda one: one.tag):
-        settings_of_type = list(members)
+        of_type = sorted(members, key=lambda one: bool(one.sections))
         if around is not None and len(around.sections) > 1:
-            chosen = ", the default" if tag == default else ""
-            summary = _summary(settings_of_type[0].owner)
-            lines += ["", f"  with {spell((*path, 'type'), 'option')} {tag}{chosen}: {summary}"]
-        for setting in settings_of_type:
-            if not setting.sections and (setting.keys[-1] != "type" or len(setting.choices) > 1):
-                lines += _row(setting)
-        for setting in settings_of_type:
-            if setting.sections:
-                lines += _columns(f"  [{'.'.join(setting.keys)}]", setting.field.description or "")
+            chosen = ", the default" if tag == default_type(around.field) else ""
+            option = spell((*path, "type"), "option")
+            lines += ["", f"  with {option} {tag}{chosen}: {_summary(of_type[0].owner)}"]
+        shown = [one for one in of_type if one.keys[-1] != "type" or len(one.choices) > 1]
+        lines += [line for one in shown for line in _lines(one)]
     return lines
 
 
-def _row(setting: Setting) -> list[str]:
-    kind = f"| {_off(setting)}" if setting.is_bool and not setting.nullable else type_text(setting)
-    text = f"{setting.field.description} [{default_text(setting)}]"
-    return _columns(f"  {spell(setting.keys, 'option')} {kind}", text)
+def _option(setting: Setting, prefix: str = "") -> str:
+    return spell((*setting.keys[:-1], f"{prefix}{setting.keys[-1]}"), "option")
 
 
-def _columns(left: str, text: str) -> list[str]:
+def _lines(setting: Setting) -> list[str]:
+    """Return an option with type, description and default, or a section with its description."""
+    kind = f"| {_option(setting, 'no-')}" if setting.is_bool and not setting.nullable else type_text(setting)
+    left, text = f"  {_option(setting)} {kind}", f"{setting.field.description} [{default_text(setting)}]"
+    if setting.sections:
+        left, text = f"  [{'.'.join(setting.keys)}]", setting.field.description or ""
     indented = textwrap.wrap(text, _width(), initial_indent=" " * LEFT, subsequent_indent=" " * LEFT)
     if len(left) > LEFT - 2:
         return [left, *indented]
@@ -148,18 +138,15 @@ def _width() -> int:
 
 def type_text(setting: Setting) -> str:
     """Return the type of a setting for people: `int|None`."""
-    words = [_kind_text(kind) for kind in setting.kinds]
-    return "|".join([*words, "None"] if setting.nullable else words)
+    return "|".join([*map(_kind_text, setting.kinds), *(["None"] if setting.nullable else [])])
 
 
 def _kind_text(kind: Any) -> str:
-    if get_origin(kind) is Literal:
+    origin = get_origin(kind)
+    if origin is Literal:
         return "|".join(str(word) for word in get_args(kind))
-    if get_origin(kind) is list:
-        return "list"
-    if get_origin(kind) is dict or issubclass(kind, Section):
-        return "table"
-    return "path" if kind is Path else str(kind.__name__)
+    named = {list: "list", dict: "table", Path: "path"}
+    return named.get(origin or kind) or ("table" if issubclass(kind, Section) else str(kind.__name__))
 
 
 def default_text(setting: Setting) -> str:

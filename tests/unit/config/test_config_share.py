@@ -228,66 +228,33 @@ def test_a_monitor_of_its_own_is_written_and_fed_back(tmp_path: Path, argv: list
 
 
 @pytest.mark.parametrize(
-    ("orch", "infer", "argv", "url", "port"),
+    ("orch", "infer", "option", "text", "url", "port"),
     [
-        ("http://localhost:1", "port = 2", ["--inference.server.port", "3"], "http://localhost:3/v1", 3),
-        (
-            "http://localhost:1",
-            "port = 2",
-            ["--orchestrator.client.base-url", "http://localhost:3"],
-            "http://localhost:3",
-            3,
-        ),
-        ("http://far:1", "port = 2", ["--inference.server.port", "3"], "http://localhost:3/v1", 3),
-        ("http://far:1", 'host = "here"', ["--inference.server.host", "there"], "http://there:8000/v1", 8000),
-        ("http://localhost:1", "", ["--inference.server.host", "0.0.0.0"], "http://localhost:1", 1),
+        ("http://localhost:1", "port = 2", "--inference.server.port", "3", "http://localhost:3/v1", 3),
+        ("http://localhost:1", "port = 2", "--orchestrator.client.base-url", "http://localhost:3", "http://localhost:3", 3),
+        ("http://far:1", "port = 2", "--inference.server.port", "3", "http://localhost:3/v1", 3),
+        ("http://far:1", 'host = "here"', "--inference.server.host", "there", "http://there:8000/v1", 8000),
+        ("http://localhost:1", "", "--inference.server.host", "0.0.0.0", "http://localhost:1", 1),
     ],
-)
+)  # fmt: skip
 def test_the_stronger_source_gives_the_address(
-    tmp_path: Path, orch: str, infer: str, argv: list[str], url: str, port: int
+    tmp_path: Path, orch: str, infer: str, option: str, text: str, url: str, port: int
 ) -> None:
-    (tmp_path / "run.toml").write_text(
-        f'[orchestrator.client]\nbase_url = "{orch}"\n[inference.server]\n{infer}', encoding="utf-8"
-    )
-    config = rl("@", str(tmp_path / "run.toml"), *argv)
+    (tmp_path / "run.toml").write_text(f'[orchestrator.client]\nbase_url = "{orch}"\n[inference.server]\n{infer}')
+    config = rl("@", str(tmp_path / "run.toml"), option, text)
     assert config.inference is not None
     assert (config.orchestrator.client.base_url, config.inference.server.port) == (url, port)
 
 
 def test_a_shared_setting_given_beside_the_resolved_file_reaches_every_section(tmp_path: Path) -> None:
     """`rl @ outputs/configs/rl.toml --max-steps 60`: shared values stand in the file once, so that one option changes them all."""
-    first = parse(
-        RLConfig,
-        [
-            "--orchestrator.environment.id",
-            "x",
-            "--inference.server.port",
-            "8123",
-            "--max-steps",
-            "30",
-            "--seed",
-            "4",
-            "--ckpt.interval",
-            "5",
-            "--seq-len",
-            "512",
-        ],
-        {},
-    )
+    options = "--inference.server.port 8123 --max-steps 30 --seed 4 --ckpt.interval 5 --seq-len 512"
+    first = rl(*options.split())
     file = tmp_path / "rl.toml"
     write_toml(first, file)
     assert parse(RLConfig, ["@", str(file)], {}) == first
-    options = [
-        "--max-steps",
-        "60",
-        "--output-dir",
-        "elsewhere",
-        "--ckpt.interval",
-        "7",
-        "--inference.server.port",
-        "8124",
-    ]
-    longer = parse(RLConfig, ["@", str(file), *options], {})
+    options = "--max-steps 60 --output-dir elsewhere --ckpt.interval 7 --inference.server.port 8124"
+    longer = parse(RLConfig, ["@", str(file), *options.split()], {})
     assert longer.trainer.max_steps == longer.orchestrator.max_steps == 60
     assert {longer.trainer.output_dir, longer.orchestrator.output_dir} == {Path("elsewhere")}
     assert longer.trainer.ckpt is not None

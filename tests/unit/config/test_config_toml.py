@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from prime_rl.config import (
     BaseConfig,
-    ConfigError,
     EvalConfig,
     InferenceConfig,
     OrchestratorConfig,
@@ -259,10 +258,3 @@ def test_what_is_meant_for_one_start_is_not_written() -> None:
     run = RLConfig.model_validate({"dry_run": True, "clean": True, "orchestrator": {"environment": {"id": "x"}}})
     assert "dry_run" not in to_toml(run)
     assert "clean" not in to_toml(run)
-
-
-def test_constraints_hold_when_a_config_is_fed_back_with_an_override(tmp_path: Path) -> None:
-    write_toml(TrainerConfig(max_steps=20), tmp_path / "t.toml")
-    assert parse(TrainerConfig, ["@", str(tmp_path / "t.toml"), "--max-steps", "30"], {}).max_steps == 30
-    with pytest.raises(ConfigError):
-        parse(TrainerConfig, ["@", str(tmp_path / "t.toml"), "--max-steps", "0"], {})
