@@ -76,7 +76,7 @@ class Assignment(NamedTuple):
 
 def is_index(key: str) -> bool:
     """Whether a key is the number of an item of a list."""
-    return re.fullmatch("[0-9]{1,9}", key) is not None
+    return re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
 
 
 def spell(keys: Keys, kind: Kind) -> str:
@@ -152,7 +152,8 @@ class Assignments:
             of = f"set by {before.origin.source} for type '{before.value}'"
             self.hints.append(f"{', '.join(gone)} {of} is left out: {origin.text} makes it '{value}'")
         for one in weaker:
-            del self._entries[one]
+            if all(inner in weaker for inner in self.within(one)):  # a table stays around a stronger source's entry
+                del self._entries[one]
 
     def remove(self, keys: Keys, itself: bool = True) -> None:
         """Forget `keys` and everything within; without `itself` only what is within."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from prime_rl.config.assignments import PREFIX, Assignments, ConfigError, Keys, Origin, is_index
+from prime_rl.config.assignments import OLDER, PREFIX, Assignments, ConfigError, Keys, Origin, is_index
 from prime_rl.config.base import LOADED, BaseConfig, Problems, Section
 from prime_rl.config.mistakes import MOST_LINES, problem_line, validation_lines
 from prime_rl.config.schema import Setting, find, has_mark
@@ -125,7 +125,7 @@ class _Sources:
 
     def read(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         """Write what all sources give into the table, from the weakest to the strongest."""
-        for name in sorted(env):
+        for name in sorted(env, key=lambda name: [(len(part) * part.isdigit(), part) for part in name.split("__")]):
             if _is_setting(name, self._cls):
                 keys = _keys_of_variable(name)
                 value = from_text([env[name]], find(self._cls, keys))
@@ -217,7 +217,7 @@ def _is_setting(name: str, cls: type[Section]) -> bool:
     if not name.startswith(PREFIX) or name == FOREIGN:
         return False
     keys = _keys_of_variable(name)
-    return len(keys) > 1 or find(cls, keys) is not None
+    return len(keys) > 1 or any(find(cls, named) for named in (keys, *OLDER.get(keys, ())[:1]))
 
 
 # The words of the command line, and values as text
@@ -268,7 +268,7 @@ def from_text(texts: list[str], setting: Setting | None) -> Any:
     if setting is None or text == "None":
         return text
     if setting.is_list:
-        if text.lstrip().startswith("["):
+        if len(texts) == 1 and text.lstrip().startswith("["):
             return _literal(text)
         if text.lstrip().startswith("{"):
             return [_literal(item) for item in texts]
@@ -279,7 +279,9 @@ def from_text(texts: list[str], setting: Setting | None) -> Any:
         return text
     if setting.sections and setting.nullable and text.lower() in BOOLS:
         return {} if BOOLS[text.lower()] else None
-    return _literal(text)
+    value = _literal(text)
+    is_number = int in setting.kinds or float in setting.kinds
+    return text if is_number and isinstance(value, bool) else value  # pydantic would take true for 1
 
 
 def _literal(text: str) -> Any:

@@ -229,7 +229,7 @@ class ReinforceLoss(PolicyLoss):
         return _MASK_BOUNDS[self.level][1] if self.importance == "mask" else _TRUNCATE_BOUNDS[self.level]
 
     @model_validator(mode="after")
-    def _has_an_effect(self) -> Self:
+    def _bounds_have_an_effect(self) -> Self:
         unused = f"has no effect: importance is {self.importance}"
         mask, none = self.importance == "mask", self.importance == "none"
         check(
@@ -290,7 +290,9 @@ class WeightsConfig(ExportConfig):
     transport: Literal["auto", "filesystem", "memory"] = option(
         "auto", "How servers get a version: files, or the trainer's memory (auto: memory from a GPU, else files)."
     )
-    tmpfs: Path | None = option(None, "Directory in memory, such as /dev/shm, for files (None: the disk).")
+    tmpfs: Path | None = option(
+        None, "Directory in memory, such as /dev/shm, for files (None: the disk); of the host of the whole run."
+    )
     host: str | None = option(None, "Address that servers reach the trainer at (None: its default route).")
     port: NonNegativeInt = option(0, "Port there that servers ask at, for memory (0: any).")
     timeout: PositiveFloat = option(30.0, "Seconds without progress after which a transfer from memory fails.")

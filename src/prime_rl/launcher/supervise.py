@@ -385,12 +385,12 @@ class Supervisor:
         if self._now < self._next_look:
             return []
         self._next_look = self._now + _STATUS_SECONDS
-        statuses = read_status(self._output_dir)
+        now, statuses = time.time(), read_status(self._output_dir)  # a slow file system makes nobody late
         failures = []
         for child in self._running():
             self._note_ready(child, statuses)
             server, service = child.server, not child.is_job
-            reason = stalled(child.name, statuses, self._policy, time.time(), child.watched_since, service)
+            reason = stalled(child.name, statuses, self._policy, now, child.watched_since, service)
             if server and child.state is ChildState.STARTING and self._now - child.began > server.ready_timeout:
                 reason = f"is not ready after {server.ready_timeout:.0f} s"
             if reason is not None:

@@ -279,12 +279,13 @@ class WeightPublisher:
     def settle(self, *, everything: bool = True) -> None:
         """Wait until versions are committed, durable if they must be, and pruned; UserError if one fails or is late.
 
-        Without `everything`: only for the version under way, and for all removals but the newest.
+        Without `everything`: only for the version under way, and for all removals but the newest (in a tmpfs for all).
         """
 
         def results() -> Times | None:
             committed = self._committer.results()
-            self._pruner.results(leave=0 if everything else 1)
+            # A tmpfs has no room for what is still being removed.
+            self._pruner.results(leave=0 if everything or self.config.tmpfs is not None else 1)
             self._writer.results(leave=0 if everything else len(self._writer.tasks))
             return next((times for times in committed if times is not None), None)
 

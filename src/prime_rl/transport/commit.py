@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20  # at most; 100,000 tensors take half of it
 UNSYNCED_BYTES = 64 << 20
 """Of a large file, in the page cache at most: on ext4 every other fsync, the run's too, waits until these are written."""
+TMPFS_PREFIX = "prime-rl-"  # of directories in a tmpfs
 _CHUNK = 1 << 22
 _REMOVERS = 4  # threads; more would take time from those that write
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_007` is not ours
@@ -390,7 +391,7 @@ def clean_stages(parent: Path, name: str = "") -> None:
 def tmpfs_prefix(root: Path) -> str:
     """Return how the names of a root's directories in a tmpfs begin. No other run's do, nor those of a copy."""
     stat = root.stat()
-    return f"prime-rl-{stat.st_dev:x}-{stat.st_ino:x}-"
+    return f"{TMPFS_PREFIX}{stat.st_dev:x}-{stat.st_ino:x}-"
 
 
 def tmpfs_dirs(directory: Path) -> set[Path]:

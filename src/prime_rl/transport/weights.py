@@ -410,14 +410,16 @@ def link_files(stage: Path, tmpfs: Path, names: Iterable[str]) -> None:
 
 def leave_tmpfs(directory: Path) -> None:
     """Verify a version, and copy its tensors from a tmpfs to the disk. Raises CommitError if they are lost or damaged."""
-    if links := [path for path in directory.glob("*.safetensors") if path.is_symlink()]:
+    files = list(directory.glob("*.safetensors"))
+    if any(path.is_symlink() for path in files):  # of all, where a trainer was killed between two of them
         verify_weights(directory)
         held = commit.tmpfs_dirs(directory)
-        make_durable(directory, lambda stage: [shutil.copyfile(link, stage / link.name) for link in links])
+        make_durable(directory, lambda stage: [shutil.copyfile(path, stage / path.name) for path in files])
         for each in held:
             commit.remove(each)
 
 
 def is_lost(directory: Path) -> bool:
     """Whether a committed version has links to a tmpfs that are dead: the host was started again, or is another one."""
-    return any(path.is_symlink() and not path.exists() for path in directory.iterdir())
+    links = [path for path in directory.iterdir() if path.is_symlink() and not path.exists()]
+    return any(path.readlink().parent.name.startswith(commit.TMPFS_PREFIX) for path in links)

@@ -77,6 +77,13 @@ $ rl --orchestrator.environment.id x --restart-backoff 2
 $ orchestrator --environment.id x --no-canary
   --no-canary names no setting any more: write --no-logprob-check
 # wrong values
+$ trainer --optim.lr true
+  optim.lr: must be a valid number, got 'true' (--optim.lr)
+$ trainer --loss.type reinforce --loss.normalization fixed
+  loss: normalization fixed needs fixed_length, the tokens that every sequence is divided by (normalization:
+  --loss.normalization)
+$ orchestrator --environment.id x --environments.00.id y
+  environments: must be a list, got {'00': {'id': 'y'}} (--environments.00.id)
 $ trainer --optim.lr nan
   optim.lr: must be a finite number, got 'nan' (--optim.lr)
 $ trainer --device coda

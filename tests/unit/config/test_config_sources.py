@@ -17,6 +17,7 @@ from prime_rl.config import (
     child_env,
     parse,
 )
+from prime_rl.config.assignments import Assignments, Origin
 from prime_rl.config.loader import resolve
 
 Write = Callable[[str, str], str]
@@ -61,6 +62,15 @@ def test_another_type_takes_nothing_over_from_the_one_before(write: Write) -> No
     same = resolve(TrainerConfig, ["@", grpo, "--loss.type", "grpo", "--loss.clip-low", "0.1"], {})
     assert (same.config.loss.clip_low, same.config.loss.clip_high, same.hints) == (0.1, 0.28, [])
     assert parse(TrainerConfig, ["@", grpo], {"PRIME_LOSS__TYPE": "gspo"}).loss.type == "grpo"
+
+
+def test_another_type_leaves_what_the_same_source_set_in_a_table_of_the_one_before() -> None:
+    table = Assignments()
+    file, option = Origin("file", "a.toml", 1), Origin("option", "--x", 2)
+    table.put(("loss",), {"type": "a", "inner": {"one": 1, "two": 2}}, lambda _: file)
+    table.put(("loss", "inner", "two"), 3, lambda _: option)
+    table.put(("loss", "type"), "b", lambda _: option)
+    assert table.get(("loss",)) == {"type": "b", "inner": {"two": 3}}
 
 
 def test_at_is_accepted_glued_apart_and_anywhere(write: Write) -> None:
@@ -147,6 +157,15 @@ def test_variable_values_of_lists_dicts_and_sections() -> None:
 def test_a_variable_with_double_underscore_that_names_nothing_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="PRIME_MODEL__NAMME names no setting; did you mean PRIME_MODEL__NAME"):
         parse(TrainerConfig, [], {"PRIME_MODEL__NAMME": "x"})
+
+
+def test_variables_of_many_items_and_of_older_spellings() -> None:
+    names = [f"env{number}" for number in range(12)]
+    config = parse(OrchestratorConfig, [], {f"PRIME_ENVIRONMENTS__{n}__ID": name for n, name in enumerate(names)})
+    assert [environment.id for environment in config.environments] == names
+    assert parse(OrchestratorConfig, ENV, {"PRIME_EXP_ID": "a"}).output_dir == Path("outputs/a")
+    assert not parse(OrchestratorConfig, ENV, {"PRIME_CANARY": "0"}).logprob_check
+    parse(TrainerConfig, [], {"PRIME_BENCHMARKS": "x"})
 
 
 def test_other_programs_variables_are_left_alone() -> None:

@@ -191,11 +191,30 @@ def test_after_a_restart_of_the_host(in_tmpfs: Run) -> None:
     in_tmpfs.train(in_tmpfs.incarnation(), range(1, 4), durable=(2,))
     shutil.rmtree(in_tmpfs.tmpfs)
     in_tmpfs.tmpfs.mkdir()
+    (in_tmpfs.weights / "step_2" / "notes").symlink_to("gone")  # nothing of ours
     assert [*read_versions(in_tmpfs.weights)] == [0, 2]
     with pytest.raises(CommitError, match="on this host"):
         verify_weights(in_tmpfs.weights / "step_3")
     in_tmpfs.incarnation(2)
     assert list_steps(in_tmpfs.weights) == [0, 2]
+
+
+def test_a_version_is_brought_to_the_disk_after_a_kill_between_two_files(
+    in_tmpfs: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: files that were put in their links' place before the trainer was killed are no obstacle to the rest."""
+    monkeypatch.setattr("prime_rl.trainer.weight_copy._LEAST_FILE_BYTES", 1)
+    first = in_tmpfs.incarnation()
+    hashes = in_tmpfs.train(first, range(1, 2))
+    directory = in_tmpfs.weights / "step_1"
+    links = [path for path in directory.iterdir() if path.is_symlink()]
+    assert len(links) > 1
+    data = links[0].read_bytes()
+    links[0].unlink()
+    links[0].write_bytes(data)
+    in_tmpfs.incarnation(1)
+    assert verify_weights(directory).hash == hashes[1]
+    assert not in_tmpfs.held()
 
 
 def test_only_its_own_is_cleaned(in_tmpfs: Run, tmp_path: Path) -> None:
