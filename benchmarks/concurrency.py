@@ -112,8 +112,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     given, directory = parse(), scratch()
-    model, dummy = make_model(given.model, directory / "model")
-    load = Load(model, dummy, given.prompt, given.reply, given.flight, given.group)
+    model = make_model(given.model, directory / "model")
+    load = Load(model, given.prompt, given.reply, given.flight, given.group)
     cases = [Case("auto", batch) for batch in (given.batch, *given.begin)]
     cases += [Case(str(number), given.batch) for number in given.fixed]
     texts, _ = make_prompts(load, ORCHESTRATOR_STEPS * max(case.batch for case in cases) // load.group + 1)

@@ -18,7 +18,6 @@
 import argparse
 import json
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -29,18 +28,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from machine import describe_gpus, describe_machine
 from rl_runs import mean, run_rl, visible
-from steps import model_source
-from transformers import AutoModelForCausalLM
+from steps import write_random_model
 
 from prime_rl.monitor.limits import limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path, read_metrics
 
 HERE = Path(__file__).parent
 README, RESULTS = HERE / "README.md", HERE / "results" / "end_to_end.json"
-TOKENIZER = HERE.parent / "assets" / "tiny-reverse"
 CASES = {"cpu": None, "shared-128": (128, 128), "shared-512": (256, 512), "two-128": (128, 128), "two-512": (256, 512)}
 WARM = 5  # steps that compile, or follow a start
 LEAST = 4  # steps that are counted, of a run that is too short for leaving steps out: they may come in pairs
@@ -59,18 +55,6 @@ PARTS = {  # column: whose, and which of its `time/…`
     "save_ckpt": ("trainer", "save_ckpt"),
 }
 EVAL = "eval/reverse-text/reward/mean"
-
-
-def write_random_model(directory: Path, shape: str, layers: int | None) -> None:
-    """Random weights of a Qwen3 model's shape, or of its first layers, in bfloat16, with the bundled tokenizer."""
-    config = model_source(shape, layers).config
-    config.dtype = torch.bfloat16
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes 45 s for 0.6B
-        model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(directory)
-    for path in (*TOKENIZER.glob("tokenizer*"), *TOKENIZER.glob("*.jinja")):
-        shutil.copy(path, directory)
 
 
 def settings(case: str, given: argparse.Namespace, model: Path) -> tuple[dict[str, Any], list[str]]:

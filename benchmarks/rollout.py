@@ -215,8 +215,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     given, directory = parse(), scratch()
-    model, dummy = make_model(given.model, directory / "model")
-    load = Load(model, dummy, given.prompt, given.reply, given.flight, min(given.group, given.flight))
+    model = make_model(given.model, directory / "model")
+    load = Load(model, given.prompt, given.reply, given.flight, min(given.group, given.flight))
     count = max((1 + WAVES) * load.flight, ORCHESTRATOR_STEPS * given.batch) // load.group + 1
     texts, prompts = make_prompts(load, count)
     found: dict[str, Any] = {}

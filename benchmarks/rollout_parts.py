@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,15 +30,13 @@ class Load:
     """What is sampled, on both sides.
 
     Args:
-        model: A directory, with random weights or without any.
-        dummy: It has none: vLLM makes them up.
+        model: A directory.
         prompt, reply: Tokens.
         flight: Requests in flight.
         group: Requests in a row with the same prompt.
     """
 
     model: Path
-    dummy: bool
     prompt: int
     reply: int
     flight: int
@@ -54,36 +51,24 @@ class Load:
         """vLLM's options that decide its speed, alike on both sides; as attributes are spelled."""
         flags: dict[str, object] = {"max_num_seqs": self.flight, "max_num_batched_tokens": 8192, "seed": 0}
         flags |= {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
-        if self.dummy:
-            flags["load_format"] = "dummy"
         if cpu:
             flags |= {"enforce_eager": True, "dtype": "float32", "enable_chunked_prefill": False}
         return flags
 
 
-def make_model(name: str, directory: Path) -> tuple[Path, bool]:
-    """The bundled tiny model, or a known shape without weights whose tokenizer is the bundled one, with names for all ids of the vocabulary.
-
-    Returns:
-        The directory, and whether it is without weights.
-    """
+def make_model(name: str, directory: Path) -> Path:
+    """The bundled tiny model, or random weights of a known shape, with names for all ids of the vocabulary."""
     if name == "tiny":
-        return TINY, False
-    from steps import model_source
+        return TINY
+    from steps import write_random_model
 
-    directory.mkdir(parents=True)
-    config = model_source(name).config
-    config.architectures = ["Qwen3ForCausalLM"]  # a made-up shape does not say it; vLLM asks
-    config.eos_token_id = json.loads((TINY / "config.json").read_text())["eos_token_id"]
-    config.save_pretrained(directory)
-    for path in [*TINY.glob("tokenizer*"), TINY / "chat_template.jinja"]:
-        shutil.copy(path, directory)
-    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    write_random_model(directory, name)
+    config = json.loads((directory / "config.json").read_text())
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
     known = {token["id"] for token in tokenizer["added_tokens"]} | set(tokenizer["model"]["vocab"].values())
-    tokenizer["model"]["vocab"] |= {f"Ġw{i}": i for i in range(config.vocab_size) if i not in known}
+    tokenizer["model"]["vocab"] |= {f"Ġw{i}": i for i in range(config["vocab_size"]) if i not in known}
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # no tensor: vLLM makes them up
-    return directory, True
+    return directory
 
 
 def make_prompts(load: Load, count: int) -> tuple[list[str], list[list[int]]]:

@@ -221,7 +221,7 @@ def test_what_was_measured_before_the_limit_is_kept(
 
     monkeypatch.setattr(rollout, "running", running)
     monkeypatch.setattr(rollout, "START_SECONDS", 0.1)
-    load, given = rollout.Load(tmp_path, True, 8, 8, 4, 2), argparse.Namespace(device="cpu", limit=0.1)
+    load, given = rollout.Load(tmp_path, 8, 8, 4, 2), argparse.Namespace(device="cpu", limit=0.1)
     (tmp_path / "bare").mkdir()
     measured = rollout.bare(load, [], given, tmp_path)
     assert measured == rates | {"incomplete": "not measured within 0 s for its start and 0 s"}
