@@ -223,7 +223,7 @@ class SharedTools:
     def __init__(self, env: Any) -> None:
         self._env = env
         self._restarts = contextlib.AsyncExitStack()  # of those that were started again
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # bounded: its holder takes `SERVER_SECONDS` at most for each step
 
     async def check(self) -> None:
         """Raises vf.ToolsetError when a server does not answer, or its tools are not usable."""
@@ -236,12 +236,12 @@ class SharedTools:
     async def ready(self) -> None:
         """Wait while servers are being started again."""
         if self._lock.locked():
-            async with self._lock:  # bounded: whoever holds it takes `SERVER_SECONDS` at most for each step
+            async with self._lock:
                 return
 
     async def revive(self) -> None:
         """Start the servers again if one of them is gone. Episodes that use the old ones end with their error."""
-        async with self._lock:  # bounded: as above
+        async with self._lock:
             if not await self._gone():
                 return
             for server in self._env._shared_tools.values():

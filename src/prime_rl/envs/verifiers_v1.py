@@ -340,7 +340,7 @@ class TaskStream:
     def __init__(self, taskset: Iterable[Any]) -> None:
         """Raises ValueError when it ends, or differs when it is read again."""
         self._taskset = taskset
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # bounded: by the deadline of the episode that holds it
         readings = []
         for _ in range(2):
             self._rewind()
@@ -358,7 +358,7 @@ class TaskStream:
         Raises:
             Exception: the taskset's own, or a ValueError where it ends before; the next call reads from the beginning.
         """
-        async with self._lock:  # bounded: by the deadline of the episode that holds it
+        async with self._lock:
             if index < self._next - len(self._kept):
                 self._rewind()
             until = time.monotonic() + SLICE_SECONDS

@@ -147,7 +147,7 @@ class WorkerServer:
                 raise RuntimeError("the command loop failed") from receive.exception()
 
     async def _receive(self, env: Adapter, setup: Setup) -> None:
-        slots = asyncio.Semaphore(setup.max_concurrent)
+        slots = asyncio.Semaphore(setup.max_concurrent)  # bounded: by the deadlines of the episodes that hold it
         while True:
             frame = await self._socket.recv()  # bounded: the next command is the pool's to give; SIGTERM ends it
             match decode(frame):

@@ -55,7 +55,7 @@ class ModelServer:
         # Tokens of a prompt and its reply that the model takes, where the server says so.
         self.context: int | None = None
         self.api_key = os.environ.get(config.api_key_var, "")
-        self.slots = asyncio.Semaphore(config.max_concurrent)
+        self.slots = asyncio.Semaphore(config.max_concurrent)  # bounded: requests have timeouts, and a few attempts
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
             limits=httpx.Limits(max_connections=config.max_concurrent, keepalive_expiry=1.0),
@@ -154,7 +154,7 @@ class Teacher(ModelServer):
             Refused: it refuses the request, its answer holds no such numbers, or not even one token fits.
             UserError: it does not take the key.
         """
-        async with self.slots:  # bounded: requests have timeouts, and a few attempts
+        async with self.slots:
             if self.context is not None and self.context - 1 - len(hint) < 1:
                 behind = f" behind a hint of {len(hint)}" if hint else ""
                 raise Refused(f"{self.root} takes {self.context} tokens, which leaves no room{behind}; {_LARGER}")
