@@ -20,8 +20,3 @@ def verl(oracle_cache: Path) -> Oracle:
 @pytest.fixture(scope="session")
 def trl(oracle_cache: Path) -> Oracle:
     return Oracle("trl", oracle_cache)
-
-
-@pytest.fixture(scope="session")
-def lm_eval(oracle_cache: Path) -> Oracle:
-    return Oracle("lm_eval", oracle_cache)

@@ -25,11 +25,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "verl==0.9.1", "tensordict==0.15.3", "ray==2.60.0", "omegaconf==2.4.0",
         "codetiming==1.4.0", "orjson==3.13.0", "pyvers==0.2.3",
     ),
-    "lm_eval": (
-        "lm-eval==0.4.13", "sacrebleu==2.6.0", "portalocker==4.4.2", "tabulate==0.10.0", "colorama==0.4.6", "lxml==6.1.3",
-        "pytablewriter==1.2.1", "dataproperty==1.1.1", "mbstrdecoder==1.1.5", "pathvalidate==3.3.1", "tabledata==1.3.5",
-        "tcolorpy==0.1.7", "typepy==1.3.5", "pytz==2026.6", "chardet==6.0.0.post1",
-    ),
 }  # fmt: skip
 SECONDS = 500  # that one command may take, installing included
 
@@ -67,23 +62,22 @@ class Oracle:
         (packages / "shared.pth").write_text("\n".join(site.getsitepackages()))
         (self._home / "complete").touch()
 
-    def run(self, arguments: list[str], directory: Path, environment: dict[str, str] | None = None) -> None:
-        """Run its Python with `arguments` in `directory`, without a GPU and without a hub."""
+    def answer(self, script: Path, question: Any, directory: Path) -> Any:
+        """Return what `script` writes to its second argument, having read `question` from its first, both as JSON: floats pass unchanged.
+
+        It runs in `directory`, without a GPU and without a hub.
+        """
+        question_file, answer_file = directory / f"{self.name}-question.json", directory / f"{self.name}-answer.json"
+        question_file.write_text(json.dumps(question))
         base = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
         offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.run(
-            [str(self.python), *arguments],
+            [str(self.python), str(script), str(question_file), str(answer_file)],
             capture_output=True,
             text=True,
             timeout=SECONDS,
             cwd=directory,
-            env={**base, **offline, **(environment or {})},
+            env={**base, **offline},
         )
         assert process.returncode == 0, f"{self.name} failed:\n{process.stdout[-2000:]}\n{process.stderr[-4000:]}"
-
-    def answer(self, script: Path, question: Any, directory: Path) -> Any:
-        """What `script` writes to its second argument, having read `question` from its first, both as JSON: floats pass unchanged."""
-        question_file, answer_file = directory / f"{self.name}-question.json", directory / f"{self.name}-answer.json"
-        question_file.write_text(json.dumps(question))
-        self.run([str(script), str(question_file), str(answer_file)], directory)
         return json.loads(answer_file.read_text())
