@@ -46,9 +46,6 @@ WITH_SERVERS = (
 )  # fmt: skip
 
 
-LEFT_OUT = pytest.StashKey[int]()  # tests that the default `-m "not slow"` deselected; absent where it does not apply
-
-
 def _names_tests(config: pytest.Config) -> bool:
     """Whether the command line names files or tests, rather than nothing or directories."""
     return any(Path(argument.partition("::")[0]).suffix for argument in config.option.file_or_dir)
@@ -60,29 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit("the bundled environments are not installed: `uv sync --group cpu`", returncode=4)
     if not (_names_tests(config) or config.option.keyword or config.option.markexpr):
         config.option.markexpr = "not slow"
-        config.stash[LEFT_OUT] = 0
-
-
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    config = items[0].config
-    if LEFT_OUT in config.stash:
-        config.stash[LEFT_OUT] += len(items)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Under xdist only the workers collect: each sends its count to the main process."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
-
-
-def pytest_testnodedown(node: Any, error: object) -> None:
-    if LEFT_OUT in node.config.stash:  # every worker collects everything
-        node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if count := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{count} tests not selected: slow ones, which `-m slow` runs")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -96,8 +70,6 @@ class ByPlace(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        if file == "tests/oracles/test_clients.py":
-            return "servers"
         if not file.startswith("tests/integration/"):
             return file
         return "servers" if Path(file).stem in WITH_SERVERS else "launcher" if "/test_launcher" in file else file

@@ -1,9 +1,8 @@
 """Contracts about the whole: nothing is unpickled, no key is written or passed where others read it, remote code is off."""
 
-import ast
 import os
+import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -30,103 +29,50 @@ from prime_rl.monitor.monitor import Monitor
 from prime_rl.redact import HIDDEN, is_secret
 from support.processes import run_forked
 
-SRC = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
 CLASSES = [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig]
 KEY = "a-key-nobody-may-see"
 
-UNPICKLING_MODULES = {
-    "pickle",
-    "_pickle",
-    "cPickle",
-    "cloudpickle",
-    "dill",
-    "marshal",
-    "shelve",
-    "joblib",
-    "jsonpickle",
-}
-UNPICKLING_CALLS = {
-    "broadcast_object_list",
-    "all_gather_object",
-    "scatter_object_list",
-    "gather_object",
-    "recv_object_list",
-}
-UNPICKLING_CALLS |= {"recv_pyobj", "send_pyobj", "read_pickle", "unpickle"}
-# Read torch's checkpoint metadata through an Unpickler that admits only the classes it consists of, and a dataset's strings through one that admits
-# no class.
-RESTRICTED = {SRC / "prime_rl" / "trainer" / "dcp.py", SRC / "livecodebench" / "tests.py"}
+# What runs, or may run, code that comes as data.
+UNPICKLES = re.compile(
+    r"""^\s*(import|from)\ (_?pickle|cPickle|cloudpickle|dill|marshal|shelve|joblib|jsonpickle)\b
+    | torch\.load\((?!.*weights_only=True)
+    | (?<![\w.])(eval|exec)\( | yaml\.load\( | read_pickle | _pyobj\(
+    | (broadcast|scatter|recv)_object_list | gather_object
+    | (allow_pickle|shell|trust_remote_code)=True
+    | multiprocessing\.(Queue|Pipe|Manager|Pool)\(""",
+    re.VERBOSE,
+)
+# Read torch's checkpoint metadata through an Unpickler that admits only the classes it consists of, and a dataset's strings through one that
+# admits no class; the latter runs programs in the sandbox.
+RESTRICTED = {"src/prime_rl/trainer/dcp.py", "environments/livecodebench/tests.py"}
 
 
-def violations(source: str, restricted: bool = False) -> list[str]:
-    """What in a module runs, or may run, code that comes as data. With `restricted` an Unpickler that chooses its classes is allowed."""
-    tree = ast.parse(source)
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            bad = {name.partition(".")[0] for name in names} & UNPICKLING_MODULES
-            found += [f"{node.lineno}: imports {name}" for name in bad if not (restricted and name == "pickle")]
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("pickle.load", "pickle.loads"):
-            found.append(f"{node.lineno}: {ast.unparse(node)}")
-        elif isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Unpickler") for base in node.bases):
-            methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-            found += [] if "find_class" in methods else [f"{node.lineno}: an Unpickler that admits every class"]
-        elif isinstance(node, ast.Call):
-            found += [f"{node.lineno}: {what}" for what in bad_call(node)]
-    return found
-
-
-def bad_call(call: ast.Call) -> Iterator[str]:
-    name = ast.unparse(call.func)
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    if name == "torch.load" and given.get("weights_only") != "True":
-        yield "torch.load without weights_only=True"
-    if name.rpartition(".")[2] in UNPICKLING_CALLS or name in ("pickle.Unpickler", "eval", "exec", "yaml.load"):
-        yield name
-    for option in ("allow_pickle", "shell", "trust_remote_code"):
-        if given.get(option) == "True":
-            yield f"{name}({option}=True)"
-    if name.startswith("multiprocessing.") and name.rpartition(".")[2] in ("Queue", "Pipe", "Manager", "Pool"):
-        yield f"{name} (pickles what it carries)"
-
-
-@pytest.mark.parametrize("file", sorted(SRC.rglob("*.py")), ids=lambda file: file.relative_to(SRC).as_posix())
-def test_nothing_is_unpickled(file: Path) -> None:
+def test_nothing_is_unpickled() -> None:
     """Contract: what comes from another process or a file is data, never code."""
-    assert not violations(file.read_text(), restricted=file in RESTRICTED)
+    files = {path.relative_to(ROOT).as_posix(): path for room in ("src", "environments") for path in (ROOT / room).rglob("*.py")}  # fmt: skip
+    for name in RESTRICTED:
+        assert "def find_class" in files.pop(name).read_text(), "its Unpickler chooses the classes"
+    lines = [f"{name}: {line}" for name, path in files.items() for line in path.read_text().splitlines()]
+    assert [line for line in lines if UNPICKLES.search(line.partition(": ")[2])] == []
 
 
 @pytest.mark.parametrize(
-    "source",
+    "line",
     [
         "import pickle",
-        "from pickle import loads",
-        "import cloudpickle as c",
+        "    from pickle import loads",
         "torch.load(f)",
-        "torch.load(f, weights_only=False)",
         "torch.load(f, weights_only=flag)",
-        "numpy.load(f, allow_pickle=True)",
         "dist.broadcast_object_list(box)",
         "socket.recv_pyobj()",
         "eval(text)",
         "subprocess.run(text, shell=True)",
-        "AutoModel.from_pretrained(x, trust_remote_code=True)",
     ],
 )
-def test_unpickling_is_found(source: str) -> None:
+def test_unpickling_is_found(line: str) -> None:
     """Contract: the check above can fail."""
-    assert violations(source)
-
-
-def test_the_exception_is_narrow() -> None:
-    """Contract: the one module that reads a pickle does it through an Unpickler that chooses its classes."""
-    assert not violations(
-        "import pickle\nclass U(pickle.Unpickler):\n    def find_class(self, m, n): ...", restricted=True
-    )
-    assert violations("import pickle\nclass U(pickle.Unpickler):\n    pass", restricted=True)
-    assert violations("import pickle\npickle.load(f)", restricted=True)
-    assert violations("import dill", restricted=True)
+    assert UNPICKLES.search(line)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
