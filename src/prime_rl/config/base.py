@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from prime_rl.config.assignments import Assignments
+from prime_rl.config.layers import LayeredTable
 
 
 class Problem(ValueError):
@@ -114,7 +114,7 @@ class BaseConfig(Section):
     """Settings of every entrypoint."""
 
     output_dir: Path = option(Path("outputs"), "Directory of the run; everything durable is written below it.")
-    seed: int = option(0, "Seed of everything random in the run.", ge=0)
+    seed: int = option(0, "Seed of everything random in the run.", ge=0, lt=2**63)
     dry_run: bool = option(False, "Validate, print the plan, write resolved configs, start nothing.", mark="one_time")
     log: LogConfig = option(LogConfig, "Console and log file.")
 
@@ -124,7 +124,7 @@ class BaseConfig(Section):
         return tree
 
     @staticmethod
-    def share(table: Assignments) -> None:
+    def share(table: LayeredTable) -> None:
         """Fill settings that several sections have in common into each of them. Raises Problems."""
 
     @model_validator(mode="before")
@@ -132,8 +132,11 @@ class BaseConfig(Section):
     def _share(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict) or info.context == LOADED or cls.share is BaseConfig.share:
             return data
-        table = Assignments()
-        for name, value in data.items():  # a section made in Python counts with what was set in it
-            table.put((name,), value.model_dump(exclude_unset=True) if isinstance(value, Section) else value)
+        table = LayeredTable(
+            {  # a section made in Python counts with what was set in it
+                name: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+                for name, value in data.items()
+            }
+        )
         cls.share(table)
-        return table.get(())
+        return table.tree

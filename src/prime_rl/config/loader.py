@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tomllib
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from prime_rl.config.assignments import OLDER, PREFIX, Assignments, ConfigError, Keys, Origin, is_index
 from prime_rl.config.base import LOADED, BaseConfig, Problems, Section
-from prime_rl.config.mistakes import MOST_LINES, problem_line, validation_lines
+from prime_rl.config.layers import OLDER, PREFIX, ConfigError, Keys, Layer, LayeredTable, is_index, nested
+from prime_rl.config.mistakes import problem_line, validation_lines
 from prime_rl.config.schema import Setting, find, has_mark
 from prime_rl.errors import UserError
 
@@ -27,9 +26,6 @@ Config = TypeVar("Config", bound=BaseConfig)
 FOREIGN = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
 INCLUDE = "include"
 BOOLS = {"true": True, "false": False, "1": True, "0": False, "none": None}
-LONGEST_LINE = 2000
-# configs/trainer/NAME.toml, or configs/trainer/NAME/1b.toml, of older releases is configs/NAME/train.toml.
-OLDER_FOLDERS = {"trainer": "train", "training": "train", "orchestrator": "orch", "inference": "infer"}
 
 
 class Resolved(NamedTuple):
@@ -42,13 +38,13 @@ class Resolved(NamedTuple):
 def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """Return the configuration of this process, from `argv` (None: the command line) and the environment.
 
-    Print help, version or completion and exit with status 0 where asked to; print every mistake and exit with status 2
-    where there is one.
+    Print help or version and exit with status 0 where asked to; print every mistake and exit with status 2 where there
+    is one.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = prog or os.path.basename(sys.argv[0])
     try:
-        if any(token.partition("=")[0] in ("-h", "--help", "--version", "--completion") for token in arguments):
+        if any(token.partition("=")[0] in ("-h", "--help", "--version") for token in arguments):
             from prime_rl.config.help import answer
 
             say(answer(cls, name, arguments))
@@ -76,17 +72,18 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> R
     """As `parse`, with hints."""
     sources = _Sources(cls)
     sources.read(argv, env)
-    table, problems = sources.table, sources.problems
+    table = sources.table
+    problems = sources.problems + table.problems
     # Once as given, for what is unknown or of a wrong type, and once with the settings that sections share.
     try:
-        cls.model_validate(table.get(()), context=LOADED)
+        cls.model_validate(table.tree, context=LOADED)
     except ValidationError as error:
         problems += validation_lines(error, cls, table, shared=False)
     if problems:
         raise ConfigError(problems)
     try:
         cls.share(table)
-        return Resolved(cls.model_validate(table.get(()), context=LOADED), table.hints)
+        return Resolved(cls.model_validate(table.tree, context=LOADED), table.hints)
     except Problems as error:
         raise ConfigError([problem_line(problem, (), table) for problem in error.problems]) from None
     except ValidationError as error:
@@ -102,34 +99,30 @@ def say(text: str) -> None:
 
 
 def _report(kind: str, lines: list[str]) -> None:
-    """Print the first lines, each as one line of bounded length, whatever the input held that they quote."""
-    more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
-    for line in lines[:MOST_LINES] + more:
-        short = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 200]} … {line[-200:]}"
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
-        print(f"{kind}: {shown}", file=sys.stderr)
+    for line in lines:
+        print(f"{kind}: {line}", file=sys.stderr)
 
 
 class _Sources:
-    """Variables, files and options, read into one table, and mistakes in what they look like.
+    """Reads variables, files and options into one table, and collects mistakes in what they look like.
 
     argparse can neither tell an optional section from a setting nor let `@` stand anywhere.
     """
 
     def __init__(self, cls: type[Section]) -> None:
-        self.table = Assignments()
+        self.table = LayeredTable()
         self.problems: list[str] = []
         self._cls, self._rank = cls, 0
         self._files: list[tuple[Path, Keys]] = []
         self._options: list[tuple[str, Keys, Any]] = []
 
     def read(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Write what all sources give into the table, from the weakest to the strongest."""
+        """Add a layer for each source, from the weakest to the strongest."""
         for name in sorted(env, key=lambda name: [(len(part) * part.isdigit(), part) for part in name.split("__")]):
             if _is_setting(name, self._cls):
                 keys = _keys_of_variable(name)
                 value = from_text([env[name]], find(self._cls, keys))
-                self._collect(self._put, Origin("variable", name, 0), keys, value)
+                self.table.add(Layer("variable", name, 0, nested(keys, value)))
         tokens = deque(argv)
         while tokens:
             self._collect(self._take, tokens.popleft(), tokens)
@@ -137,16 +130,13 @@ class _Sources:
             self._collect(self._read_file, path, prefix)
         # Items of lists after the lists, whatever their order on the line: neither is lost.
         for name, keys, value in sorted(self._options, key=lambda option: any(map(is_index, option[1]))):
-            self._collect(self._put, Origin("option", name, self._rank + 1), keys, value)
+            self.table.add(Layer("option", name, self._rank + 1, nested(keys, value)))
 
     def _collect(self, step: Callable[..., None], *arguments: Any) -> None:
         try:
             step(*arguments)
         except ConfigError as error:
             self.problems += error.problems
-
-    def _put(self, origin: Origin, keys: Keys, value: Any) -> None:
-        self.table.put(keys, value, lambda _: origin)
 
     def _take(self, token: str, following: deque[str]) -> None:
         """Read a file, or an option and the values that follow it, as many as its type takes."""
@@ -194,7 +184,7 @@ class _Sources:
         # A file for a section is as strong as the last of the whole.
         rank = self._rank = max(self._rank + (not prefix), 1)
         lines = tuple(text.splitlines())
-        self.table.put(prefix, tree, lambda keys: Origin("file", str(path), rank, keys[len(prefix) :], lines))
+        self.table.add(Layer("file", str(path), rank, nested(prefix, tree), prefix, lines))
 
 
 # Environment variables: PRIME_MODEL__NAME is model.name. One without `__` counts only if it names a setting.
@@ -217,7 +207,8 @@ def _is_setting(name: str, cls: type[Section]) -> bool:
     if not name.startswith(PREFIX) or name == FOREIGN:
         return False
     keys = _keys_of_variable(name)
-    return len(keys) > 1 or any(find(cls, named) for named in (keys, *OLDER.get(keys, ())[:1]))
+    today = (OLDER[keys][0],) if keys in OLDER else keys
+    return len(keys) > 1 or find(cls, today) is not None
 
 
 # The words of the command line, and values as text
@@ -286,11 +277,10 @@ def from_text(texts: list[str], setting: Setting | None) -> Any:
 
 def _literal(text: str) -> Any:
     """Return the value of JSON, else of a Python literal that JSON has a form of, else the text itself."""
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         return json.loads(text)
-    with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        with warnings.catch_warnings(action="ignore"):  # of escapes that a string may have
-            return json.loads(json.dumps(ast.literal_eval(text.strip())))
+    with suppress(ValueError, TypeError, SyntaxError):
+        return json.loads(json.dumps(ast.literal_eval(text.strip())))
     return text
 
 
@@ -305,19 +295,12 @@ def _load_toml(path: Path) -> tuple[dict[str, Any], str]:
         problem = f"no such file: {path}{_nearest_file(path)}"
     except OSError as error:
         problem = f"{path}: cannot be read: {error.strerror}"
-    except RecursionError:
-        problem = f"{path}: malformed TOML: nested too deeply"
-    except ValueError as error:  # of tomllib, of an encoding, or a NUL in the path of an include
+    except ValueError as error:  # of tomllib, or of an encoding
         problem = f"{path}: malformed TOML: {str(error).partition(';')[0]}"
     raise ConfigError([problem])
 
 
 def _nearest_file(path: Path) -> str:
-    for position, folder in enumerate(path.parts[:-1]):
-        name = path.with_suffix("").parts[position + 1]
-        today = Path(*path.parts[:position], name, f"{OLDER_FOLDERS.get(folder)}.toml")
-        if os.path.isfile(today):
-            return f" (today it is {today})"
     if not os.path.isdir(path.parent):
         return f" (nor is there a directory {path.parent})"
     near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)

@@ -5,12 +5,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prime_rl.config.assignments import SECTIONS_OF_RL, Assignments, Keys, Origin, spell
 from prime_rl.config.base import Problem, Problems, Section
+from prime_rl.config.layers import SECTIONS_OF_RL, Keys, LayeredTable, Origin, spell
 from prime_rl.config.schema import find, has_mark, nearest, types_with
 from prime_rl.redact import without_password
 
-MOST_LINES = 50  # mistakes shown at a time
 _SHAPES = {"model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "list_type": "a list", "path_type": "a path"}  # fmt: skip
 # Settings of earlier releases, and what to do instead.
 REMOVED = {
@@ -32,19 +31,20 @@ REMOVED = {
     "register_dir": "clients list their servers, in client.base_url",
     "restart_backoff": "the first restart comes after a second, each further one after twice as long",
     "weights.canary": "every version's fixed prompt is scored; logprob_check = false of the orchestrator asks no server",
+    "canary": "it is logprob_check",
 }
 # Kinds of errors whose message says all there is to say about the value.
 _SELF_EVIDENT = ("missing", "union_tag_invalid", "literal_error")
 
 
-def validation_lines(error: ValidationError, cls: type[Section], table: Assignments, shared: bool) -> list[str]:
+def validation_lines(error: ValidationError, cls: type[Section], table: LayeredTable, shared: bool) -> list[str]:
     """Return a line for each mistake that pydantic found; one that was copied into several sections counts once.
 
     `shared`: whether sections have what they share, so that contradictions and what is missing can be told.
     """
-    tree, places, lines = table.get(()), set[Keys](), dict[tuple[Keys, str], str]()
+    tree, places, lines = table.tree, set[Keys](), dict[tuple[Keys, str], str]()
     found = [(_keys_of_error(details, tree), details) for details in error.errors(include_url=False)]
-    for keys, details in sorted(found, key=lambda one: not table.is_given(one[0])):
+    for keys, details in sorted(found, key=lambda one: table.rank(one[0]) < 0):
         cause = details.get("ctx", {}).get("error")
         local = keys[1:] if keys[:1] and keys[0] in SECTIONS_OF_RL else keys
         if not shared and (details["type"] == "missing" or isinstance(cause, Problem | Problems)):
@@ -55,18 +55,18 @@ def validation_lines(error: ValidationError, cls: type[Section], table: Assignme
         elif any(keys[:length] in places for length in range(len(keys) + 1)):
             continue  # one line, whatever number of types was tried
         elif details["type"] == "extra_forbidden":
-            lines[keys, ""] = _unknown(cls, table, keys, search=len(lines) < MOST_LINES)
+            lines[keys, ""] = _unknown(cls, table, keys)
         else:
             lines.setdefault((local, _message(details)), _line(details, cls, keys, table))
         places.add(keys)
     return list(lines.values())
 
 
-def problem_line(problem: Problem, prefix: Keys, table: Assignments) -> str:
+def problem_line(problem: Problem, prefix: Keys, table: LayeredTable) -> str:
     """Return the message of a contradiction, with where each of its keys came from."""
     full = {key: (*prefix, *key.split(".")) for key in problem.keys}
     sources = {key: origin.text for key in problem.keys if (origin := table.exact(full[key])) is not None}
-    own = not sources or any(table.is_given(full[key]) for key in sources)
+    own = not sources or any(table.rank(full[key]) >= 0 for key in sources)
     within = f"{'.'.join(prefix)}: " if prefix and own else ""
     named = ", ".join(f"{key}: {text}" for key, text in sources.items())
     return f"{within}{problem}{f' ({named})' if named else ''}"
@@ -84,7 +84,7 @@ def _keys_of_error(details: Any, tree: Any) -> Keys:
     return (*keys, "type") if details["type"] == "union_tag_invalid" else tuple(keys)
 
 
-def _unknown(cls: type[Section], table: Assignments, keys: Keys, search: bool) -> str:
+def _unknown(cls: type[Section], table: LayeredTable, keys: Keys) -> str:
     """Return a line about `keys`, the last of which names nothing in its section."""
     removed = next((hint for name, hint in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), None)
     types = [f"'{tag}'" for tag in types_with(cls, keys)]
@@ -104,11 +104,11 @@ def _unknown(cls: type[Section], table: Assignments, keys: Keys, search: bool) -
         return f"{unknown}: only `rl` has a section `{keys[0]}`; give {its} to the command `{keys[0]}`"
     if types:
         return f"{unknown} of this type; it belongs to type {', '.join(types)}"
-    near = nearest(cls, keys) if search else None
+    near = nearest(cls, keys)
     return unknown if near is None else f"{unknown}; did you mean {spell(near, kind)}?"
 
 
-def _line(details: Any, cls: type[Section], keys: Keys, table: Assignments) -> str:
+def _line(details: Any, cls: type[Section], keys: Keys, table: LayeredTable) -> str:
     origin, setting = table.origin(keys), find(cls, keys) if keys else None
     secret = setting is not None and has_mark(setting.field, "secret")
     got = "" if origin is None or secret or details["type"] in _SELF_EVIDENT else f", got {_short(details['input'])}"

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from prime_rl.config.assignments import Keys, is_index
 from prime_rl.config.base import Section
+from prime_rl.config.layers import Keys, is_index
 
 
 @dataclass(frozen=True)

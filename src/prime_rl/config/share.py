@@ -8,8 +8,8 @@ only there is it visible what was given and what is a default.
 from typing import Any
 from urllib.parse import urlsplit
 
-from prime_rl.config.assignments import ABSENT, SECTIONS_OF_RL, Assignments, spell
 from prime_rl.config.base import Problem, check, conflict
+from prime_rl.config.layers import ABSENT, SECTIONS_OF_RL, LayeredTable, spell
 from prime_rl.config.shared import CkptConfig
 
 ALL = SECTIONS_OF_RL
@@ -25,7 +25,7 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None}
 DEFAULT_PORT = 8000
 
 
-def share(table: Assignments) -> None:
+def share(table: LayeredTable) -> None:
     """Fill shared settings of an RLConfig into every section. Raises Problems.
 
     Where nothing has an origin, all sources are equally strong.
@@ -56,7 +56,7 @@ def share(table: Assignments) -> None:
     run.fake_data()
 
 
-def share_eval_server(table: Assignments) -> None:
+def share_eval_server(table: LayeredTable) -> None:
     """Copy the model of an SFTConfig to the server, and the server's address to `eval.client`. Raises Problems."""
     run = _Sharing(table)
     if isinstance(run.get("inference"), dict) and isinstance(run.get("eval"), dict):
@@ -65,15 +65,14 @@ def share_eval_server(table: Assignments) -> None:
 
 def without_copies(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the complete table of a run without the values that are filled into its sections."""
-    run = _Sharing(Assignments())
-    run.table.put((), tree)
+    run = _Sharing(LayeredTable(tree))
     shared = {**COMMON, "ckpt": PAIR, "seq_len": PAIR}
     for top, place in [(key, f"{section}.{key}") for key, sections in shared.items() for section in sections]:
         if run.get(top) is not ABSENT and _same(run.get(top), run.get(place)):
             run.remove(place)
     if isinstance(run.get("inference"), dict):
         run.remove("orchestrator.client.base_url")
-    return run.table.get(())
+    return run.table.tree
 
 
 def without_address(tree: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def _keys(key: str) -> tuple[str, ...]:
 class _Sharing:
     """The table of a run by dotted keys, in which shared settings are filled into the sections."""
 
-    def __init__(self, table: Assignments) -> None:
+    def __init__(self, table: LayeredTable) -> None:
         self.table = table
 
     def get(self, key: str) -> Any:
@@ -102,7 +101,7 @@ class _Sharing:
 
     def set(self, key: str, value: Any) -> None:
         """Set a value that was missing or came from a weaker source, and forget that origin."""
-        self.table.put(_keys(key), value)
+        self.table.fill(_keys(key), value)
 
     def remove(self, key: str) -> None:
         self.table.remove(_keys(key))

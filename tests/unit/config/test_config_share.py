@@ -458,8 +458,6 @@ def test_servers_are_named_or_started_not_both() -> None:
             "--orchestrator.client.base-url http://localhost:8001/v1",
             "http://localhost:8001/v1",
         ),
-        (RLConfig, "--inference.server.port http://localhost:8001", "--inference.server.port 8001", 8001),
-        (RLConfig, "--orchestrator.canary false", "--orchestrator.logprob-check false", False),
     ],
 )
 def test_older_spellings_work_with_a_hint(

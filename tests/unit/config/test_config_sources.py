@@ -17,7 +17,6 @@ from prime_rl.config import (
     child_env,
     parse,
 )
-from prime_rl.config.assignments import Assignments, Origin
 from prime_rl.config.loader import resolve
 
 Write = Callable[[str, str], str]
@@ -62,15 +61,6 @@ def test_another_type_takes_nothing_over_from_the_one_before(write: Write) -> No
     same = resolve(TrainerConfig, ["@", grpo, "--loss.type", "grpo", "--loss.clip-low", "0.1"], {})
     assert (same.config.loss.clip_low, same.config.loss.clip_high, same.hints) == (0.1, 0.28, [])
     assert parse(TrainerConfig, ["@", grpo], {"PRIME_LOSS__TYPE": "gspo"}).loss.type == "grpo"
-
-
-def test_another_type_leaves_what_the_same_source_set_in_a_table_of_the_one_before() -> None:
-    table = Assignments()
-    file, option = Origin("file", "a.toml", 1), Origin("option", "--x", 2)
-    table.put(("loss",), {"type": "a", "inner": {"one": 1, "two": 2}}, lambda _: file)
-    table.put(("loss", "inner", "two"), 3, lambda _: option)
-    table.put(("loss", "type"), "b", lambda _: option)
-    assert table.get(("loss",)) == {"type": "b", "inner": {"two": 3}}
 
 
 def test_at_is_accepted_glued_apart_and_anywhere(write: Write) -> None:
@@ -164,7 +154,6 @@ def test_variables_of_many_items_and_of_older_spellings() -> None:
     config = parse(OrchestratorConfig, [], {f"PRIME_ENVIRONMENTS__{n}__ID": name for n, name in enumerate(names)})
     assert [environment.id for environment in config.environments] == names
     assert parse(OrchestratorConfig, ENV, {"PRIME_EXP_ID": "a"}).output_dir == Path("outputs/a")
-    assert not parse(OrchestratorConfig, ENV, {"PRIME_CANARY": "0"}).logprob_check
     parse(TrainerConfig, [], {"PRIME_BENCHMARKS": "x"})
 
 
