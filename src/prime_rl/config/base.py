@@ -1,10 +1,9 @@
 """What every configuration class is made of: sections, the settings common to all entrypoints, and two errors."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from prime_rl.config.layers import LayeredTable
@@ -52,26 +51,10 @@ def conflict(contradicts: object, message: str, *keys: str) -> Problem | None:
     return Problem(message, *keys) if contradicts else None
 
 
-def short(path: str) -> str:
-    """A path that a file can have. Linux allows 255 bytes, 4095 in all; the rest is for what is added to it."""
-    parts = os.fsencode(path).split(b"/")
-    if max(map(len, parts)) > 200 or len(b"/".join(parts)) > 3000:
-        raise ValueError("must be a path of at most 3000 bytes, 200 between two slashes")
-    return path
-
-
 class Section(BaseModel):
     """A table of settings. Unknown keys are errors; a union without `type` is of the type of its default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _short_paths(cls, value: Any, info: ValidationInfo) -> Any:
-        """Names of models, datasets and environments are looked for as files too, and logs are named by them."""
-        if isinstance(value, Path) or (isinstance(value, str) and info.field_name in ("name", "id")):
-            short(os.fspath(value))
-        return value
 
     @model_validator(mode="before")
     @classmethod

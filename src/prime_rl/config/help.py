@@ -1,6 +1,5 @@
 """What `--help` and `--version` print, made from the configuration classes alone."""
 
-import difflib
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ The command line wins over files, a later file over an earlier one, files over v
 model.name), and these over defaults. In TOML keys have _ for -, null is "None", and include = "other.toml" reads
 another file first.
 
-  {prog} --help SECTION       the options of a section
-  {prog} --help all           every option
-  {prog} --help=WORD          options with WORD in name or description
+  {prog} --help SECTION   the options of a section
+  {prog} --help all       every option
+  {prog} --help=WORD      options with WORD in name or description
   {prog} --version
 """
 
@@ -45,7 +44,7 @@ def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str:
 
 
 def help_text(cls: type[Section], prog: str, topic: str = "") -> str:
-    """Return the overview: top-level options and sections. Of a topic (`trainer.optim`, `all`) that section, or everything."""
+    """Return the overview: top-level options and sections. Of a topic (`trainer.optim`, `all`, a word) what it names."""
     if not topic:
         summary = "\n".join(textwrap.wrap(_summary(cls), _width()))
         return "\n".join([OVERVIEW.format(prog=prog, summary=summary), *_inside(cls, ())])
@@ -55,11 +54,7 @@ def help_text(cls: type[Section], prog: str, topic: str = "") -> str:
         return "\n".join([*_inside(cls, ()), *sections])
     wanted = topic.strip("-").replace("-", "_")
     wanted = f"{wanted}.N" if f"{wanted}.N" in by_path else wanted
-    if wanted not in by_path:
-        near = difflib.get_close_matches(wanted, by_path, n=1)
-        meant = f"did you mean {prog} --help {near[0]}?" if near else f"{prog} --help={topic} searches for it"
-        raise ConfigError([f"there is no section {topic}; {meant}"])
-    return "\n".join(_topic(cls, by_path[wanted]))
+    return "\n".join(_topic(cls, by_path[wanted])) if wanted in by_path else search(cls, topic)
 
 
 def search(cls: type[Section], word: str) -> str:

@@ -24,6 +24,7 @@ REMOVED = {
     "match_rms": "updates always have the size of AdamW's",
     "no_canary": "write --no-logprob-check",
     "normal_weight": "give easy_weight and hard_weight relative to 1",
+    "gibberish.max_tokens": "one such token leaves an episode out",
     "optim.nesterov": "the look-ahead is always on",
     "optim.state": "running means are float32; offload keeps them in host memory",
     "per_token": "each episode counts once",

@@ -52,7 +52,7 @@ class TeacherServer(Section):
     base_url: str = Field(description="Address of the server, with or without /v1.")
     model: str = option("", "Name of the model there (empty: the first one it lists).")
     api_key_var: str = option("TEACHER_API_KEY", "Environment variable that holds the API key.")
-    max_concurrent: PositiveInt = option(32, "Most episodes at a time.")
+    max_concurrent: PositiveInt = option(32, "Most episodes, of a model that scores requests, at a time.")
 
     @model_validator(mode="after")
     def _is_an_address(self) -> Self:
@@ -66,7 +66,6 @@ class TeacherServer(Section):
 class TeacherConfig(TeacherServer):
     """Another model's server that gives the log-probabilities of a prompt, as vLLM does (`prompt_logprobs`)."""
 
-    max_concurrent: PositiveInt = option(32, "Most requests at a time.")
     timeout: PositiveFloat = option(120.0, "Seconds that one request may take.")
     max_attempts: PositiveInt = option(4, "Tries of a request that fails on the server's side.")
 
@@ -265,7 +264,6 @@ class GibberishFilter(Section):
 
     min_token_id: NonNegativeInt = option(100_000, "Ids from here on are rare, as tokenizers number them.")
     max_logprob: float = option(-14.0, "Log-probability below which a token is improbable.", lt=0)
-    max_tokens: NonNegativeInt = option(0, "Such tokens that are let pass.")
 
 
 class DifficultyFilter(Section):
@@ -403,7 +401,6 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
                 for sampling, key in [(self.sampling, "sampling"), *map(self._sampling_of, self.environments)]
             ),
             *(self._can_be_scored(env) for env in self.environments),
-            *(self._filters_have_an_effect(filters, key) for filters, key in self.all_filters()),
             resume_within(self.max_steps, self.ckpt),
             nothing_to_clean(self.clean, self.recover, self.ckpt),
         )
@@ -455,16 +452,6 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
             f"{key}.type",
             "rollouts_per_example",
         )
-
-    def _filters_have_an_effect(self, filters: FilterConfig, key: str) -> Problem | None:
-        its = [self.algorithm_of(env.name) for env in self.environments if self.filters_of(env.name) is filters]
-        if filters.dynamic_sampling and not any(one.group_relative or one.type == "custom" for one in its):
-            kinds = ", ".join(sorted({one.type for one in its}))
-            message = (
-                f"dynamic_sampling has no effect: {kinds} compares no attempts, so that no group is without signal"
-            )
-            return Problem(message, f"{key}.dynamic_sampling")
-        return None
 
     def _can_be_scored(self, env: TrainingEnv) -> Problem | None:
         component, (sampling, key) = self.algorithm_of(env.name).component, self._sampling_of(env)

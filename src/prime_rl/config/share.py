@@ -160,17 +160,12 @@ class _Sharing:
 
     def wandb(self, sections: list[str]) -> list[Problem | None]:
         """Move `wandb` into the monitors of `sections`, which may differ from it by a stronger source."""
-        shared, origin = self.get("wandb"), self.table.exact(("wandb",))
+        shared = self.get("wandb")
         problems: list[Problem | None] = []
         for section in sections if shared is not ABSENT else []:
             place = f"{section}.monitor.wandb"
-            own, gap = self.get(place), self._rank("wandb") - self._rank(place)
-            if shared is None and own not in (ABSENT, None):
-                by_option = origin is not None and origin.kind == "option"
-                problems.append(conflict(gap == 0 and by_option, f"wandb is off but {place} is on", "wandb", place))
-            elif shared is not None and own is None:
-                problems.append(conflict(gap == 0, f"wandb is on but {place} is off", "wandb", place))
-            if own is ABSENT or (gap > 0 and (shared is None or own is None)):
+            own, stronger = self.get(place), self._rank("wandb") > self._rank(place)
+            if own is ABSENT or (stronger and None in (own, shared)):
                 self.set(place, None if shared is None else {})
             for name, value in (shared or {}).items() if self.get(place) is not None else ():
                 top, key = f"wandb.{name}", f"{place}.{name}"

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import Problem, Section, check, conflict, option, short
+from prime_rl.config.base import Problem, Section, check, conflict, option
 from prime_rl.redact import has_password, key_in, without_password
 
 WARM_UP = 3  # the trainer's steps that are not counted: they compile, for the first shape that comes and then for any
@@ -104,25 +104,14 @@ def _one_or_several(urls: str | list[str]) -> str | list[str]:
             _ = urlsplit(api_root(url)).port
         except ValueError as error:
             raise ValueError(f"{without_password(url)!r} is no address: {error}") from None
-    seen: dict[str, str] = {}
-    for url in found:
-        before = seen.setdefault(same_server(url), url)
-        if before is not url:
-            one, other = (without_password(api_root(each)) for each in (before, url))
-            raise ValueError(f"{one} is named twice" if one == other else f"{one} and {other} are the same server")
+    if len(set(map(api_root, found))) < len(found):
+        raise ValueError("a server is named twice")
     return found if len(found) > 1 else found[0]
 
 
 def api_root(url: str) -> str:
     """A server's address without a trailing slash or /v1: where /health and the weight routes are."""
     return url.rstrip("/").removesuffix("/v1")
-
-
-def same_server(url: str) -> str:
-    """Equal for addresses of one server: every name of this machine itself is the same one, and so is a port that goes without saying."""
-    parts = urlsplit(api_root(url))
-    host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    return f"{parts.scheme}://{'localhost' if is_own_host(host) else host}:{port}{parts.path}"
 
 
 def is_own_host(host: str) -> bool:
@@ -168,7 +157,7 @@ class ClientConfig(Section):
                 raise Problem(
                     "admin_base_url names the servers behind one router: base_url has to name that one", *keys
                 )
-            if same_server(self.base_urls[0]) in map(same_server, self.admin_roots):
+            if self.api_roots[0] in self.admin_roots:
                 raise Problem(
                     "base_url is one of the servers in admin_base_url, not a router: list them in base_url", *keys
                 )
@@ -295,7 +284,7 @@ class Environments(Section, Generic[Env]):
 
     environment: Env | None = option(None, "The environment, if there is one.")
     environments: list[Env] = option(list, "The environments, if there are several.")
-    environment_ids: list[Annotated[str, Field(min_length=1), AfterValidator(short)]] = option(
+    environment_ids: list[Annotated[str, Field(min_length=1)]] = option(
         list, "More environments, in short: ids only, with commas."
     )
 

@@ -35,12 +35,11 @@ class AdamW(_Optimizer):
 
 
 class SGD(_Optimizer):
-    """Stochastic gradient descent with momentum."""
+    """Stochastic gradient descent with Nesterov momentum."""
 
     type: Literal["sgd"] = option("sgd", "Kind of optimizer.")
     weight_decay: NonNegativeFloat = option(0.01, "Weight decay, added to the gradient.")
     momentum: float = option(0.9, "Decay of the running sum of gradients (0: none).", ge=0, lt=1)
-    nesterov: bool = option(True, "Look ahead along the momentum (Nesterov).")
 
 
 class Muon(_Optimizer):
@@ -48,8 +47,6 @@ class Muon(_Optimizer):
 
     type: Literal["muon"] = option("muon", "Kind of optimizer.")
     momentum: float = option(0.95, "Decay of the running mean of the gradient.", ge=0, lt=1)
-    betas1: float = option(0.9, "AdamW's decay of the mean of the gradient.", ge=0, lt=1)
-    betas2: float = option(0.95, "AdamW's decay of the mean of its square.", ge=0, lt=1)
 
 
 OptimConfig = AdamW | SGD | Muon
@@ -111,23 +108,13 @@ class PolicyLoss(Section):
     kl_estimator: Estimator | None = option(None, "How that divergence is estimated (None: k3).")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
 
-    @property
-    def estimator(self) -> Estimator:
-        """`kl_estimator`, or its default: GRPO's."""
-        return self.kl_estimator or "k3"
-
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
-        fixed, estimator = self.fixed_length, self.kl_estimator
+        fixed = self.fixed_length
         needs = "normalization fixed needs fixed_length, the tokens that every sequence is divided by"
         message = needs if fixed is None else f"fixed_length has no effect: normalization is {self.normalization}"
         check(
-            conflict((self.normalization == "fixed") != (fixed is not None), message, "normalization", "fixed_length"),
-            conflict(
-                estimator is not None and not self.kl_coef,
-                f"kl_estimator {estimator} has no effect: kl_coef is 0",
-                *("kl_estimator", "kl_coef"),
-            ),
+            conflict((self.normalization == "fixed") != (fixed is not None), message, "normalization", "fixed_length")
         )
         return self
 
@@ -159,12 +146,10 @@ class GRPOLoss(PolicyLoss):
     clip_high: NonNegativeFloat = option(0.2, "The ratio is clipped above 1 + clip_high.")
 
 
-class PPOClipLoss(PolicyLoss):
+class PPOClipLoss(GRPOLoss):
     """Clipped ratio with a second clip, which bounds what a token of negative advantage can do."""
 
-    type: Literal["ppo_clip"] = option("ppo_clip", "Kind of loss.")
-    clip_low: Fraction = option(0.2, "The ratio is clipped below 1 - clip_low.")
-    clip_high: NonNegativeFloat = option(0.2, "The ratio is clipped above 1 + clip_high.")
+    type: Literal["ppo_clip"] = option("ppo_clip", "Kind of loss.")  # type: ignore[assignment]
     dual_clip: float = option(3.0, "Ratio that a negative advantage is clipped at.", gt=1)
 
     @model_validator(mode="after")

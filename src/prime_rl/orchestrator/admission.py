@@ -124,7 +124,7 @@ def filter_reason(config: "FilterConfig", result: EpisodeResult, seq_len: int) -
         return "overlong"
     if config.repetition is not None and any(_repeats(one, config.repetition) for one in result.samples):
         return "repetition"
-    if config.gibberish is not None and _improbable(result, config.gibberish) > config.gibberish.max_tokens:
+    if config.gibberish is not None and _improbable(result, config.gibberish):
         return "gibberish"
     if config.custom is not None and _custom(config.custom, result):
         return "custom"
@@ -154,14 +154,14 @@ def _repeats(sequence: SampleTokens, rule: "RepetitionFilter") -> bool:
     return 1 - len(np.unique(names)) / len(names) > rule.max_share
 
 
-def _improbable(result: EpisodeResult, rule: "GibberishFilter") -> int:
-    """Sampled tokens with a rare id and a low log-probability."""
-    count = 0
+def _improbable(result: EpisodeResult, rule: "GibberishFilter") -> bool:
+    """Whether a token with a rare id and a low log-probability was sampled."""
     for sequence in result.samples:
         ids, mask = as_array(sequence.input_ids, np.int32), as_array(sequence.loss_mask, np.bool_)
         low = as_array(sequence.logprobs, np.float32) < rule.max_logprob
-        count += int((mask & low & (ids >= rule.min_token_id)).sum())
-    return count
+        if (mask & low & (ids >= rule.min_token_id)).any():
+            return True
+    return False
 
 
 def _custom(rule: "CustomFilter", result: EpisodeResult) -> bool:

@@ -277,7 +277,7 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
         rl, dropped = policy_loss(logprob, old, advantage, **({} if sequences is None else {"sequences": sequences}))
         if config.kl_coef:
             defined = torch.where(rl_scale != 0, reference, logprob.detach())  # other tokens may have none
-            rl = rl + config.kl_coef * divergence(logprob, defined, config.estimator)
+            rl = rl + config.kl_coef * divergence(logprob, defined, config.kl_estimator or "k3")
         if config.entropy_coef:
             rl = rl - config.entropy_coef * entropy
         # Tokens of weight 0 are taken out: the ratio of one that the policy loss bounds may overflow, and 0 · inf is not 0.

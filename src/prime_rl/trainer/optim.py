@@ -32,6 +32,7 @@ CHUNK = 1 << 24  # elements of the parameters whose states visit the device toge
 _UNDER_WAY = 3
 _ALIGNED = 1024  # elements: where a parameter's states begin, so that kernels read them in wide words
 _EPS = 1e-8
+_MUON_BETAS = 0.9, 0.95  # of AdamW beside Muon
 _MEANS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 _TOGETHER = 1 << 24  # elements that one rank orthogonalizes at a time
 _ITERATIONS = 5
@@ -304,7 +305,7 @@ def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer
     if config.type == "adamw":
         groups = [_adamw_group([parameter for _, parameter in named], config)]
     elif config.type == "sgd":
-        settings = config.model_dump(include={"lr", "weight_decay", "momentum", "nesterov"})
+        settings = config.model_dump(include={"lr", "weight_decay", "momentum"})
         states = _MOMENTUM if config.momentum else ()
         groups = [ParameterGroup([parameter for _, parameter in named], settings, states, sgd)]
     else:
@@ -316,7 +317,7 @@ def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer
 
 
 def _adamw_group(parameters: list[nn.Parameter], config: "AdamW | Muon") -> ParameterGroup:
-    betas = config.betas1, config.betas2
+    betas = (config.betas1, config.betas2) if config.type == "adamw" else _MUON_BETAS
     settings = {"lr": config.lr, "betas": betas, "eps": _EPS, "weight_decay": config.weight_decay}
     return ParameterGroup(parameters, settings, _MEANS, adamw)
 
@@ -353,7 +354,7 @@ def sgd(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
             momentum=settings["momentum"],
             lr=settings["lr"],
             dampening=0.0,
-            nesterov=settings["nesterov"] and settings["momentum"] > 0,
+            nesterov=settings["momentum"] > 0,
             maximize=False,
             is_first_step=False,  # momentum begins with zeros
         )

@@ -1,9 +1,9 @@
 """Contract: every mistake is one line naming the key, where it came from and the nearest valid key; status 2; all together.
 
-Some more are in docs/reference/config-errors.md, which is compared with what is printed.
+Some more are in docs/reference/config-errors.md.
 """
 
-import runpy
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,6 @@ COMMANDS: dict[str, type[BaseConfig]] = {
     "sft": SFTConfig,
     "eval": EvalConfig,
 }
-LONG = "must be a path of at most 3000 bytes, 200 between two slashes"
 ORCH = ["--orchestrator.environment.id", "x"]
 
 
@@ -156,7 +155,7 @@ $ inference --data-parallel-size 4 --data-parallel-size-local 2
 $ eval --environment-ids x --client.base-url http://r:1 http://q:1 --client.admin-base-url http://a:1
   client: admin_base_url names the servers behind one router: base_url has to name that one (admin_base_url:
   --client.admin-base-url, base_url: --client.base-url)
-$ eval --environment-ids x --client.base-url http://localhost:1 --client.admin-base-url http://127.0.0.1:1
+$ eval --environment-ids x --client.base-url http://a:1 --client.admin-base-url http://a:1/v1
 $   http://b:1
   client: base_url is one of the servers in admin_base_url, not a router: list them in base_url
   (admin_base_url: --client.admin-base-url, base_url: --client.base-url)
@@ -200,11 +199,15 @@ def transcript(text: str) -> list[tuple[str, str]]:
     return [(command, printed.strip()) for command, printed in found]
 
 
-@pytest.mark.parametrize(("command", "line"), transcript(MISTAKES))
-def test_a_mistake_is_one_line(command: str, line: str) -> None:
+def command_line(command: str) -> tuple[type[BaseConfig], list[str], dict[str, str]]:
     words = shlex.split(command)
     variables = dict(words.pop(0).split("=") for word in words[:] if word.startswith("PRIME_"))
-    assert problems(COMMANDS[words[0]], words[1:], variables) == [line]
+    return COMMANDS[words[0]], words[1:], variables
+
+
+@pytest.mark.parametrize(("command", "line"), transcript(MISTAKES))
+def test_a_mistake_is_one_line(command: str, line: str) -> None:
+    assert problems(*command_line(command)) == [line]
 
 
 @pytest.mark.parametrize(
@@ -298,8 +301,6 @@ def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str])
         (OrchestratorConfig, [*ENV, "--environments.²", "1"], "", "environments: must be a list, got {'²': '1'} (--environments.²)"),
         (OrchestratorConfig, [*ENV, "--client.base-url", "http://[::1"], "", "client.base_url: 'http://[::1' is no address: Invalid IPv6 URL, got ['http://[::1'] (--client.base-url)"),
         (OrchestratorConfig, [*ENV, "--algorithm.length-penalty.scale", "1"], "", "algorithm.length_penalty: needs a `type`, got {'scale': 1} (--algorithm.length-penalty.scale)"),
-        (SFTConfig, ["--output-dir", "x" * 201], "", f"output_dir: {LONG}, got '{'x' * 56}... (--output-dir)"),
-        (EvalConfig, ["--environment-ids", "é" * 101], "", f"environment_ids.0: {LONG}, got '{'é' * 56}... (--environment-ids)"),
         (OrchestratorConfig, ["@", "x.toml"], "ckpt.path = [false]", "ckpt.output_dir: must be a path, got [False] (x.toml, line 1)"),
         (RLConfig, [*ORCH, "--inference.server.host.x=token"], "", "inference.server.host: must be a valid string, got {'x': 'token'} (--inference.server.host.x)"),
     ],
@@ -337,6 +338,12 @@ def test_without_anything_an_example_is_given(capsys: pytest.CaptureFixture[str]
     assert "given in a file: orchestrator @ config.toml." in capsys.readouterr().err
 
 
-def test_the_page_of_mistakes_is_what_is_printed() -> None:
-    script = runpy.run_path(str(REPOSITORY / "scripts" / "config_errors.py"))
-    assert (REPOSITORY / "docs" / "reference" / "config-errors.md").read_text() == script["page"]()
+PAGE = (REPOSITORY / "docs" / "reference" / "config-errors.md").read_text()
+BLOCKS = re.findall(r"```text\n(?:# x\.toml\n(.*?)\n\n)?\$ (.*?)\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("file", "command", "printed"), BLOCKS)
+def test_the_page_of_mistakes_shows_what_is_printed(write: Write, file: str, command: str, printed: str) -> None:
+    write(file)
+    cls, argv, variables = command_line(command)
+    assert [f"error: {line}" for line in problems(cls, argv, variables)] == printed.splitlines()

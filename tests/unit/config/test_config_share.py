@@ -306,8 +306,17 @@ def test_wandb_of_one_process_alone_stays_there() -> None:
 def test_wandb_contradicted() -> None:
     line = problem("--wandb.project", "p", "--trainer.monitor.wandb.project", "q")
     assert "trainer.monitor.wandb.project is q but wandb.project is p" in line
-    assert "wandb is on but trainer.monitor.wandb is off" in problem("--wandb", "--trainer.monitor.no-wandb")
-    assert "wandb is off but trainer.monitor.wandb is on" in problem("--no-wandb", "--trainer.monitor.wandb")
+
+
+@pytest.mark.parametrize(
+    ("top", "section"), [("--wandb", "--trainer.monitor.no-wandb"), ("--no-wandb", "--trainer.monitor.wandb")]
+)
+def test_wandb_is_on_or_off_for_one_process(top: str, section: str) -> None:
+    config = rl(top, section)
+    assert (config.trainer.monitor.wandb is None, config.orchestrator.monitor.wandb is None) == (
+        top == "--wandb",
+        top != "--wandb",
+    )
 
 
 def test_a_section_is_not_cleaned_by_itself() -> None:
@@ -409,13 +418,7 @@ def test_base_url_with_and_without_v1(url: str) -> None:
 @pytest.mark.parametrize(
     ("urls", "problem"),
     [
-        (["http://a:1", "http://a:1/v1/"], "http://a:1 is named twice"),
-        (
-            ["http://localhost:1", "http://127.0.0.1:1/v1"],
-            "http://localhost:1 and http://127.0.0.1:1 are the same server",
-        ),
-        (["http://[::1]:1", "http://0.0.0.0:1"], "are the same server"),
-        (["http://a", "http://a:80"], "are the same server"),
+        (["http://a:1", "http://a:1/v1/"], "a server is named twice"),
         (["http://a:1", "b:1"], "'b:1' does not start with http"),
         (["http://a:1", "http://u:secret@b:1"], "holds a password"),
         ([], "names no server"),

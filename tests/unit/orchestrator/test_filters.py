@@ -47,7 +47,6 @@ def config(**settings: object) -> OrchestratorConfig:
         ({"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 9}}, result([1, 2, 3, 4, 1, 2, 3, 4]), None),
         ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([100], logprob=-8.9), result([100], logprob=-9.1)),
         ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([99], logprob=-20.0), None),
-        ({"gibberish": {"min_token_id": 100, "max_logprob": -9, "max_tokens": 2}}, result([100] * 2, logprob=-10), result([100] * 3, logprob=-10)),
         ({"custom": {"path": f"{__file__}:shorter_than", "args": {"tokens": 2}}}, result([5, 6]), result([5])),
     ],
 )  # fmt: skip
@@ -159,7 +158,6 @@ TEACHER = {"base_url": "http://teacher"}
             {"algorithm": {"type": "reinforce_pp"}, "rollouts_per_example": 1, "batch_size": 1},
             "compares the episodes of a batch: with batch_size 1",
         ),
-        ({"algorithm": {"type": "rae"}, "filters": {"dynamic_sampling": True}}, "dynamic_sampling has no effect: rae"),
         ({"algorithm": {"type": "gdpo", "length_penalty": {"type": "linear"}}}, "length_penalty has no effect"),
         ({"algorithm": {"type": "gdpo", "weights": {"a": 0.0}}}, "weights are all zero, and so would be every"),
         (

@@ -502,7 +502,6 @@ def test_a_fixed_length_and_its_normalization_come_together(make: Callable[[], P
         ({"type": "reinforce", "importance": "none", "level": "sequence"}, "level sequence has no effect"),
         ({"type": "reinforce", "importance": "mask", "low": 5.0}, "low 5.0 is not below high 5.0"),
         ({"type": "reinforce", "importance": "mask", "level": "sequence", "low": 2.0}, "low 2.0 is not below high 2.0"),
-        ({"type": "grpo", "kl_estimator": "k2"}, "kl_estimator k2 has no effect: kl_coef is 0"),
     ],
 )
 def test_settings_without_effect_are_refused(values: dict[str, Any], message: str) -> None:
