@@ -55,13 +55,12 @@ AFTER_SECONDS = 1.0  # after each, in which the first tokens of the new weights 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`. `on` is disk, tmpfs, or memory: from the trainer's, not by files."""
+    """One row: `0.6B layers=4 on=tmpfs in_flight=64 syncs=5`. `on` is disk, tmpfs, or memory: from the trainer's, not by files."""
 
     name: str
     model: str
     layers: int | None = None
     on: str = "disk"
-    stage: bool = True
     in_flight: int = 64
     watched: int = 4  # of these, token by token
     tokens: int = 384  # of a request, at most
@@ -74,17 +73,14 @@ def parse_case(text: str) -> Case:
     """Raises ValueError for what is none."""
     model, *rest = text.split()
     given = dict(part.split("=", 1) for part in rest)
-    stage, on = {"true": True, "false": False}[given.pop("stage", "true")], given.pop("on", "disk")
+    on = given.pop("on", "disk")
     known = {"layers", "in_flight", "watched", "tokens", "syncs", "priority", "tp"}
     if on not in ("disk", "tmpfs", "memory") or given.keys() - known:
-        raise ValueError(
-            f"{text!r}: on is disk, tmpfs or memory; stage is true or false; the others are {', '.join(sorted(known))}"
-        )
+        raise ValueError(f"{text!r}: on is disk, tmpfs or memory; the others are {', '.join(sorted(known))}")
     return Case(
         " ".join(part for part in text.split() if not part.startswith("syncs=")),  # how often is not what
         model,
         on=on,
-        stage=stage,
         **{name: int(value) for name, value in given.items()},
     )
 
@@ -174,7 +170,7 @@ class Writer:
 
 
 def measure_together(cases: Sequence[Case], device: str, scratch: Path) -> Iterator[dict[str, Any]]:
-    """The rows of cases that one server can do: those of one model, which it stages or not (starting it takes longer than a case)."""
+    """The rows of cases that one server can do: those of one model (starting it takes longer than a case)."""
     model = scratch / "model" / "step_0"
     with ExitStack() as stack:
         running: InferenceServer | None = None
@@ -266,7 +262,7 @@ def medians(syncs: list[dict[str, Any]]) -> dict[str, Any]:
 @contextmanager
 def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[InferenceServer]:
     """A real one, on the last GPU, or with `tp` on all."""
-    settings: dict[str, Any] = {"weights_root": "/", "stage_weights": case.stage, "max_model_len": 512}
+    settings: dict[str, Any] = {"weights_root": "/", "max_model_len": 512}
     settings["tensor_parallel_size"] = case.tp
     if case.priority:
         settings["vllm"] = {"scheduling_policy": "priority"}
@@ -333,7 +329,7 @@ def main() -> None:
         action="append",
         type=parse_case,
         required=True,
-        help='e.g. "0.6B on=tmpfs stage=false"; may be repeated; neighbours of one model share a server',
+        help='e.g. "0.6B on=tmpfs in_flight=64"; may be repeated; neighbours of one model share a server',
     )
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk")
@@ -344,9 +340,7 @@ def main() -> None:
     if options.json is not None and options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
     machine = {**describe_machine(), "gpus": describe_gpus() if options.device == "cuda" else []}
-    for _, cases in groupby(
-        options.case, key=lambda case: (case.model, case.layers, case.stage, case.priority, case.tp)
-    ):
+    for _, cases in groupby(options.case, key=lambda case: (case.model, case.layers, case.priority, case.tp)):
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="weight_sync-") as scratch:
             for row in measure_together([*cases], options.device, Path(scratch)):
                 rows[row["name"]] = {**row, "measured": machine}

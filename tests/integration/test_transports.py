@@ -20,14 +20,9 @@ from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
 from prime_rl.transport.weights import weights_manifest
 from support import trainer as support
 from support.serving import TOLERANCE, difference, identity, sample, served, update
+from support.transports import TRANSPORTS
 
 world, make_policy = support.world, support.make_policy
-
-TRANSPORTS: dict[str, dict[str, Any]] = {
-    "filesystem": {},
-    "tmpfs": {"keep": 7},
-    "memory": {"transport": "memory", "host": "127.0.0.1"},
-}
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from conftest import InferenceServer
 from prime_rl.config.shared import ClientConfig
@@ -24,6 +24,7 @@ from prime_rl.transport.weights import (
     weights_manifest,
     write_base_version,
 )
+from support.serving import perturbed
 
 Tensors = dict[str, torch.Tensor]
 DRIFTED, STEPPED = 0.1, 1e-4  # relative changes of the weights: far from the base, and as after one step of RL
@@ -45,15 +46,9 @@ class Run:
         scorer = ReferenceScorer(policy, self.world, vocabulary, torch.float32, torch.float32)
         return scorer.score()()
 
-    def changed(self, by: float, seed: int = 1) -> Tensors:
+    def changed(self, by: float) -> Tensors:
         """The base's tensors with noise of so much of their spread."""
-        generator = torch.Generator().manual_seed(seed)
-        tensors: Tensors = {}
-        for file in sorted(self.server.model.glob("*.safetensors")):
-            tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
-        for tensor in tensors.values():
-            tensor += torch.randn(tensor.shape, generator=generator) * (tensor.std() if tensor.numel() > 1 else 1) * by
-        return tensors
+        return perturbed(self.server.model, by=by)
 
     def write(self, tensors: Tensors, directory: Path) -> None:
         directory.mkdir(exist_ok=True)
@@ -100,11 +95,6 @@ def skip_a_tensor(base: Tensors, new: Tensors) -> Tensors:
     return {**new, name: base[name]}
 
 
-def skip_a_norm(base: Tensors, new: Tensors) -> Tensors:
-    name = "model.layers.0.input_layernorm.weight"
-    return {**new, name: base[name]}
-
-
 def swap_layers(base: Tensors, new: Tensors) -> Tensors:
     def other(name: str) -> str:
         return (
@@ -126,15 +116,3 @@ def flip(bit: int) -> Callable[[Tensors, Tensors], Tensors]:
         return {**new, name: changed}
 
     return flip_bit
-
-
-def stale_file(run: Run, version: WeightsManifest) -> None:
-    """Old weights under the new name."""
-    run.write(run.changed(0.0), version.directory)
-
-
-def flipped_bit(run: Run, version: WeightsManifest) -> None:
-    file = version.directory / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)

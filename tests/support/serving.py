@@ -25,14 +25,14 @@ class Sampled:
     finish_reason: str
 
 
-def perturbed(model: Path, seed: int = 1) -> dict[str, torch.Tensor]:
-    """The model's tensors with noise of a tenth of their spread: other weights of the same shapes."""
+def perturbed(model: Path, seed: int = 1, by: float = 0.1) -> dict[str, torch.Tensor]:
+    """The model's tensors in float32 with noise of so much of their spread: other weights of the same shapes."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(model.glob("*.safetensors")):
         tensors |= load_file(file)
     for name, x in tensors.items():
-        noise = torch.randn(x.shape, generator=generator) * (x.float().std() if x.numel() > 1 else 1.0) * 0.1
+        noise = torch.randn(x.shape, generator=generator) * (x.float().std() if x.numel() > 1 else 1.0) * by
         tensors[name] = (x.float() + noise).contiguous()
     return tensors
 

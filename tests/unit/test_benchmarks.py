@@ -129,9 +129,9 @@ def test_a_whole_run_is_summed_up(modules: dict[str, ModuleType], tmp_path: Path
 
 def test_cases_of_weight_sync(modules: dict[str, ModuleType]) -> None:
     """A case is read as written; a setting that there is not is refused."""
-    case = modules["sync"].parse_case("0.6B layers=4 on=tmpfs stage=false syncs=2")
-    assert (case.model, case.layers, case.on, case.stage, case.syncs) == ("0.6B", 4, "tmpfs", False, 2)
-    assert case.name == "0.6B layers=4 on=tmpfs stage=false"
+    case = modules["sync"].parse_case("0.6B layers=4 on=tmpfs syncs=2")
+    assert (case.model, case.layers, case.on, case.syncs) == ("0.6B", 4, "tmpfs", 2)
+    assert case.name == "0.6B layers=4 on=tmpfs"
     for wrong in ("0.6B on=paper", "0.6B by=nccl", "0.6B color=red"):
         with pytest.raises(ValueError):
             modules["sync"].parse_case(wrong)

@@ -52,8 +52,10 @@ class InferenceConfig(BaseConfig):
         "Only directory that weights are loaded from (None: any committed version).",
     )
     weights_tmpfs: Path | None = option(None, "Directory in memory that tensors may lie in, too (set by `rl`).")
-    stage_weights: bool = option(True, "Read new weights into memory before generation pauses, if it fits.")
-    stage_on_device: bool = option(True, "Whether that may be the GPU's memory or only the host's (set by `rl`).")
+    stage_on_device: bool = option(
+        True,
+        "New weights may be staged in the GPU's memory, not only in the host's (set by `rl`).",
+    )
     device: Device = option("auto", "Where to serve (auto: CUDA where there is a GPU).")
     max_model_len: PositiveInt | None = option(None, "Most tokens of prompt and reply (None: the model's own).")
     gpu_memory_utilization: float | None = option(

@@ -23,6 +23,7 @@ REMOVED = {
     "log_samples_interval": "a rollout is logged every 10 steps",
     "match_rms": "updates always have the size of AdamW's",
     "no_canary": "write --no-logprob-check",
+    "no_stage_weights": "new weights are staged wherever there is memory for them",
     "normal_weight": "give easy_weight and hard_weight relative to 1",
     "gibberish.max_tokens": "one such token leaves an episode out",
     "optim.nesterov": "the look-ahead is always on",
@@ -31,6 +32,7 @@ REMOVED = {
     "prices": "report.json counts the tokens, by which prices can be multiplied",
     "register_dir": "clients list their servers, in client.base_url",
     "restart_backoff": "the first restart comes after a second, each further one after twice as long",
+    "stage_weights": "new weights are staged wherever there is memory for them",
     "weights.canary": "every version's fixed prompt is scored; logprob_check = false of the orchestrator asks no server",
     "canary": "it is logprob_check",
 }

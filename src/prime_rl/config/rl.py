@@ -57,7 +57,7 @@ class RLConfig(BaseConfig):
         key = f"trainer.loss.{penalty}"
         by_reward = any(algorithm.component == "rl" for algorithm, _ in orchestrator.algorithms())
         reference = orchestrator.reference is not None
-        inference, filters_zero = self.inference, orchestrator.filter_zero_advantage
+        filters_zero = orchestrator.filter_zero_advantage
         lengths = f"orchestrator.seq_len {orchestrator.seq_len} exceeds trainer.seq_len {trainer.seq_len}"
         check(
             conflict(
@@ -70,11 +70,6 @@ class RLConfig(BaseConfig):
                 self.recover and resumes and not self.clean,
                 "recover goes on from the newest state, ckpt.resume_step from a checkpoint: give one of them",
                 *("recover", "ckpt.resume_step"),
-            ),
-            conflict(
-                trainer.weights.transport == "memory" and inference is not None and not inference.stage_weights,
-                "trainer.weights.transport memory needs servers that stage weights",
-                *("trainer.weights.transport", "inference.stage_weights"),
             ),
             conflict(
                 penalty and not by_reward,

@@ -38,7 +38,6 @@ def check(config: InferenceConfig, engine: Engine, host: str) -> None:
     model = local_model(config.model.name)
     if model is not None:
         check_model(model, needs_weights=config.vllm.get("load_format") != "dummy")
-        check_context(model, config.max_model_len)
         if engine.device == "cpu":
             check_cache(model, config)
         if config.model.chat_template is None and not has_chat_template(model):
@@ -126,17 +125,6 @@ def check_model(model: Path, needs_weights: bool = True) -> None:
             read_header(file)
         except CommitError as error:
             raise UserError(str(error)) from error
-
-
-def check_context(model: Path, max_model_len: int | None) -> None:
-    """Check that `max_model_len` is within what the model was made for."""
-    text = _text_config(model)
-    limit = text.get("max_position_embeddings")
-    # A rope scaling lengthens the context by rules of its own, which vLLM knows.
-    scaled = (text.get("rope_scaling") or text.get("rope_parameters") or {}).get("factor", 1.0) != 1.0
-    scaled = scaled or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
-    if max_model_len is not None and limit is not None and max_model_len > limit and not scaled:
-        raise UserError(f"max_model_len {max_model_len} is longer than the model's context of {limit} tokens")
 
 
 def check_cache(model: Path, config: InferenceConfig) -> None:

@@ -232,14 +232,11 @@ class AllEngines:
     def __init__(self, client: Any, engines: int) -> None:
         self._client, self._engines = client, engines
 
-    async def pause_generation(self, *, mode: Literal["abort", "wait", "keep"], clear_cache: bool) -> None:
-        """Pause. vLLM sleeps 20 ms after it, so that a client sees what ended before: not needed where requests are kept."""
-        if mode != "keep":
-            await self._client.pause_generation(mode=mode, clear_cache=clear_cache)
-            return
-        if clear_cache:
-            await self._client.renderer.clear_mm_cache_async()
-        await self._client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+    async def pause_generation(self) -> None:
+        """Pause, keep the requests, and clear the cache: their context is computed again under the new weights. vLLM's own
+        call sleeps 20 ms after it, so that a client sees what ended before: not needed where requests are kept."""
+        await self._client.renderer.clear_mm_cache_async()
+        await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def resume_generation(self) -> None:
         await self._client.resume_generation()

@@ -7,7 +7,6 @@ reports them. The others forward requests about weights to it, over a socket in 
 So there is one lock and one identity, however many processes answer.
 """
 
-import asyncio
 import fcntl
 import os
 import secrets
@@ -22,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from prime_rl.inference.service import DRAIN_SECONDS, LOAD_SECONDS, LOCK_SECONDS, PAUSE_SECONDS
+from prime_rl.inference.service import LOAD_SECONDS, LOCK_SECONDS, PAUSE_SECONDS
 
 # Routes of the process that owns the weights.
-WEIGHT_ROUTES = ("/update_weights", "/reload_weights", "/weights", "/leave", "/pause", "/resume")
+WEIGHT_ROUTES = ("/update_weights", "/reload_weights", "/weights", "/leave")
 
 OPEN = ("/health", "/ping")  # for launchers and load balancers, which have no key
 SERVED = {
@@ -36,9 +35,8 @@ SERVED_BELOW = ("/v1/", "/inference/v1/", "/static/")
 # They load adapters by a path that the request names. vLLM's other administrative routes are not served anyway.
 OFF = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
-CONNECT_SECONDS = 60.0  # the leader may be the last of them to start
-ANSWER_SECONDS = LOCK_SECONDS + DRAIN_SECONDS + 2 * (PAUSE_SECONDS + 2 * LOAD_SECONDS)  # longer than any change takes
-POLL_SECONDS = 0.1
+CONNECT_RETRIES = 8  # a minute, each wait twice as long as the one before: the leader may be the last of them to start
+ANSWER_SECONDS = LOCK_SECONDS + 2 * (PAUSE_SECONDS + 2 * LOAD_SECONDS)  # longer than any change takes
 BODY_BYTES = 64 << 10  # of a request to one of these routes: a path of the greatest length, in escapes
 TOO_LONG = f"the request is longer than {BODY_BYTES >> 10} KiB"
 
@@ -133,23 +131,12 @@ class ForwardToLeader:
         await answer(scope, receive, send)
 
     async def _forward(self, request: Request, path: str) -> Response:
-        body = await request.body()
-        if len(body) > BODY_BYTES:
-            return error_answer(413, TOO_LONG)
         kept = ("authorization", "content-type")
         headers = {name: value for name, value in request.headers.items() if name in kept}
-        transport = httpx.AsyncHTTPTransport(uds=self._socket)
-        loop = asyncio.get_running_loop()
-        until = loop.time() + CONNECT_SECONDS
+        transport = httpx.AsyncHTTPTransport(uds=self._socket, retries=CONNECT_RETRIES)
         async with httpx.AsyncClient(transport=transport, base_url="http://leader", timeout=ANSWER_SECONDS) as client:
-            while True:  # bounded: by `until`, then by the client's timeout
-                try:
-                    answer = await client.request(request.method, path, content=body, headers=headers)
-                    return Response(answer.content, answer.status_code, media_type="application/json")
-                except httpx.ConnectError as error:
-                    failure: httpx.HTTPError = error
-                except httpx.HTTPError as error:
-                    failure, until = error, 0.0
-                if loop.time() >= until:
-                    return error_answer(503, f"the process that owns the weights did not answer: {failure!r}")
-                await asyncio.sleep(POLL_SECONDS)
+            try:
+                answer = await client.request(request.method, path, content=await request.body(), headers=headers)
+            except httpx.HTTPError as error:
+                return error_answer(503, f"the process that owns the weights did not answer: {error!r}")
+            return Response(answer.content, answer.status_code, media_type="application/json")

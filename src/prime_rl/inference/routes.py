@@ -1,7 +1,7 @@
 """Our routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}, POST /reload_weights likewise
-    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "engines", "leaving"}      POST /pause {"mode", "clear_cache"}, POST /resume
+    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "engines", "leaving"}
     POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
     POST /v1/generate, an alias of /inference/v1/generate
     POST /v1/sample {"token_ids", "sampling_params", "cache_salt", "model"} -> vLLM's answer of /inference/v1/generate
@@ -41,7 +41,7 @@ from prime_rl.inference.checks import local_model
 from prime_rl.inference.engine_watch import watch_engine
 from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import PluginContext, plugin_context
-from prime_rl.inference.service import PauseMode, WeightService
+from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import TURN_SECONDS, AllowedRoots, Rejected
 from prime_rl.lifeline import follow
 from prime_rl.monitor import Status
@@ -67,11 +67,6 @@ class _Body(BaseModel):
 class UpdateBody(_Body):
     weight_dir: str
     version: int = Field(ge=0)
-
-
-class PauseBody(_Body):
-    mode: PauseMode = "keep"
-    clear_cache: bool = False
 
 
 class SampleBody(_Body):
@@ -127,19 +122,6 @@ async def leave(request: Request) -> dict[str, Any]:
         logger.info("asked to leave: no new episodes are wanted; requests are answered until this server is stopped")
     state.prime_leaving = True
     return {"leaving": True}
-
-
-@weights_router.post("/pause")
-async def pause(service: Service, body: PauseBody | None = None) -> dict[str, Any]:
-    body = body or PauseBody()
-    await service.pause(body.mode, body.clear_cache)
-    return {"paused": True}
-
-
-@weights_router.post("/resume")
-async def resume(service: Service) -> dict[str, Any]:
-    await service.resume()
-    return {"paused": False}
 
 
 @router.post(SAMPLE_ROUTE)
@@ -273,7 +255,6 @@ class PrimeRoutes:
             label=partial(compat.label_weights, engine, engine_client),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
-            stage=config.stage_weights,
             on_device=config.stage_on_device,
             servers_on_host=config.servers_on_host * engines,
             engines=engines,

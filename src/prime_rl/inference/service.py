@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from loguru import logger
 
@@ -27,14 +27,12 @@ from prime_rl.transport.weights import TensorEntry, WeightsManifest, hash_direct
 LOCK_SECONDS = 60.0  # to wait for another change
 LOAD_SECONDS = 900.0  # for a call that loads weights
 PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to resume
-DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight finish
 ANSWER_SECONDS = 10.0  # for a call that only asks
 POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging
 FIRST_STAGING_SECONDS = 0.05  # expected before the first version
 EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
 _PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
-PauseMode = Literal["abort", "wait", "keep"]
 T = TypeVar("T")
 
 
@@ -77,27 +75,26 @@ class WeightService:
         label: Called with the version after a change, before generation goes on.
         tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
         status: Shows a change under way, during which the engine does not answer, with its deadline.
-        stage: The workers may keep new weights in memory before the engine pauses, `on_device` or in the host's, as
-            `servers_on_host` engines do at the same time.
+        on_device: The workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
+            do at the same time.
         fixed: Why this server's weights cannot be changed; None if they can.
     """
 
     def __init__(
         self, engine: AllEngines, base: Path, roots: AllowedRoots, label: Callable[[int], Awaitable[None]], *,
-        tied: bool = False, status: Status | None = None, stage: bool = True, on_device: bool = True,
+        tied: bool = False, status: Status | None = None, on_device: bool = True,
         servers_on_host: int = 1, engines: int = 1, fixed: str | None = None,
     ) -> None:  # fmt: skip
         self._engine, self.engines, self._fixed = engine, engines, fixed
         self._base, self._tied, self._roots = base, tied, roots
         self._label, self._status = label, status
-        self._stage_options = stage, servers_on_host, on_device
+        self._stage_options = servers_on_host, on_device
         self._staged = False  # the workers may hold something
         self._least_staging: float | None = None  # seconds, of all versions until now
         self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot = secrets.token_hex(8)
-        self._paused_by_client = False
         self._broken: str | None = None  # why the weights are unusable
         self._resume_error: str | None = None  # why the engine did not resume
         # Beside the start of the server, not before it.
@@ -105,7 +102,8 @@ class WeightService:
 
     async def served(self) -> ServedVersion:
         """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree."""
-        self._check_usable()
+        if self._broken is not None:
+            raise Rejected(500, self._broken)
         if self._resume_error is not None:
             raise Rejected(503, self._resume_error)
         async with _engine_call("say what it serves", ANSWER_SECONDS):
@@ -131,14 +129,6 @@ class WeightService:
         change = WeightUpdate()
         await self._run_exclusively(lambda: action(change))
         return change
-
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Stop generating; what becomes of requests is `mode`'s. Weight updates are still possible, and do not end it."""
-        await self._run_exclusively(lambda: self._pause(mode, clear_cache))
-
-    async def resume(self) -> None:
-        """Resume generation. Rejected (500) if the weights are unusable: a forward pass would kill the engine."""
-        await self._run_exclusively(self._resume)
 
     def stop(self) -> None:
         """Cancel all changes, since the engine is ending; their clients are answered."""
@@ -221,7 +211,7 @@ class WeightService:
         seconds = max(answer["seconds"] for answer in answers)
         self._least_staging = seconds if self._least_staging is None else min(self._least_staging, seconds)
         change.place = max((answer["place"] for answer in answers), key=_PREFERENCE.index)
-        if self._stage_options[0] and change.place == "nowhere" and not self._said_no_room:
+        if change.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True
             logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")
 
@@ -236,13 +226,13 @@ class WeightService:
             with change.measure("pause"):
                 # The cache is cleared: requests in flight rebuild their context under the new weights.
                 with change.measure("stop"):
-                    await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
+                    await self._stop()
                 try:
                     with change.measure("load"):
                         await self._load(directory, identity, stamp)
                 except Exception as error:
                     await self._restore(error, identity)
-                    await self._resume_if_allowed()
+                    await self._resume_if_usable()
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
                     message = f"{directory} could not be loaded, the previous weights go on: {reason}"
                     raise Rejected(400, message) from error
@@ -253,7 +243,7 @@ class WeightService:
                 except TimeoutError:
                     logger.warning("the engine did not take the label of version {}", version)
                 finally:
-                    await self._resume_if_allowed()
+                    await self._resume_if_usable()
         finally:
             if self._status is not None:
                 self._status.phase("serving")
@@ -285,32 +275,18 @@ class WeightService:
             raise Rejected(500, self._broken) from error
         self._broken = None  # a load before this one may have left it so
 
-    async def _stop(self, mode: PauseMode, clear_cache: bool, seconds: float) -> None:
+    async def _stop(self) -> None:
         try:
-            async with _engine_call("pause", seconds):
-                await self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
+            async with _engine_call("pause", PAUSE_SECONDS):
+                await self._engine.pause_generation()
         except Rejected:
             # It may still pause later, or cannot clear a cache that another server is filling.
-            await self._resume_if_allowed()
+            await self._resume_if_usable()
             raise
 
-    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        self._check_usable()  # one that lets requests end would have them go on
-        await self._stop(mode, clear_cache, DRAIN_SECONDS if mode == "wait" else PAUSE_SECONDS)
-        self._paused_by_client = True
-
-    async def _resume(self) -> None:
-        self._check_usable()
-        self._paused_by_client = False
-        await self._resume_if_allowed()
-
-    def _check_usable(self) -> None:
+    async def _resume_if_usable(self) -> None:
+        """Resume, unless the weights are unusable: a forward pass would kill the engine. Until it does, it does not serve."""
         if self._broken is not None:
-            raise Rejected(500, self._broken)
-
-    async def _resume_if_allowed(self) -> None:
-        """Resume, unless a client paused the engine or its weights are unusable. Until it does, it does not serve."""
-        if self._paused_by_client or self._broken is not None:
             return
         try:
             async with _engine_call("resume", PAUSE_SECONDS):

@@ -55,21 +55,21 @@ class Staging:
         directory: A committed version, with the hash `digest`.
         device: The model's.
         subscriber: Receives versions that are in no file.
-        keep: Keep the tensors in memory if there is room; `on_device`: the device's memory may be used.
+        on_device: The device's memory may be used.
         verify: Hash files that are kept nowhere. One worker of an engine does.
         sharing: Workers that share the host's memory.
     """
 
     def __init__(
         self, directory: Path, digest: str, device: torch.device, subscriber: Subscriber, *,
-        keep: bool = True, on_device: bool = True, verify: bool = True, sharing: int = 1,
+        on_device: bool = True, verify: bool = True, sharing: int = 1,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
         self.tensors: list[tuple[str, Tensor]] = []  # in the order of the manifest; none if they are kept nowhere
         self.place: Place = "nowhere"  # where they are kept
         self.seconds = 0.0  # that staging took
         self._device, self._subscriber = device, subscriber
-        self._keep, self._on_device, self._verify, self._sharing = keep, on_device, verify, sharing
+        self._on_device, self._verify, self._sharing = on_device, verify, sharing
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._dropped = threading.Event()
         self._blocks = 0  # a sign of progress; threads may lose counts of each other
@@ -124,8 +124,7 @@ class Staging:
         self.place = self._choose(size)
         if self.place == "nowhere":
             if manifest.publisher is not None:
-                why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
-                raise UserError(f"{never_written(self.directory)}, and {why}")
+                raise UserError(f"{never_written(self.directory)}, and there is no memory here to receive them")
             if self._verify:
                 weights.check_tensors(manifest, weights.hash_directory(manifest.files, self._progress))
             return []
@@ -135,8 +134,6 @@ class Staging:
         return list(tensor_views(buffer, manifest.tensors))
 
     def _choose(self, size: int) -> Place:
-        if not self._keep:
-            return "nowhere"
         use_device = self._on_device and self._device.type == "cuda"
         if use_device and size + min(size, SPARE_BYTES) <= torch.cuda.mem_get_info(self._device)[0]:
             return "device"
@@ -237,7 +234,7 @@ class WeightsExtension:
     prime_whole = True  # every reload of vLLM's has finished: only another reload repairs one that has not
 
     def prime_stage(
-        self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True
+        self, directory: str, digest: str, servers_on_host: int = 1, on_device: bool = True
     ) -> dict[str, Any]:
         """Begin to stage a committed version with this hash (see `Staging`), and return the progress.
         `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other."""
@@ -246,7 +243,7 @@ class WeightsExtension:
         sharing = servers_on_host * self.vllm_config.parallel_config.world_size
         self.prime_staging = Staging(
             Path(directory), digest, self.device, self.prime_subscriber,
-            keep=keep, on_device=on_device, verify=self.rank == 0, sharing=sharing,
+            on_device=on_device, verify=self.rank == 0, sharing=sharing,
         )  # fmt: skip
         return self.prime_staging.answer()
 

@@ -440,7 +440,7 @@ def _server_fraction(inference: InferenceConfig, machine: HostResources) -> floa
     It leaves room to stage a version on the device, unless that is much of the memory.
     """
     chosen = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in _vllm_options(inference)
-    if chosen or not (inference.stage_weights and inference.stage_on_device):
+    if chosen or not inference.stage_on_device:
         return inference.gpu_memory_utilization
     if machine.gpu_gib is None or machine.model is None:
         return None

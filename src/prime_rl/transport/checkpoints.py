@@ -73,7 +73,7 @@ def belongs(root: Path, step: int, run: str | None) -> bool:
 
 def saved_by(state: Manifest, default: int = 0) -> int:
     """Return the trainer's incarnation that saved a state; `default` if its manifest does not say."""
-    return int(state.extra.get("incarnation", state.extra.get("life", default)))  # the latter: until November 2026
+    return int(state.extra.get("incarnation", default))
 
 
 def trainer_is_alone(output_dir: Path) -> bool:

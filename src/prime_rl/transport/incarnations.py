@@ -152,8 +152,7 @@ def read_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> Lease | None:
     path = lease_path(output_dir, reader)
     try:
         table = json.loads(path.read_bytes())
-        incarnation = table["incarnation"] if "incarnation" in table else table["life"]  # its name until November 2026
-        return Lease(incarnation, table["version"])
+        return Lease(table["incarnation"], table["version"])
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:

@@ -130,8 +130,7 @@ def read_reference(extra: Mapping[str, Any]) -> LogprobReference | None:
     Raises:
         KeyError, TypeError, ValueError: the entry is malformed.
     """
-    entry = extra.get("reference", extra.get("canary"))  # the latter: its name until November 2026
-    if entry is None:
+    if (entry := extra.get("reference")) is None:
         return None
     reference = LogprobReference(tuple(map(int, entry["tokens"])), tuple(map(float, entry["logprobs"])))
     if len(reference.logprobs) != len(reference.tokens) - 1 or not all(map(math.isfinite, reference.logprobs)):
@@ -191,7 +190,7 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
         elsewhere = extra.get("tmpfs", extra.get("memory")) is not None  # until November 2026
         if "tensors" in extra and (delta or elsewhere or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
             raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
-        publisher = extra.get("publisher", extra.get("sender"))  # the latter: its name until November 2026
+        publisher = extra.get("publisher")
         return WeightsManifest(
             extra["version"],
             extra["incarnation"],

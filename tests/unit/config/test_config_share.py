@@ -480,16 +480,6 @@ def test_an_older_spelling_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "client.base_url http://localhost:8001/v1" in capsys.readouterr().err
 
 
-def test_weights_from_memory_need_servers_that_stage_them() -> None:
-    """Refused before anything is started, naming both options; without the transport, or with a server that stages, nothing is."""
-    given = ["--trainer.weights.transport", "memory"]
-    unstaged = "--no-inference.stage-weights"
-    assert "inference.stage_weights" in problem(*given, unstaged)
-    rl(unstaged)
-    rl(*given)
-    rl(*given, "--share-gpus")
-
-
 @pytest.mark.parametrize("attention", ["cudnn", "flash_attention_3"])
 def test_kernels_need_a_gpu(attention: str) -> None:
     """Seen in the config where the config says so."""

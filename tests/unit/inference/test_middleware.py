@@ -162,7 +162,6 @@ async def test_what_concerns_the_weights_is_passed_on(tmp_path: Path) -> None:
         assert (await client.get("/health")).json() == {"own": True}
         assert (await client.get("/weights")).status_code == 401
         assert (await client.get("/weights", headers=key)).json() == {"key": "Bearer secret"}
-        assert (await client.post("/update_weights", json={"version": "9" * (2 << 20)})).status_code == 413
         updates = await asyncio.gather(*(client.post("/update_weights", json={"version": v}) for v in range(3)))
         assert [answer.json()["version"] for answer in updates] == [0, 1, 2]
         assert max(answer.json()["changing"] for answer in updates) == 3, "all of them reached the same app"
@@ -170,7 +169,7 @@ async def test_what_concerns_the_weights_is_passed_on(tmp_path: Path) -> None:
 
 async def test_an_owner_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: who cannot reach the owner answers 503 in bounded time, never with what it knows itself."""
-    monkeypatch.setattr(middleware, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(middleware, "CONNECT_RETRIES", 1)
     async with follower(tmp_path) as client:
         answer = await client.get("/weights")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, 503)

@@ -46,18 +46,6 @@ def test_log_probabilities_of_other_tokens_are_no_answer(others: Any) -> None:
     assert refused.value.status == 500
 
 
-@pytest.mark.parametrize(
-    "given", [{"n": 2}, {"prompt_logprobs": 0}, {"temprature": 1.0}, {"logprobs": 5}, {"output_kind": 0}]
-)
-def test_what_the_route_does_not_do_is_rejected(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a parameter that would change the answer's shape, or that nobody knows, is refused by name, not passed over."""
-    fake = SimpleNamespace(RequestOutputKind=None, SamplingParams=None)
-    monkeypatch.setitem(__import__("sys").modules, "vllm.sampling_params", fake)
-    with pytest.raises(Rejected) as refused:
-        routes.sampling_params(given, 4, 16)
-    assert refused.value.status == 400
-
-
 @dataclass
 class Engine:
     """Gives one output, at once or never; counts requests that were cancelled."""

@@ -45,10 +45,10 @@ class FakeEngine:
         self.when_asked: Callable[[], object] = lambda: None
         self.identities: list[dict[str, Any] | None] = [None]
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause_generation(self) -> None:
         if "pause" in self.fail:
             raise RuntimeError("Failed to reset KV cache")
-        self.calls.append(("pause", mode, clear_cache))
+        self.calls.append("pause")
 
     async def resume_generation(self) -> None:
         if "resume" in self.fail:
@@ -131,11 +131,11 @@ async def rejected(action: Awaitable[object], match: str, status: int) -> str:
     return error.value.message
 
 
-UPDATE = ["prime_stage", ("pause", "keep", True), "prime_load", "prime_commit"]
+UPDATE = ["prime_stage", "pause", "prime_load", "prime_commit"]
 
 
 async def test_an_update(engine: FakeEngine, service: WeightService, root: Path) -> None:
-    """Contract: stage, pause with the cache cleared, load, commit, label, resume, in this order. The engine is paused only once every worker has read the
+    """Contract: stage, pause, load, commit, label, resume, in this order. The engine is paused only once every worker has read the
     version; the answer says what took how long."""
     asked: list[list[Any]] = []
     engine.when_asked = lambda: asked.append(list(engine.calls))
@@ -340,7 +340,7 @@ async def test_a_failed_restore_leaves_the_engine_paused(
     then, an update that does not stop it included; a good update mends it, or a load that fails with a way back this time."""
     directory = str(commit(root, 1))
     engine.fail = {"prime_load", "prime_restore"}
-    for action in (service.update(directory, 1), service.served(), service.resume(), service.pause("wait", False)):
+    for action in (service.update(directory, 1), service.served()):
         await rejected(action, "unusable", 500)
     engine.fail = {"pause"}
     await rejected(service.update(directory, 1), "did not pause", 503)

@@ -86,13 +86,13 @@ def _swap_names(directory: Path) -> None:
     file.write_bytes(data.replace(b'"c"', b'"x"').replace(b'"d"', b'"c"').replace(b'"x"', b'"d"'))
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("sharing", [1, 1 << 40], ids=["kept", "only hashed"])
 @pytest.mark.parametrize("damage", [_flip, _cut, _lose, _swap_names])
-def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], keep: bool) -> None:
+def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], sharing: int) -> None:
     """Contract: a version whose files are not what its manifest says is never given out, whether it is kept in memory or only hashed."""
     directory = commit(tmp_path)
     damage(directory)
-    read = begin(directory, keep=keep)
+    read = begin(directory, sharing=sharing)
     with pytest.raises(CommitError):
         read.wait(SECONDS)
     assert read.answer()["state"] == "failed"

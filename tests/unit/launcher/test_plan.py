@@ -87,7 +87,6 @@ def test_one_gpu_trains_and_serves() -> None:
     assert gpus(plan) == {"inference": ("0",), "trainer": ("0",), "orchestrator": ()}
     trainer, inference = section(plan, TrainerConfig, "trainer"), section(plan, InferenceConfig, "inference")
     assert (inference.gpu_memory_utilization, trainer.model.memory_limit) == (0.25, 55.0)
-    assert inference.stage_weights
     assert inference.stage_on_device  # where the trainer publishes
     assert next(process for process in plan.processes if process.name == "trainer").after_ready == ("inference",)
 
@@ -150,7 +149,6 @@ def test_one_server_a_gpu(changed: dict[str, Any], inference: InferenceConfig, s
         (40.0, {}, None),
         (7.7, {"gpu_memory_utilization": 0.9}, 0.9),
         (7.7, {"vllm": {"gpu-memory-utilization": 0.9}}, None),
-        (7.7, {"stage_weights": False}, None),
     ],
 )
 def test_a_server_leaves_room_to_stage_a_version(

@@ -11,8 +11,8 @@ from prime_rl.transport.checkpoints import ALONE, TOGETHER, Part
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, stage
 
 
-def publish(directory: Path, step: int, incarnation: int = 0, key: str = "incarnation") -> None:
-    with stage(directory, step=step, producer="test", extra={key: incarnation}) as path:
+def publish(directory: Path, step: int, incarnation: int = 0) -> None:
+    with stage(directory, step=step, producer="test", extra={"incarnation": incarnation}) as path:
         (path / "state").write_text(f"state {step}")
 
 
@@ -162,10 +162,9 @@ def test_recoverable_newest_first(root: Path) -> None:
     assert found(root.parent / "nothing" / "checkpoints", {}) == []
 
 
-@pytest.mark.parametrize("key", ["incarnation", "life"])  # an earlier release's name
-def test_given_up_states_are_not_recovered(root: Path, key: str) -> None:
+def test_given_up_states_are_not_recovered(root: Path) -> None:
     """A later incarnation that went back gave up the states beyond its start, even if it died before it moved them."""
-    publish(root.parent / "recovery" / "step_3", 3, incarnation=1, key=key)
+    publish(root.parent / "recovery" / "step_3", 3, incarnation=1)
     names = [name for name, _ in found(root, {0: 0, 1: 2})]
     assert names == ["recovery/step_3", "checkpoints/step_2/trainer"]
 

@@ -57,19 +57,6 @@ def test_an_exception_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_final_name_appears_only_after_everything_is_written(tmp_path, monkeypatch):
-    seen = []
-    rename = os.rename
-
-    def watching(source, target):
-        seen.append((sorted(os.listdir(source)), os.path.exists(target)))
-        rename(source, target)
-
-    monkeypatch.setattr(commit.os, "rename", watching)
-    publish(tmp_path / "step_3")
-    assert seen == [(["manifest.json", "sub"], False)]
-
-
 def test_a_second_commit_of_the_same_name_is_refused_and_the_first_stays(tmp_path):
     publish(tmp_path / "step_3", "first")
     with pytest.raises(CommitError, match="committed already"):
@@ -168,20 +155,6 @@ def test_a_disk_that_fails_while_a_directory_is_renamed_away(tmp_path, monkeypat
     with pytest.raises(UserError, match=r"fails at .*step_3 \(Input/output error\): it stays as it is"):
         change(directory)
     verify(directory)
-
-
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [
-        (errno.ENOENT, FileNotFoundError),
-        (errno.ECONNRESET, ConnectionResetError),
-        (errno.ETIMEDOUT, TimeoutError),
-        (errno.EAGAIN, BlockingIOError),
-    ],
-)
-def test_other_errors_keep_their_meaning(tmp_path, number, error):
-    with pytest.raises(error), commit.disk_errors(tmp_path):
-        raise OSError(number, os.strerror(number), "somewhere")
 
 
 # ---- reading
