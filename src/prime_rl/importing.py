@@ -1,13 +1,11 @@
 """Imports: of large packages, and of the user's own functions, named in a config by import path."""
 
-import difflib
 import functools
 import gc
 import hashlib
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,7 +72,7 @@ def find_module(path: str, key: str) -> tuple[str, str]:
     """Return the parts of `path`, whose module is not imported yet: it may need torch, or a GPU.
 
     Raises:
-        UserError: there is no such module, or its text defines no such name.
+        UserError: there is no such module.
     """
     where, colon, name = path.rpartition(":")
     if not colon or not where or not name:
@@ -82,7 +80,6 @@ def find_module(path: str, key: str) -> tuple[str, str]:
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise UserError(f"{key}: there is no file {where}")
-        _check_defined(Path(where), name, path, key)
         return where, name
     look_here()
     try:
@@ -91,18 +88,7 @@ def find_module(path: str, key: str) -> tuple[str, str]:
         spec = None
     if spec is None:
         raise UserError(f"{key}: there is no module {where}")
-    if spec.origin is not None and spec.origin.endswith(".py"):
-        _check_defined(Path(spec.origin), name, path, key)
     return where, name
-
-
-def _check_defined(file: Path, name: str, path: str, key: str) -> None:
-    """Raise UserError if a module's text, which is not run, does not name it."""
-    text = file.read_text(errors="replace")
-    words = set(re.findall(r"\w+", text))
-    if words.isdisjoint({name, "__getattr__"}) and "import *" not in text:
-        near = difflib.get_close_matches(name, words, 1)
-        raise UserError(f"{key}: {path!r}: {file} defines no {name}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def look_here() -> None:

@@ -69,19 +69,6 @@ def test_a_module_of_the_working_directory(here: Path) -> None:
         find_module("nowhere:value", "loss.path")
 
 
-def test_a_name_that_is_not_there(here: Path) -> None:
-    """Contract: known from the text of a module that is not run; what only running it would define is not refused."""
-    (here / "own.py").write_text("raise AssertionError\nasync def mine(): ...\nfrom a import b as c\nx, y = 1, 2\n")
-    for name in ("mine", "c", "y"):
-        assert find_module(f"own.py:{name}", "loss.path") == ("own.py", name)
-    with pytest.raises(UserError, match=r"loss\.path: 'own\.py:mind': own\.py defines no mind; did you mean mine\?"):
-        find_module("own.py:mind", "loss.path")
-    with pytest.raises(UserError, match=r"json/__init__\.py defines no dumbs; did you mean dumps"):
-        find_module("json:dumbs", "loss.path")
-    (here / "stars.py").write_text("from json import *")
-    assert find_module("stars.py:anything", "loss.path")
-
-
 def test_sequences_are_for_losses(here: Path) -> None:
     """Contract: only where it is offered an argument may be left to us."""
     (here / "filters.py").write_text(COUNTING)

@@ -8,7 +8,6 @@ from prime_rl.config import EvalConfig, write_toml
 from prime_rl.entrypoints import run_command, show
 from prime_rl.launcher.preflight import check_environment, check_key
 from prime_rl.monitor import log
-from prime_rl.monitor.monitor import check_wandb
 
 
 def main() -> None:
@@ -18,7 +17,6 @@ def main() -> None:
 
 def run(config: EvalConfig) -> None:
     """Check, write the resolved config, evaluate."""
-    check_wandb(config.monitor.wandb)
     check_key(config.client)
     from prime_rl.evals.versions import EvalVersions, with_environments
 

@@ -12,7 +12,7 @@ from prime_rl.envs.venv import prepare
 from prime_rl.launcher.preflight import check_environment, check_model, check_own_functions
 from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import log
-from prime_rl.monitor.monitor import check_wandb, metrics_path
+from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.checkpoint import refuse_used, resume_point
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.settings import agree
@@ -27,7 +27,6 @@ def main() -> None:
 def run(config: OrchestratorConfig) -> None:
     """Check what can be checked before anything starts, write the resolved config, run."""
     check_model(config.model.name)
-    check_wandb(config.monitor.wandb)
     if config.bench:
         config = separate_bench(config, logger.info)
     environments = [*config.environments, *(config.eval.environments if config.eval else [])]

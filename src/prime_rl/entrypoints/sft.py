@@ -9,7 +9,7 @@ from prime_rl.importing import quick_imports
 from prime_rl.launcher.preflight import check_dataset, check_environment, check_model
 from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import Status
-from prime_rl.monitor.monitor import check_wandb, metrics_path
+from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
 
 
@@ -22,8 +22,6 @@ def main() -> None:
 def run(config: SFTConfig, rank: int) -> None:
     """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
-    if rank == 0:  # which logs alone
-        check_wandb(config.monitor.wandb)
     for environment in [] if config.eval is None or config.bench else config.eval.environments:
         check_environment(environment)
     if config.data.fake is None:

@@ -10,7 +10,7 @@ from prime_rl.entrypoints import run_trainer, show
 from prime_rl.importing import quick_imports
 from prime_rl.launcher.preflight import check_model
 from prime_rl.launcher.rundir import cleaned, separate_bench
-from prime_rl.monitor.monitor import check_wandb, metrics_path
+from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.settings import agree
 
@@ -24,8 +24,6 @@ def main() -> None:
 def run(config: TrainerConfig, rank: int) -> None:
     """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
-    if rank == 0:  # which logs alone
-        check_wandb(config.monitor.wandb)
     if config.bench:
         config = separate_bench(config, logger.info if rank == 0 else logger.debug)
     if config.dry_run:

@@ -19,23 +19,17 @@ from prime_rl.launcher import doctor, preflight, rundir, slurm
 from prime_rl.launcher.console import Console, bench_table, minutes, summary
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, memory_gib, visible_gpus
 from prime_rl.launcher.supervise import Restart, RestartPolicy, RunOutcome, Supervisor
-from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
+from prime_rl.monitor.monitor import metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
 from prime_rl.transport.settings import dry_path
 from prime_rl.transport.weights import check_writable
 
 _PORT_SECONDS = 3.0
-_PUBLIC_KEY = (
-    "warning: the key is on the command line, which every user of this machine can read: "
-    "set PRIME_INFERENCE__API_KEY or VLLM_API_KEY instead"
-)
 
 
 def run(config: RLConfig) -> int:
     """Run to the end; return the exit status. Raises UserError for what cannot work, before anything is started."""
-    if any(argument.partition("=")[0].replace("_", "-") == "--inference.api-key" for argument in sys.argv):
-        print(_PUBLIC_KEY, file=sys.stderr)
     if config.bench:
         config = rundir.separate_bench(config, print)
     if config.recover and not rundir.recoverable(config.output_dir):
@@ -126,8 +120,6 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     began = time.time()
     names = ", ".join(process.name for process in plan.processes)
     console.say(f"starting {names}; logs in {config.output_dir / 'logs'}")
-    if sys.dont_write_bytecode:
-        console.say("PYTHONDONTWRITEBYTECODE is set: every process compiles what it imports, 10 to 20 s of each start")
     for server in plan.servers:
         if server.port is None:
             console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
@@ -202,9 +194,6 @@ def _check(config: RLConfig) -> None:
     sections = (config.trainer, config.orchestrator, config.inference)
     for name in {section.model.name for section in sections if section is not None}:
         preflight.check_model(name)
-    check_wandb(config.trainer.monitor.wandb, config.orchestrator.monitor.wandb)
-    if config.orchestrator.renderer == "auto":
-        preflight.check_chat_template(config.orchestrator.model.name)
     if config.inference is not None:
         guarded_host(config.inference)
     else:

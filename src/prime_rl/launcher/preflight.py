@@ -15,13 +15,12 @@ from prime_rl.importing import find_module, look_here
 from prime_rl.inference import checks
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def check_model(name: str, *, weights: bool = True) -> None:
     """Raises UserError for a local directory that is missing or is no model. Hub names are looked up by the processes.
 
-    Without `weights` (fake data, which takes random ones) the directory need not hold any, nor a tokenizer.
+    Without `weights` (fake data, which takes random ones) the directory need not hold any.
     """
     path = Path(name).expanduser()
     if not path.exists():
@@ -33,18 +32,6 @@ def check_model(name: str, *, weights: bool = True) -> None:
     if "model_type" not in checks.read_json(path / "config.json"):
         raise UserError(f"{path / 'config.json'} describes no model: it has no model_type")
     checks.check_model(path, weights)
-    if weights and not any((path / file).is_file() for file in _TOKENIZERS):
-        raise UserError(f"model directory {name} has no tokenizer")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        if weights and (path / file).is_file():
-            checks.read_json(path / file)
-
-
-def check_chat_template(name: str) -> None:
-    """Raises UserError for a local model whose tokenizer has no chat template."""
-    path = Path(name).expanduser()
-    if path.is_dir() and not checks.has_chat_template(path):
-        raise UserError(f"the tokenizer in {name} has no chat template: add a chat_template.jinja")
 
 
 def check_dataset(name: str) -> None:

@@ -3,13 +3,11 @@
 import errno
 import json
 import math
-import netrc
 import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
-from urllib.parse import urlsplit
 
 from loguru import logger
 
@@ -112,35 +110,6 @@ def _wandb_run(settings: "WandbConfig", output_dir: Path, process: str, run_conf
     # A resumed run repeats steps: with a step metric of our own W&B accepts them (its own counter only grows).
     run.define_metric("*", step_metric="step")
     return run
-
-
-def check_wandb(*configs: "WandbConfig | None") -> None:
-    """Check that W&B has a key, where one of these uploads to it. Takes a second, and asks neither server nor user.
-
-    Raises UserError if there is none, or W&B's own settings are wrong.
-    """
-    if all(config is None or config.offline for config in configs):
-        return
-    import wandb
-
-    try:
-        settings = wandb.setup().settings
-    except ValueError as error:
-        raise UserError(f"W&B's settings (WANDB_… variables) are wrong: {' '.join(str(error).split())}") from error
-    offline = settings.mode in ("offline", "dryrun", "disabled")  # $WANDB_MODE, or `wandb offline`
-    if not (offline or settings.api_key or settings.identity_token_file or _logged_in(settings.base_url)):
-        raise UserError(f"W&B has no key: {_WAYS_ON}")
-
-
-def _logged_in(base_url: str) -> bool:
-    """Whether `wandb login` has left a key for this server; its own hosts are each other's aliases."""
-    try:
-        hosts = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    server = urlsplit(base_url).netloc
-    own = server.endswith(("wandb.ai", "coreweave.com"))
-    return any(host in ("default", server) or (own and host.endswith("wandb.ai")) for host in hosts)
 
 
 def metrics_path(output_dir: Path, process: str) -> Path:

@@ -1,6 +1,5 @@
 """What `rl` decides before it starts anything: where a run goes on, and what is said of restarts at its end."""
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -97,22 +96,6 @@ def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     checkpoints.join(tmp_path / "checkpoints", 4, checkpoints.TOGETHER, "orchestrator")
     assert ways_on(saving).endswith("or from a checkpoint with --ckpt.resume-step -1")
     assert ways_on(saving, to_correct=True).startswith("once the error above is corrected: the same command with")
-
-
-@pytest.mark.parametrize(
-    ("argument", "warned"),
-    [("--inference.api-key", True), ("--inference.api_key=s3cret", True), ("--inference.server.port", False)],
-)
-def test_a_key_on_the_command_line_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, warned: bool
-) -> None:
-    """Said before anything else, however the option is spelled, and without the key."""
-    monkeypatch.setattr(sys, "argv", ["rl", argument, "s3cret"])
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        run(config(tmp_path, ckpt=CkptConfig(resume_step=-1)))
-    err = capsys.readouterr().err
-    assert ("every user of this machine can read" in err) is warned
-    assert "s3cret" not in err
 
 
 def test_a_benchmark_is_not_started_again(tmp_path: Path) -> None:
