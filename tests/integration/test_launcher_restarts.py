@@ -31,7 +31,7 @@ def incarnations(run: Launch, name: str) -> list[str]:
 
 def test_a_killed_process_is_started_again_alone_with_recover(launch: Start) -> None:
     """It had been ready: it goes on from what is committed. Nothing of its old incarnation is left, not even a stopped grandchild
-    in a session of its own; the others are not touched. Said in one line, counted in the summary and in a file."""
+    in a session of its own; the others are not touched. Said in one line, and kept in a file."""
     run = launch("trainer=mends:killed-with-family", "orchestrator=after", policy=PATIENT)
     family = [run.pid("session"), run.pid("group")]
     status, out = run.wait()
@@ -41,7 +41,6 @@ def test_a_killed_process_is_started_again_alone_with_recover(launch: Start) -> 
     assert (
         "trainer was killed by SIGKILL: starting it again in 0.2 s (restart 1 of at most 2 an hour, recovering)" in out
     )
-    assert "restarts of trainer: 1 (was killed by SIGKILL)" in out
     (row,) = [json.loads(line) for line in (run.base / "run/logs/restarts.jsonl").read_text().splitlines()]
     assert (row["process"], row["number"], row["recover"]) == ("trainer", 1, True)
     assert not any(identify(pid) for pid in family)
@@ -143,7 +142,7 @@ def test_an_own_server_is_started_again_and_nobody_else(launch: Start) -> None:
     (run.base / "end").touch()
     status, out = run.wait()
     assert status == 0, out
-    assert "restarts of inference: 2" in out
+    assert out.count("inference ready in") == 3
     assert (run.base / "trainer.incarnations").read_text() == "x"
 
 

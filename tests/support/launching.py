@@ -17,7 +17,6 @@ import json, sys
 from pathlib import Path
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
-from prime_rl.launcher.launch import restarts_summary
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.plan import ProcessSpec, ServerSpec
 from prime_rl.launcher.supervise import RestartPolicy, Supervisor
@@ -38,8 +37,6 @@ try:
                                 drain_seconds=drain, stop_seconds=3.0)
         status = supervisor.run().value
         console.look()
-        for line in restarts_summary(supervisor.restarts):
-            console.say(line)
 except UserError as error:
     print(f"error: {error}")
     status = 1

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EndlessTasks
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults, alone, check_settings, read_settings, write_report
@@ -19,7 +18,6 @@ from prime_rl.evals.servers import EvalServers, connect, rejected_key, way_of_as
 from prime_rl.evals.versions import API, EvalPolicy, EvalVersions, is_gone
 from prime_rl.fleet.replicas import RoutedEnvPool
 from prime_rl.monitor import Monitor, Status
-from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease
 from prime_rl.transport.protocol import BASE
 
@@ -64,7 +62,7 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
         async with AsyncExitStack() as stack:
             await pool.start(config.client.ready_timeout)
             for env in config.environments:
-                check_tasks(pool, env, plan_of(config, env, chat))
+                tasks_of(pool, plan_of(config, env, chat))  # refuses what is endless
             await run.all(None if chat else await connect(config, stack, status))
     except KeyRejected as error:
         raise UserError(f"{rejected_key(config.client)}: {error}. {run.kept()}") from error
@@ -123,18 +121,6 @@ def make_pool(config: "EvalConfig", chat: bool) -> EnvPool:
     )
 
 
-def check_tasks(pool: EnvPool, env: "EvalEnv", plan: EvalPlan) -> None:
-    """Warn of fewer tasks than asked for.
-
-    Raises:
-        UserError: the environment is endless, and no number of tasks is set.
-    """
-    tasks = pool.tasks(env.name)
-    listed = tasks_of(pool, plan) if isinstance(tasks, EndlessTasks) else tasks
-    if plan.num_examples > len(listed):
-        logger.warning("{} has {} tasks, not {}: all of them are evaluated", env.name, len(listed), plan.num_examples)
-
-
 class Evaluation:
     """What one command evaluates."""
 
@@ -150,8 +136,6 @@ class Evaluation:
 
     async def all(self, servers: EvalServers | None) -> None:
         """Evaluate every policy, one after the other. Servers that were given weights serve their base again at the end."""
-        if self._config.follow and not self._config.clean:
-            self._take_earlier()
         try:
             if servers is None or self._config.weights_dir is None:
                 await self._evaluate(API if servers is None else servers.as_served(), servers)
@@ -162,23 +146,6 @@ class Evaluation:
             if servers is not None and self._config.weights_dir is not None:
                 self._status.phase("restoring the base model")
                 await servers.restore()
-
-    def _take_earlier(self) -> None:
-        """Report versions of a followed run, too, that an earlier command evaluated and that were removed since."""
-        directories = [directory_of(self._config, env, API).parent for env in self._config.environments]
-        evaluated = {version for directory in directories for version in list_steps(directory)}
-        for version in sorted(evaluated - {BASE, *self._versions.committed()}):
-            name = f"step_{version}"
-            settings = [read_settings(directory / name) or {} for directory in directories]
-            hashes = {str(each.get("weights")) for each in settings}
-            with ExitStack() as stack:
-                policy = EvalPolicy(name, version, min(hashes))
-                jobs = [self._job(env, policy, stack) for env in self._config.environments] if len(hashes) == 1 else []
-                if not jobs or not all(job.results.complete for job in jobs):
-                    self._versions.skip(version, "it was removed before its evaluation was complete")
-                    continue
-            self._results |= {(job.plan.env, name): job.results for job in jobs}
-            self._versions.hashes[version] = policy.hash
 
     async def _evaluate(self, policy: EvalPolicy, servers: EvalServers | None) -> None:
         config, status = self._config, self._status

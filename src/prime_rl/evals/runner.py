@@ -29,7 +29,7 @@ _WORKER_DEATHS = 3  # in one attempt, of which the last is its outcome
 VERIFY_SECONDS = 0.5  # between two verifications
 FIRST_PAUSE_SECONDS = 1.0  # before an attempt without a server is made again; doubled each time
 _LAST_VERIFY_SECONDS = 20.0  # for what has ended when the evaluation is ended early
-_VOIDS = 3  # times that one attempt is made again because the servers' weights changed
+_VOIDS = 5  # times that attempts at one version are made again because the servers' weights changed
 
 
 class KeyRejected(UserError):
@@ -101,7 +101,6 @@ class EvalRunner:
         self._todo = deque(attempt for attempt in turns if attempt is not None)
         self._unverified: list[tuple[EvalAttempt, EpisodeResult, int]] = []
         self._period = 0  # raised when what is in flight is void
-        self._voids: Counter[tuple[str, str, int]] = Counter()
         self._begin = time.monotonic()
 
     async def run(self) -> None:
@@ -184,20 +183,19 @@ class EvalRunner:
         except BaseException:
             self._unverified = ended + self._unverified
             raise
-        self._period += not verified
+        if not verified:
+            self._period += 1
+            if self._period > _VOIDS:
+                raise UserError(
+                    f"the servers' weights were changed {_VOIDS} times by others, or the servers started again: are they "
+                    "another run's?"
+                )
         for attempt, result, period in ended:
             if period == self._period:
                 attempt.job.results.seconds = time.monotonic() - self._begin
                 attempt.job.results.add(attempt.number, result)
                 self._on_result(attempt.job)
                 continue
-            key = attempt.job.plan.env, attempt.task.task_id, attempt.number
-            self._voids[key] += 1
-            if self._voids[key] > _VOIDS:
-                raise UserError(
-                    f"the servers' weights were changed {_VOIDS} times by others, or the servers started again, during "
-                    "one attempt: are they another run's?"
-                )
             self._todo.append(attempt)
 
 

@@ -125,11 +125,10 @@ class EvalVersions:
         return EvalPolicy(f"step_{version}", version, manifest.hash, manifest)
 
     async def _follow(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
-        writer, interval = TrainerWatch(self._run_dir, processes=_WRITERS), self._config.interval or 1
+        writer = TrainerWatch(self._run_dir, processes=_WRITERS)
         while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
-            ended = writer.ended(
-                asked_to_stop=False
-            )  # before the look: what was committed before the last word is seen
+            # Before the look: what was committed before the last word is seen.
+            ended = writer.ended(asked_to_stop=False)
             committed = self.committed()
             last = {max(committed)} - {BASE} if committed and ended else set()  # worth knowing, whatever the interval
             fresh = [version for version in sorted({*self._chosen(committed), *last}) if self._is_new(version)]
@@ -144,11 +143,6 @@ class EvalVersions:
             on_wait("the next version", "the run that is followed", GONE_SECONDS)
             await asyncio.sleep(LOOK_SECONDS)
         drop_lease(self._run_dir, EVAL)
-        seen = {*self.hashes, *self.skipped}
-        newest = max(seen, default=0)
-        for version in range(self._config.interval or newest + 1, newest, interval):
-            if version not in seen:
-                self.skip(version, "it was never seen: not exported, or removed again while another one was evaluated")
 
     def _hold(self, version: int) -> None:
         """Keep the run from removing this version and later ones."""

@@ -1,7 +1,7 @@
 """`rl doctor RUN`: what a run is doing, who waits for whom, what keeps it from going on. Reads files and /proc only.
 
-`collect` gathers facts, `diagnose` is a pure function of them: the statuses form a graph of who waits for whom, which is
-followed from the trainer on to the first process with a fault that can be seen.
+`collect` gathers facts, `diagnose` is a pure function of them: it names the processes with a fault that can be seen,
+else the long waits.
 """
 
 import json
@@ -11,7 +11,7 @@ import socket
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from prime_rl.config.loader import say
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
 from prime_rl.launcher.console import limit_line, minutes
-from prime_rl.launcher.supervise import Restart, RestartPolicy, log_tail, stall_reason
+from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, parse_record
 from prime_rl.processes import ProcessId, identify, is_stopped
@@ -28,11 +28,8 @@ from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 
 _JOBS = ("trainer", "orchestrator", "sft", "eval")
-_ENVIRONMENTS = "environments"
-_ADDRESS = re.compile(r"https?://\S+")
 _MIN_FREE_BYTES = 64 * 2**20
 _LONG_WAIT_SECONDS = 60.0
-_RECENT_SECONDS = 600.0  # an earlier restart explains nothing that is seen now
 _ERRORS_SHOWN = 2
 _ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: \S")
 
@@ -56,7 +53,6 @@ class RunState(Enum):
     FAILED = "failed"
     MOVES = "moves"
     WAITS = "waits"  # for unusually long, and no fault is seen
-    RESTARTS = "restarts"  # the launcher restarts the process that the run waits for
     STUCK = "stuck"
 
     @property
@@ -66,11 +62,10 @@ class RunState(Enum):
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """One process. `restart`: the last one, where it is recent."""
+    """One process."""
 
     state: ProcessState
     status: ProcessStatus | None = None
-    restart: Restart | None = None
 
     @property
     def may_run(self) -> bool:
@@ -94,15 +89,6 @@ class Facts:
     policy: RestartPolicy = field(default_factory=RestartPolicy)
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """`attribution`: which process or resource keeps the run from going on, if any does."""
-
-    state: RunState
-    sentence: str
-    attribution: str | None = None
-
-
 def examine(run: Path) -> int:
     """Print the examination of a run; return 0 when nothing is wrong with it, else 1.
 
@@ -112,19 +98,9 @@ def examine(run: Path) -> int:
     if not run.is_dir():
         raise UserError(f"{run} is no directory: give the run's output directory")
     facts = collect(run)
-    diagnosis = diagnose(facts)
-    say("\n".join(examination(run, facts, diagnosis)))
-    return 0 if diagnosis.state.fine else 1
-
-
-def report(run: Path) -> str:
-    """Return the diagnosis in a line, for the launcher's console."""
-    return f"doctor: {diagnose(collect(run)).sentence}"
-
-
-def is_server(name: str) -> bool:
-    """Whether a process of this name serves: "inference", "inference-1", …"""
-    return name.partition("-")[0] == SERVER
+    state, sentence = diagnose(facts)
+    say("\n".join(examination(run, facts, state, sentence)))
+    return 0 if state.fine else 1
 
 
 # -- facts -------------------------------------------------------------------------------------------------------------
@@ -132,10 +108,10 @@ def is_server(name: str) -> bool:
 
 def collect(run: Path) -> Facts:
     """Gather everything that is known about a run."""
-    statuses, restarts = read_status(run), _restarts(run)
+    statuses = read_status(run)
     known = {path.stem for path in (run / "configs").glob("*.toml")} | statuses.keys()
     names = [name for job in _JOBS for name in sorted(known) if name.partition(".")[0] == job]
-    names += sorted(filter(is_server, known))
+    names += sorted(filter(_is_server, known))
     states = {name: _state(status.host, status.id) for name, status in statuses.items()}
     claim, launcher = rundir.read_claim(run), ProcessState.ABSENT
     if claim is not None:
@@ -148,10 +124,7 @@ def collect(run: Path) -> Facts:
     return Facts(
         now=time.time(),
         launcher=launcher,
-        processes={
-            name: ProcessFacts(states.get(name, ProcessState.ABSENT), statuses.get(name), restarts.get(name))
-            for name in names
-        },
+        processes={name: ProcessFacts(states.get(name, ProcessState.ABSENT), statuses.get(name)) for name in names},
         free=shutil.disk_usage(run).free,
         recoverable=bool(rundir.results(run)),
         policy=parse_record(RestartPolicy, json.dumps(settings, default=str)) or RestartPolicy(),
@@ -166,14 +139,9 @@ def _state(host: str, process: ProcessId) -> ProcessState:
     return ProcessState.STOPPED if is_stopped(process) else ProcessState.ALIVE
 
 
-def _restarts(run: Path) -> dict[str, Restart]:
-    """Return the last restart of each process, where it explains what is seen now."""
-    restarts = {}
-    for line in log_tail(run / "logs" / "restarts.jsonl"):
-        restart = parse_record(Restart, line)
-        if restart is not None and time.time() - restart.time < _RECENT_SECONDS:
-            restarts[restart.process] = restart
-    return restarts
+def _is_server(name: str) -> bool:
+    """Whether a process of this name serves: "inference", "inference-1", …"""
+    return name.partition("-")[0] == SERVER
 
 
 def _errors(run: Path, name: str) -> list[str]:
@@ -185,138 +153,79 @@ def _errors(run: Path, name: str) -> list[str]:
 # -- diagnosis ---------------------------------------------------------------------------------------------------------
 
 
-def diagnose(facts: Facts) -> Diagnosis:
-    """Return the state of the run, what it is attributed to, and why."""
+def diagnose(facts: Facts) -> tuple[RunState, str]:
+    """Return the state of the run, and what keeps it from going on, or what it does, in a sentence."""
     processes = {name: process for name, process in facts.processes.items() if "." not in name}
     statuses = {name: process.status for name, process in processes.items() if process.status is not None}
     launched = facts.launcher not in (ProcessState.ABSENT, ProcessState.DEAD)
     if not statuses and not launched:
-        return Diagnosis(RunState.NEVER, "no process of a run has reported here")
-    jobs = {name: status for name, status in statuses.items() if not is_server(name)}
+        return RunState.NEVER, "no process of a run has reported here"
+    jobs = {name: status for name, status in statuses.items() if not _is_server(name)}
     finished = bool(jobs) and all(status.outcome == "finished" for status in jobs.values())
     if facts.free < _MIN_FREE_BYTES and not finished:
         sentence = f"the disk is full ({facts.free // 2**20} MiB free): make room; what is committed is safe"
-        return Diagnosis(RunState.STUCK, sentence, "disk")
+        return RunState.STUCK, sentence
     if launched or any(process.may_run for process in processes.values()):
         return _diagnose_running(facts, statuses)
     advice = " (`rl … --recover` goes on from what is committed)" if facts.recoverable else ""
     for name, status in statuses.items():
         if (status.outcome or "").startswith("failed"):
-            return Diagnosis(RunState.FAILED, f"{name} {status.outcome}{advice}", name)
+            return RunState.FAILED, f"{name} {status.outcome}{advice}"
     if facts.launcher is ProcessState.DEAD:
         sentence = f"rl ended without a last word (killed, or the host went down), and everything with it{advice}"
-        return Diagnosis(RunState.INTERRUPTED, sentence, "launcher")
+        return RunState.INTERRUPTED, sentence
     for name, status in jobs.items():
         if status.outcome is None:
             ago = f"{facts.now - status.heartbeat:.0f} s ago"
-            return Diagnosis(RunState.FAILED, f"{name} ended without a last word {ago}{advice}", name)
+            return RunState.FAILED, f"{name} ended without a last word {ago}{advice}"
     if finished:
-        return Diagnosis(RunState.FINISHED, "the run has finished")
-    return Diagnosis(RunState.INTERRUPTED, f"the run was stopped{advice}")
+        return RunState.FINISHED, "the run has finished"
+    return RunState.INTERRUPTED, f"the run was stopped{advice}"
 
 
-def _diagnose_running(facts: Facts, statuses: Mapping[str, ProcessStatus]) -> Diagnosis:
-    chains = _chains(facts, [*(name for name in _JOBS if name in facts.processes), *filter(is_server, facts.processes)])
-    halted = facts.launcher is ProcessState.STOPPED
-    for chain in chains:
-        if chain.fault is not None:
-            state = RunState.RESTARTS if chain.restarts and not halted else RunState.STUCK
-            return Diagnosis(state, f"{' ← '.join(chain.path)}, {chain.fault}", chain.path[-1])
-    if halted:
-        sentence = "rl itself is stopped (SIGSTOP): nobody is watched until it goes on"
-        return Diagnosis(RunState.STUCK, sentence, "launcher")
-    longest = max(chains, key=lambda chain: chain.waited, default=_Chain(()))
-    if longest.waited > _LONG_WAIT_SECONDS:
-        sentence = f"{' ← '.join(longest.path)}: for {longest.waited:.0f} s now, and none of them shows a fault"
-        if longest.path[-1] == _ENVIRONMENTS:
-            sentence += "; environment code may be slow or stuck: see logs/envs"
-        return Diagnosis(RunState.WAITS, sentence, longest.path[-1])
+def _diagnose_running(facts: Facts, statuses: Mapping[str, ProcessStatus]) -> tuple[RunState, str]:
+    faults = {name: fault for name in facts.processes if (fault := _fault(facts, name)) is not None}
+    if any(_is_server(name) and name not in faults for name in statuses):  # it takes over the others' requests
+        faults = {name: fault for name, fault in faults.items() if not _is_server(name)}
+    if facts.launcher is ProcessState.STOPPED:
+        faults["rl"] = "itself is stopped (SIGSTOP): nobody is watched until it goes on"
+    if faults:
+        return RunState.STUCK, "; ".join(f"{name.partition('.')[0]} {fault}" for name, fault in faults.items())
+    waits = {name: status.waiting for name, status in statuses.items() if status.waiting is not None}
+    long = [
+        f"{name} waits for {wait.subject} from {wait.owner} for {facts.now - wait.since:.0f} s"
+        for name, wait in waits.items()
+        if facts.now - wait.since > _LONG_WAIT_SECONDS
+    ]
+    if long:
+        return RunState.WAITS, f"{', '.join(long)}; no process shows a fault, for environments see logs/envs"
     doing = [
-        f"{name} waits for {status.waiting.subject}" if status.waiting else f"{name}: {status.outcome or status.phase}"
+        f"{name} waits for {waits[name].subject}" if name in waits else f"{name}: {status.outcome or status.phase}"
         for name, status in statuses.items()
     ]
-    return Diagnosis(RunState.MOVES, f"nothing is wrong: {', '.join(doing)}")
+    return RunState.MOVES, f"nothing is wrong: {', '.join(doing)}"
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """A process and its waits, `trainer ← rollouts/step_3 ← orchestrator`, and the fault of the last one as a clause.
-
-    `waited`: seconds of the first wait. `restarts`: the launcher is mending the fault.
-    """
-
-    path: tuple[str, ...]
-    fault: str | None = None
-    waited: float = 0.0
-    restarts: bool = False
-
-
-def _chains(facts: Facts, names: Sequence[str], path: tuple[str, ...] = ()) -> list[_Chain]:
-    """Follow each of them. A faulty server is left out while another one is well, which takes over its requests."""
-    chains = [(name, _follow(facts, name, path)) for name in names]
-    well = any(is_server(name) and chain.fault is None for name, chain in chains)
-    return [chain for name, chain in chains if not (well and is_server(name) and chain.fault is not None)]
-
-
-def _follow(facts: Facts, name: str, before: tuple[str, ...]) -> _Chain:
-    path = (*before, name)
-    if name in before:
-        return _Chain(path, "which waits for it in turn: they wait for each other")
-    if name == _ENVIRONMENTS:  # the orchestrator restarts its workers
-        return _Chain(path)
-    process = facts.processes.get(name, ProcessFacts(ProcessState.ABSENT))
-    if (fault := _fault(facts, name, process, waited_for=bool(before))) is not None:
-        return _Chain(path, fault, restarts=process.status is None and process.restart is not None)
-    if process.status is None or (wait := process.status.waiting) is None:
-        return _Chain(path)
-    owner = _ADDRESS.sub("", wait.owner)  # a host may be called anything
-    servers = [*filter(is_server, facts.processes)] or [SERVER]
-    owners = [*(servers if SERVER in owner else []), *(job for job in _JOBS if job in owner)]
-    owners += [_ENVIRONMENTS] if "environment" in owner else []
-    chains = _chains(facts, owners, (*path, wait.subject)) or [_Chain((*path, wait.subject, wait.owner))]
-    faulty = [chain for chain in chains if chain.fault is not None]
-    overdue = stall_reason(name, process.status, facts.policy, facts.now, 0.0, is_server(name))
-    if not faulty and overdue is not None:
-        return _Chain(path, f"which {overdue}")
-    # Where several owe it, the server is named first: it is well, so look at the others.
-    return replace(faulty[0] if faulty else chains[-1], waited=facts.now - wait.since)
-
-
-def _fault(facts: Facts, name: str, process: ProcessFacts, waited_for: bool) -> str | None:
-    """Return what is wrong with a process itself, as a clause; None where nothing is."""
-    status = process.status
-    if status is None:
-        if process.restart is not None:
-            return f"which {process.restart.reason} and is being started again"
-        if waited_for:
-            return "which has not reported" + (": somebody else runs it" if is_server(name) else " yet")
+def _fault(facts: Facts, name: str) -> str | None:
+    """Return what is wrong with a process or rank itself, in words that follow its name; None where nothing is."""
+    process = facts.processes[name]
+    if (status := process.status) is None:
         return None
     if status.outcome is not None:
-        return f"which has ended: {status.outcome}" if waited_for or status.outcome.startswith("failed") else None
-    if (fault := _lifeless(facts, process)) is not None:
-        return f"which {fault}"
-    for key, rank in facts.processes.items():
-        if key.startswith(f"{name}.") and (fault := _lifeless(facts, rank)) is not None:
-            return f"whose rank {key.partition('.')[2]} {fault}"
-    stall = stall_reason(name, status, facts.policy, facts.now, 0.0, is_server(name))
-    return f"which {stall}" if status.waiting is None and stall is not None else None
-
-
-def _lifeless(facts: Facts, process: ProcessFacts) -> str | None:
-    if process.status is None or process.status.outcome is not None:
-        return None
-    silent = facts.now - process.status.heartbeat
+        return f"has ended: {status.outcome}" if status.outcome.startswith("failed") else None
+    rank, silent = name.partition(".")[2], facts.now - status.heartbeat
+    who = f"rank {rank} " if rank else ""
     if process.state is ProcessState.DEAD:
-        return f"died without a last word {silent:.0f} s ago"
+        return f"{who}died without a last word {silent:.0f} s ago"
     if process.state is ProcessState.STOPPED:
-        return f"has been stopped (SIGSTOP) for {silent:.0f} s"
-    return f"has given no sign of life for {silent:.0f} s" if silent > facts.policy.heartbeat_timeout else None
+        return f"{who}has been stopped (SIGSTOP) for {silent:.0f} s"
+    return stall_reason(name, status, facts.policy, facts.now, 0.0, _is_server(name))
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
+def examination(run: Path, facts: Facts, state: RunState, sentence: str) -> list[str]:
     """Describe everything, for people; the diagnosis is last."""
     # The launcher removes its claim when it ends.
     launcher = "not running" if facts.launcher is ProcessState.ABSENT else facts.launcher.value
@@ -336,9 +245,9 @@ def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
     for name, process in facts.processes.items():
         # One that ended well may have been noisy: vLLM's engine prints a traceback when it is asked to stop.
         ended_well = process.status is not None and process.status.outcome in ("finished", "stopped")
-        if not diagnosis.state.fine and not ended_well:
+        if not state.fine and not ended_well:
             rows += [("error", f"{name}.log: {line}") for line in _errors(run, name)]
-    rows.append((diagnosis.state.value, diagnosis.sentence))
+    rows.append((state.value, sentence))
     return [f"{name:<15}{text}".rstrip() for name, text in rows]
 
 
@@ -348,7 +257,7 @@ def _describe(facts: Facts, name: str, process: ProcessFacts) -> list[tuple[str,
 
     status, state = process.status, f"{process.state.value:<11}"
     if status is None:
-        return [(name, state + (f"restart: {process.restart.reason}" if process.restart else ""))]
+        return [(name, state)]
     if status.outcome is not None:
         return [(name, f"{'ended':<11}{status.outcome}, {ago(status.since)}")]
     doing = status.phase if status.step is None else f"{status.phase}, step {status.step}"

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from prime_rl.errors import UserError
 from prime_rl.importing import find_module
 from prime_rl.inference.checks import check_port, model_size
 from prime_rl.inference.server import guarded_host
-from prime_rl.launcher import doctor, preflight, rundir, slurm
+from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console, bench_table, minutes, summary
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, memory_gib, visible_gpus
-from prime_rl.launcher.supervise import Restart, RestartPolicy, RunOutcome, Supervisor
+from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor.monitor import metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
@@ -129,36 +129,19 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
         console.say,
         tick,
         policy(config),
-        doctor=lambda: doctor.report(config.output_dir),
-        drained=drained(config),
     )
     outcome = supervisor.run()
     console.look()
     _sum_up(config.output_dir, began, outcome, console, config.bench)
-    for line in restarts_summary(supervisor.restarts):
-        console.say(line)
     # Where nothing was made yet the same command starts again by itself.
     if outcome is not RunOutcome.SUCCESS and not config.bench and rundir.results(config.output_dir):
-        console.say(ways_on(config, supervisor.to_correct))
+        console.say(ways_on(config))
     return outcome
 
 
-def drained(config: RLConfig) -> str:
-    """Say what a run that is asked to stop still does, as far as it is set up to save anything."""
-    if config.bench:
-        return "the current step will be finished; a benchmark saves nothing"
-    if config.trainer.ckpt is not None:
-        return "the current step will be finished and saved"
-    return "the current step will be finished; without [ckpt] its training state is not saved"
-
-
-def ways_on(config: RLConfig, to_correct: bool = False) -> str:
-    """Say how to go on with a run that ended too early.
-
-    `to_correct`: it ended by an error that only the user can correct.
-    """
-    text = "once the error above is corrected" if to_correct else "to go on"
-    text += f": the same command {'without --clean and ' if config.clean else ''}with --recover"
+def ways_on(config: RLConfig) -> str:
+    """Say how to go on with a run that ended too early."""
+    text = f"to go on: the same command {'without --clean and ' if config.clean else ''}with --recover"
     with suppress(UserError):  # the file system is unavailable
         if checkpoints.complete_steps(_checkpoints_root(config)):
             text += ", or from a checkpoint with --ckpt.resume-step -1"
@@ -171,22 +154,12 @@ def policy(config: RLConfig) -> RestartPolicy:
     return RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
 
 
-def restarts_summary(restarts: Sequence[Restart]) -> list[str]:
-    """Return one line a process that was restarted: how often, and why."""
-    reasons: dict[str, list[str]] = {}
-    for restart in restarts:
-        reasons.setdefault(restart.process, []).append(restart.reason)
-    return [f"restarts of {name}: {len(texts)} ({'; '.join(texts)})" for name, texts in reasons.items()]
-
-
 def _sum_up(output_dir: Path, began: float, outcome: RunOutcome, console: Console, bench: bool) -> None:
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
-    whole = len(read_metrics(metrics_path(output_dir, "trainer")))
-    steps = whole if bench else console.steps.count
-    earlier = f" ({whole} of the whole run)" if whole > steps else ""
-    console.say(f"{words[outcome]}: {steps} steps{earlier} in {minutes(time.time() - began)}")
+    steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else console.steps.count
+    console.say(f"{words[outcome]}: {steps} steps in {minutes(time.time() - began)}")
     if bench or outcome is not RunOutcome.FAILURE:
-        for line in (bench_table if bench else summary)(output_dir, began):
+        for line in bench_table(output_dir, began) if bench else summary(output_dir):
             console.say(line)
 
 

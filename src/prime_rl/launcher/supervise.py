@@ -252,12 +252,9 @@ class Supervisor:
     Args:
         say: Shows a line to the user.
         tick: Called at every look.
-        doctor: Says which process keeps the run from going on, in one line.
-        drained: What the jobs still do when they are asked to stop.
 
     Attributes:
         failures: How the processes ended that made the run fail, and the ends of their logs.
-        to_correct: Whether a process ended by an error that only the user can correct.
     """
 
     def __init__(
@@ -267,15 +264,13 @@ class Supervisor:
         say: Callable[[str], None],
         tick: Callable[[], None] = lambda: None,
         policy: RestartPolicy | None = None,
-        doctor: Callable[[], str] | None = None,
         drain_seconds: float = _DRAIN_SECONDS,
         stop_seconds: float = _STOP_SECONDS,
-        drained: str = "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._policy = policy or RestartPolicy()
         self._output_dir, self._environ = output_dir, environ
-        self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
+        self._say, self._tick = say, tick
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
         furthest = newest_steps(output_dir)
         self._children = {spec.name: SupervisedChild(spec, RestartBudget(self._policy, furthest)) for spec in processes}
@@ -284,9 +279,7 @@ class Supervisor:
         self._interrupts = 0
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
-        self.restarts: list[Restart] = []
         self.failures: list[str] = []
-        self.to_correct = False
 
     def run(self, signals: bool = True) -> RunOutcome:
         """Block until the run is over and its processes are stopped. `signals`: handle them (in the main thread only)."""
@@ -377,7 +370,6 @@ class Supervisor:
             words = child.last_words()
             # Before it was ready a restart would end with the same line.
             to_correct = status > 0 and not child.was_ready and any(map(_ERROR_LINE.match, words))
-            self.to_correct |= to_correct
             failures.append(_Failure(child, reason, words, final=to_correct))
         return failures
 
@@ -394,7 +386,6 @@ class Supervisor:
             if server and child.state is ChildState.STARTING and self._now - child.began > server.ready_timeout:
                 reason = f"is not ready after {server.ready_timeout:.0f} s"
             if reason is not None:
-                self._consult_doctor()  # while it can still be seen
                 self._reap(child)
                 never_ready = server is not None and not child.was_ready  # in all the time it may take
                 failures.append(_Failure(child, reason, child.last_words(), final=never_ready))
@@ -423,7 +414,6 @@ class Supervisor:
             self._report(failure)
             if grant and most:
                 self._say(f"error: {name} was started again {most} times {grant}: giving up")
-                self._consult_doctor()
             return self._does_without(child)
         number, seconds = grant
         recover = child.was_ready and child.is_job
@@ -434,7 +424,6 @@ class Supervisor:
         if reason.startswith("failed") and failure.last_words:
             reason += f" ({failure.last_words[-1].strip()})"
         restart = Restart(time.time(), name, reason, number, seconds, self._now - child.began, recover)
-        self.restarts.append(restart)
         self._say(
             f"{name} {reason}: starting it again in {seconds:g} s "
             f"(restart {number} of at most {most} an hour{', recovering' if recover else ''})"
@@ -462,15 +451,11 @@ class Supervisor:
             self._say(f"  {line}")
         self.failures += [text, *failure.last_words]
 
-    def _consult_doctor(self) -> None:
-        if self._doctor is not None:
-            self._say(self._doctor())
-
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         self._drain_deadline = self._now + self._drain_seconds
-        self._say(f"draining: {self._drained}; interrupt again to stop now")
+        self._say("draining: the current step will be finished; interrupt again to stop now")
         for child in self._children.values():
             if child.state is ChildState.PENDING:
                 child.state = ChildState.STOPPED
@@ -498,7 +483,6 @@ class Supervisor:
             return None
         late = ", ".join(child.name for child in self._running() if child.is_job)
         self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")
-        self._consult_doctor()
         return RunOutcome.INTERRUPTED
 
     def _stop_all(self) -> None:

@@ -10,8 +10,7 @@ from prime_rl.config.inference import ServerConfig
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.launch import drained, policy, restarts_summary, resume_at, run, ways_on
-from prime_rl.launcher.supervise import Restart
+from prime_rl.launcher.launch import policy, resume_at, run, ways_on
 from prime_rl.orchestrator.checkpoint import OrchestratorState
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
@@ -84,34 +83,17 @@ def test_an_open_server_is_refused_before_anything_is_started(tmp_path: Path, mo
 
 
 def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
-    """Only what is set up to be saved, and only what is there to go on from."""
-    plain, saving = config(tmp_path), config(tmp_path, ckpt=CkptConfig())
-    assert drained(saving) == "the current step will be finished and saved"
-    assert "saves nothing" in drained(config(tmp_path, bench=True))
-    assert drained(plain).endswith("its training state is not saved")
+    """Only what is there to go on from."""
+    saving = config(tmp_path, ckpt=CkptConfig())
     save(tmp_path, 4, "trainer")
     assert ways_on(saving) == "to go on: the same command with --recover"
     assert "the same command without --clean and with --recover" in ways_on(config(tmp_path, clean=True))
     save(tmp_path, 4, "orchestrator")
     checkpoints.join(tmp_path / "checkpoints", 4, checkpoints.TOGETHER, "orchestrator")
     assert ways_on(saving).endswith("or from a checkpoint with --ckpt.resume-step -1")
-    assert ways_on(saving, to_correct=True).startswith("once the error above is corrected: the same command with")
 
 
 def test_a_benchmark_is_not_started_again(tmp_path: Path) -> None:
     """Its numbers would be worthless."""
     assert policy(config(tmp_path)).max_restarts == 3
     assert policy(config(tmp_path, bench=True)).max_restarts == 0
-
-
-def test_the_summary_names_each_restart() -> None:
-    """A line a process: how often, and why."""
-    restarts = [
-        Restart(0.0, "trainer", "was killed by SIGKILL", 1, 1.0, 20.0, True),
-        Restart(1.0, "inference", "ended too early", 1, 1.0, 20.0, False),
-        Restart(2.0, "trainer", "has stalled for 9 s", 2, 2.0, 20.0, True),
-    ]
-    assert restarts_summary(restarts) == [
-        "restarts of trainer: 2 (was killed by SIGKILL; has stalled for 9 s)",
-        "restarts of inference: 1 (ended too early)",
-    ]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.launcher.console import StepLines, limit_line, summary
-from prime_rl.launcher.doctor import Diagnosis, Facts, ProcessState, RunState, examination
+from prime_rl.launcher.doctor import Facts, ProcessState, RunState, examination
 from prime_rl.monitor.limits import FULL, LimitName, LimitWatch, Shares, Steps, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
 
@@ -148,18 +148,8 @@ def test_console_metrics_and_doctor_name_the_same(tmp_path: Path) -> None:
     words = "limited by generation (trainer waits 70%)"
     assert str(watch.look([])) == limit_line(tmp_path) == words
     assert steps.new_lines()[-1].endswith("| limited by generation | ETA 0:00")
-    assert summary(tmp_path, since=0.0)[-1] == words
+    assert summary(tmp_path)[-1] == words
     facts = Facts(2.0, ProcessState.ABSENT, {})
-    told = examination(tmp_path, facts, Diagnosis(RunState.FINISHED, "the run has finished"))
+    told = examination(tmp_path, facts, RunState.FINISHED, "the run has finished")
     assert f"{'speed':<15}{words}" in told
     assert LimitName.GENERATION.metric == "limit/generation"
-
-
-def test_the_end_of_a_run_says_where_its_time_went(tmp_path: Path) -> None:
-    """Contract: of the steps since the launcher began but the first; rewards are those of the whole run."""
-    write(tmp_path, 3, wait_for_batch=6.0, idle=3.0, update_pause=0.5)
-    assert summary(tmp_path, since=50.0) == [
-        "time, start: 40 s; trainer: computes 40%, waits for batches 60%; engines: sample 65%, load weights 5%, idle 30%",
-        "limited by the pipeline (neither side is full: engines sample 65%, trainer 40%)",
-    ]
-    assert summary(tmp_path, since=101.5) == ["time, start: 0 s"], "one step, which waited for the start"
