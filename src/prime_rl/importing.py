@@ -46,7 +46,10 @@ def load_function(
     Raises:
         UserError: there is none, or it does not take these arguments.
     """
-    where, name = find_module(path, key)
+    where, colon, name = path.rpartition(":")
+    if not colon or not where or not name:
+        raise UserError(f"{key}: {path!r} is not of the form module:name or file.py:name")
+    look_here()
     try:
         module = _file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
         function: Callable[..., Any] = getattr(module, name)
@@ -66,29 +69,6 @@ def load_function(
     if missing := [name for name in required if name not in {*bound.arguments, *offered}]:
         raise UserError(f"{key}: {path!r} needs arguments that are not given: {', '.join(missing)}")
     return function
-
-
-def find_module(path: str, key: str) -> tuple[str, str]:
-    """Return the parts of `path`, whose module is not imported yet: it may need torch, or a GPU.
-
-    Raises:
-        UserError: there is no such module.
-    """
-    where, colon, name = path.rpartition(":")
-    if not colon or not where or not name:
-        raise UserError(f"{key}: {path!r} is not of the form module:name or file.py:name")
-    if where.endswith(".py"):
-        if not Path(where).is_file():
-            raise UserError(f"{key}: there is no file {where}")
-        return where, name
-    look_here()
-    try:
-        spec = importlib.util.find_spec(where)
-    except (ImportError, ValueError):  # a package above it is missing
-        spec = None
-    if spec is None:
-        raise UserError(f"{key}: there is no module {where}")
-    return where, name
 
 
 def look_here() -> None:

@@ -67,22 +67,6 @@ def test_a_dry_run_beside_a_run(model: Path, tmp_path: Path, also: list[str]) ->
     assert {path.parent.name for path in run.rglob("*.toml")} == {"configs", "dry-run"}
 
 
-def test_dry_run_of_a_run_on_several_gpus(model: Path, tmp_path: Path) -> None:
-    """Placement is planned for the visible devices; too few are refused with the arithmetic, exit 1."""
-    asked = ("--dry-run", "--trainer-gpus", "2", "--inference-gpus", "2")
-    done = rl(model, tmp_path / "run", *asked, CUDA_VISIBLE_DEVICES="4,5,6,7")
-    assert done.returncode == 0, done.stderr
-    assert "inference      GPU 4 " in done.stdout
-    assert "inference-1    GPU 5 " in done.stdout
-    assert "trainer        GPU 6,7" in done.stdout
-    few = rl(model, tmp_path / "few", *asked, CUDA_VISIBLE_DEVICES="4,5,6")
-    assert few.returncode == 1
-    assert few.stderr.startswith(
-        "error: the run needs 4 GPUs (2 for inference + 2 for trainer), but 3 visible (4, 5, 6)"
-    )
-    assert not (tmp_path / "few").exists()
-
-
 def test_port_in_use_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
     """One clear line, exit 1, no directory left."""
     with socket.socket() as taken:

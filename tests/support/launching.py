@@ -148,8 +148,6 @@ elif kind.startswith("mends:"):  # the first incarnation goes wrong as told, the
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif fault == "stuck":
-        time.sleep(600)
     elif fault == "overdue":
         status.waiting("rollouts/step_3", "orchestrator", 0.5)
         time.sleep(600)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.errors import UserError
-from prime_rl.importing import find_module, load_function
+from prime_rl.importing import load_function
 
 COUNTING = """
 import sys
@@ -60,13 +60,13 @@ def test_a_module_of_the_working_directory(here: Path) -> None:
     (here / "only_here.py").write_text("def value(): ...")
     (here / "json.py").write_text("raise AssertionError")
     script = "import sys; sys.path[:] = [one for one in sys.path if one]\n"
-    script += "from prime_rl.importing import find_module\n"
-    script += "print(find_module('only_here:value', 'loss.path')); find_module('json:dumps', 'loss.path'); import json.decoder"
+    script += "from prime_rl.importing import load_function\n"
+    script += "print(load_function('only_here:value', {}, 0, 'loss.path').__module__); load_function('json:dumps', {}, 1, 'loss.path')"
     found = subprocess.run([sys.executable, "-P", "-c", script], cwd=here, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
-    assert "('only_here', 'value')" in found.stdout
-    with pytest.raises(UserError, match=r"loss\.path: there is no module nowhere"):
-        find_module("nowhere:value", "loss.path")
+    assert found.stdout == "only_here\n"
+    with pytest.raises(UserError, match=r"loss\.path: 'nowhere:value' cannot be imported: .*No module named 'nowhere'"):
+        load_function("nowhere:value", {}, 0, "loss.path")
 
 
 def test_sequences_are_for_losses(here: Path) -> None:

@@ -9,7 +9,7 @@ from prime_rl import faults
 from prime_rl.config import OrchestratorConfig, write_toml
 from prime_rl.entrypoints import run_command, show
 from prime_rl.envs.venv import prepare
-from prime_rl.launcher.preflight import check_environment, check_model, check_own_functions
+from prime_rl.launcher.preflight import check_environment, check_model
 from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
@@ -32,7 +32,6 @@ def run(config: OrchestratorConfig) -> None:
     environments = [*config.environments, *(config.eval.environments if config.eval else [])]
     for env in environments:
         check_environment(env)
-    check_own_functions(config)
     if not (config.dry_run or config.bench or config.clean):
         progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
         refuse_used(config.output_dir, progress)  # before that run's own config is written over

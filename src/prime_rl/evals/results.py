@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,12 +297,12 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(file)
 
 
-def check_settings(directory: Path, settings: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
+def check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     """Raise UserError, naming the first setting that differs, if the results in `directory` were made with others."""
     before, now = read_settings(directory), flat(settings)
     if before is None:
         return
-    for key in sorted((before.keys() | now.keys()) - set(ignored)):
+    for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             old, new = (json.dumps(table[key]) if key in table else "nothing" for table in (before, now))
             raise UserError(

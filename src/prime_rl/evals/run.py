@@ -12,7 +12,7 @@ from loguru import logger
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
-from prime_rl.evals.results import EvalResults, alone, check_settings, read_settings, write_report
+from prime_rl.evals.results import EvalResults, alone, read_settings, write_report
 from prime_rl.evals.runner import EvalJob, EvalPlan, EvalRunner, KeyRejected, tasks_of
 from prime_rl.evals.servers import EvalServers, connect, rejected_key, way_of_asking
 from prime_rl.evals.versions import API, EvalPolicy, EvalVersions, is_gone
@@ -149,10 +149,6 @@ class Evaluation:
 
     async def _evaluate(self, policy: EvalPolicy, servers: EvalServers | None) -> None:
         config, status = self._config, self._status
-        if not config.clean:  # before weights are loaded, whose hash may be known only then
-            for env in config.environments:
-                settings = settings_of(config, env, plan_of(config, env, self._chat), policy)
-                check_settings(directory_of(config, env, policy), settings, ignored=["weights"])
         if servers is not None and config.weights_dir is not None:
             status.phase(f"loading {policy.name}")
             try:

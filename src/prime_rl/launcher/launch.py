@@ -12,7 +12,6 @@ from prime_rl.config.base import BaseConfig
 from prime_rl.config.shared import EnvConfig, how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
-from prime_rl.importing import find_module
 from prime_rl.inference.checks import check_port, model_size
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
@@ -176,9 +175,6 @@ def _check(config: RLConfig) -> None:
     orchestrator = config.orchestrator
     progress = resume_point(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
     refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing
-    preflight.check_own_functions(config.orchestrator, "orchestrator.")
-    if config.trainer.loss.type == "custom":
-        find_module(config.trainer.loss.path, "trainer.loss.path")
     for environment in _environments(config):
         preflight.check_environment(environment)
 

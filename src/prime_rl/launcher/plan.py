@@ -75,7 +75,6 @@ class Plan:
     configs: Mapping[Path, BaseConfig]
     servers: tuple[ServerSpec, ...]
     output_dir: Path
-    tmpfs: Path | None = None  # of this host, where the trainer writes weights to
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,7 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     ]  # fmt: skip
     files = {configs[name]: section for name, section in sections.items()}
     external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
-    tmpfs = config.trainer.weights.tmpfs
-    return Plan(tuple(processes), files, tuple(servers) or (external,), config.output_dir, tmpfs)
+    return Plan(tuple(processes), files, tuple(servers) or (external,), config.output_dir)
 
 
 def describe(plan: Plan) -> str:
@@ -188,10 +186,6 @@ def describe(plan: Plan) -> str:
     for server in plan.servers:
         whose = "already running" if server.port is None else f"port {server.port}"
         lines.append(f"server         {server.url} ({whose})")
-    if plan.tmpfs is not None:
-        started = plan.servers and all(server.port is not None for server in plan.servers)
-        limit = "" if started else "; servers on other hosts cannot load them"
-        lines.append(f"weights        in this host's memory, {plan.tmpfs}, until a checkpoint needs them{limit}")
     lines += [f"config         {path}" for path in plan.configs]
     return "\n".join(lines)
 

@@ -6,12 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-from prime_rl.config import OrchestratorConfig
 from prime_rl.config.shared import ClientConfig, EnvConfig
 from prime_rl.envs import ids, venv
 from prime_rl.envs.adapter import CLASSIC
 from prime_rl.errors import UserError
-from prime_rl.importing import find_module, look_here
+from prime_rl.importing import look_here
 from prime_rl.inference import checks
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -65,16 +64,6 @@ def check_environment(environment: EnvConfig) -> None:
         ids.check_version(environment.id)
     except ids.LoadError as error:
         raise UserError(str(error)) from error
-
-
-def check_own_functions(config: OrchestratorConfig, key: str = "") -> None:
-    """Raises UserError when a function of the user's own that a setting names is missing. `key`: prefix of its keys."""
-    for algorithm, name in config.algorithms():
-        if algorithm.type == "custom":
-            find_module(algorithm.path, f"{key}{name}.path")
-    for filters, name in config.all_filters():
-        if filters.custom is not None:
-            find_module(filters.custom.path, f"{key}{name}.custom.path")
 
 
 def check_key(client: ClientConfig) -> None:

@@ -86,10 +86,7 @@ class Owner:
                     f"{output_dir} is in use by another rl (pid {other.pid} on {other.host}): "
                     "stop that one, or choose another --output-dir"
                 )
-            try:
-                self._write()
-            except IsADirectoryError as error:
-                raise UserError(f"{output_dir / _OWNER} is a directory, and in the way: move it") from error
+            self._write()
 
     def beat(self) -> None:
         """Refresh the claim for launchers on other hosts. Raises UserError when one of them has taken over."""

@@ -141,45 +141,40 @@ def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | N
     )
 
 
-class Steps:
-    """Rows of the last steps of both sides. What comes late (the time to save) adds to its step's row."""
+class LimitWatch:
+    """Follow the metrics of a run, from its beginning on: rows of the last steps of both sides.
 
-    def __init__(self, most: int = STEPS) -> None:
-        self._most = most
-        self._rows: dict[str, dict[int, dict[str, float]]] = {"orchestrator": {}, "trainer": {}}
+    What comes late (the time to save) adds to its step's row.
+    """
 
-    def add(self, process: str, rows: Iterable[Row]) -> None:
-        """Take in rows of `orchestrator` or `trainer`, in the order in which they were written."""
+    def __init__(self, output_dir: Path) -> None:
+        paths = {process: metrics_path(output_dir, process) for process in ("orchestrator", "trainer")}
+        self._tails = {process: Tail(path) for process, path in paths.items()}
+        self._rows: dict[str, dict[int, dict[str, float]]] = {process: {} for process in paths}
+        for process, path in paths.items():
+            self._add(process, read_metrics(path))
+
+    def _add(self, process: str, rows: Iterable[Row]) -> None:
         kept = self._rows[process]
         for row in rows:
             step = int(row["step"])
             kept.setdefault(step, {}).update(row)
-            kept.pop(step - _KEPT * self._most, None)
+            kept.pop(step - _KEPT * STEPS, None)
 
     def shares(self, starts: Collection[int] = ()) -> Shares | None:
-        """Of the last steps that both sides made.
+        """Of the last steps that both sides made; None before two were.
 
         Args:
             starts: Steps at which a trainer began: they include its start-up, and are left out, as the very first is.
         """
+        for process, tail in self._tails.items():
+            self._add(process, tail.read())
         orchestrator, trainer = self._rows["orchestrator"], self._rows["trainer"]
         made = sorted(orchestrator.keys() & trainer.keys())
-        steps = [step for step in made[1:] if step not in starts][-self._most :]
+        steps = [step for step in made[1:] if step not in starts][-STEPS:]
         return shares_of([orchestrator[step] for step in steps], [trainer[step] for step in steps])
 
-
-class LimitWatch:
-    """Follows the metrics of a run, from its beginning on."""
-
-    def __init__(self, output_dir: Path) -> None:
-        self._steps = Steps()
-        self._tails = {process: Tail(metrics_path(output_dir, process)) for process in ("orchestrator", "trainer")}
-        for process in self._tails:
-            self._steps.add(process, read_metrics(metrics_path(output_dir, process)))
-
     def look(self, starts: Collection[int]) -> Limit | None:
-        """What limits the run now; None before two steps were made. `starts`: see `Steps.shares`."""
-        for process, tail in self._tails.items():
-            self._steps.add(process, tail.read())
-        shares = self._steps.shares(starts)
+        """What limits the run now. `starts`: see `shares`."""
+        shares = self.shares(starts)
         return None if shares is None else limit_of(shares)

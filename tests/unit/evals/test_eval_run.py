@@ -97,17 +97,6 @@ async def test_what_is_finished_is_not_made_again(world):
     assert len(world.pool.made) == 17
 
 
-async def test_changed_settings_are_refused_before_weights_are_loaded(world):
-    versions(world, 0, 5)
-    await world.run(weights_dir=world.weights)
-    before = world.server.reloads, len(world.server.updates)
-    for settings in ({}, {"eval_base": False}):
-        with pytest.raises(UserError, match=r"made with seed = .*, and now it is 7"):
-            await world.run(weights_dir=world.weights, seed=7, **settings)
-    assert len(world.server.updates) == before[1]
-    assert world.server.reloads == before[0] + 2  # the base, as at every end
-
-
 async def test_what_a_restarted_server_sampled_is_made_again(world):
     """Contract: a server that was started again serves its base; what it sampled since its last proof counts for no version."""
     versions(world, 0, 3)

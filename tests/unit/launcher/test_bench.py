@@ -80,14 +80,6 @@ def test_a_benchmark_beside_a_run(
     assert all(path.is_relative_to(tmp_path / "bench") for path in after.keys() - before.keys())
 
 
-@pytest.mark.parametrize("process", ["trainer", "sft"])
-def test_a_dry_run_of_a_benchmark(process: str, start: Callable[..., None], tmp_path: Path) -> None:
-    """Its config does not replace that of a run either, and run again it stays where it is."""
-    start(process, bench=True, dry_run=True)
-    start(process, bench=True, dry_run=True, output_dir=tmp_path / "bench")
-    assert list(files(tmp_path)) == [tmp_path / "bench" / "configs" / f"{process}.toml"]
-
-
 def environment() -> dict[str, Any]:
     return {"environments": [TrainingEnv(id="reverse-text")]}
 

@@ -310,17 +310,11 @@ def test_the_server_loads_weights_of_this_run_only() -> None:
     assert section(plan, InferenceConfig, "inference").weights_root == Path("outputs/weights")
 
 
-@pytest.mark.parametrize("serve", [True, False])
-def test_weights_in_memory(serve: bool) -> None:
-    """Servers that are started here may read where the trainer writes; of others the plan says that they must be on this host."""
-    run = config(serve=serve)
+def test_servers_read_weights_where_the_trainer_writes_them() -> None:
+    run = config()
     run.trainer.weights.tmpfs = Path("/dev/shm")
     plan = make_plan(run, machine(0))
-    assert "in this host's memory, /dev/shm" in describe(plan)
-    assert ("servers on other hosts cannot load them" in describe(plan)) is not serve
-    served = [section for section in plan.configs.values() if isinstance(section, InferenceConfig)]
-    assert [section.weights_tmpfs for section in served] == ([Path("/dev/shm")] if serve else [])
-    assert "memory" not in describe(make_plan(config(serve=serve), machine(0)))
+    assert section(plan, InferenceConfig, "inference").weights_tmpfs == Path("/dev/shm")
 
 
 def test_recovery_needs_recovery_checkpoints() -> None:

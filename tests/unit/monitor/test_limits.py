@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from prime_rl.launcher.console import StepLines, limit_line, summary
 from prime_rl.launcher.doctor import Facts, ProcessState, RunState, examination
-from prime_rl.monitor.limits import FULL, LimitName, LimitWatch, Shares, Steps, limit_of, shares_of
+from prime_rl.monitor import limits
+from prime_rl.monitor.limits import FULL, LimitName, LimitWatch, Shares, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
 
 # Situations, worked out by hand. The first number is the share that is named.
@@ -105,40 +106,45 @@ def test_shares_are_of_all_steps_together() -> None:
     )  # fmt: skip
 
 
-def test_nothing_is_said_without_times() -> None:
+def add(root: Path, process: str, *rows: dict[str, float]) -> None:
+    path = metrics_path(root, process)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write("".join(json.dumps({"time": 0.0, **row}) + "\n" for row in rows))
+
+
+def test_nothing_is_said_without_times(tmp_path: Path) -> None:
     """Contract: a side without times, one side alone and a first step, which waits for the start-up, say nothing."""
     orchestrator, trainer = rows(wait_for_batch=6.0)
     assert shares_of([], []) is None
     assert shares_of([{"reward/mean": 1.0}], [trainer]) is None
-    steps = Steps()
-    steps.add("orchestrator", [{"step": 0, **orchestrator}, {"step": 1, **orchestrator}])
-    steps.add("trainer", [{"step": 0, **trainer}])
-    assert steps.shares() is None
+    add(tmp_path, "orchestrator", {"step": 0, **orchestrator}, {"step": 1, **orchestrator})
+    add(tmp_path, "trainer", {"step": 0, **trainer})
+    assert LimitWatch(tmp_path).shares() is None
 
 
-def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began() -> None:
+def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Contract: a judgement follows the run, short ones too; what comes late is of its step; starts are nobody's wait."""
-    steps = Steps(most=2)
-    waits = [9.0, 6.0, 0.0, 9.9, 5.0]
-    for step, waited in enumerate(waits):
+    monkeypatch.setattr(limits, "STEPS", 2)
+    watch = LimitWatch(tmp_path)
+    for step, waited in enumerate([9.0, 6.0, 0.0, 9.9, 5.0]):
         orchestrator, trainer = rows(wait_for_batch=waited)
-        steps.add("orchestrator", [{"step": step, **orchestrator}])
-        steps.add("trainer", [{"step": step, **trainer}, {"step": step, "time/save_ckpt": 1.0}])
+        add(tmp_path, "orchestrator", {"step": step, **orchestrator})
+        add(tmp_path, "trainer", {"step": step, **trainer}, {"step": step, "time/save_ckpt": 1.0})
         if step == 1:
-            found = steps.shares()
+            found = watch.shares()
             assert found is not None
             assert found.waited == pytest.approx(0.6)
-    found = steps.shares(starts=[0, 3])
+    found = watch.shares(starts=[0, 3])
     assert found is not None
     assert (found.waited, found.saved) == (pytest.approx(0.25), pytest.approx(0.1))
 
 
 def write(root: Path, steps: int, **seconds: float) -> None:
-    (root / "metrics").mkdir(exist_ok=True)
     for process, row in zip(("orchestrator", "trainer"), rows(**seconds), strict=True):
-        text = "".join(json.dumps({"step": step, "time": 100.0 + step, "loss/mean": 0.0, **row}) + "\n" for step in range(steps))  # fmt: skip
-        with metrics_path(root, process).open("a") as file:
-            file.write(text)
+        add(root, process, *({"step": step, "loss/mean": 0.0, **row} for step in range(steps)))
 
 
 def test_console_metrics_and_doctor_name_the_same(tmp_path: Path) -> None:
