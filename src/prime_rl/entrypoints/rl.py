@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from prime_rl import lifeline
@@ -29,12 +28,6 @@ def main() -> None:
 
 
 def _run() -> int:
-    for word in sys.argv[1:2]:
-        if not word.startswith(("-", "@")):
-            ways = "there are `rl @ CONFIG.toml`, `rl doctor RUN` and `rl audit RUN`"
-            if near := get_close_matches(word, _EXAMINATIONS, 1):
-                ways = f"did you mean `rl {near[0]} RUN`?"
-            raise UserError(f"there is no `rl {word}`: {ways}")
     config = load(RLConfig, prog="rl")
     log.setup(config.log.level, "rl")
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 RESULTS, SETTINGS, LOCK = "results.jsonl", "settings.json", ".lock"
 _ROUNDING = 1e-9  # of a reward that is a sum of weighted ones
 _Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
-_LAST_COLUMNS = ("errors", "cut", "tokens")
 _KEPT_FIELDS = (
     *("task_id", "outcome", "message", "reward", "rewards", "metrics", "is_truncated", "num_turns"),
     *("input_tokens", "output_tokens", "prompt", "completion"),
@@ -225,10 +224,7 @@ class EvalResults:
 
     def cells(self) -> dict[str, str]:
         """Return its row of the table."""
-        metrics, k = self.metrics(), self.k
-        last = max(powers(k), default=1)
-        passes = (f"pass@{last}", f"pass^{last}") if last > 1 else ()
-        tasks = len(self.task_ids)
+        metrics, k, tasks = self.metrics(), self.k, len(self.task_ids)
         return {
             "environment": self.env,
             "policy": self.policy,
@@ -236,7 +232,6 @@ class EvalResults:
             "k": str(k),
             "avg@k": number(metrics.get(f"avg@{k}")),
             "± 95 %": number(metrics.get(f"avg@{k}/ci95")),
-            **{name: number(metrics.get(name)) for name in passes},
             "errors": str(len(self.failed)),
             "cut": number(metrics.get("is_truncated/mean")),
             "tokens": number(metrics.get("num_output_tokens/mean")),
@@ -411,10 +406,8 @@ def number(value: float | None) -> str:
 
 
 def _table(results: Sequence[EvalResults]) -> list[str]:
-    """Lines of the table; environments with different numbers of attempts have different columns of passes."""
     cells = [each.cells() for each in results]
-    columns = sorted(dict.fromkeys(name for row in cells for name in row), key=_LAST_COLUMNS.__contains__)
-    rows = [columns, *([row.get(column, "") for column in columns] for row in cells)]
+    rows = [list(cells[0]) if cells else [], *(list(row.values()) for row in cells)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
     return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]

@@ -34,34 +34,37 @@ _POLL_SECONDS = 0.25
 async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["tokens", "chat"]:
     """Return `client.type`; for "auto" what the server's answer tells: one of ours says what it serves.
 
-    Of an API the key is tried, where it lists its models.
-
     Raises:
-        UserError: nobody answers there, or the key is rejected.
+        UserError: nobody answers there.
     """
     client = config.client
-    if client.type == "tokens" or len(client.base_urls) != 1 or client.admin_roots:
-        return "tokens"
+    if client.type != "auto" or len(client.base_urls) != 1 or client.admin_roots:
+        return "chat" if client.type == "chat" else "tokens"
     root, key = client.api_roots[0], os.environ.get(client.api_key_var, "")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     proxies = not is_own_host(urlsplit(root).hostname or "")
+    deadline = time.monotonic() + client.ready_timeout
     async with httpx.AsyncClient(timeout=_PROBE_SECONDS, headers=headers, trust_env=proxies) as http:
-        if client.type == "auto" and _is_ours(await _first_answer(http, f"{root}/weights", client, on_wait)):
-            return "tokens"
-        models = await _first_answer(http, f"{client.base_urls[0].rstrip('/')}/models", client, on_wait)
-    if models.status_code in (401, 403):
-        raise UserError(f"{rejected_key(client)}: HTTP {models.status_code} {models.text[:200]}")
+        while True:  # bounded: by the deadline
+            try:
+                answer = await http.get(f"{root}/weights")
+                if answer.status_code not in (500, 502, 503, 504):
+                    break
+                trouble = f"HTTP {answer.status_code}"
+            except httpx.TransportError as error:
+                trouble = str(error) or type(error).__name__
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"no inference server at {root} after {client.ready_timeout:.0f} s ({client.source}, "
+                    f"client.ready_timeout): {trouble}; {how_to_start(root)}"
+                )
+            on_wait("an answer", client.servers, client.ready_timeout)
+            await asyncio.sleep(_POLL_SECONDS)
+    if _is_ours(answer):
+        return "tokens"
     if config.weights_dir is not None:
         raise UserError(f"weights_dir: {root} has no weight routes: is this server started with `inference`?")
     return "chat"
-
-
-def rejected_key(client: "ClientConfig") -> str:
-    """Say that the key is not accepted, or that there is none."""
-    if os.environ.get(client.api_key_var):
-        return f"{client.servers} refused the key in ${client.api_key_var}"
-    unset = f"${client.api_key_var} is not set; client.api_key_var names it"
-    return f"{client.servers} refused a request without a key ({unset})"
 
 
 def _is_ours(answer: httpx.Response) -> bool:
@@ -72,29 +75,12 @@ def _is_ours(answer: httpx.Response) -> bool:
     return answer.is_success and isinstance(body, dict) and {"version", "hash"} <= body.keys()
 
 
-async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig", on_wait: OnWait) -> httpx.Response:
-    """Wait for an answer that is not a server's failure, at most `client.ready_timeout` seconds."""
-    root, seconds = client.api_roots[0], client.ready_timeout
-    begin = 0.0
-    while True:  # bounded: by the deadline below
-        try:
-            response = await http.get(url)
-            if response.status_code not in (500, 502, 503, 504):
-                return response
-            trouble = f"HTTP {response.status_code}"
-        except httpx.TransportError as error:
-            trouble = str(error) or type(error).__name__
-        if not begin:
-            begin = time.monotonic()
-            most = f"at most {seconds:.0f} s"
-            logger.info("waiting for an inference server at {} ({}); {}", root, most, how_to_start(root))
-        if time.monotonic() - begin > seconds:
-            raise UserError(
-                f"no inference server at {root} after {seconds:.0f} s ({client.source}, client.ready_timeout): "
-                f"{trouble}; {how_to_start(root)}"
-            )
-        on_wait("an answer", client.servers, seconds)
-        await asyncio.sleep(_POLL_SECONDS)
+def rejected_key(client: "ClientConfig") -> str:
+    """Say that the key is not accepted, or that there is none."""
+    if os.environ.get(client.api_key_var):
+        return f"{client.servers} refused the key in ${client.api_key_var}"
+    unset = f"${client.api_key_var} is not set; client.api_key_var names it"
+    return f"{client.servers} refused a request without a key ({unset})"
 
 
 class EvalServers:

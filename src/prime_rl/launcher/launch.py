@@ -55,7 +55,6 @@ def run(config: RLConfig) -> int:
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
                 pass
-        rundir.forget_dead(config.output_dir)
         for path, section in sections.items():
             write_toml(section, path)
         console = Console(config.output_dir, config.max_steps, config.bench)
@@ -122,14 +121,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     for server in plan.servers:
         if server.port is None:
             console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
-    supervisor = Supervisor(
-        plan.processes,
-        config.output_dir,
-        console.say,
-        tick,
-        policy(config),
-    )
-    outcome = supervisor.run()
+    outcome = Supervisor(plan.processes, config.output_dir, console.say, tick, policy(config)).run()
     console.look()
     _sum_up(config.output_dir, began, outcome, console, config.bench)
     # Where nothing was made yet the same command starts again by itself.

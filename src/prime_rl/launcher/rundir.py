@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import read_record, read_status, unless_full
+from prime_rl.monitor.status import read_record, unless_full
 from prime_rl.processes import ProcessId, boot_id, is_alive, me
 from prime_rl.transport.commit import list_steps, remove, tmpfs_dirs
 from prime_rl.transport.settings import LEDGER, at_work, ways_out
@@ -202,12 +202,15 @@ def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False)
     """
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
-    alive = at_work(output_dir) | ({"eval"} if keep_evals else set())
+    alive = at_work(output_dir)
+    kept = alive | ({"eval"} if keep_evals else set())
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name
         for path in [path for pattern in patterns for path in directory.glob(pattern)]:
             owner = "eval" if name == "evals" else path.name.lstrip(".").partition(".")[0]
-            if (owner in alive and name in (*_BY_PROCESS, "evals")) or path.name == f"{writer}.log":
+            # The status of an `eval` that was killed would be shown as waiting.
+            own = owner in (alive if name == "status" else kept) and name in (*_BY_PROCESS, "evals")
+            if own or path.name == f"{writer}.log":
                 continue
             if path.is_dir() and not path.is_symlink():
                 for held in tmpfs_dirs(path):
@@ -225,13 +228,6 @@ def forget_status(output_dir: Path, process: str = "*") -> None:
         for path in (output_dir / "status").glob(pattern):
             with unless_full():
                 path.unlink(missing_ok=True)
-
-
-def forget_dead(output_dir: Path) -> None:
-    """Remove status files of dead processes of this host (an `eval` that was killed), which would be shown as waiting."""
-    for name, status in read_status(output_dir).items():
-        if status.host == socket.gethostname() and not is_alive(status.id):
-            forget_status(output_dir, name)
 
 
 def read_claim(output_dir: Path) -> Claim | None:

@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
-from prime_rl.evals import run, servers
+from prime_rl.evals import servers
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.status import read_status
 from prime_rl.transport.incarnations import leases
@@ -256,12 +256,6 @@ async def test_an_interrupted_report_says_that_it_is_not_complete(world):
     assert json.loads((evals / "report.json").read_text())["results"][0]["complete"] is False
     await world.run()
     assert "| env | step_0 | 4 | 1 |" in re.sub(" +", " ", (evals / "report.md").read_text())
-
-
-async def test_progress_is_logged_now_and_then(world, heard, monkeypatch):
-    monkeypatch.setattr(run, "LINE_SECONDS", -1.0)
-    await world.run(environments=TWO, num_examples=1, max_concurrent=1)
-    assert heard.messages[0].startswith("step_0: one 1/1 (reward 1.000), two 0/6 (no reward yet)")
 
 
 @pytest.mark.parametrize("follow", [False, True], ids=["for its server", "for a version"])

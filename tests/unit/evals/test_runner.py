@@ -81,8 +81,8 @@ async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() ->
     assert task.cancelled()
 
 
-def test_an_evaluation_without_a_server_says_what_it_waits_for_and_fails(tmp_path):
-    """The command itself: a line with address and deadline while it waits, an error and an exit status in the end."""
+def test_an_evaluation_without_a_server_fails(tmp_path):
+    """The command itself: an error with address and deadline, and an exit status."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"  # nobody listens there any more
     done = subprocess.run(
@@ -94,7 +94,6 @@ def test_an_evaluation_without_a_server_says_what_it_waits_for_and_fails(tmp_pat
     )  # fmt: skip
     assert done.returncode == 1
     start = f"`uv run inference --model.name MODEL --server.port {url.rpartition(':')[2]}` starts one"
-    assert f"waiting for an inference server at {url} (at most 1 s); {start}" in done.stdout
     assert done.stderr.rstrip().endswith(start)
     assert done.stderr.startswith(
         f"error: no inference server at {url} after 1 s (client.base_url, client.ready_timeout): "

@@ -79,18 +79,6 @@ async def test_an_api_is_given_no_versions(tmp_path):
             await ask(api.base_url, tmp_path)
 
 
-async def test_a_key_is_tried_before_anything_starts(monkeypatch):
-    async with ChatApi(key="right") as api:
-        monkeypatch.setenv("MY_KEY", "right")
-        assert await ask(api.base_url, api_key_var="MY_KEY") == ("chat", 0)
-        monkeypatch.setenv("MY_KEY", "wrong")
-        with pytest.raises(UserError, match=r"refused the key in \$MY_KEY: HTTP 401 .*Incorrect"):
-            await ask(api.base_url, api_key_var="MY_KEY")
-        monkeypatch.delenv("VLLM_API_KEY", raising=False)
-        with pytest.raises(UserError, match=r"refused a request without a key \(\$VLLM_API_KEY is not set"):
-            await ask(api.base_url)
-
-
 def test_a_variable_that_was_named_has_to_be_set(monkeypatch):
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(UserError, match=r"client.api_key_var: the variable MY_KEY is not set"):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.entrypoints import rl
 from prime_rl.errors import UserError
 from prime_rl.launcher import doctor
 from prime_rl.launcher.doctor import (
@@ -23,7 +22,6 @@ from prime_rl.launcher.doctor import (
     ProcessState,
     RunState,
     diagnose,
-    examination,
 )
 from prime_rl.launcher.rundir import Owner
 from prime_rl.launcher.supervise import RestartPolicy
@@ -246,36 +244,3 @@ def test_damaged_files_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFix
     assert "never started" in capsys.readouterr().out
     (tmp_path / "configs/rl.toml").write_bytes(b"\xff")
     assert doctor.collect(tmp_path).policy == RestartPolicy()
-
-
-def test_errors_of_a_log_are_shown_where_something_is_wrong(tmp_path: Path) -> None:
-    """Contract: neither of a run that goes on after a restart, nor of a process that was stopped and was noisy on its way out."""
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "inference.log").write_text("EngineDeadError: it encountered an issue\nChildFailedError: \n")
-    status = ProcessStatus("inference", 1, "serving", None, 1.0, 1.0, None, None)
-
-    def shown(state: RunState, outcome: str | None = None) -> list[str]:
-        facts = Facts(
-            2.0,
-            ProcessState.ABSENT,
-            {"inference": ProcessFacts(ProcessState.ALIVE, replace(status, outcome=outcome))},
-        )
-        lines = examination(tmp_path, facts, state, "so it is")
-        return [line for line in lines if line.startswith("error")]
-
-    assert shown(RunState.STUCK) == ["error          inference.log: EngineDeadError: it encountered an issue"]
-    assert shown(RunState.FAILED, "failed: it was killed") == shown(RunState.STUCK)
-    assert shown(RunState.MOVES) == []
-    assert shown(RunState.INTERRUPTED, "stopped") == []
-
-
-@pytest.mark.parametrize(
-    ("word", "answer"), [("docter", "did you mean `rl doctor RUN`"), ("run.toml", "there are `rl @ CONFIG.toml`")]
-)
-def test_what_is_no_command_is_answered_by_those_there_are(
-    monkeypatch: pytest.MonkeyPatch, word: str, answer: str
-) -> None:
-    """Contract: a slip of the pen names the way on, and starts nothing."""
-    monkeypatch.setattr(sys, "argv", ["rl", word, "outputs"])
-    with pytest.raises(UserError, match=answer):
-        rl._run()

@@ -19,9 +19,7 @@ from prime_rl.launcher.rundir import (
     Owner,
     clean,
     cleaned,
-    forget_dead,
     forget_status,
-    newest_steps,
     recoverable,
     refuse_results,
 )
@@ -161,12 +159,10 @@ def test_clean_follows_no_link(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_that_was_killed_is_forgotten(tmp_path: Path) -> None:
-    """Contract: a run shows no wait of a process that is gone; one that evaluates beside it is left alone."""
+    """Contract: a run shows no wait of a process that is gone."""
     Status(tmp_path, "eval", of=ProcessId(os.getpid(), 1)).close()  # its pid is another process's now
-    sft = Status(tmp_path, "sft")
-    forget_dead(tmp_path)
-    sft.close()
-    assert list(read_status(tmp_path)) == ["sft"]
+    with cleaned(tmp_path, "rl", keep_evals=True):
+        assert read_status(tmp_path) == {}
 
 
 def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
@@ -205,20 +201,6 @@ def test_finished_episodes_are_results_before_the_first_batch(tmp_path: Path) ->
     (tmp_path / "ledger.sqlite").write_text("damaged: nobody knows what it held")
     with pytest.raises(UserError, match=r"ledger\.sqlite"):
         refuse_results(tmp_path)
-
-
-def test_how_far_a_run_is(tmp_path: Path) -> None:
-    """By number; what is being written or was given up does not count."""
-    assert newest_steps(tmp_path) == (-1, -1)
-    for name in (
-        "rollouts/step_9",
-        "rollouts/step_10",
-        "weights/.step_12",
-        "weights/given_up_1_step_11",
-        "weights/step_8",
-    ):
-        (tmp_path / name).mkdir(parents=True)
-    assert newest_steps(tmp_path) == (10, 8)
 
 
 def left_behind(root: Path) -> None:
