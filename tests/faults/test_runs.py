@@ -5,46 +5,28 @@ The runs go two at a time, which is what two cores can do; a test waits for its 
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from faults.cells import DELAY_SECONDS, STOPPED
+from faults.cells import STOPPED
 from faults.harness import Cell, Result, run_cell
 from prime_rl.faults import Fault, Kind
 
 
 def on(process: str, *points: str, do: Kind = "kill", nth: int = 1) -> tuple[Fault, ...]:
-    return tuple(
-        Fault(point, process, do, nth=nth, seconds=DELAY_SECONDS if do == "delay" else 0.0) for point in points
-    )
+    return tuple(Fault(point, process, do, nth=nth) for point in points)
 
 
 # Most versions are in no file; the trainer that dies after it has committed 3 goes on from 2, which it publishes again.
 PUBLISHED = {"recovery_interval": 2, "trainer": {"weights": {"transport": "memory", "host": "127.0.0.1"}}}
 UNDISTURBED = Cell("none", "-", "-")
 CELLS = {
-    "trainer killed": Cell(
-        "kill", "trainer", "several",
-        on("trainer", "rename:checkpoints/step_2/trainer", "renamed:weights/step_3"),
-    ),
-    "orchestrator killed and stopped": Cell(
-        "kill, stop", "orchestrator", "several",
-        on("orchestrator", "renamed:rollouts/step_0", "write:rollouts/step_2", "join:checkpoints/step_2")
+    "trainer and orchestrator killed and stopped": Cell(
+        "kill, stop", "trainer, orchestrator", "several",
+        on("trainer", "rename:checkpoints/step_2/trainer", "renamed:weights/step_3")
+        + on("orchestrator", "renamed:rollouts/step_0", "join:checkpoints/step_2")
         + on("orchestrator", "ledger:commit", do="stop", nth=4),
         settings=STOPPED,
-    ),
-    "engine and worker killed": Cell(
-        "kill", "inference, environment", "several",
-        on("inference", "update-loaded:v2") + on("inference", "generate", nth=9) + on("environment", "result:*", nth=6)
-        + on("inference", "update-received:v3", do="error"),
-        exact="training",
-    ),
-    "messages lost": Cell(
-        "drop, duplicate", "environment", "result:*",
-        on("environment", "result:*", do="drop", nth=3) + on("environment", "result:*", do="duplicate", nth=7)
-        + on("trainer", "rename:weights/step_2", do="delay"),
-        exact="nothing", settings={"orchestrator": {"rollout_timeout": 4.0}},
     ),
     "weights from memory": Cell(
         "kill", "trainer, inference", "several", on("trainer", "renamed:weights/step_3") + on("inference", "update-loaded:v2"),
@@ -71,29 +53,18 @@ def runs(
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(run_cell, UNDISTURBED, root / "undisturbed")
 
-        def run(name: str, directory: Path) -> Result:
-            cell = CELLS[name]
-            if cell.exact != "nothing":
-                assert first.result().problems == []
-            return run_cell(cell, directory, root / "undisturbed" / "run" if cell.reference else None)
+        def run(name: str) -> Result:
+            assert first.result().problems == []
+            return run_cell(CELLS[name], root / name.replace(" ", "-"), root / "undisturbed" / "run")
 
-        ordered = sorted((name for name in CELLS if name in selected), key=lambda name: CELLS[name].exact != "nothing")
-        yield {
-            "undisturbed": first,
-            **{name: pool.submit(run, name, root / name.replace(" ", "-")) for name in ordered},
-        }
+        yield {"undisturbed": first, **{name: pool.submit(run, name) for name in CELLS if name in selected}}
 
 
 def test_an_undisturbed_run_ends_right(runs):
     assert runs["undisturbed"].result().problems == []
 
 
-SLOW = ("engine and worker killed", "messages lost")  # "weights from memory" kills engines, test_envs_faults workers
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CELLS]
-)
+@pytest.mark.parametrize("name", CELLS)
 def test_a_disturbed_run_ends_right(runs, name):
     """Exit status, exactly-once, conservation, checkpoints, what is served; and, where order does not depend on time, the same bits."""
     result = runs[name].result()
