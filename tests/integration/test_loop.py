@@ -99,7 +99,7 @@ class Run:
         return {path.name: path.read_bytes() for path in weights.glob("*.safetensors")}
 
 
-@pytest.mark.slow  # test_rl.py has one of async_level 1, and the test below starts both by hand
+@pytest.mark.slow  # the test below starts both by hand, test_rl.py has a run of async_level 1
 @pytest.mark.parametrize("order", [("trainer", "orchestrator"), ("orchestrator", "trainer")])
 def test_started_by_hand_in_any_order_the_run_completes(inference_server, tmp_path, order):
     """Every step is committed, verified and reported, and the last version is what the server serves. At async_level 1 with the bound at 1 no sample of
