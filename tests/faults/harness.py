@@ -274,7 +274,7 @@ def write_config(cell: Cell, directory: Path, ports: Sequence[int]) -> Path:
                 "ready_timeout": 300.0,
                 "timeout": 60.0,
             },
-            "environment": {"id": "reverse-text", "args": {"max_words": 1, "num_tasks": 40}},
+            "environment": {"id": "reverse-plain"},
         },
     }
     if exact:
