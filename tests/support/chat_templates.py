@@ -182,15 +182,13 @@ def make_tokenizer(
 
 
 def forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The same conversation with tool arguments as objects or JSON, content as text or parts, no content as "" or None, reasoning by other names."""
+    """The same conversation with tool arguments as objects or JSON, no content as "" or None, reasoning by other names."""
     known: list[list[dict[str, Any]]] = []
-    for as_json, parts, none, renamed in itertools.product((False, True), repeat=4):
+    for as_json, none, renamed in itertools.product((False, True), repeat=3):
         formed = json.loads(json.dumps(messages))
         for message in formed:
             if renamed and "reasoning_content" in message:
                 message["reasoning"] = message["thinking"] = message["reasoning_content"]
-            if parts:
-                message["content"] = [{"type": "text", "text": message["content"]}]
             for one in message.get("tool_calls", ()):
                 if as_json:
                     one["function"]["arguments"] = json.dumps(one["function"]["arguments"])
@@ -213,19 +211,18 @@ def accepts(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> bool:
 
 
 def contexts(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> Iterator[list[list[int]]]:
-    """The prompts of every reply, as inference would be given them: by default, and with thinking switched on; in every form."""
+    """The prompts of every reply, as inference would be given them, in every form."""
     for form in forms(row["messages"]):
-        for options in ({}, {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}):
-            try:
-                yield [
-                    tokenizer.apply_chat_template(
-                        form[:index], tools=row.get("tools"), add_generation_prompt=True, return_dict=False, **options
-                    )
-                    for index, message in enumerate(form)
-                    if message["role"] == "assistant"
-                ]
-            except (jinja2.TemplateError, TypeError, ValueError, KeyError):
-                continue
+        try:
+            yield [
+                tokenizer.apply_chat_template(
+                    form[:index], tools=row.get("tools"), add_generation_prompt=True, return_dict=False
+                )
+                for index, message in enumerate(form)
+                if message["role"] == "assistant"
+            ]
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+            continue
 
 
 def replies(samples: list[Tokens]) -> list[tuple[list[int], list[int]]]:

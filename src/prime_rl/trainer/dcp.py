@@ -5,12 +5,10 @@ only the classes that it consists of, everything else is read with `weights_only
 metadata. A checkpoint is data, never code.
 """
 
-import errno
 import io
 import os
 import pickle
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,6 @@ from prime_rl.transport.commit import UNSYNCED_BYTES, disk_error, disk_errors
 State = dict[str, Any]
 
 _METADATA = ".metadata"
-_NO_ROOM_BYTES = 16 << 20
-_ARCHIVE = "inline_container.cc"  # names torch's archive writer in its errors
 _COMPARED = ("model", "optimizer")  # parts of a state that tell one model from another
 _ADMITTED = {
     *(
@@ -67,25 +63,10 @@ def save(state: State, directory: Path, group: dist.ProcessGroup | None = None) 
             writer = _Writer(directory, per_thread_copy_ahead=10_000_000 if _on_gpu(state) else 0)
             checkpoint.save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
-        explained = _write_failure([cause for cause, _ in error.failures.values()], directory)
-        if explained is not None:
-            raise explained from error
+        for cause, _ in error.failures.values():
+            if isinstance(cause, OSError) and (explained := disk_error(cause, directory)) is not None:
+                raise explained from error
         raise
-
-
-def _write_failure(causes: Sequence[BaseException], directory: Path) -> UserError | None:
-    """What the user can mend of what kept the ranks from writing; None for anything else, which is a defect."""
-    for cause in causes:
-        if isinstance(cause, OSError) and (explained := disk_error(cause, directory)) is not None:
-            return explained
-    if shutil.disk_usage(directory.parent).free < _NO_ROOM_BYTES:
-        return disk_error(OSError(errno.ENOSPC, ""), directory)
-    if broken := [cause for cause in causes if _ARCHIVE in str(cause)]:
-        return UserError(
-            f"{directory} cannot be written ({_cause(broken[0])}): nothing was committed, and what was committed before is "
-            "untouched; look after the file system and start again"
-        )
-    return None
 
 
 def load(state: State, directory: Path, world: World) -> None:

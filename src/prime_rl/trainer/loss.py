@@ -321,18 +321,13 @@ def _custom(
     Only what the host knows is checked: this neither waits for a device nor keeps the loss from being compiled.
     """
     result = function(logprob, old, advantage, **more, **args)
-    loss, dropped = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(loss, Tensor) or loss.shape != logprob.shape or not loss.is_floating_point():
+    none_dropped = torch.zeros_like(logprob, dtype=torch.bool)
+    loss, dropped = result if isinstance(result, tuple) and len(result) == 2 else (result, none_dropped)
+    fit = all(isinstance(each, Tensor) and each.shape == logprob.shape for each in (loss, dropped))
+    if not fit or not loss.is_floating_point() or dropped.dtype != torch.bool:
         raise UserError(
             f"loss.path: {path!r} gave {_kind(result)} for {tuple(logprob.shape)} tokens: the loss of each token is needed, "
-            "a tensor of floats of that shape, or that and which tokens are dropped"
-        )
-    if dropped is None:
-        return loss, torch.zeros_like(logprob, dtype=torch.bool)
-    if not isinstance(dropped, Tensor) or dropped.shape != logprob.shape or dropped.dtype != torch.bool:
-        raise UserError(
-            f"loss.path: {path!r} gave, beside the loss, {_kind(dropped)} for {tuple(logprob.shape)} tokens: "
-            "which tokens are dropped is a tensor of bool of that shape"
+            "a tensor of floats of that shape, or that and which tokens are dropped, a tensor of bool"
         )
     return loss, dropped
 

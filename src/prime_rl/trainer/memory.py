@@ -545,7 +545,7 @@ _RECOMPUTED = {
 
 
 def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
-    """What was chosen, what it takes, and what faster settings would need."""
+    """What was chosen, and what it takes."""
     assert plan.job is not None
     assert plan.budget is not None
     shape, job, settings = plan.shape, plan.job, plan.settings
@@ -556,15 +556,8 @@ def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
         f"a micro-batch; backward computes again {_in_words(settings, shape, job)}",
         f"estimated peak, in {estimated.moment}: {listed(estimated.parts)}, reserve {_gib(estimated.total * RESERVE)} GiB",
     ]
-    fastest = min(_options(config, shape), key=lambda s: added_seconds(shape, job, s))
-    faster = added_seconds(shape, job, settings) - added_seconds(shape, job, fastest)
     if not _fits(estimated, plan.budget):
         text.append(f"too little, if the estimate holds; what would help most: {_remedies_listed(plan)}")
-    elif faster > 0:
-        need = _gib(estimate(shape, job, fastest).total * (1 + RESERVE))
-        text.append(
-            f"the fastest way ({_in_words(fastest, shape, job)}) would need {need} GiB and save {faster * 1e3:.0f} ms"
-        )
     return "; ".join(text)
 
 

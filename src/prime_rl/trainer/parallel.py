@@ -61,11 +61,6 @@ class World:
         return self.rank % self.shards
 
     @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """Their process group, on the device."""
-        return self.mesh.get_group(SHARD)
-
-    @property
     def writes(self) -> bool:
         """Whether this rank writes its rows to disk: what replicas have in common is written by the first."""
         return self.rank < self.shards

@@ -29,9 +29,8 @@ _FUSED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj":
 
 @dataclass(frozen=True)
 class Expert:
-    """Where a stored tensor lies in a fused parameter [E, rows, columns] that is named `fused`."""
+    """Where a stored tensor lies in a fused parameter [E, rows, columns]."""
 
-    fused: str
     index: int
     rows: slice
 
@@ -75,7 +74,7 @@ def stored_tensors(policy: nn.Module) -> Iterator[StoredTensor]:
         prefix = name.rpartition(".")[0]
         for index in range(experts):
             for i, part in enumerate(parts):
-                expert = Expert(name, index, slice(i * rows, (i + 1) * rows))
+                expert = Expert(index, slice(i * rows, (i + 1) * rows))
                 yield StoredTensor(f"{prefix}.{index}.{part}.weight", [rows, columns], parameter, expert)
 
 
@@ -116,8 +115,8 @@ def randomize(policy: nn.Module, world: World, seed: int) -> None:
 def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     """Read every parameter's rows of this rank from a model directory's safetensors files.
 
-    Experts may lie there one by one, as models are published, or fused as transformers holds them. Raises UserError if a
-    tensor is missing or has another shape, or a file is damaged.
+    Experts lie there one by one, as models are published. Raises UserError if a tensor is missing or has another shape,
+    or a file is damaged.
     """
     files = _tensor_files(directory)
     by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
@@ -136,10 +135,9 @@ def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
 
 
 def _name_in_files(tensor: StoredTensor, files: dict[str, Path], directory: Path) -> str:
-    """The name under which the files hold a tensor, or the fused one that it is a part of."""
-    names = [tensor.name] if tensor.expert is None else [tensor.name, tensor.expert.fused]
-    # A checkpoint of the backbone alone lacks the "model." prefix; a tied model's may hold the shared matrix as its head.
-    for name in (*names, *(name.removeprefix("model.") for name in names)):
+    """The name under which the files hold a tensor."""
+    # A checkpoint of the backbone alone lacks the "model." prefix.
+    for name in (tensor.name, tensor.name.removeprefix("model.")):
         if name in files:
             return name
     raise UserError(f"model directory {directory} has no tensor {tensor.name}, which its config.json needs")
@@ -148,11 +146,9 @@ def _name_in_files(tensor: StoredTensor, files: dict[str, Path], directory: Path
 def _read(file: Any, path: Path, name: str, tensor: StoredTensor, start: int, count: int) -> Tensor:
     """Rows [start, start + count) of a tensor, from the open file that holds it as `name`."""
     stored = file.get_slice(name)
-    expert = tensor.expert if tensor.expert is not None and tensor.expert.fused.endswith(name) else None
-    shape = tensor.shape if expert is None else list(tensor.parameter.shape)
-    if list(stored.get_shape()) != shape:
-        raise UserError(f"{path}: {name} has shape {list(stored.get_shape())}, config.json says {shape}")
-    rows: Tensor = stored[start : start + count] if expert is None else stored[expert.index, expert.rows]
+    if list(stored.get_shape()) != tensor.shape:
+        raise UserError(f"{path}: {name} has shape {list(stored.get_shape())}, config.json says {tensor.shape}")
+    rows: Tensor = stored[start : start + count]
     return rows
 
 

@@ -1,6 +1,5 @@
 """What the files of a model hold and what its parameters hold: the same numbers under other names, whoever holds which rows."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +18,8 @@ from conftest import make_tiny_model
 from prime_rl.errors import UserError
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import REPLICATE, SHARD, World
-from prime_rl.trainer.parameters import load_weights, named_parameters, randomize, stored_tensors
+from prime_rl.trainer.parameters import load_weights, randomize, stored_tensors
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weight_copy import RowCopies
-from prime_rl.trainer.weight_publisher import write_version
-from prime_rl.transport.weights import verify_weights
 from support import trainer as support
 
 world, make_policy = support.world, support.make_policy
@@ -34,50 +30,6 @@ EXPERTS = 5
 @pytest.fixture(scope="module")
 def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("moe"), experts=EXPERTS, tied=False)
-
-
-def test_files_of_experts(moe_model: Path, world: World, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
-    """A model with experts is exported under the names it was published with, byte for byte; transformers computes the same with either."""
-    policy = make_policy(moe_model)
-    final = tmp_path / "step_1"
-    staging = RowCopies(policy, world, torch.float32)
-    write_version(staging, staging.copy(), find_model(str(moe_model)), world, final, version=1, incarnation=0)
-    verify_weights(final)
-    published, exported = (load_file(directory / "model.safetensors") for directory in (moe_model, final))
-    assert f"model.layers.1.mlp.experts.{EXPERTS - 1}.up_proj.weight" in exported
-    assert exported.keys() == published.keys()
-    for name, tensor in published.items():
-        assert torch.equal(exported[name], tensor), name
-    ids = torch.arange(40)[None]
-    logits = [AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (moe_model, final)]
-    assert torch.equal(*logits)
-
-
-def fuse(model: Path, directory: Path) -> Path:
-    """The same model in two files, its experts fused as transformers holds them."""
-    directory.mkdir()
-    (directory / "config.json").write_bytes((model / "config.json").read_bytes())
-    tensors = load_file(model / "model.safetensors")
-    for layer in range(2):
-        prefix = f"model.layers.{layer}.mlp.experts"
-        parts = {
-            part: torch.stack([tensors.pop(f"{prefix}.{i}.{part}.weight") for i in range(EXPERTS)])
-            for part in ("gate_proj", "up_proj", "down_proj")
-        }
-        tensors[f"{prefix}.gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
-        tensors[f"{prefix}.down_proj"] = parts["down_proj"]
-    names = {name: f"model-{'experts' in name}.safetensors" for name in tensors}
-    for file in set(names.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if names[name] == file}, directory / file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    return directory
-
-
-def test_fused_files(moe_model: Path, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
-    """Files that hold the experts fused give the same parameters."""
-    want, got = (dict(named_parameters(make_policy(path))) for path in (moe_model, fuse(moe_model, tmp_path / "fused")))
-    for name, parameter in want.items():
-        assert torch.equal(parameter.full_tensor(), got[name].full_tensor()), name
 
 
 @pytest.mark.parametrize(

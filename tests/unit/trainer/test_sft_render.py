@@ -220,16 +220,6 @@ def test_arguments_are_what_the_template_takes(
     ]
 
 
-PARTS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
-PARTS += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-
-
-def test_content_in_parts(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A template that reads only lists of parts is given such a list, not a reply that it leaves out."""
-    tokenizer.chat_template = PARTS
-    assert shown({"prompt": "a", "completion": "b"}, tokenizer) == ["<user/a><assistant/[b>]"]
-
-
 DROPS_CALLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CALLS_ALONE = DROPS_CALLS.replace(
     "{{ m.content }}", "{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}"

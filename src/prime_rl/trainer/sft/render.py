@@ -162,7 +162,6 @@ _REASONING_TAGS = (
 )
 """What opens and closes reasoning: for generation prompts that a template does not repeat in the conversation."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_THINKING_ON = {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
 
 
 @dataclass(frozen=True)
@@ -196,8 +195,6 @@ class RowRenderer:
         self._tokenizer, self._name = tokenizer, tokenizer.name_or_path
         self._trained_roles = loss_mask.model_dump()
         self._warned = False
-        template = str(tokenizer.chat_template)
-        self._reasoning_names = [key for key in _REASONING_KEYS if re.search(rf"""(\.|["']){key}\b""", template)]
         self._stop_ids = [int(token) for token in (*stop_ids, tokenizer.eos_token_id) if token is not None]
 
     def samples(self, row: Row) -> list[Tokens]:
@@ -265,40 +262,34 @@ class RowRenderer:
     def _expected_form(self, messages: Messages, tools: Tools) -> Messages:
         """The messages in the form in which the template writes what they hold.
 
-        Most templates take content as text, arguments as objects and no content as ""; some take content as parts, the
-        JSON of the arguments, or `content` None. Reasoning goes under the name that the template reads (gpt-oss:
-        `thinking`), where it does not read the row's.
+        Most templates take arguments as objects and no content as "", some the JSON of the arguments, or None. Reasoning
+        goes under every name that templates read it by.
         """
         renamed = []
         for message in messages:
-            name = next((key for key in _REASONING_KEYS if message.get(key)), None)
-            if name is not None and name not in self._reasoning_names:
-                message = {**message, **dict.fromkeys(self._reasoning_names, message[name])}
-            renamed.append(message)
+            reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key)), None)
+            renamed.append(message if reasoning is None else message | dict.fromkeys(_REASONING_KEYS, reasoning))
         messages = renamed
-        if self._wants_parts:
-            messages = [{**message, "content": _parts(message["content"])} for message in messages]
         calling = [index for index, message in enumerate(messages) if message.get("tool_calls")]
         if not calling:
             return messages
         first = next((index for index in calling if _has_arguments(messages[index])), calling[0])
         refusals: list[UserError | None] = []
-        for as_json in (False, True):
-            for no_content in ("", None):
-                form = [_formed(message, as_json, no_content) for message in messages]
-                try:
-                    before, text = (self._text(form[:end], tools) if end else "" for end in (first, first + 1))
-                except UserError as error:
-                    refusals.append(error)
-                    continue
-                calls = [
-                    (str(call["function"]["name"]), call["function"]["arguments"]) for call in form[first]["tool_calls"]
-                ]
-                text = _without(text, _content(form[first]))
-                as_python = any(isinstance(value, dict) and value and str(value) in text for _, value in calls)
-                if not as_python and all(text.count(name) > before.count(name) for name, _ in calls):
-                    return form
-                refusals.append(None)
+        for as_json, no_content in ((False, ""), (True, ""), (True, None)):
+            form = [_formed(message, as_json, no_content) for message in messages]
+            try:
+                before, text = (self._text(form[:end], tools) if end else "" for end in (first, first + 1))
+            except UserError as error:
+                refusals.append(error)
+                continue
+            calls = [
+                (str(call["function"]["name"]), call["function"]["arguments"]) for call in form[first]["tool_calls"]
+            ]
+            text = _without(text, _content(form[first]))
+            as_python = any(isinstance(value, dict) and value and str(value) in text for _, value in calls)
+            if not as_python and all(text.count(name) > before.count(name) for name, _ in calls):
+                return form
+            refusals.append(None)
         if refusals[0] is not None:
             raise refusals[0]
         hint = "" if tools else " (the row has no `tools`, without which some templates write no calls)"
@@ -311,7 +302,7 @@ class RowRenderer:
         if whole.startswith(context):
             reply = whole[len(context) :]
         else:
-            context, reply = self._after_prefill(messages, index, tools, whole, context)
+            context, reply = self._after_prefill(messages, index, whole, context)
         end = self._end_pattern.search(reply)
         self._check_reply(messages[index], index, reply[: end.start() if end else None])
         if end:
@@ -347,24 +338,17 @@ class RowRenderer:
             self._warned = True
             logger.warning("the chat template of {} leaves out reasoning: replies are trained without it", self._name)
 
-    def _after_prefill(self, messages: Messages, index: int, tools: Tools, whole: str, context: str) -> tuple[str, str]:
+    def _after_prefill(self, messages: Messages, index: int, whole: str, context: str) -> tuple[str, str]:
         """Context and reply if the generation prompt begins or skips reasoning, and the conversation does not show that.
 
         The reply is what the model says after the prompt as it is: the rest of its reasoning, or only the tag that
         closes it, then the content.
         """
-        before, reasoning = messages[:index], _reasoning(messages[index])
-        previous = _content(messages[index - 1])[-20:] if index else ""
-        if reasoning:
-            thinking = self._text(before, tools, add_generation_prompt=True, **_THINKING_ON)
-            shown = self._text(messages[: index + 1], tools, **_THINKING_ON)
-            if shown.startswith(thinking):
-                return thinking, shown[len(thinking) :]
+        reasoning = _reasoning(messages[index])
         opening, closing, prefill = _prefill(context)
-        rest = _after(context[: len(context) - len(prefill)], previous, whole)
-        if rest is not None and not prefill:
-            return context, rest
-        if rest is not None:
+        head = context[: len(context) - len(prefill)]
+        rest = whole[len(head) :] if whole.startswith(head) else None
+        if rest is not None and prefill:
             empty = re.match(rf"({re.escape(opening)}\s*)?{re.escape(closing)}\s*", rest)
             if closing in prefill:
                 if empty or not rest.startswith(opening):
@@ -393,15 +377,14 @@ class RowRenderer:
         return TrainedReply(context, whole[len(context) : stops[-1] if stops else None])
 
     @cached_property
-    def _wants_parts(self) -> bool:
-        """Whether the template writes only content that is a list of parts."""
-        return not self._after_reply("Pong") and bool(self._after_reply(_parts("Pong")))
-
-    @cached_property
     def _end_pattern(self) -> re.Pattern[str]:
         """What ends a reply: the stop tokens, or the token that the template ends one with if it is none (base models)."""
         stops = {str(token) for token in self._tokenizer.convert_ids_to_tokens(self._stop_ids) if token is not None}
-        tail = self._after_reply(_parts("Pong") if self._wants_parts else "Pong")
+        try:
+            text = self._text([{"role": "user", "content": "Ping"}, {"role": "assistant", "content": "Pong"}], None)
+        except UserError:
+            text = ""
+        tail = text.rpartition("Pong")[2] if "Pong" in text else ""
         if not any(stop in tail for stop in stops):
             special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
             if written := sorted((token for token in special if token in tail), key=tail.rfind):
@@ -413,15 +396,6 @@ class RowRenderer:
                     written[-1],
                 )
         return re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))) or "(?!)")
-
-    def _after_reply(self, reply: Any) -> str:
-        """What the template writes from a plain reply on, "" if it does not write it."""
-        ping = {"role": "user", "content": _parts("Ping") if isinstance(reply, list) else "Ping"}
-        try:
-            text = self._text([ping, {"role": "assistant", "content": reply}], None)
-        except UserError:
-            return ""
-        return "".join(text.rpartition("Pong")[1:]) if "Pong" in text else ""
 
     def _tokens(self, replies: list[TrainedReply]) -> list[Tokens]:
         """The samples of replies whose contexts continue each other: one, unless inference would see other tokens."""
@@ -453,25 +427,6 @@ def _prefill(context: str) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def _after(head: str, previous: str, whole: str) -> str | None:
-    """What follows the header of the last turn in `whole`.
-
-    Args:
-        head: The prompt without its tags of reasoning.
-        previous: How the content of the message before ends: from there on the texts agree but for blanks.
-    """
-    if whole.startswith(head):
-        return whole[len(head) :]
-    at = head.rfind(previous) if previous else -1
-    if at < 0 or head.endswith(previous):  # without a header there is nothing to go by
-        return None
-    header = head[at:].rstrip()
-    blanks = head[at + len(header) :]
-    same = re.compile(r"\s*".join(map(re.escape, "".join(header.split()))) + re.escape(blanks))
-    stops = [match.end() for match in same.finditer(whole)]
-    return whole[stops[-1] :] if stops else None
-
-
 def _reasoning(message: Message) -> str:
     """What an assistant's message reasons, from a field of its own or from its content."""
     for key in _REASONING_KEYS:
@@ -485,10 +440,7 @@ def _reasoning(message: Message) -> str:
 
 
 def _content(message: Message) -> str:
-    content = message["content"] or ""
-    if isinstance(content, str):
-        return content.strip()
-    return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping)).strip()
+    return (message["content"] or "").strip()
 
 
 def _squeezed(text: str) -> str:
@@ -503,10 +455,6 @@ def _without(text: str, part: str) -> str:
 
 def _has_arguments(message: Message) -> bool:
     return any(call["function"]["arguments"] not in ({}, "{}") for call in message["tool_calls"])
-
-
-def _parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _joined(parts: list[list[int]]) -> Tokens:
