@@ -141,28 +141,6 @@ def test_rows_beyond_32_bits() -> None:
     assert torch.equal(d[-1], alone[0])
 
 
-def test_no_tokens(random_head: tuple[Tensor, Tensor]) -> None:
-    """A micro-batch without loss tokens has loss 0 and zero gradients, in both modes."""
-    head, streams = inputs(random_head, 0)
-    loss, sums = fused_token_loss(*head, streams, GRPO, 1024, compiled=True)
-    assert loss.item() == 0
-    assert not sums.any()
-    loss = loss + sum(values.sum() for values in logprob_entropy(*head, 1024))
-    assert not torch.autograd.grad(loss, head[1])[0].any()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_never_hidden(bad: float, random_head: tuple[Tensor, Tensor]) -> None:
-    """One hidden state that is not finite makes the loss and the weight's gradient NaN."""
-    head, streams = inputs(random_head, 100)
-    with torch.no_grad():
-        head[0][70, 3] = bad
-    loss, sums = fused_token_loss(*head, streams, GRPO, 64, compiled=True)
-    assert loss.isnan()
-    assert sums[0].isnan()
-    assert torch.autograd.grad(loss, head[1])[0].isnan().any()
-
-
 def test_nothing_is_compiled_twice(random_head: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first micro-batch, others of any length and alignment compile no kernel and no graph."""
     import triton

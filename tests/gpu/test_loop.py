@@ -1,6 +1,5 @@
 """The RL trainer's loop on a GPU: the host does not wait, nothing is compiled again, versions are what was trained, a resumed run goes on as it was."""
 
-import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
-from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import packing
@@ -227,22 +225,6 @@ def test_a_saved_state_is_that_of_its_step(
     assert not torch.equal(weights[name], version(tmp_path, 4)[name])
 
 
-def test_diverged_step_is_not_committed(run_training: Run, model: Path, tmp_path: Path) -> None:
-    """A gradient that is not finite is noticed late on a GPU, but before anything of its step is committed."""
-    write_rollouts(tmp_path, 2)
-    broken = support.make_sample(np.random.default_rng(0), "broken", 6)
-    broken.logprobs = [0.0, 0.0, 0.0, -500.0, -500.0, -500.0]
-    broken.advantages = [0.0, 0.0, 0.0, -1.0, -1.0, -1.0]
-    write_batch(tmp_path / "rollouts", 2, [broken])
-    write_batch(tmp_path / "rollouts", 3, [support.make_sample(np.random.default_rng(1), "never", 30)])
-    settings = {"max_steps": 4, "ckpt": {"interval": 3}, "model": {"compile": False}}
-    with pytest.raises(UserError, match="step 2: the gradient norm is (nan|inf)"):
-        run_training(config(tmp_path, model, **settings))
-    assert list_steps(tmp_path / "weights") == [0, 1, 2]
-    assert not list(tmp_path.glob("checkpoints/step_*/trainer"))
-    assert [row["step"] for row in rows(tmp_path)] == [0, 1]
-
-
 def test_two_copies_that_nobody_waits_for() -> None:
     """A micro-batch lies in page-locked memory, and goes to the device without a wait."""
     documents = support.random_documents((700, 1, 1347), len(STREAMS))
@@ -257,23 +239,3 @@ def test_two_copies_that_nobody_waits_for() -> None:
     expected = packing.to_device(host, torch.device("cpu"))
     for name in ("input_ids", "position_ids", "cu_seqlens", "loss_index", "labels", "inv_temperature", "streams"):
         assert torch.equal(getattr(placed, name).cpu(), getattr(expected, name)), name
-
-
-def test_bench(run_training: Run, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The table has both counts of MFU, both peaks of memory and the host's waits."""
-    caplog.set_level(logging.INFO, "prime_rl")
-    settings = {"bench": True, "data": {"fake": {"batch_size": 16, "lengths": "lognormal"}}}
-    run_training(config(tmp_path, model, max_steps=None, **settings))
-    table = caplog.text[caplog.text.index("benchmark:") :]
-    for label in (
-        "tokens/s",
-        "step (ms)",
-        "as causal",
-        "as PRIME-RL",
-        "in tensors",
-        "reserved",
-        "host syncs",
-        "compiling",
-    ):
-        assert label in table
-    assert rows(tmp_path)[-1]["perf/host_syncs"] == 1

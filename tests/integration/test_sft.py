@@ -1,8 +1,6 @@
 """`sft` as real processes: the command line, two ranks, signals, bad input."""
 
 import json
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prime_rl.monitor import read_metrics, read_status
+from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
 from support.processes import REPOSITORY, Command, run_forked
@@ -80,25 +77,6 @@ def test_two_ranks_equal_one(tied_model: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "2" / "weights" / "step_3")
     prompt = AutoTokenizer.from_pretrained(tmp_path / "2" / "weights" / "step_3")("hi", return_tensors="pt").input_ids
     assert model(prompt).logits.isfinite().all()
-
-
-@pytest.mark.slow  # of the loop that test_trainer.py interrupts
-def test_signal(tied_model: Path, tmp_path: Path) -> None:
-    """SIGINT ends the run after the current step: weights and checkpoint of the last step are committed, exit status 0."""
-    config = write_config(tmp_path, tied_model, ckpt={"interval": "None"})
-    with Command("sft", "@", config, log=tmp_path / "log") as command:
-        path = metrics_path(tmp_path, "sft")
-        deadline = time.monotonic() + SECONDS
-        while not path.exists() or len(read_metrics(path)) < 2:
-            assert time.monotonic() < deadline, f"not two steps within {SECONDS:.0f} s:\n{command.tail()}"
-            time.sleep(0.05)
-        command.process.send_signal(signal.SIGINT)
-        command.succeed(SECONDS)
-    steps = len(read_metrics(path))
-    assert list_steps(tmp_path / "weights") == [0, steps]
-    assert list_steps(tmp_path / "checkpoints") == [steps]
-    verify_weights(tmp_path / "weights" / f"step_{steps}")
-    assert read_status(tmp_path)["sft"].outcome == "stopped"
 
 
 @pytest.mark.slow

@@ -5,11 +5,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -21,10 +19,8 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer.parallel import init_world
-from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.incarnations import read_incarnations
-from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
 from support.processes import REPOSITORY, Command, run_forked
@@ -106,50 +102,6 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "loss",
-    [
-        {"type": "gspo", "normalization": "group", "kl_coef": 0.1, "entropy_coef": 0.05},
-        {"type": "reinforce", "level": "sequence", "high": 1e6, "normalization": "sequence", "entropy_coef": 0.05},
-        {"type": "grpo", "normalization": "fixed", "fixed_length": 64, "kl_coef": 0.1, "kl_estimator": "k1"},
-    ],
-    ids=lambda loss: loss["type"],
-)
-def test_two_ranks_with_every_kind_of_loss(
-    loss: dict[str, Any], run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path
-) -> None:
-    """Losses of whole sequences, all normalizations, penalties and bonuses: two ranks give the weights of one, also where a rank has no work,
-    or a step has no token that the policy loss is for."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    for directory in (one, two):
-        _write_mixed_rollouts(directory / "rollouts")
-    run_training(support.make_config(one, tied_model, max_steps=3, async_level=3, loss=loss))
-    config = write_config(two, tied_model, max_steps=3, async_level=3, loss=loss)
-    with torchrun(2, config, two / "log") as command:
-        command.succeed(SECONDS)
-    assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
-
-
-def _write_mixed_rollouts(directory: Path) -> None:
-    """Samples of several groups with a reference, one of them for cross-entropy alone; a single sample; cross-entropy alone."""
-    rng = np.random.default_rng(7)
-
-    def make(name: str, tokens: int, group: str, by_reward: bool = True) -> Sample:
-        sample = support.make_sample(rng, name, tokens)
-        sample = replace(sample, group_id=group, ref_logprobs=(-rng.uniform(1, 6, tokens)).tolist())
-        if by_reward:
-            return sample
-        return replace(
-            sample, rl_weight=[0.0] * tokens, ce_weight=(rng.uniform(size=tokens) < 0.5).astype(float).tolist()
-        )
-
-    mixed = [make(f"0-{i}", int(rng.integers(2, 60)), f"g{i % 3}", by_reward=i != 2) for i in range(7)]
-    write_batch(directory, 0, mixed)
-    write_batch(directory, 1, [make("1-0", 20, "g")])
-    write_batch(directory, 2, [make(f"2-{i}", 30, "g", by_reward=False) for i in range(3)])
-
-
-@pytest.mark.slow
 def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path) -> None:
     """A model with experts gives one rank's losses, norms and weights on replicas of sharded ranks (2 × 2), on replicas of one rank each (2 × 1)
     and on more ranks than experts (1 × 4), each going on from the other's checkpoint; one rank goes on with the very weights they saved."""
@@ -190,36 +142,6 @@ def test_ranks_that_cannot_be_divided() -> None:
 
 
 @pytest.mark.slow
-def test_killed_again_and_again(
-    run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path
-) -> None:
-    """SIGKILL while an incarnation is opened and while each kind of directory is committed: started again each time with --recover, the trainer ends
-    with the very bytes of one that was never killed."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    settings: dict[str, Any] = {"max_steps": 3, "weights": {"keep": "None"}}
-    for directory in (whole, killed):
-        support.write_rollouts(directory, 3)
-    run_training(support.make_config(whole, tied_model, max_steps=3, weights={"keep": None}))
-    points = ("rename:weights/step_1", "renamed:recovery/step_1", "rename:checkpoints/step_2/trainer", "incarnation:3")
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"point": point, "process": "trainer", "do": "kill"} for point in points]))
-    config = write_config(killed, tied_model, ckpt={"interval": 2, "save_async": True}, recovery_interval=1, **settings)
-    env = {"PRIMERL_FAULTS": str(plan)}
-    for number in range(len(points) + 1):
-        recover = ["--recover"] if number else []
-        with Command("trainer", "@", config, *recover, log=killed / "log", env=env) as command:
-            status = command.wait(SECONDS)
-        assert status == (0 if number == len(points) else -signal.SIGKILL), command.tail()
-    assert read_incarnations(killed) == {0: 0, 1: 0, 2: 1, 3: 1}
-    for version in (1, 2, 3):
-        hashes = [weights_manifest(run / "weights" / f"step_{version}").hash for run in (whole, killed)]
-        assert hashes[0] == hashes[1], version
-    assert complete_steps(killed / "checkpoints") == [2, 3]
-    rows = [read_metrics(metrics_path(run, "trainer")) for run in (whole, killed)]
-    assert [row["loss/mean"] for row in rows[0]] == [row["loss/mean"] for row in rows[1]]
-
-
-@pytest.mark.slow
 def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> None:
     """Checkpoints of two ranks written beside the loop are whole; each rank tells that it lives; one rank recovers what two have left."""
     support.write_rollouts(tmp_path, 3)
@@ -245,24 +167,6 @@ def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> N
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4]
     assert [int(row["step"]) for row in read_metrics(metrics_path(tmp_path, "trainer"))] == [0, 1, 2, 3]
     assert read_status(tmp_path).keys() == {"trainer"}
-
-
-@pytest.mark.slow
-def test_two_ranks_save_by_the_clock(tied_model: Path, tmp_path: Path) -> None:
-    """They agree when; a short run that is killed has saved its third step, from which one rank goes on."""
-    support.write_rollouts(tmp_path, 4)
-    config = write_config(tmp_path, tied_model, recovery_interval="auto")
-    with torchrun(2, config, tmp_path / "log") as command:
-        wait_until(lambda: waits_for_step(tmp_path, 4), f"the wait for the fifth batch\n{command.tail()}")
-        wait_until(lambda: list_steps(tmp_path / "recovery") == [3], "the recovery checkpoint of step 3")
-        os.kill(read_status(tmp_path)["trainer"].pid, signal.SIGKILL)
-        assert command.wait(SECONDS) != 0
-    assert verify(tmp_path / "recovery" / "step_3").extra["ranks"] == 2
-    config = write_config(tmp_path, tied_model, max_steps=4)
-    with Command("trainer", "@", config, "--recover", log=tmp_path / "log") as command:
-        command.succeed(SECONDS)
-    assert read_incarnations(tmp_path) == {0: 0, 1: 3}
-    assert list_steps(tmp_path / "weights")[-1] == 4
 
 
 @pytest.mark.slow

@@ -1,16 +1,18 @@
-"""Attention written out, and CPU stand-ins for the GPU libraries behind it, with the libraries' own signatures and conventions.
+"""Attention written out, and CPU stand-ins for two of the GPU libraries, with their own signatures and conventions.
 
-The stand-ins let a CPU check everything of ours around a kernel: which arguments it gets, what is kept for backward, windows, empty
-documents, tracing. What they compute they compute in float64, from the definition; that the kernels do the same is tested on GPUs.
+The stand-ins let a CPU check everything of ours around a kernel: which arguments it gets, what is kept for backward,
+windows, empty documents, tracing. They compute in float64, from the definition. tests/gpu/test_attention.py compares all
+real kernels with `sdpa`, and so does every run before it uses one (`attention.trial`).
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -87,24 +89,6 @@ def _narrow(x: Tensor, heads: int) -> Tensor:
     return x.view(x.shape[0], heads, -1, x.shape[2]).sum(2)
 
 
-# FlashAttention 3: the operators that `flash_attn_interface` registers.
-
-FA3 = {
-    "fwd": "(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
-    "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
-    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? page_table=None, "
-    "Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
-    "Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
-    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
-    "int attention_chunk=0, float softcap=0., bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, "
-    "int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor)",
-    "bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
-    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, "
-    "Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, float? softmax_scale=None, bool is_causal=False, "
-    "int window_size_left=-1, int window_size_right=-1, float softcap=0., bool deterministic=False, int sm_margin=0) -> Tensor",
-}
-
-
 def _named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name: the dispatcher passes as many as it can by position, and leaves out those that are the default."""
     arguments = operator.default._schema.arguments
@@ -120,37 +104,6 @@ def _fa_left(causal: bool, left: int, right: int) -> int:
 def _longest_is_right(cu_seqlens: Tensor, *claimed: int) -> None:
     assert cu_seqlens.dtype == torch.int32
     assert {int(cu_seqlens.diff().max())} == set(claimed)
-
-
-@contextmanager
-def flash_attention_3() -> Iterator[None]:
-    """`torch.ops.flash_attn_3` on the CPU."""
-
-    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        a = _named(torch.ops.flash_attn_3.fwd, args, kwargs)
-        q = a["q"]
-        _longest_is_right(a["cu_seqlens_q"], a["max_seqlen_q"], a["max_seqlen_k"])
-        left = _fa_left(a["is_causal"], a["window_size_left"], a["window_size_right"])
-        out, lse = dense_forward(q, a["k"], a["v"], a["cu_seqlens_q"], a["softmax_scale"], left)
-        return out.to(q.dtype), lse.float(), q.new_empty(0), q.new_empty(0)
-
-    def backward(*args: Any, **kwargs: Any) -> Tensor:
-        a = _named(torch.ops.flash_attn_3.bwd, args, kwargs)
-        left = _fa_left(a["is_causal"], a["window_size_left"], a["window_size_right"])
-        kept = [a[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse")]
-        grads = dense_backward(*kept, a["cu_seqlens_q"], a["softmax_scale"], left)
-        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-            a[name].copy_(grad)
-        return grads[0].new_empty(0)
-
-    library = torch.library.Library("flash_attn_3", "DEF")
-    for name, kernel in (("fwd", forward), ("bwd", backward)):
-        library.define(name + FA3[name])
-        library.impl(name, kernel, "CPU")
-    try:
-        yield
-    finally:
-        library._destroy()
 
 
 # cuDNN: the operators of nvidia-cudnn-frontend 1.32, as it defines them. A window counts the token itself; the statistics are [T, H, 1]
@@ -201,14 +154,15 @@ def cudnn() -> Iterator[None]:
         library.define(name + _CUDNN[name])
         library.impl(name, kernel, "CPU")
     module = SimpleNamespace(cudnnGraphNotSupportedError=NotSupported, backend_version=lambda: 91900)
-    with _modules(cudnn=module):
-        try:
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "cudnn", module)
             yield
-        finally:
-            library._destroy()
+    finally:
+        library._destroy()
 
 
-# FlashAttention 2: torch's own operators, which have no CPU kernel, and the package flash-attn 2.8.
+# torch's own FlashAttention 2, which has no CPU kernel.
 
 
 @contextmanager
@@ -240,146 +194,4 @@ def varlen() -> Iterator[None]:
         library._destroy()
 
 
-@contextmanager
-def flash_attention_2() -> Iterator[None]:
-    """The two halves of the package's variable-length function."""
-
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _longest_is_right(cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-        left = _fa_left(causal, window_size_left, window_size_right)
-        out, lse = dense_forward(q, k, v, cu_seqlens_k, softmax_scale, left)
-        return out.to(q.dtype), lse.float(), q.new_empty(0), q.new_empty(0)
-
-    def backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        deterministic: bool,
-    ) -> Tensor:
-        left = _fa_left(causal, window_size_left, window_size_right)
-        grads = dense_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_k, softmax_scale, left)
-        for buffer, grad in zip((dq, dk, dv), grads, strict=True):
-            buffer.copy_(grad)
-        return dq.new_empty(0)
-
-    halves = SimpleNamespace(_flash_attn_varlen_forward=forward, _flash_attn_varlen_backward=backward)
-    with _modules(**{"flash_attn": ModuleType("flash_attn"), "flash_attn.flash_attn_interface": halves}):
-        yield
-
-
-@contextmanager
-def flash_attention_4() -> Iterator[None]:
-    """The two halves of the function of the package flash-attn-4, whose further arguments have defaults."""
-
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-        return_lse: bool,
-    ) -> tuple[Tensor | None, ...]:
-        _longest_is_right(cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-        assert return_lse
-        left = _fa4_left(causal, window_size_left, window_size_right)
-        out, lse = dense_forward(q, k, v, cu_seqlens_k, softmax_scale, left)
-        return out.to(q.dtype), lse.float(), None, None, None
-
-    def backward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-    ) -> Grads:
-        _longest_is_right(cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-        left = _fa4_left(causal, window_size_left, window_size_right)
-        return dense_backward(dout, q, k, v, out, lse, cu_seqlens_k, softmax_scale, left)
-
-    halves = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
-    packages = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
-    with _modules(**packages, **{"flash_attn.cute.interface": halves}):
-        yield
-
-
-def _fa4_left(causal: bool, left: int | None, right: int | None) -> int:
-    """No window is None there, and a window ends by its right side rather than by `causal`."""
-    assert (causal, right) in ((True, None), (False, 0))
-    assert (left is None) == causal
-    return -1 if left is None else left
-
-
-@contextmanager
-def _modules(**modules: Any) -> Iterator[None]:
-    before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    """For a backend that needs no stand-in."""
-    yield
-
-
-STAND_INS = {
-    "flash_attention_3": flash_attention_3,
-    "flash_attention_4": flash_attention_4,
-    "cudnn": cudnn,
-    "flash_attention_2": flash_attention_2,
-    "varlen": varlen,
-}
+STAND_INS = {"cudnn": cudnn, "varlen": varlen}

@@ -179,17 +179,6 @@ def test_missing_model_directory(name: str) -> None:
         find_model(name)
 
 
-def test_random_weights_need_no_download(tied_model: Path, tmp_path: Path) -> None:
-    """Fake data knows the shape of the default model; an unknown name is refused; a directory's config is enough."""
-    source = find_model("Qwen/Qwen3-0.6B", random_weights=True)
-    assert source.directory is None
-    assert (source.config.hidden_size, source.config.num_hidden_layers, source.config.vocab_size) == (1024, 28, 151936)
-    with pytest.raises(UserError, match="needs the shape of nobody/nothing"):
-        find_model("nobody/nothing", random_weights=True)
-    (tmp_path / "config.json").write_text((tied_model / "config.json").read_text())
-    assert find_model(str(tmp_path), random_weights=True).directory is None
-
-
 def test_random_weights_follow_the_seed(world: World, tied_model: Path, tmp_path: Path) -> None:
     """The same seed gives the same random model, another seed another one, and norms are 1."""
     (tmp_path / "config.json").write_text((tied_model / "config.json").read_text())

@@ -67,32 +67,6 @@ def host(layers: list[nn.Module]) -> HostPool:
     return layers[0].host  # type: ignore[return-value]
 
 
-def away(layers: list[nn.Module]) -> list[bool]:
-    """For each block, whether what it kept has left."""
-    offloaded = [host(layers).blocks[i].offloaded for i in range(len(layers) - 1)] + [[]]
-    return [bool(storages) and all(storage.device is None for storage in storages) for storages in offloaded]
-
-
-def test_what_is_kept_leaves_and_comes_back(layers: list[nn.Module]) -> None:
-    """After forward only the last two blocks hold what they kept; backward finds all of it, strides and aliases included."""
-    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
-    plain = [layer._checkpoint_wrapped_module for layer in layers]
-    forward(plain, x).square().sum().backward()
-    want = [x.grad, *(layer.weight.grad for layer in plain)]
-    x.grad = None
-    for layer in plain:
-        layer.weight.grad = None
-
-    Keeps.seen.clear()
-    out = forward(layers, x)
-    gc.collect()
-    assert away(layers) == [True, True, True, False, False]
-    assert [storage() is None for storage in Keeps.seen] == [True, True, True, False, False]
-    out.square().sum().backward()
-    for got, expected in zip([x.grad, *(layer.weight.grad for layer in plain)], want, strict=True):
-        assert torch.equal(got, expected)
-
-
 def test_host_memory_goes_round(layers: list[nn.Module]) -> None:
     """Steps use the same chunks again, and a pass without backward (an evaluation that crashed) loses none."""
     for _ in range(3):

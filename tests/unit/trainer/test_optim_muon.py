@@ -18,11 +18,6 @@ SECONDS = 300.0
 TOLERANCE = 1e-5  # relative, of each parameter after all steps
 
 
-def nearest_orthogonal(matrix: Tensor) -> Tensor:
-    u, _, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    return u @ vh
-
-
 def newton_schulz(matrix: Tensor) -> Tensor:
     """What five of Jordan's iterations make of a matrix: his polynomial, applied to each singular value."""
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -45,8 +40,6 @@ def test_orthogonalize(shape: tuple[int, int], scale: float) -> None:
     assert torch.linalg.matrix_norm(turned - turned.diag().diag()) < 1e-3
     assert 0.68 <= turned.diag().min() <= turned.diag().max() <= 1.2
     torch.testing.assert_close(got, newton_schulz(x_BRC[1]), rtol=1e-4, atol=1e-4)
-    cosine = torch.cosine_similarity(got.flatten(), nearest_orthogonal(x_BRC[0]).flatten(), dim=0)
-    assert cosine > 0.97
 
 
 @pytest.mark.parametrize("together", [1, 1 << 24], ids=["one by one", "batched"])

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from conftest import make_tiny_model
 from prime_rl.config.trainer import DefaultLoss, GSPOLoss, LossConfig
-from prime_rl.trainer.lm_head import TokenLoss, _differentiated
+from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, make_loss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.optim import build_optimizer
@@ -148,22 +148,26 @@ LOSSES = [
 
 @pytest.mark.parametrize("values", LOSSES, ids=lambda values: "-".join(map(str, values.values())))
 def test_every_loss_is_one_graph(values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: with its derivative and metrics a loss of tokens is traced once, without a break, for chunks of any length; the graph gives what it gives."""
+    """Contract: with its derivative and metrics a loss of tokens is traced once, without a break, for chunks of any length, one token or
+    none included, sliced or whole; the graph gives the numbers of eager."""
     torch._dynamo.reset()
     graphs = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
     loss_of = make_loss(TypeAdapter(LossConfig).validate_python(values))
     assert not isinstance(loss_of, SequenceLoss)
     draw = torch.Generator().manual_seed(0)
-    for count in (7, 64, 3):
-        old = -3 * torch.rand(count, generator=draw) - 0.01
-        new = old + 0.3 * torch.randn(count, generator=draw)
-        streams = torch.rand(len(STREAMS), count, generator=draw)
-        streams[STREAMS.index("mask")], streams[STREAMS.index("logprobs")] = 1, old
-        streams[STREAMS.index("ref_logprobs")] = old - 1
-        inputs = new, torch.rand(count, generator=draw), streams
-        for got, want in zip(
-            _differentiated(loss_of, True)(*inputs), _differentiated(loss_of, False)(*inputs), strict=True
-        ):
+    weight = torch.randn(13, 5, generator=draw, requires_grad=True)
+    for count in (64, 7, 1, 65, 0, 200, 2):
+        hidden = torch.randn(count, 5, generator=draw, requires_grad=True)
+        labels = torch.randint(0, 13, (count,), generator=draw)
+        streams = torch.rand(len(STREAMS) + 1, count + 1, generator=draw)[1:, 1:]
+        streams[STREAMS.index("mask")] = 1
+        streams[STREAMS.index("logprobs")] -= 3
+        head = hidden, weight, labels, torch.rand(count, generator=draw) + 0.5, streams, loss_of, 64
+        found = []
+        for compiled in (True, False):
+            loss, sums = fused_token_loss(*head, compiled)
+            found.append((loss, sums, *torch.autograd.grad(loss, (hidden, weight))))
+        for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want)
     assert graphs.frame_count == 1

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -100,36 +99,6 @@ def test_scoring_leaves_no_trace(
 def _local(gradient: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(gradient, DTensor)
     return gradient.to_local()
-
-
-@pytest.mark.usefixtures("quick_compiler")
-@pytest.mark.parametrize("grows", [0, 3], ids=["one size", "many sizes"])
-def test_scoring_compiles_no_step_again(
-    grows: int, world: World, make_policy: Callable[..., Policy], tied_model: Path
-) -> None:
-    """Contract: scoring between steps compiles its own graphs once; the steps compile what they would without it, and when."""
-    loss = make_loss(DefaultLoss())
-    steps = []
-    for scores in (False, True):
-        policy = make_policy(tied_model, compile=True)
-        scorer = ReferenceScorer(policy, world, support.VOCABULARY, torch.float32, torch.float32)
-        torch._dynamo.reset()
-        counters.clear()
-        scorer.score(as_exported=False)
-        assert counters["stats"]["unique_graphs"] == 0
-        stepped, scored = [], []
-        for step in range(5):
-            documents = support.random_documents((20 + grows * step, 30), len(STREAMS))
-            before = counters["stats"]["unique_graphs"]
-            forward_backward(policy, [collate(documents, len(STREAMS))], loss, world)
-            stepped.append(counters["stats"]["unique_graphs"] - before)
-            if scores:
-                scorer.score(compiled=True)
-                scored.append(counters["stats"]["unique_graphs"] - before - stepped[-1])
-        steps.append(stepped)
-        assert not scores or (scored[0] > 0 and set(scored[1:]) == {0}), scored
-    assert steps[0][0] > 0, "nothing was compiled"
-    assert steps[0] == steps[1]
 
 
 def test_weights_that_compute_no_numbers_are_not_committed() -> None:

@@ -27,10 +27,12 @@ def parameters(source: Source) -> int:
     ],
 )
 def test_known_shapes(name: str, total: int) -> None:
-    """Known names have as many parameters as the published models, with nothing downloaded."""
+    """Known names have as many parameters as the published models, with nothing downloaded; another name is refused."""
     source = find_model(name, random_weights=True)
     assert source.directory is None
     assert parameters(source) == total
+    with pytest.raises(UserError, match="needs the shape of nobody/nothing"):
+        find_model("nobody/nothing", random_weights=True)
 
 
 def test_fewer_layers(tmp_path: Path) -> None:

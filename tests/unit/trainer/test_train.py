@@ -229,25 +229,6 @@ def test_the_last_row_before_a_bad_batch(late: bool, run_training: Run, tied_mod
     assert list_steps(tmp_path / "weights") == [0, 1]
 
 
-def test_weight_streams(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """A zero RL weight takes a token out of loss and denominator; a cross-entropy weight brings in tokens off the mask."""
-    values = {}
-    for name, streams in {
-        "both": {},
-        "first": {"rl_weight": [0.0, 1.0, 0.0]},
-        "ce": {"rl_weight": [0.0, 0.0, 0.0], "ce_weight": [0.0, 1.0, 1.0]},
-    }.items():
-        write_one(tmp_path / name, **streams)
-        run_training(support.make_config(tmp_path / name, tied_model, max_steps=1, loss={"kl_tau": 0.0}))
-        values[name] = metrics(tmp_path / name)[0]["loss/mean"]
-    theirs = AutoModelForCausalLM.from_pretrained(tied_model)
-    logp = torch.log_softmax(theirs(torch.tensor([[1, 2, 3]])).logits[0], -1)[[0, 1], [2, 3]]
-    terms = -(logp + 1).exp()
-    assert values["both"] == pytest.approx(terms.mean().item(), rel=1e-4)
-    assert values["first"] == pytest.approx(terms[0].item(), rel=1e-4)
-    assert values["ce"] == pytest.approx(-logp.mean().item(), rel=1e-4)
-
-
 def test_readable_sample(
     run_training: Run,
     tied_model: Path,

@@ -1,10 +1,12 @@
-"""The head's Triton kernels on the CPU: they are the torch formulas. `test_kernels.py` runs this file under Triton's interpreter."""
+"""The Triton kernels on the CPU: they are the torch formulas. `test_kernels.py` runs this file under Triton's interpreter."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
-from prime_rl.trainer import lm_head, triton_kernels
+from prime_rl.trainer import lm_head, moe, triton_kernels
 
 Rows = tuple[Tensor, Tensor]
 SIZES = [7, 4096, 5000, 151_936]
@@ -111,30 +113,17 @@ def test_no_rows() -> None:
     assert triton_kernels.dlogits_(logits, *rows, log_z, entropy, logprob, entropy).shape == (0, 100)
 
 
-@pytest.mark.parametrize("mode", ["one pass", "two passes"])
-def test_the_head_on_the_kernels(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients through the kernels are those of the formulas, in both modes, and nothing saved for backward is overwritten."""
-
-    def token_loss(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
-        loss = (logprob * streams[0] + 0.1 * entropy).sum()
-        return loss, loss.detach()[None]
-
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(20, 16, generator=draw, requires_grad=True)
-    weight = torch.randn(5000, 16, generator=draw, requires_grad=True)
-    labels, inv_t = torch.randint(0, 5000, (20,), generator=draw), torch.rand(20, generator=draw) + 0.5
-    streams = torch.randn(1, 20, generator=draw)
-
-    def run() -> list[tuple[Tensor, ...]]:
-        head = hidden, weight, labels, inv_t
-        if mode == "one pass":
-            loss, _ = lm_head.fused_token_loss(*head, streams, token_loss, 7)
-        else:
-            loss, _ = token_loss(*lm_head.logprob_entropy(*head, 7), streams)
-        return [(loss, *torch.autograd.grad(loss, (hidden, weight), retain_graph=True)) for _ in range(2)]
-
-    want = run()[0]
-    monkeypatch.setattr(lm_head, "_has_kernels", lambda logits: True)
-    for got in run():
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize(("tokens", "k", "width"), [(7, 3, 40), (5, 2, 2048), (4, 8, 2100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_spread_and_collect(
+    tokens: int, k: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows arrive where torch puts them, bit for bit; sums differ by the order of addition at most, whatever the width."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    torch.manual_seed(0)
+    rows = torch.randn(tokens, width).to(dtype)
+    place = torch.randperm(tokens * k).to(torch.int32).view(tokens, k)
+    there = triton_kernels.spread(rows, place)
+    assert torch.equal(there, moe.spread(rows, place))
+    other = torch.randn(tokens * k, width).to(dtype)
+    torch.testing.assert_close(triton_kernels.collect(other, place), moe.collect(other, place))
