@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from prime_rl.errors import UserError
 from prime_rl.trainer.attention_kernels import KERNELS, load
 from prime_rl.trainer.parallel import World, agree, on_main
-from prime_rl.trainer.source import one_line
+from prime_rl.trainer.source import attention_heads, one_line
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import Attention
@@ -100,15 +100,8 @@ def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, wo
 
 def needs_of(config: PretrainedConfig, dtype: torch.dtype) -> Needs:
     """What the model of `config` asks of an attention kernel."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    return Needs(
-        dtype,
-        query_heads=heads,
-        key_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        windows=getattr(text, "sliding_window", None) is not None,
-    )
+    windows = getattr(config.get_text_config(), "sliding_window", None) is not None
+    return Needs(dtype, *attention_heads(config), windows)
 
 
 def this_machine(device: torch.device, needs: Needs) -> Machine:

@@ -24,6 +24,7 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.trainer.activations import LEVELS, offloading_layers
 from prime_rl.trainer.parallel import World, gather
+from prime_rl.trainer.source import attention_heads
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import OptimConfig, Recompute, TrainerModel
@@ -74,7 +75,8 @@ class Shape:
     def of(cls, lm: PreTrainedModel) -> "Shape":
         """From a model, which may be on the meta device."""
         text = lm.config.get_text_config()
-        heads, experts = text.num_attention_heads, getattr(text, "num_experts", None) or 0
+        heads, key_value_heads, head_size = attention_heads(lm.config)
+        experts = getattr(text, "num_experts", None) or 0
         total = sum(parameter.numel() for parameter in lm.parameters())
         in_layers = sum(parameter.numel() for parameter in lm.model.layers.parameters())
         chosen = text.num_experts_per_tok if experts else 1
@@ -82,8 +84,8 @@ class Shape:
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             heads=heads,
-            key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            key_value_heads=key_value_heads,
+            head_size=head_size,
             feed_forward=chosen * text.moe_intermediate_size if experts else text.intermediate_size,
             vocabulary=text.vocab_size,
             parameters=total,

@@ -110,15 +110,12 @@ def with_loads(named: Named, model: nn.Module) -> Named:
 
 
 def metrics(model: nn.Module, values: Sequence[float]) -> dict[str, float]:
-    """What `load_sums`, summed over the ranks, says. Nothing in a dense model.
+    """What `load_sums`, summed over the ranks, says.
 
     `moe/load_max`: tokens of the busiest expert over the average, in the layer where that is most. `moe/load_cv`: standard
     deviation of the experts' tokens over their mean, averaged over layers. `moe/unused`: fraction without a token.
     """
-    blocks = sparse_blocks(model)
-    if not blocks:
-        return {}
-    load_LE = torch.tensor(values, dtype=torch.float64).view(len(blocks), -1)
+    load_LE = torch.tensor(values, dtype=torch.float64).view(len(sparse_blocks(model)), -1)
     share_LE = load_LE / load_LE.mean(1, keepdim=True).clamp(min=1e-9)
     return {
         "moe/load_max": float(share_LE.max()),

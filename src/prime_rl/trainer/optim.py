@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.parallel import SHARD, local_part, page_lock
+from prime_rl.trainer.parallel import SHARD, local_part, page_lock, rows_of_ranks
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import AdamW, Muon, OptimConfig, SchedulerConfig
@@ -500,7 +500,7 @@ def _send(settings: Settings, batch: _Batch, chunk: Chunk) -> _Sent:
     arrival = dist.all_to_all_single(
         inbox,
         outbox,
-        [mine * (end - start) for start, end in _rows(rows, batch.ranks)],
+        [mine * (end - start) for start, end in rows_of_ranks(rows, batch.ranks)],
         [count * (outbox.numel() // len(batch.parameters)) for count in batch.counts],
         group=group,
         async_op=True,
@@ -527,7 +527,7 @@ def _exchange_back(batch: _Batch, inbox: Tensor, local_rows: int) -> Tensor:
     """Orthogonalize what this rank owns, and get this rank's rows of all: [matrices, local_rows, columns]."""
     group, rank = _group(batch.parameters[0])
     rows, columns = batch.parameters[0].shape
-    spans, count = _rows(rows, batch.ranks), batch.counts[rank]
+    spans, count = rows_of_ranks(rows, batch.ranks), batch.counts[rank]
     sizes = [count * (end - start) * columns for start, end in spans]
     outbox = inbox
     if count:
@@ -576,12 +576,6 @@ def _group(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, int]:
     assert isinstance(parameter, DTensor)
     assert dimension is not None
     return parameter.device_mesh.get_group(dimension), parameter.device_mesh.get_local_rank(dimension)
-
-
-def _rows(rows: int, ranks: int) -> list[tuple[int, int]]:
-    """The rows [start, end) of each rank, as FSDP2 divides them: equal runs, the last ones short or empty."""
-    run = -(-rows // ranks)
-    return [(min(rank * run, rows), min((rank + 1) * run, rows)) for rank in range(ranks)]
 
 
 # ---- the learning rate, and clipping

@@ -5,7 +5,7 @@ its own rows.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -242,6 +242,14 @@ def pinned(batches: Sequence[HostBatch], device: torch.device) -> list[HostBatch
     if device.type != "cuda":
         return list(batches)
     return [replace(batch, ints=batch.ints.pin_memory(), floats=batch.floats.pin_memory()) for batch in batches]
+
+
+def micro_batches(
+    mine: Sequence[Sequence[int]], documents: Mapping[int, Document], streams: int, device: torch.device
+) -> list[HostBatch]:
+    """This rank's micro-batches of a plan, ready for the device."""
+    multiple_of = pads_to(device)
+    return pinned([collate([documents[i] for i in indices], streams, multiple_of) for indices in mine], device)
 
 
 def to_device(batch: HostBatch, device: torch.device) -> MicroBatch:

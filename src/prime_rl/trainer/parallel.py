@@ -222,10 +222,15 @@ def agree(world: World, action: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
+def rows_of_ranks(rows: int, ranks: int) -> list[tuple[int, int]]:
+    """The rows [start, end) of each rank, as FSDP2 divides them: equal runs, the last ones short or empty."""
+    run = -(-rows // ranks)
+    return [(min(rank * run, rows), min((rank + 1) * run, rows)) for rank in range(ranks)]
+
+
 def rows_of_rank(rows: int, world: World) -> tuple[int, int]:
-    """The rows [start, end) that FSDP2 gives this rank: runs of ceil(rows / shards), the last ones short or empty."""
-    run = -(-rows // world.shards)
-    return min(world.shard_rank * run, rows), min((world.shard_rank + 1) * run, rows)
+    """This rank's rows [start, end)."""
+    return rows_of_ranks(rows, world.shards)[world.shard_rank]
 
 
 def local_part(tensor: Tensor) -> Tensor:

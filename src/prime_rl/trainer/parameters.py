@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.parallel import World, rows_of_rank
+from prime_rl.trainer.parallel import World, local_part, rows_of_rank
 from prime_rl.trainer.source import one_line
 
 _WRAPPED = "_checkpoint_wrapped_module."
@@ -80,9 +80,8 @@ def stored_tensors(policy: nn.Module) -> Iterator[StoredTensor]:
 
 def local_rows(parameter: Tensor, world: World) -> tuple[Tensor, int]:
     """This rank's rows of a parameter, and the index of their first row."""
-    if not isinstance(parameter, DTensor):
-        return parameter.detach(), 0
-    return parameter.to_local().detach(), rows_of_rank(parameter.shape[0], world)[0]
+    first = rows_of_rank(parameter.shape[0], world)[0] if isinstance(parameter, DTensor) else 0
+    return local_part(parameter).detach(), first
 
 
 def initialize_buffers(lm: PreTrainedModel, name: str) -> None:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from prime_rl.config.shared import WARM_UP
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.source import attention_heads
 
 GIB = 1 << 30
 
@@ -50,9 +51,8 @@ def matmul_parameters(lm: PreTrainedModel) -> int:
 
 def attention_width(config: PretrainedConfig) -> int:
     """layers · heads · head size: one token's look at one other costs 4 FLOP per unit of it, forward."""
-    text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return text.num_hidden_layers * text.num_attention_heads * head
+    heads, _, size = attention_heads(config)
+    return int(config.get_text_config().num_hidden_layers) * heads * size
 
 
 def flops(matmul: int, width: int, lengths: Sequence[int]) -> float:

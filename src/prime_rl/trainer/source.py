@@ -139,6 +139,14 @@ def _download(name: str) -> Path:
         ) from error
 
 
+def attention_heads(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Query heads, key/value heads, and the size of one."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    key_value = getattr(text, "num_key_value_heads", None) or heads
+    return heads, key_value, getattr(text, "head_dim", None) or text.hidden_size // heads
+
+
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises UserError when there is none that works."""
     try:

@@ -18,9 +18,7 @@ from prime_rl.trainer.packing import (
     OnWait,
     StepData,
     StepSource,
-    collate,
-    pads_to,
-    pinned,
+    micro_batches,
     plan,
     rollout_lengths,
 )
@@ -105,13 +103,11 @@ class RolloutData(StepSource):
             check_tokens(sample, self.vocabulary)
         environments, reference = batch.environments, self.config.loss.kl_coef > 0
         documents = {i: document(row, environments.index(row.env), reference) for i, row in rows.items()}
-        multiple_of = pads_to(self.world.device)
-        batches = [collate([documents[i] for i in indices], len(STREAMS), multiple_of) for indices in mine]
         example = None
         if self.tokenizer is not None and step % _EXAMPLE_INTERVAL == 0:
             example = readable(batch.rows([step % len(batch)])[0], self.tokenizer)
         lengths = batch.lengths.tolist()
-        batches = pinned(batches, self.world.device)
+        batches = micro_batches(mine, documents, len(STREAMS), self.world.device)
         data = StepData(batches, lengths, len(lengths), environments=environments, example=example)
         return grouped(data, batch.group_ids(), mine) if self.config.loss.normalization == "group" else data
 
@@ -132,14 +128,12 @@ class FakeSamples(StepSource):
         return normalize(super().read(step), self.world, self.config.loss)
 
     def prepare(self, step: int) -> StepData:
-        lengths, device = self._lengths(step), self.world.device
+        lengths = self._lengths(step)
         most = self.fake.micro_batch_size if self.fake.lengths == "fixed" else None
         mine = plan(lengths, self.config.seq_len, self.world.size, self.costs, most)[self.world.rank]
-        batches = [
-            collate([self._document(step, i, lengths[i]) for i in indices], len(STREAMS), pads_to(device))
-            for indices in mine
-        ]
-        return grouped(StepData(pinned(batches, device), lengths, len(lengths)), range(len(lengths)), mine)
+        documents = {i: self._document(step, i, lengths[i]) for indices in mine for i in indices}
+        batches = micro_batches(mine, documents, len(STREAMS), self.world.device)
+        return grouped(StepData(batches, lengths, len(lengths)), range(len(lengths)), mine)
 
     def _lengths(self, step: int) -> list[int]:
         fake, seq_len = self.fake, self.config.seq_len

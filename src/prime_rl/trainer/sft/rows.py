@@ -17,9 +17,7 @@ from prime_rl.trainer.packing import (
     OnWait,
     StepData,
     StepSource,
-    collate,
-    pads_to,
-    pinned,
+    micro_batches,
     plan,
     rollout_lengths,
 )
@@ -133,15 +131,13 @@ def pack(
     lengths = [len(sample.input_ids) for sample in samples]
     mine = plan(lengths, data.micro_batch_size * data.seq_len, world.size, costs)[world.rank]
     documents = {index: _document(samples[index], loss_tokens) for indices in mine for index in indices}
-    multiple_of = pads_to(world.device)
-    batches = [collate([documents[i] for i in indices], STREAMS, multiple_of) for indices in mine]
     metrics = {
         "data/samples": len(lengths),
         "data/loss_tokens": loss_tokens,
         "data/packing_efficiency": sum(lengths) / (data.batch_size * data.seq_len),
         **{f"data/dropped_{reason}": count for reason, count in dropped.items()},
     }
-    return StepData(pinned(batches, world.device), lengths, taken, metrics)
+    return StepData(micro_batches(mine, documents, STREAMS, world.device), lengths, taken, metrics)
 
 
 def _document(sample: Tokens, loss_tokens: int) -> Document:
