@@ -44,7 +44,6 @@ class Replica:
         losses: How many times its episodes were invalidated.
         failures: How many times in a row an episode failed there, with none between them that ended well.
         trouble: Why it is not back, while it is quarantined.
-        lost_version: The version that it was last reported not to serve any more.
         loaded: The last version that it loaded.
         loading: The version that it is loading.
     """
@@ -59,7 +58,6 @@ class Replica:
     losses: int = 0
     failures: int = 0
     trouble: str = ""
-    lost_version: int | None = None
     loaded: Served | None = None
     loading: Served | None = None
     _load_ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -501,7 +501,8 @@ class WeightSync:
         what the run serves."""
         delay, rest, failures = RETRY_SECONDS, rest_seconds(replica.failures), 0
         while True:  # bounded: `_check_hope`, and the run's end cancels it
-            await self._hand_over(replica)
+            if self.fleet.ready:
+                await self._hand_over(replica)
             if rest:
                 rest = rest if self.fleet.ready else min(rest, RETRY_SECONDS)
                 logger.warning(
@@ -535,21 +536,22 @@ class WeightSync:
             patient = bool(self.fleet.ready) or (self._alone and failed)
             delay = min(2 * delay, MAX_RETRY_SECONDS if patient else RETRY_SECONDS)
 
-    async def _hand_over(self, replica: Replica) -> None:
-        """Count what a quarantined replica is verified for; have the rest made again by the others, if there are any."""
-        if not (replica.unverified | replica.invalid and self.fleet.ready):
-            return
+    async def _hand_over(self, replica: Replica) -> bool:
+        """Count what a quarantined replica is verified for; if it is not, have all that it sampled made again. Returns whether it is verified."""
         finished = replica.unverified.intersection(self.scheduler.unverified())
-        verified = bool(replica.unverified) and not replica.invalid and await replica.verify()
+        verified = replica.loaded is not None and not replica.invalid and await replica.verify()
         async with self.shipping:
+            self.notice_incarnation()
             if verified and not replica.invalid:
                 # A batch may wait for these, while the replica cannot load what the others serve.
                 finished &= replica.unverified
                 self.scheduler.verify(finished)
                 self.fleet.forget(finished)
-            elif not replica.ready:
-                self.invalidate(replica, "the server is gone")
+            elif not replica.ready and replica.loaded is not None:
+                verified = False
+                self.invalidate(replica, "the server lost the weights it was given")
         self._loop.wake.set()
+        return verified
 
     async def _catch_up(self, replica: Replica) -> bool:
         """Have a healthy replica load what the others serve, and let it in. False: what they serve has changed meanwhile."""
@@ -559,28 +561,16 @@ class WeightSync:
             version, incarnation = scheduler.version, scheduler.incarnation
             if replica.loaded is None:
                 await self._check_base(replica, 0)
-            verified = replica.loaded is not None and await replica.verify()
-            if not verified:
-                await self._note_loss(replica)
-            if not verified or replica.invalid or (replica.loaded is not None and replica.loaded.version != version):
+            verified = await self._hand_over(replica)
+            if not verified or (replica.loaded is not None and replica.loaded.version != version):
                 await self._load_again(replica)
             changed = not self._settled.is_set() or (version, incarnation) != (scheduler.version, scheduler.incarnation)
             if changed or replica.invalid:
                 return False
         self.fleet.admit(replica)
-        replica.trouble, replica.lost_version = "", None
+        replica.trouble = ""
         self._loop.wake.set()
         return True
-
-    async def _note_loss(self, replica: Replica) -> None:
-        async with self.shipping:
-            self.notice_incarnation()
-            if replica.loaded is not None:
-                version = replica.loaded.version
-                if replica.lost_version != version:  # each attempt finds it so
-                    replica.lost_version = version
-                    logger.warning("{} does not serve version {} any more", replica.name, version)
-                self.invalidate(replica, "the server lost the weights it was given")
 
     async def _load_again(self, replica: Replica) -> None:
         """Have a quarantined replica load what the others serve, which is held for it meanwhile.

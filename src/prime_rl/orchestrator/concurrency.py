@@ -2,16 +2,15 @@
 
 The controller has one rule, applied once a *turn*, in which as many episodes end as may be in flight (contexts reach their usual length):
 
-    pressure: limit = ceiling = 0.9 x the episodes the servers were actually running (half of the limit at least)
-    calm:     limit = min(ceiling, 1.25 x limit), no further than the fullest cache stays below its mark
-    calm at the ceiling for `patience` turns, with room in the cache: no ceiling any more, and `patience` doubles
+    pressure: limit = 0.9 x the episodes the servers were actually running (half of the limit at least)
+    calm:     limit = 1.1 x limit, no further than the fullest cache stays below its mark
 
 Pressure is a preemption that no update explains, or a cache that is nearly full; both end the turn at once. So is a
 queue that every look of a turn finds while at the limit; queues from first prompts or recomputed contexts clear faster.
 A turn in which the limit was not reached, in which an evaluation ran, or which has more in flight than a new limit
 allows, says nothing.
 
-Under a steady load the limit rests where it fits, and tries become rarer with the logarithm of time. `Concurrency` is pure; `LoadWatch` asks the servers.
+Under a steady load the limit stays within a fifth below and a tenth above what the servers take. `Concurrency` is pure; `LoadWatch` asks the servers.
 """
 
 import asyncio
@@ -32,12 +31,11 @@ if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
     from prime_rl.config.shared import EnvConfig
 
-GROWTH = 1.25
+GROWTH = 1.1
 CUT = 0.9  # of what was served when it was too much
 LEAST_KEPT = 0.5  # of the limit, whatever was served
 FULL = 0.95  # KV-cache usage above which the next token may cause a preemption
 MARK = 0.85  # KV-cache usage that growth must not exceed
-PATIENCE = 3  # turns at the first ceiling before it is lifted
 LOOKS = 4  # of a turn, at least: fewer could miss the moment at which the cache is fullest, or the queue empty
 QUEUE = 0.05  # queue length, as a share of running requests, that is normal churn
 REACHED = 0.95  # of the limit in flight: then the limit is the bottleneck, not the async level
@@ -90,7 +88,7 @@ class ServerLoad:
 
 
 class Concurrency:
-    """The limit, and what it was learned from.
+    """The limit, and what was seen in this turn.
 
     Args:
         start: The first limit.
@@ -99,9 +97,7 @@ class Concurrency:
 
     def __init__(self, start: int, most: int) -> None:
         self.limit = min(start, most)
-        self._most = self._ceiling = most
-        self._patience = PATIENCE
-        self._calm = 0  # turns at the ceiling, with room for more
+        self._most = most
         self._servers = 0
         self._preempted = 0.0
         # Per turn: polls, polls at the limit, polls with a queue; peak cache usage, peak running requests.
@@ -144,28 +140,18 @@ class Concurrency:
         if preempting or cache >= FULL or (turn_over and self._queued == self._looks):
             served = in_flight * min(1.0, self._ran / max(running + waiting, 1.0))
             self.limit = max(1, int(LEAST_KEPT * self.limit), min(int(CUT * served), self.limit - 1))
-            self._ceiling, self._calm = self.limit, 0
             self._begin_turn(ended)
         elif turn_over:
             if 2 * self._reached >= self._looks:
-                self._grow()
+                room = MARK / self._fullest if self._fullest else GROWTH
+                self.limit = max(self.limit, min(math.ceil(self.limit * min(GROWTH, room)), self._most))
             self._begin_turn(ended)
         return self.limit
-
-    def _grow(self) -> None:
-        room = MARK / self._fullest if self._fullest else GROWTH
-        wanted = max(self.limit, min(math.ceil(self.limit * min(GROWTH, room)), self._most))
-        self._calm += wanted > self._ceiling == self.limit
-        if self._calm >= self._patience:
-            self._ceiling, self._patience, self._calm = self._most, 2 * self._patience, 0
-        self.limit = min(wanted, self._ceiling)
 
     def _rescale(self, servers: int, ended: int) -> None:
         """Rescale the limit when the number of servers changes; the load per server stays the same."""
         if self._servers:
-            share = servers / self._servers
-            self.limit = max(1, min(self._most, round(self.limit * share)))
-            self._ceiling = max(self.limit, min(self._most, round(self._ceiling * share)))
+            self.limit = max(1, min(self._most, round(self.limit * servers / self._servers)))
         self._servers, self._preempted = servers, math.inf  # the counters are of others
         self._begin_turn(ended)
 
