@@ -293,7 +293,6 @@ class RoutedEnvPool:
     """An environment pool whose every episode goes to the least loaded ready replica: for one attempt at an evaluation.
 
     Args:
-        avoid: Replicas that failed their verification after an earlier attempt: they are used if there is no other one.
         superseded: Whether no quarantined replica will serve this version again.
     """
 
@@ -301,10 +300,9 @@ class RoutedEnvPool:
         self,
         pool: EnvPool,
         fleet: ReplicaPool,
-        avoid: Collection[Replica] = (),
         superseded: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._pool, self._fleet, self._avoid, self._superseded = pool, fleet, avoid, superseded
+        self._pool, self._fleet, self._superseded = pool, fleet, superseded
         self._used: dict[Replica, int] = {}  # and how often each had been lost before
         self.turned_away = 0  # episodes for which there was no server
 
@@ -348,5 +346,4 @@ class RoutedEnvPool:
         return [replica for (replica, before), ok in used if not ok or replica.losses != before]
 
     def _choose(self, tried: Collection[Replica]) -> Replica | None:
-        ready = [replica for replica in self._fleet.ready if replica not in tried] or self._fleet.ready
-        return soundest([replica for replica in ready if replica not in self._avoid] or ready)
+        return soundest([replica for replica in self._fleet.ready if replica not in tried] or self._fleet.ready)

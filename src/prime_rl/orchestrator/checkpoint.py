@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 PART: checkpoints.Part = "orchestrator"
 STATE_FILE = "state.json"
-_OBSOLETE = ("environments", "discards", "ledger")  # written by earlier releases; the ledger has them
+# Written by earlier releases; the ledger has them.
+_OBSOLETE = ("environments", "discards", "ledger", "open_groups", "open_tasks")
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,15 @@ class OrchestratorState:
         step: The next step to collect.
         seed: The run's seed.
         groups_opened: The position in the task stream.
-        open_groups: Groups that were drawn and are in no batch yet.
         algorithm: What each environment's algorithm remembers, if anything.
         curriculum: The difficulty pools of each environment that has any. It is whole, so that no earlier batch is needed to go on.
-        open_tasks: The task's index of each open group of these environments, by number: the stream does not give it again.
     """
 
     step: int = 0
     seed: int = 0
     groups_opened: int = 0
-    open_groups: list[int] = field(default_factory=list)
     algorithm: dict[str, Any] = field(default_factory=dict)
     curriculum: dict[str, dict[str, Any]] = field(default_factory=dict)
-    open_tasks: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults
 from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of
-from prime_rl.fleet.replicas import Replica, RoutedEnvPool
+from prime_rl.fleet.replicas import RoutedEnvPool
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.concurrency import concurrent_episodes
@@ -108,7 +108,6 @@ class Evaluations:
 
     async def _evaluate(self) -> None:
         weight_sync = self._weight_sync
-        avoid: set[Replica] = set()
         for _ in range(_ATTEMPTS):
             if weight_sync.recovering:
                 await weight_sync.wait_recovered()
@@ -116,7 +115,7 @@ class Evaluations:
                 return  # whoever waits for this goes on with a newer version, which is evaluated in its place
             async with weight_sync.lock:
                 version = weight_sync.scheduler.version
-                pool = RoutedEnvPool(self._pool, weight_sync.fleet, avoid, lambda: weight_sync.superseded)
+                pool = RoutedEnvPool(self._pool, weight_sync.fleet, lambda: weight_sync.superseded)
                 evaluated = await self._run_plans(pool, version)
                 unverified = await pool.unverified()
                 async with weight_sync.shipping:
@@ -128,7 +127,6 @@ class Evaluations:
                         self._log(results)
                     return
             logger.warning("the server was lost during the evaluation of version {}: it is made again", version)
-            avoid.update(unverified)
             for replica in unverified:
                 weight_sync.quarantine(replica, "it was lost during an evaluation")
             await weight_sync.wait_recovered()

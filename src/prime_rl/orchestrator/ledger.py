@@ -581,6 +581,8 @@ def restore(
 ) -> Counts:
     """Restore what an earlier orchestrator left into `scheduler`, and draw `stream` to where it was.
 
+    Where the ledger is missing (a checkpoint that was taken elsewhere), groups that were open then are left out.
+
     Args:
         stream: The task stream from its beginning.
         version: The newest committed version of the present history.
@@ -595,12 +597,11 @@ def restore(
     state, batches = progress.state, read_batches(rollouts)
     for line in ledger.reconcile(batches, version, progress.step):
         logger.warning("ledger: {}", line)
-    known = ledger.groups_opened
     # Pools change only at batch commits, so draws after `state` repeat exactly; for draws before it, only the choice of
     # environment matters.
     tasks = list(itertools.islice(stream, state.groups_opened))
     curriculum.load(state.curriculum)
-    tasks += itertools.islice(stream, max(0, known - len(tasks)))
+    tasks += itertools.islice(stream, max(0, ledger.groups_opened - len(tasks)))
     scheduler.groups_opened = len(tasks)
     groups = ledger.open_groups(scheduler.limits.group_size)
     for group in groups:
@@ -611,14 +612,6 @@ def restore(
                 f"group {group.number} is about task {task.task_id} of {task.env}, but the seed and the environments give "
                 f"{drawn.task_id} of {drawn.env}: go on with those that the run began with"
             )
-    for number in state.open_groups:
-        if number >= known:  # it was opened in a run whose ledger is not here: a checkpoint that was taken elsewhere
-            task, index = tasks[number], state.open_tasks.get(str(number))
-            pools = curriculum.pools.get(task.env)
-            if pools is not None and index is not None:  # else the stream gives it again
-                task = pools.task(index) or task
-            ledger.record(Opened(number, task))
-            groups.append(Group(number, task, {i: GroupSlot(i) for i in range(scheduler.limits.group_size)}))
     scheduler.restore(groups)
     if groups:
         finished = sum(len(group.finished) for group in groups)

@@ -404,7 +404,6 @@ class Orchestrator:
     async def _commit(self, batch: Batch[EpisodeResult], scored: ScoredBatch) -> dict[str, float]:
         """Write a batch with its metrics and the state after it; its episodes are flushed to the ledger first."""
         numbers, opened = [group.number for group in batch.groups], self.scheduler.groups_opened
-        still_open = {number: task for number, task in self.scheduler.open_groups.items() if number not in numbers}
         counts = await self._check_ledger()
         discarded = await asyncio.to_thread(self.ledger.discarded_groups, batch.step)
         since = groups_since(batch, discarded)
@@ -420,10 +419,8 @@ class Orchestrator:
             step=batch.step + 1,
             seed=self.config.seed,
             groups_opened=opened,
-            open_groups=list(still_open),
             algorithm=scored.state,
             curriculum=pools,
-            open_tasks={str(number): task.index for number, task in still_open.items() if task.env in pools},
         )
         extra |= {"state": asdict(state), "metrics": metrics}
         names = [env.name for env in self.config.environments]

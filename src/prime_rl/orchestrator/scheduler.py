@@ -519,11 +519,6 @@ class Scheduler(Generic[Result]):
         """Episodes that were issued and are neither dropped nor in a committed batch."""
         return sum(slot.state in _HELD for group in self._groups.values() for slot in group.slots.values())
 
-    @property
-    def open_groups(self) -> dict[int, Task]:
-        """The groups that are in no batch yet, in the order of opening."""
-        return {number: group.task for number, group in self._groups.items()}
-
     # -- private -------------------------------------------------------------------------------------------------------------
 
     def _planned_step(self, position: int) -> int:

@@ -316,18 +316,6 @@ async def test_each_engine_of_a_server_with_several_is_scored(server, tmp_path):
         await server.update(canaries, one)
 
 
-async def test_one_that_nears_the_end_of_its_band_is_told_of_once(server, tmp_path, heard):
-    """Contract: who runs for weeks hears of growing noise before it ends the run."""
-    canaries = LogprobCheck()
-    server.noise = 0.05
-    await server.update(canaries, commit(tmp_path, 1))
-    server.noise = 0.6 * 0.05 * FACTOR
-    for version in (2, 3):
-        await server.update(canaries, commit(tmp_path, version))
-    (told,) = [message for message in heard.messages if "farther off than half its band" in message]
-    assert f"the band is {0.05 * FACTOR:.2g}" in told
-
-
 async def test_a_server_that_cannot_answer_is_not_checked_and_says_so(server, tmp_path, heard):
     """One line, not one a version. But one that could answer, and cannot any more, has failed."""
     canaries, one, two = LogprobCheck(), commit(tmp_path, 1), commit(tmp_path, 2)

@@ -68,9 +68,13 @@ def test_the_newest_complete_checkpoint_is_resumed_and_a_single_part_never(tmp_p
 
 
 def test_a_checkpoint_is_enough_to_go_on_elsewhere(tmp_path):
-    """Another output directory, with the first one's checkpoints: the task stream goes on, with the groups that were open."""
-    state = OrchestratorState(step=2, groups_opened=9, open_groups=[7, 8])
-    earlier = {"environments": {"env": 9}, "discards": {"dynamic_sampling": 1}}  # of an earlier release
+    """Another output directory, with the first one's checkpoints: the task stream goes on."""
+    state = OrchestratorState(step=2, groups_opened=9)
+    earlier = {
+        "environments": {"env": 9},
+        "discards": {"dynamic_sampling": 1},
+        "open_groups": [7, 8],
+    }  # of an earlier release
     commit_batch(tmp_path / "old", 1, 9, state=asdict(state) | earlier)
     commit_checkpoint(tmp_path / "old", 2)
     ckpt = CkptConfig(resume_step=2, output_dir=tmp_path / "old")

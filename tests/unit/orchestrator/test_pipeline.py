@@ -41,15 +41,6 @@ def test_a_step_takes_hardly_longer_than_it_must(world: World) -> None:
     assert simulate(world).step(world.counted) <= NEAR * shortest_step(world)
 
 
-@pytest.mark.parametrize("level", range(5))
-@pytest.mark.parametrize("latency", [0.1, 0.5, 1.0, 2.0, 6.0])
-def test_the_grid(level: int, latency: float) -> None:
-    """Contract: the same on a grid, so that no corner depends on luck."""
-    for train, sync in itertools.product((0.1, 0.4, 0.9, 1.5), (0.02, 0.3, 1.0)):
-        world = scaled(level, latency, train, sync, batch=16)
-        assert simulate(world).step(world.counted) <= NEAR * shortest_step(world), world
-
-
 def test_without_a_pace_batches_lock() -> None:
     """The world has what the pace is for: without it two batches share the engine, end together, and the engine waits for the trainer."""
     assert simulate(LOCKED, paced=False).step(LOCKED.counted) > 1.25 * shortest_step(LOCKED)

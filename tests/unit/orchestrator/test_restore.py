@@ -1,6 +1,5 @@
 """Scheduler and ledger together, through crashes at any moment: what an orchestrator that died left is gone on with, nothing is lost or doubled."""
 
-import json
 import random
 import tempfile
 from dataclasses import asdict
@@ -10,9 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
-from prime_rl.orchestrator.checkpoint import OrchestratorState, ResumePoint, resume_point
+from prime_rl.orchestrator.checkpoint import OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, open_ledger, restore, total
 from prime_rl.orchestrator.scheduler import Batched, Drop, Limits, Scheduler, Start, Task
 from prime_rl.orchestrator.tasks import Curriculum, task_stream
@@ -25,20 +23,12 @@ TASKS = {
 }
 
 
-def extra_of(ledger: Ledger, scheduler, batch, trained, filtered, curriculum=None) -> dict[str, Any]:
+def extra_of(ledger: Ledger, scheduler, batch, trained, filtered) -> dict[str, Any]:
     """The manifest of a batch, as the orchestrator writes it."""
     numbers = [group.number for group in batch.groups]
     event = Batched(batch.step, numbers, trained, filtered)
     extra = batch_extra(event, batch.groups, scheduler.groups_opened, ledger.counts())
-    still_open = {number: task for number, task in scheduler.open_groups.items() if number not in numbers}
-    pools = curriculum or {}
-    state = OrchestratorState(
-        batch.step + 1,
-        groups_opened=scheduler.groups_opened,
-        open_groups=list(still_open),
-        curriculum=pools,
-        open_tasks={str(number): task.index for number, task in still_open.items() if task.env in pools},
-    )
+    state = OrchestratorState(batch.step + 1, groups_opened=scheduler.groups_opened)
     return extra | {"state": asdict(state)}
 
 
@@ -204,41 +194,3 @@ def test_crashes_at_any_event_lose_and_double_nothing(limits, seed):
         assert (found.in_flight, found.finished, found.batched) == (0, 0, 0)
         assert found.trained == len(trained)
         assert found.issued == found.trained + sum(found.dropped.values())
-
-
-def test_open_groups_by_difficulty_have_the_same_tasks_where_there_is_no_ledger(tmp_path):
-    """A checkpoint that was taken elsewhere: groups that were drawn from pools as they stood then, and what is drawn next, are the same."""
-
-    def begin(directory: Path, progress: ResumePoint) -> tuple[Scheduler[EpisodeResult], Ledger, Curriculum]:
-        directory.mkdir()
-        pools = Curriculum(TASKS, {"env": CurriculumConfig(easy_weight=3)}, 0)
-        ledger = open_ledger(directory, 0, progress)
-        stream = task_stream(TASKS, {"env": 2.0, "other": 1.0}, 0, pools.pools)
-        scheduler = Scheduler(Limits(2, 1, 9, 9, 40), stream, step=progress.step, emit=ledger.record)
-        restore(scheduler, ledger, directory / "rollouts", progress, stream, 0, pools)
-        return scheduler, ledger, pools
-
-    scheduler, ledger, pools = begin(tmp_path / "here", ResumePoint())
-    for step in range(4):
-        starts = [start for _ in range(5) if (start := scheduler.next_start()) is not None]
-        for start in starts[: 2 + step % 2]:
-            scheduler.finish(
-                start.episode, EpisodeResult(start.episode, "env", "t", Outcome.OK, reward=start.group % 3 / 2)
-            )
-        batch = scheduler.ready_batch()
-        assert batch is not None
-        scheduler.verify(batch.episodes)
-        pools.observe((group.task, [one.result.reward for one in group.finished]) for group in batch.groups)
-        names = sorted(batch.episodes)
-        ledger.flush()
-        extra = extra_of(ledger, scheduler, batch, names, [], pools.state())
-        scheduler.advance(batch, names, [])
-    state = OrchestratorState(**json.loads(json.dumps(extra["state"])))
-    tasks = {number: scheduler.open_groups[number] for number in state.open_groups}
-    assert {task.env for task in tasks.values()} == {"env", "other"}
-    there, elsewhere, same = begin(tmp_path / "there", ResumePoint(4, 0, resumed=True, state=state))
-    assert there.open_groups == tasks
-    assert same.state() == pools.state()
-    assert [there._open(0.0).task for _ in range(30)] == [scheduler._open(0.0).task for _ in range(30)]
-    ledger.close()
-    elsewhere.close()
