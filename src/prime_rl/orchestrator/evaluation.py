@@ -111,8 +111,8 @@ class Evaluations:
         for _ in range(_ATTEMPTS):
             if weight_sync.recovering:
                 await weight_sync.wait_recovered()
-            if weight_sync.superseded:
-                return  # whoever waits for this goes on with a newer version, which is evaluated in its place
+            if weight_sync.superseded or weight_sync.scheduler.must_go_back:
+                return  # whoever waits for this goes on with another version, which is evaluated in its place
             async with weight_sync.lock:
                 version = weight_sync.scheduler.version
                 pool = RoutedEnvPool(self._pool, weight_sync.fleet, lambda: weight_sync.superseded)
@@ -129,9 +129,6 @@ class Evaluations:
             logger.warning("the server was lost during the evaluation of version {}: it is made again", version)
             for replica in unverified:
                 weight_sync.quarantine(replica, "it was lost during an evaluation")
-            await weight_sync.wait_recovered()
-            if weight_sync.scheduler.must_go_back or weight_sync.superseded:
-                return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
     async def _run_plans(self, pool: RoutedEnvPool, version: int) -> list[EvalResults]:
