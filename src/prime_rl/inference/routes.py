@@ -113,8 +113,6 @@ async def weights(request: Request, service: Service) -> dict[str, Any]:
     return asdict(await service.served()) | more
 
 
-
-
 @router.post(SAMPLE_ROUTE)
 async def sample(body: SampleBody, request: Request) -> Response:
     """Sample one reply. Ends when the client goes away. Rejected (400, 404) for what this route does not do, 500 when the
