@@ -52,7 +52,6 @@ def _batch() -> dict[str, Floats]:
         "old": old,
         "logprob": logprob,
         "reference": _float32(logprob + draw.uniform(-2, 2, shape)),  # at most 7.4 times as probable as to the policy
-        "far": _float32(logprob + 3),  # 20 times
         "entropy": draw.uniform(0, 2, shape),
         "advantages": _float32(draw.normal(size=len(LENGTHS))),
     }
@@ -283,7 +282,6 @@ def ask(oracle: Oracle, model: Path, directory: Path) -> dict[str, Any]:
         if case.oracle == oracle.name
         for number, (_, call) in enumerate(case.calls)
     }
-    calls |= {"far": kl("k3", "far")} if oracle.name == "verl" else {}
     question = {"model": str(model), "batch": {name: rows.tolist() for name, rows in BATCH.items()}, "losses": calls}
     return dict(oracle.answer(HERE / f"call_{oracle.name}.py", question, directory)["losses"])
 
@@ -298,7 +296,7 @@ def of_trl(trl: Oracle, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
     return ask(trl, tiny_model, tmp_path_factory.mktemp("trl"))
 
 
-def ours(case: Case, world: World, reference: str = "reference") -> tuple[float, Floats, Floats]:
+def ours(case: Case, world: World) -> tuple[float, Floats, Floats]:
     """The loss of the step, and its gradients in log-probabilities and entropies, each (B, T)."""
     config = TypeAdapter(LossConfig).validate_python(case.config)
     rows = np.flatnonzero(case.trained if case.trained is not None else np.ones(len(LENGTHS)))
@@ -311,7 +309,7 @@ def ours(case: Case, world: World, reference: str = "reference") -> tuple[float,
                 sample_id=str(row), group_id=GROUPS[row], task_id="0", env="env", policy_versions=[0], reward=0.0,
                 input_ids=np.ones(TOKENS + 1, dtype=np.int64), loss_mask=mask.astype(bool), temperature=1.0,
                 logprobs=np.append(0, BATCH["old"][row]) * mask, advantages=ADVANTAGES[row] * mask,
-                ref_logprobs=np.append(0, BATCH[reference][row]), **weight,
+                ref_logprobs=np.append(0, BATCH["reference"][row]), **weight,
             )
         )  # fmt: skip
         for by, name in ((logprobs, "logprob"), (entropies, "entropy")):
@@ -341,17 +339,6 @@ def test_losses_agree(name: str, world: World, request: pytest.FixtureRequest) -
         assert loss == pytest.approx(
             case.factor * sum(weight * answer["loss"] for weight, answer in answers), rel=TOLERANCE
         )
-
-
-@pytest.mark.slow
-def test_k3_far_from_the_reference(of_verl: dict[str, Any], world: World) -> None:
-    """Where the reference holds a token to be 20 times as probable, verl's k3, cut off at 10, has no gradient; ours goes on with that of 10 times: -9."""
-    settings = {"type": "grpo", "kl_coef": 1.0}
-    with_kl, without = (
-        ours(Case(config, "verl", []), world, "far")[1] for config in (settings, settings | {"kl_coef": 0.0})
-    )
-    assert not np.any(of_verl["far"]["gradient"])
-    np.testing.assert_allclose(with_kl - without, -9 / MASK.sum() * MASK, rtol=1e-6)
 
 
 # -- nothing is forgotten ----------------------------------------------------------------------------------------------------

@@ -218,21 +218,16 @@ class RolloutBatch:
         """Tokens of each sample, shape [samples]."""
         return np.asarray(self.manifest.extra["lengths"], dtype=np.int64)
 
-    @cached_property
+    @property
     def environments(self) -> list[str]:
-        """Names of the run's environments in the same order in every step; of the samples if the manifest has none."""
-        names = self.manifest.extra.get("environments")
-        return sorted(set(self._read("env"))) if names is None else list(names)
+        """Names of the run's environments in the same order in every step."""
+        return list(self.manifest.extra["environments"])
 
     def group_ids(self) -> list[str]:
-        """Return the group of each sample."""
-        return self._read("group_id")
-
-    def _read(self, column: str) -> list[str]:
-        """Read one column of all samples, and no other."""
-        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(column)])
+        """Return the group of each sample: one column is read, and no other."""
+        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("group_id")])
         with pa.OSFile(str(self.directory / FILE)) as file:
-            return [str(name) for name in pa.ipc.open_file(file, options=options).read_all().column(0).to_pylist()]
+            return list(pa.ipc.open_file(file, options=options).read_all().column(0).to_pylist())
 
     def rows(self, indices: Sequence[int]) -> list[Sample]:
         """Read the samples at `indices`, in that order, their streams as numpy arrays."""
