@@ -45,24 +45,11 @@ def test_a_server_joins_and_another_one_is_stopped(tmp_path: Path) -> None:
     with ExitStack() as stack:
         orchestrator = stack.enter_context(
             Command(
-                "orchestrator",
-                *shared,
-                "--client.base-url",
-                *urls,
-                "--batch-size",
-                16,
-                "--rollouts-per-example",
-                4,
-                "--seq-len",
-                256,
-                "--sampling.max-tokens",
-                24,
-                "--no-filter-zero-advantage",
-                "--environment.id",
-                "reverse-text",
-                log=tmp_path / "orchestrator.log",
+                "orchestrator", *shared, "--client.base-url", *urls, "--batch-size", 16, "--rollouts-per-example", 4,
+                "--seq-len", 256, "--sampling.max-tokens", 24, "--no-filter-zero-advantage",
+                "--environment.id", "reverse-text", log=tmp_path / "orchestrator.log",
             )
-        )
+        )  # fmt: skip
         trainer = stack.enter_context(
             Command("trainer", *shared, "--seq-len", 256, "--device", "cpu", log=tmp_path / "trainer.log")
         )

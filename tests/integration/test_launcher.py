@@ -89,9 +89,8 @@ def test_second_ctrl_c_stops_now(launch: Callable[..., Launch]) -> None:
     run.popen.send_signal(signal.SIGINT)
     assert run.popen.stdout is not None
     assert "draining" in run.popen.stdout.readline()  # it has taken the first
-    time.sleep(
-        1.0
-    )  # a second one at once would be an echo of the first (`uv run` passes on what the terminal sends to all)
+    # A second one at once would be an echo of the first (`uv run` passes on what the terminal sends to all).
+    time.sleep(1.0)
     run.popen.send_signal(signal.SIGINT)
     status, out = run.wait()
     assert status == 130

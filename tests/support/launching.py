@@ -186,17 +186,9 @@ class Launch:
     ) -> None:
         self.base = root
         (root / "child.py").write_text(CHILD)
+        arguments = [str(root / "run"), str(drain), str(port), json.dumps(policy or {}), *children]
         self.popen = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                DRIVER,
-                str(root / "run"),
-                str(drain),
-                str(port),
-                json.dumps(policy or {}),
-                *children,
-            ],
+            [sys.executable, "-c", DRIVER, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -23,9 +23,8 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from prime_rl.processes import ProcessId, me
 
 HEARTBEAT_SECONDS = 2.0
-GONE_SECONDS = (
-    180.0  # without a sign: a launcher may wait for a minute before it starts a trainer again, which then imports torch
-)
+# Without a sign: a launcher may wait for a minute before it starts a trainer again, which then imports torch.
+GONE_SECONDS = 180.0
 WAITS_FOR_US_SECONDS = 10.0  # a trainer that was asked to stop as well looks up within a second
 _SAY_WAIT_SECONDS = 5.0  # from when the console hears of a wait: the first for each owner,
 _SAY_LATER_WAIT_SECONDS = 30.0  # and later ones, which are common between steps
