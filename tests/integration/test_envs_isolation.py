@@ -274,12 +274,8 @@ async def test_an_interpreter_without_the_packages(tmp_path: Path) -> None:
 OWN = {
     "raise": (Outcome.ERRORED, "scripted"),
     "sys-exit": (Outcome.ERRORED, "called sys.exit(4)"),
-    "nan": (Outcome.INVALID, "reward is nan"),
-    "positive": (Outcome.INVALID, "log-probability"),
-    "other-episode": (Outcome.INVALID, "asked was episode 'culprit'"),
     "unsendable": (Outcome.INVALID, "cannot be sent: TypeError"),
     "giant": (Outcome.INVALID, "MiB"),
-    "twice": (Outcome.OK, ""),
     "chatter": (Outcome.OK, ""),
     "stray": (Outcome.OK, ""),
 }
@@ -287,13 +283,7 @@ DEADLY = {
     "kill": (Outcome.WORKER_DIED, "SIGKILL"),
     "exit": (Outcome.ERRORED, "in this episode's code its worker failed with exit status 3"),
     "segfault": (Outcome.ERRORED, "in this episode's code its worker was killed by SIGSEGV"),
-    "misaligned": (Outcome.WORKER_DIED, "broken message: tokens, mask and logprobs"),
-    "types": (Outcome.WORKER_DIED, "broken message: EpisodeResult.reward is a str"),
-    "unknown-field": (Outcome.WORKER_DIED, "broken message: EpisodeResult lacks the fields [] and has ['more']"),
     "bytes": (Outcome.WORKER_DIED, "broken message"),
-    "nested": (Outcome.WORKER_DIED, "broken message"),
-    "flood": (Outcome.WORKER_DIED, "sent a message of 129 MiB"),
-    "stranger": (Outcome.WORKER_DIED, "a result of request 1000000, which it never had"),
 }
 
 

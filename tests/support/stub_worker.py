@@ -14,14 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from array import array
 from pathlib import Path
 from typing import Any, Self
 
-import msgpack
-
 import prime_rl.envs.worker as worker
-from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, Setup, encode
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, Setup
 
 TASKS = 8
 _leaked: list[bytearray] = []
@@ -106,39 +103,12 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
             raise RuntimeError("scripted")
         case "stray":
             await _stray(directory)
-        case "stranger":
-            worker_socket().send(encode(Result(10**6, result)))
         case "bytes":
             worker_socket().send(b"\xc1\xff" * 100)
-        case "flood":
-            worker_socket().send(bytes(worker.MOST_BYTES + (1 << 20)))
-        case "twice":
-            worker_socket().send(encode(Result(current_request(), result)))
-        case "unknown-field":
-            _send_raw(result, more=1)
-        case "types":
-            _send_raw(result, reward="high")
-        case "nested":
-            worker_socket().send(b"\x91" * 100_000)
-    return spoilt(deed, result)
-
-
-def spoilt(deed: str, result: EpisodeResult) -> Any:
-    """A result that is none."""
-    (sample,) = result.samples
-    match deed:
-        case "nan":
-            result.reward = float("nan")
-        case "misaligned":
-            sample.logprobs = array("f", [0.0, -1.0, -1.0])
         case "giant":
             result.message = "x" * ((worker.MOST_BYTES) + 1)
         case "unsendable":
             result.metrics = {"object": object()}
-        case "other-episode":
-            result.episode_id += "0"
-        case "positive":
-            sample.logprobs = array("f", [0.0, 1.0])
     return result
 
 
@@ -170,17 +140,6 @@ async def _stray(directory: Path) -> None:
 def worker_socket() -> Any:
     """The worker's own, as environment code that looks for it finds it."""
     return _serving[0]._socket
-
-
-def current_request() -> int:
-    """Of the episode that runs."""
-    return _serving[0]._attribution.running
-
-
-def _send_raw(result: EpisodeResult, **fields: Any) -> None:
-    data = msgpack.unpackb(encode(Result(current_request(), result)))
-    data["episode"] |= fields
-    worker_socket().send(msgpack.packb(data))
 
 
 def stub_python(directory: Path) -> Path:

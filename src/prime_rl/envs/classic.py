@@ -12,7 +12,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -142,8 +141,6 @@ class ClassicEnv:
             result.outcome, result.message = Outcome.TIMEOUT, "time limit of the environment"
         elif raised:
             result.outcome, result.message = Outcome.ERRORED, raised[0]
-        elif not math.isfinite(result.reward):
-            result.outcome, result.message = Outcome.INVALID, f"reward is {result.reward}"
 
 
 class _Client(ClassicClient):  # type: ignore[misc, valid-type]

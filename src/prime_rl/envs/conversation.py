@@ -125,8 +125,7 @@ class Conversation:
         result.output_tokens = sum(turn.usage[1] for turn in self.turns)
         if not setup.chat and result.ok and not used:
             result.outcome, result.message = Outcome.INVALID, "no sampled tokens: it asked the model nothing"
-        if not setup.chat:
-            finish(result, partial(samples_of, used, setup.trajectories == "branched"))
+        finish(result, None if setup.chat else partial(samples_of, used, setup.trajectories == "branched"))
         for sample in result.samples:
             sample.reward = result.reward
 

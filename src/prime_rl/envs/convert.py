@@ -60,8 +60,8 @@ def samples_of(turns: Sequence[Turn], branched: bool = False) -> list[SampleToke
     for number, turn in enumerate(turns):
         if len(turn.logprobs) != len(turn.completion_ids):
             raise Misaligned(f"{len(turn.completion_ids)} sampled tokens but {len(turn.logprobs)} logprobs")
-        if not all(map(math.isfinite, turn.logprobs)):
-            raise Misaligned("a sampled token has no finite logprob")
+        if not all(-math.inf < logprob <= 0.0 for logprob in turn.logprobs):
+            raise Misaligned("a sampled token has a log-probability that is none")
         if number in parents:
             continue
         path, parent = [number], parents[number]
@@ -117,9 +117,17 @@ def _shared(history: list[Hashable], other: list[Hashable]) -> int:
     return next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(history), len(other)))
 
 
-def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]]) -> EpisodeResult:
-    """The result with its samples, if it went well; a doubt about one makes it untrainable, with the reason."""
-    if result.ok:
+def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]] | None) -> EpisodeResult:
+    """The result with its samples (None: of an API, which gives no tokens), if it went well; a doubt makes it untrainable, with the reason.
+
+    Metrics that are no finite number are left out: an average of nothing costs no episode.
+    """
+    every: list[EpisodeResult | Part] = [result, *result.parts]
+    for scored in every:
+        scored.metrics = {name: value for name, value in scored.metrics.items() if math.isfinite(value)}
+    if result.ok and not abs(result.reward) <= LARGEST_REWARD:  # nor one that is no number
+        result.outcome, result.message = Outcome.INVALID, f"reward is {result.reward}"
+    if result.ok and samples is not None:
         try:
             result.samples = samples()
         except Misaligned as error:
@@ -168,7 +176,7 @@ def convert(
                 made.append(sample)
         return made
 
-    return finish(result, samples) if tokens else result
+    return finish(result, samples if tokens else None)
 
 
 def turns_of(trace: Any) -> list[Turn]:

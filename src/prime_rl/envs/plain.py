@@ -34,7 +34,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -193,8 +192,6 @@ def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> 
     result.reward = sum(result.rewards.values())
     if not rewards:
         result.outcome, result.message = Outcome.ERRORED, "rollout returned no reward"
-    elif not math.isfinite(result.reward):
-        result.outcome, result.message = Outcome.INVALID, f"reward is {result.reward}"
 
 
 def _factory(module: ModuleType) -> Any:

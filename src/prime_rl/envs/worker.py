@@ -30,7 +30,6 @@ from prime_rl.envs.attribution import FATAL, Attribution, describe, explain
 from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import (
     MOST_BYTES,
-    TOKEN_VAR,
     VERSION,
     Cancel,
     EndlessTasks,
@@ -83,9 +82,9 @@ class WorkerServer:
     """Serve one environment to the pool at `address`."""
 
     def __init__(
-        self, address: str, identity: str, token: str, attribution: Attribution, hang_timeout: float, timer: _WaitTimer
+        self, address: str, identity: str, attribution: Attribution, hang_timeout: float, timer: _WaitTimer
     ) -> None:
-        self._address, self._identity, self._token = address, identity, token
+        self._address, self._identity = address, identity
         self._attribution, self._hang_timeout, self._timer = attribution, hang_timeout, timer
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
@@ -106,7 +105,7 @@ class WorkerServer:
         threading.Thread(target=self._beat, args=(threading.get_ident(),), name="heartbeat", daemon=True).start()
         ticker = asyncio.create_task(self._tick())
         try:
-            await self._send(Hello(VERSION, self._token))
+            await self._send(Hello(VERSION))
             async with asyncio.timeout(SETUP_SECONDS):
                 setup = decode(await self._socket.recv())
             if not isinstance(setup, Setup):
@@ -259,11 +258,10 @@ def main() -> None:
     parser.add_argument("--page", type=Path, required=True, help="file that says whose code runs")
     parser.add_argument("--hang-timeout", type=float, required=True, help="seconds that code may block the event loop")
     args = parser.parse_args()
-    token = os.environ.pop(TOKEN_VAR, "")  # not for the programs that an environment starts
     timer, attribution = _WaitTimer(), Attribution(args.page)
 
     async def serve() -> None:
-        await WorkerServer(args.address, args.identity, token, attribution, args.hang_timeout, timer).serve()
+        await WorkerServer(args.address, args.identity, attribution, args.hang_timeout, timer).serve()
 
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(timer)) as runner:
         runner.run(serve())

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import math
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -28,8 +27,6 @@ from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import worker_process
 from prime_rl.envs.protocol import (
-    MOST_BYTES,
-    MOST_TASKS_BYTES,
     VERSION,
     EndlessTasks,
     Heartbeat,
@@ -127,12 +124,12 @@ class WorkerPool:
         restarts: How many processes died and were replaced.
     """
 
-    def __init__(self, sets: Sequence[WorkerSet], token: str, hang_timeout: float) -> None:
+    def __init__(self, sets: Sequence[WorkerSet], hang_timeout: float) -> None:
         """`hang_timeout`: seconds that environment code may block a worker's loop before it is interrupted, and if that fails, its worker killed."""
         self.sets = {each.config.name: each for each in sets}
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
-        self._token, self._hang_timeout, self._start_timeout = token, hang_timeout, 0.0
+        self._hang_timeout, self._start_timeout = hang_timeout, 0.0
         self._numbers = itertools.count()
         self._services: list[asyncio.Task[None]] = []
         self._supervisors: set[asyncio.Task[None]] = set()  # one of each process
@@ -152,9 +149,7 @@ class WorkerPool:
         self._address = f"ipc://{self._directory}/pool"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._exit_stack.callback(self._socket.close)
-        for option, value in (
-            (zmq.ROUTER_MANDATORY, 1), (zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.MAXMSGSIZE, MOST_TASKS_BYTES)
-        ):  # fmt: skip
+        for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.LINGER, 0), (zmq.SNDHWM, 0)):
             self._socket.setsockopt(option, value)
         self._socket.bind(self._address)
         for each in self.sets.values():
@@ -452,9 +447,6 @@ class WorkerPool:
             worker = self.workers.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
             if worker is None or worker.death.done():
                 continue
-            if len(frame) > (MOST_TASKS_BYTES if worker.state is WorkerState.STARTING else MOST_BYTES):
-                worker.die(f"sent a message of {len(frame) >> 20} MiB")
-                continue
             try:
                 message = decode(frame)
             except ProtocolError as error:
@@ -468,8 +460,6 @@ class WorkerPool:
             case Heartbeat():
                 worker.heartbeat, worker.use = message, (worker.use + message.use) / 2
                 self._fill(own)
-            case Hello() if not secrets.compare_digest(message.token.encode(), self._token.encode()):
-                worker.die("sent a wrong token")
             case Hello() if message.version != VERSION:
                 spoken = f"speaks protocol {message.version}, this is {VERSION}"
                 self._fail(
@@ -477,12 +467,7 @@ class WorkerPool:
                 )
                 worker.die("protocol version")
             case Hello():
-                worker.greeted = True
                 await self._send(worker, own.setup)
-            case _ if not worker.greeted:
-                worker.die(f"sent {message.kind!r} before its hello")
-            case Result() if not 0 < message.request <= worker.requests:
-                worker.die(f"sent a result of request {message.request}, which it never had")
             case Result():
                 future = worker.pending.get(message.request)
                 if future is not None and not future.done():  # else it comes too late, or twice
@@ -490,25 +475,17 @@ class WorkerPool:
                     own.deaths = 0
                     future.set_result(message.episode)
             case Ready():
-                self._take_tasks(own, worker, message)
+                worker.loaded, worker.state = True, WorkerState.READY
+                if not own.loaded:
+                    own.loaded = True
+                    listed = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
+                    own.tasks = EndlessTasks(message.stream) if message.stream else listed
+                self._fill(own)
+                self._adjust(own)
             case LoadFailed():
                 self._not_loaded(own, worker, message.message)
             case _:
                 worker.die(f"sent an unexpected {message.kind!r}")
-
-    def _take_tasks(self, own: WorkerSet, worker: Worker, message: Ready) -> None:
-        if worker.state is not WorkerState.STARTING:
-            worker.die("said twice that it is ready")
-        elif wrong := [task_id for task_id in message.task_ids if not isinstance(task_id, str)]:
-            worker.die(f"named a task {wrong[0]!r}, which is no text")
-        else:
-            worker.loaded, worker.state = True, WorkerState.READY
-            if not own.loaded:
-                own.loaded = True
-                listed = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
-                own.tasks = EndlessTasks(message.stream) if message.stream else listed
-            self._fill(own)
-            self._adjust(own)
 
     def _not_loaded(self, own: WorkerSet, worker: Worker, why: str) -> None:
         if (python := own.config.python) is not None:

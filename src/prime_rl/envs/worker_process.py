@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from prime_rl.envs.attribution import PAGE_BYTES
-from prime_rl.envs.protocol import API_KEY_VAR, TOKEN_VAR, EpisodeResult, Heartbeat
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Heartbeat
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.redact import is_secret
 from prime_rl.wait import WaitTimeout, wait_async
@@ -122,15 +122,12 @@ def passed_on(own: Mapping[str, str], promised: Sequence[str]) -> tuple[dict[str
     return {name: value for name, value in own.items() if name not in withheld}, withheld
 
 
-def worker_variables(
-    passed: Mapping[str, str], *, token: str, base_urls: Sequence[str], api_key: str | None
-) -> dict[str, str]:
-    """Return `passed`, and what a worker needs from us: its token, the engine's key, no proxy towards our own servers."""
+def worker_variables(passed: Mapping[str, str], *, base_urls: Sequence[str], api_key: str | None) -> dict[str, str]:
+    """Return `passed`, and what a worker needs from us: the engine's key, no proxy towards our own servers."""
     local = dict.fromkeys(["127.0.0.1", "localhost", *(urlsplit(url).hostname or "" for url in base_urls)])
     no_proxy = ",".join([passed.get("NO_PROXY", passed.get("no_proxy", "")), *local]).strip(",")
     return {
         **passed,
-        TOKEN_VAR: token,
         **({API_KEY_VAR: api_key} if api_key else {}),
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
@@ -161,7 +158,6 @@ class Worker:
     output: Output
     page: Path
     state: WorkerState = WorkerState.STARTING
-    greeted: bool = False
     loaded: bool = False
     finished: int = 0  # episodes
     requests: int = 0  # ever sent to it

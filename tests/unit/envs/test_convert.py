@@ -89,6 +89,12 @@ def test_healthy_episode() -> None:
     assert (result.prompt, result.completion, result.num_turns) == ("user: hi", "yo", 1)
 
 
+def test_metrics_that_are_no_number_are_left_out() -> None:
+    """An average of nothing costs no episode, and no mean over the batch."""
+    result = run(episode(trace(metrics={"a": math.nan, "b": 1.0})))
+    assert (result.outcome, result.metrics) == (Outcome.OK, {"b": 1.0})
+
+
 def test_turn_shared_by_two_branches_is_trained_once() -> None:
     """A fork's common turn carries loss in the first branch only; the tokens stay as context in the second."""
     start, shared = prompt_node([1]), sampled_node([2], [3])
@@ -190,6 +196,8 @@ def test_engine_counts_must_agree(changed: dict[str, Any], reason: str) -> None:
         {"logprobs": [-0.5, -1.5, -1.0]},
         {"mask": [True, False, True]},  # sampled before the scaffold
         {"logprobs": [-0.1, -math.inf]},
+        {"logprobs": [-0.1, math.nan]},
+        {"logprobs": [-0.1, 0.5]},
     ],
 )
 def test_misaligned_tokens_are_invalid(damage: dict[str, Any]) -> None:

@@ -26,7 +26,6 @@ from prime_rl.envs.protocol import (
     Setup,
     decode,
     encode,
-    pack_sample,
 )
 
 EPISODE = EpisodeResult(
@@ -46,7 +45,7 @@ EPISODE = EpisodeResult(
     timing={"agent": 1.5},
 )
 MESSAGES: list[Message] = [
-    Hello(VERSION, "token"),
+    Hello(VERSION),
     Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "auto", 64, "info"),
     Ready(["a", "b"]),
     LoadFailed("no"),
@@ -63,29 +62,16 @@ def test_round_trip(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-def foreign(**fields: object) -> dict[str, object]:
-    return {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "samples": [], **fields}}
-
-
-def spoilt(**streams: object) -> dict[str, object]:
-    return foreign(samples=[{**pack_sample(EPISODE.samples[0]), **streams}])
-
-
 @pytest.mark.parametrize(
     "data",
     [
         {"kind": "nonsense"}, {"request": 1}, {"kind": "cancel"}, {"kind": "cancel", "request": 1, "more": 2},
         {"kind": "result", "request": 1, "episode": None}, {"kind": ["cancel"], "request": 1}, [1, 2], "cancel",
-        {"kind": "cancel", "request": [1]}, {"kind": "cancel", "request": True},
-        {"kind": "heartbeat", "lag": "long", "blocked_at": "", "use": 0}, {"kind": "ready", "task_ids": "abc", "stream": ""},
-        foreign(outcome="great"), foreign(samples={}), foreign(parts=[{}]), spoilt(part=2), spoilt(roles=b"\1\2\x09"),
-        # no bytes; of two tokens; of no whole number of them
-        spoilt(logprobs=[0.0, -0.1, -0.2]), spoilt(logprobs=bytes(8)), spoilt(logprobs=bytes(11)),
-        spoilt(loss_mask=b"\0\1\2"), spoilt(ref_logprobs=bytes(16)), spoilt(roles=b"\1"),
+        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "samples": [], "outcome": "great"}},
     ],
 )  # fmt: skip
 def test_foreign_messages_are_refused(data: object) -> None:
-    """Unknown kinds, missing or unknown fields (another version's), other types, streams that do not match: ProtocolError."""
+    """Unknown kinds and outcomes, missing or unknown fields (another version's): ProtocolError."""
     with pytest.raises(ProtocolError):
         decode(msgpack.packb(data))
 
@@ -95,12 +81,3 @@ def test_garbage_is_refused(frame: bytes) -> None:
     """No bytes can raise anything but ProtocolError."""
     with contextlib.suppress(ProtocolError):
         decode(frame)
-
-
-def test_what_is_accepted() -> None:
-    """Every outcome, as an outcome, and a whole number where a float is meant."""
-    for outcome in Outcome:
-        message = decode(msgpack.packb(foreign(outcome=outcome.value, reward=1)))
-        assert isinstance(message, Result)
-        assert message.episode.outcome is outcome
-        assert message.episode.ok == (outcome is Outcome.OK)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import API_KEY_VAR, TOKEN_VAR
+from prime_rl.envs.protocol import API_KEY_VAR
 from prime_rl.envs.worker_process import Log, passed_on, worker_variables
 from prime_rl.errors import UserError
 from prime_rl.redact import HIDDEN, is_secret, redacted
@@ -46,11 +46,11 @@ def test_a_missing_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_what_a_worker_gets_from_us() -> None:
-    """Contract: the engine's key under the worker's own name, its token, no proxy towards our engine."""
-    variables = worker_variables({"A": "1"}, token="t", base_urls=["http://engine:8000/v1"], api_key="k")
-    assert (variables["A"], variables[TOKEN_VAR], variables[API_KEY_VAR]) == ("1", "t", "k")
+    """Contract: the engine's key under the worker's own name, no proxy towards our engine."""
+    variables = worker_variables({"A": "1"}, base_urls=["http://engine:8000/v1"], api_key="k")
+    assert (variables["A"], variables[API_KEY_VAR]) == ("1", "k")
     assert "engine" in variables["NO_PROXY"].split(",")
-    assert API_KEY_VAR not in worker_variables({}, token="t", base_urls=["http://h"], api_key=None)
+    assert API_KEY_VAR not in worker_variables({}, base_urls=["http://h"], api_key=None)
 
 
 def test_redacted() -> None:

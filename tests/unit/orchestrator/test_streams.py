@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from prime_rl.config import RLConfig
 from prime_rl.config.orchestrator import GRPO, OPD, OPSD, SFT, AlgorithmConfig, Echo, TeacherConfig, TeacherServer
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, ProtocolError, Result, SampleTokens, decode, encode
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Result, SampleTokens, decode, encode
 from prime_rl.orchestrator.ledger import pack_result, unpack_result
 from prime_rl.orchestrator.samples import streams_of
 from prime_rl.trainer.loss import STREAMS
@@ -106,15 +106,12 @@ def test_what_was_not_scored_is_not_learned(tmp_path: Path, config: AlgorithmCon
 
 
 def test_short_scores_are_kept_and_sent() -> None:
-    """Contract: the ledger and the wire give back what they got; more scores than tokens are refused."""
+    """Contract: the ledger and the wire give back what they got."""
     given = sequence(reference=True)
     given.ref_logprobs = given.ref_logprobs[:5]
     result = EpisodeResult("e", "x", "t", Outcome.OK, samples=[given])
     assert unpack_result(pack_result(result)) == result
     assert decode(encode(Result(1, result))).episode == result
-    given.ref_logprobs = array("f", [0.0] * 9)
-    with pytest.raises(ProtocolError, match="more ref_logprobs than tokens"):
-        decode(encode(Result(1, result)))
 
 
 def test_a_divergence_needs_a_reference_model() -> None:
