@@ -21,7 +21,6 @@ import prime_rl.envs.worker as worker
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, Setup
 
 TASKS = 8
-_leaked: list[bytearray] = []
 _serving: list[worker.WorkerServer] = []
 
 
@@ -40,8 +39,7 @@ class StubEnv:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        _leaked.clear()
+    async def __aexit__(self, *error: object) -> None: ...
 
     async def run(
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
@@ -50,8 +48,6 @@ class StubEnv:
         usual = self.setup.args.get("seconds", 0.01)
         await asyncio.sleep(self.setup.args.get("slow", usual) if task_index == TASKS - 1 else usual)
         time.sleep(self.setup.args.get("blocks", 0.0))
-        if (leak := self.setup.args.get("leak_mib", 0)) > 0:
-            _leaked.append(bytearray(os.urandom(1024) * (leak << 10)))
         result = self.result(task_index, episode_id, draw)
         deed = self.deed(task_index, draw)
         return result if deed is None else await do(deed, result, self.directory)
@@ -94,8 +90,6 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
             await asyncio.gather(_loop())
         case "hold":  # the interpreter's lock, as an extension's endless loop does
             ctypes.PyDLL(None).sleep(ctypes.c_uint(100_000))
-        case "leak":
-            _leaked.append(bytearray(os.urandom(1024) * (64 << 10)))
         case "chatter":
             for _ in range(40):
                 os.write(1, b"x" * (1 << 20))

@@ -241,13 +241,10 @@ class EnvConfig(Section):
     )
     max_workers: PositiveInt | None = option(None, "Most worker processes of workers = auto (None: one for each core).")
     max_concurrent: PositiveInt = option(256, "Most episodes that one worker runs at a time.")
-    recycle_episodes: PositiveInt | None = option(None, "Episodes after which a worker is replaced (None: never).")
-    recycle_mib: PositiveInt | None = option(None, "MiB of memory beyond which a worker is replaced (None: never).")
     max_turns: PositiveInt | None = option(None, "Most replies in one conversation (None: any).")
     turn_timeout: PositiveFloat | None = option(None, "Seconds that one reply may take (None: no limit of its own).")
-    overflow: Literal["stop", "truncate", "refuse"] = option(
-        "stop",
-        "When the model's context is full: judge what there is, go on without the oldest turns, or fail the episode.",
+    overflow: Literal["stop", "refuse"] = option(
+        "stop", "When the model's context is full: judge what there is, or fail the episode."
     )
     trajectories: Literal["interleaved", "branched"] = option("interleaved", "One sample a conversation, or a reply.")
 

@@ -167,7 +167,7 @@ class _Client(ClassicClient):  # type: ignore[misc, valid-type]
     ) -> Turn:
         self.state = kwargs.get("state") or self.state  # none where an environment asks on the side
         try:
-            turn, _ = await self.client.reply(prompt, tools)
+            turn = await self.client.reply(prompt, tools)
         except ContextFull as error:
             raise errors.OverlongPromptError(str(error)) from error
         except CallFailed as error:

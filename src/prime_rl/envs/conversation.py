@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +28,6 @@ from prime_rl.envs.convert import (
     finish,
     parsed_json,
     samples_of,
-    without_oldest,
 )
 from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, Setup
 
@@ -47,9 +45,6 @@ _SAMPLE_PARAMS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs"),
     *("ignore_eos", "skip_special_tokens", "routed_experts_prompt_start"),
 }
-
-whole_reply: ContextVar[bool] = ContextVar("whole_reply", default=False)
-"""Whether a prompt that leaves no room for a whole reply is refused, rather than the reply made shorter."""
 
 
 class CallFailed(Exception):
@@ -72,45 +67,37 @@ class Conversation:
     """The turns of one conversation with the model."""
 
     def __init__(self, ask: Ask, turn_timeout: float, overflow: str) -> None:
-        """`turn_timeout`: seconds for one reply (0: any). `overflow`: when the context is full, "stop", "truncate" or "refuse"."""
+        """`turn_timeout`: seconds for one reply (0: any). `overflow`: when the context is full, "stop" or "refuse"."""
         self.turns: list[Turn] = []
         self.failure: CallFailed | None = None
         self._ask = ask
         self._turn_timeout = turn_timeout
         self._overflow = overflow
 
-    async def reply(self, messages: list[Message], tools: list[Any] | None) -> tuple[Turn, list[Message]]:
-        """The model's reply, and the messages it is to: where the context is full and `overflow` is "truncate", without the oldest.
+    async def reply(self, messages: list[Message], tools: list[Any] | None) -> Turn:
+        """The model's reply.
 
         Raises:
-            ContextFull: it is full, and may be ("stop").
+            ContextFull: the context is full, and may be ("stop").
             CallFailed: the engine does not answer, refuses, or takes too long; also ever after. Or the context is full, and must not be ("refuse"),
                 or what is said first fills it.
         """
         if self.failure is not None:
             raise self.failure
-        whole = self._overflow == "truncate"
-        while True:  # bounded: each time round forgets a turn, or asks for a short reply
-            whole_reply.set(whole)
-            try:
-                async with asyncio.timeout(self._turn_timeout or None):
-                    turn = await self._ask(messages, tools, self.turns)
-            except TimeoutError as error:
-                reason = f"turn {len(self.turns) + 1}: no reply within {self._turn_timeout:g} s"
-                self.failure = CallFailed(Outcome.TIMEOUT, reason)
-                raise self.failure from error
-            except CallFailed as error:
-                if whole and error.outcome is Outcome.PROMPT_TOO_LONG:
-                    rest = without_oldest(messages)
-                    whole = rest is not None  # nothing left to forget: a short reply, then, if there is room for one
-                    messages = rest or messages
-                    continue
-                if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns and self._overflow != "refuse":
-                    raise ContextFull(str(error)) from error
-                self.failure = error
-                raise
-            self.turns.append(turn)
-            return turn, messages
+        try:
+            async with asyncio.timeout(self._turn_timeout or None):
+                turn = await self._ask(messages, tools, self.turns)
+        except TimeoutError as error:
+            reason = f"turn {len(self.turns) + 1}: no reply within {self._turn_timeout:g} s"
+            self.failure = CallFailed(Outcome.TIMEOUT, reason)
+            raise self.failure from error
+        except CallFailed as error:
+            if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns and self._overflow == "stop":
+                raise ContextFull(str(error)) from error
+            self.failure = error
+            raise
+        self.turns.append(turn)
+        return turn
 
     def finish(self, result: EpisodeResult, setup: Setup, turns: Sequence[Turn] | None = None) -> None:
         """Put what the turns say about the episode into its result, and the samples of `turns` (None: of all), unless an API was asked."""
@@ -328,8 +315,7 @@ class EngineConnection:
             return body
         prompt, asked = len(body["token_ids"]), body["sampling_params"].get("max_tokens")
         room = self._context - prompt
-        whole = whole_reply.get()  # bounded: of the context, waits for nothing
-        if room < (min(asked or self._context // 4, self._context // 2) if whole else 1):
+        if room < 1:
             message = f"the prompt of {prompt} tokens leaves no room for a reply in the maximum context length of {self._context} tokens"
             answer = httpx.Response(400, request=httpx.Request("POST", url))
             raise APIStatusError(message, response=answer, body=None)

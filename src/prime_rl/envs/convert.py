@@ -305,19 +305,6 @@ def opening(system: str | None, prompt: str | list[Message] | None) -> list[Mess
     return [*messages, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or [])]
 
 
-def without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """Without the oldest turn after the system message; None when all that is left is the one that is going on.
-
-    A turn is a user's message and all until the next one; of the last, whose question stays, a reply with the results of its calls.
-    """
-    start = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
-    asked = [i for i in range(start, len(messages)) if messages[i]["role"] == "user"]
-    replies = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
-    if later := [i for i in asked if any(reply < i for reply in replies)]:
-        return [*messages[:start], *messages[later[0] :]]
-    return [*messages[: replies[0]], *messages[replies[1] :]] if len(replies) > 1 else None
-
-
 class NestedTooDeep(ValueError):
     """It may be JSON, but Python's and others' readers of it end at some depth."""
 

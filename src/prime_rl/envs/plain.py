@@ -105,7 +105,7 @@ class Chat:
         if self.over:
             return None
         try:
-            turn, self.messages = await self._conversation.reply(self.messages, self.tools)
+            turn = await self._conversation.reply(self.messages, self.tools)
         except ContextFull:
             self.over = "the model's context is full"
             return None

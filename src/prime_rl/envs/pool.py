@@ -187,7 +187,7 @@ class EnvPool(WorkerPool):
 def _alike(one: WorkerSet, other: WorkerSet) -> bool:
     """Whether the workers of two environments do the same: a training environment that is evaluated as well is loaded once."""
     settings = [
-        (replace(own.setup, name=""), own.variables, own.config.python, own.config.recycle_episodes, own.config.recycle_mib, own.least, own.most)
+        (replace(own.setup, name=""), own.variables, own.config.python, own.least, own.most)
         for own in (one, other)
     ]  # fmt: skip
     return settings[0] == settings[1]

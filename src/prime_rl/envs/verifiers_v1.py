@@ -422,8 +422,8 @@ class ChatHarnessConfig(vf.HarnessConfig):
     """Seconds for one reply (0: the episode's time alone)."""
     tool_timeout: float = CALL_SECONDS
     """Seconds for one call of a tool."""
-    overflow: Literal["stop", "truncate", "refuse"] = "stop"
-    """When the model's context is full: end, go on without the oldest turns, or fail."""
+    overflow: Literal["stop", "refuse"] = "stop"
+    """When the model's context is full: end, or fail."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
@@ -471,7 +471,7 @@ class ChatSession(vf.HarnessSession):
         self._messages += [message_to_wire(message) for message in messages or []]
         while True:
             try:
-                turn, self._messages = await self._conversation.reply(self._messages, self._toolbox.definitions or None)
+                turn = await self._conversation.reply(self._messages, self._toolbox.definitions or None)
             except ContextFull:
                 self.trace.stop(CONTEXT_FULL)
                 return vf.ProgramResult(0, "", "")

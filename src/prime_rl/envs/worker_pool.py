@@ -1,8 +1,8 @@
-"""The worker processes of all environments and their slots: start, scale, watch and replace them.
+"""The worker processes of all environments and their slots: start, add, watch and replace them.
 
 An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails its episodes with `worker_died` and is
 started again with backoff; an environment whose workers keep dying without finishing an episode fails the pool with a UserError that quotes its log.
-`_adjust` compares the workers of an environment with its target, and starts and drains until they match; nothing else starts or drains a worker.
+`_adjust` compares the workers of an environment with its target, which grows with the load, and starts what is missing; nothing else starts a worker.
 """
 
 import asyncio
@@ -50,20 +50,13 @@ from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
 
 WATCH_SECONDS = 0.5
 ADJUST_SECONDS = 1.0
-IDLE_SECONDS = (
-    60.0  # for which fewer workers must have sufficed before some are drained: load comes back with every step
-)
 HEARTBEAT_TIMEOUT = 30.0
 BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that finished nothing
 MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, for each worker of an environment, without one finished episode of the environment
 LAST_WORDS_SECONDS = 5.0
 CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS + processes.DEATH_SECONDS
-HIGH, LOW, TARGET = (
-    0.7,
-    0.35,
-    0.5,
-)  # mean use of a core by a worker: above, more are started; below, some are drained; aim
+HIGH, TARGET = 0.7, 0.5  # mean use of a core by a worker: above, more are started; aim
 _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
 
 Slot = tuple[Worker, int]  # and the number of the request there
@@ -98,16 +91,13 @@ class WorkerSet:
     log: Log
     least: int
     most: int
-    target: int = 0  # workers that it should have; a successor is one more
+    target: int = 0  # workers that it should have
     tasks: list[TaskInfo] | EndlessTasks = field(default_factory=list)
     loaded: bool = False  # by some worker: its tasks are known
-    recycled: int = 0  # workers that were replaced
     departures: int = 0  # slots that were taken, and are not any more
     deaths: int = 0  # of workers, since an episode was finished
     setbacks: int = 0  # workers in a row that ended without finishing an episode
     no_start_before: float = 0.0
-    idle_since: float = field(default_factory=time.monotonic)
-    wanted_since: int = 0  # most workers that were wanted at a time since then
     waiting: dict[asyncio.Future[Slot], None] = field(default_factory=dict)  # in the order in which they asked
 
     def __post_init__(self) -> None:
@@ -162,7 +152,6 @@ class WorkerPool:
         try:
             for each, workers in [(each, each.target) for each in self.sets.values()]:
                 await self._await_ready(each, workers)
-            await self._check_limits()
         except BaseException:
             await self.close()
             raise
@@ -272,78 +261,37 @@ class WorkerPool:
     async def _keep_adjusting(self) -> None:
         while True:  # bounded: `close` cancels it
             await asyncio.sleep(ADJUST_SECONDS)
-            if any(own.config.recycle_mib for own in self.sets.values()):
-                await self._measure()
             # The environment with the fewest workers takes free cores first.
             for own in sorted(self.sets.values(), key=lambda own: own.target):
                 self._adjust(own)
 
     def _adjust(self, own: WorkerSet) -> None:
-        """Follow the load, then start and drain workers until there are as many as there should be.
-
-        A worker that is due for replacement serves until its successor is ready; successors start one at a time.
-        """
+        """Follow the load, then start workers until there are as many as there should be."""
         if self._failure is not None:
             return
-        ready = self._ready(own)
         if own.loaded:
-            self._set_target(own, ready)
-        due = [worker for worker in ready if worker.finished and self._why_replace(worker) is not None]
-        idlest = sorted((worker for worker in ready if worker not in due), key=lambda worker: len(worker.pending))
-        for worker in [*due, *idlest][: max(0, len(ready) - own.target)]:
-            worker.state = WorkerState.DRAINING
-            own.recycled += worker in due
-            reason = self._why_replace(worker) or "is not needed any more"
-            pending = len(worker.pending)
-            logger.info("worker {} {}: it stops after its last {} episodes", worker.identity, reason, pending)
+            self._grow(own)
         # One that has died counts until it is gone: `_handle_death` says when another may take its place.
-        staying = [worker for worker in self.of(own) if worker.state is not WorkerState.DRAINING]
-        for _ in range(own.target + bool(due) - len(staying)):
+        for _ in range(own.target - len(self.of(own))):
             if time.monotonic() < own.no_start_before:
                 return
             self._start_worker(own)
 
-    def _set_target(self, own: WorkerSet, ready: Sequence[Worker]) -> None:
+    def _grow(self, own: WorkerSet) -> None:
+        ready = self._ready(own)
         starting = max(0, own.target - len(ready))
         wanted = workers_wanted(
             workers=own.target, starting=starting, use=sum(worker.use for worker in ready),
             episodes=sum(len(worker.pending) for worker in ready) + len(own.waiting), slots=own.config.max_concurrent,
             least=own.least, most=own.most, free=max(0, cores() - len(self.workers)),
         )  # fmt: skip
-        now = time.monotonic()
-        own.wanted_since = max(own.wanted_since, wanted)
-        if wanted > own.target and now >= own.no_start_before:
+        if wanted > own.target and time.monotonic() >= own.no_start_before:
             resident = [each.resident for worker in ready if (each := processes.read(worker.pid)) is not None]
             # Growth leaves half of the available memory alone.
             room = min(cores(), available_bytes() // (2 * max(resident, default=1))) - starting
             if (more := min(wanted - own.target, room)) > 0:
                 logger.info("environment {}: starting {} more workers for the load", own.config.name, more)
                 own.target += more
-        if wanted >= own.target:
-            own.idle_since, own.wanted_since = now, 0
-        elif now - own.idle_since > IDLE_SECONDS:
-            own.target, own.idle_since, own.wanted_since = own.wanted_since, now, 0
-
-    def _why_replace(self, worker: Worker) -> str | None:
-        config = self.sets[worker.env].config
-        return why_replace(worker.finished, worker.resident, config.recycle_episodes, config.recycle_mib)
-
-    async def _measure(self) -> None:
-        """Measure the memory of the workers and of what they have started; shared pages count in each process."""
-        table = await asyncio.to_thread(processes.table)
-        for worker in self.workers.values():
-            worker.resident = sum(table[pid].resident for pid in processes.family(worker.pid, table))
-
-    async def _check_limits(self) -> None:
-        """Raises UserError: a fresh worker holds more memory than one is replaced at: each would be replaced at once."""
-        await self._measure()
-        for worker in self.workers.values():
-            limit, used = self.sets[worker.env].config.recycle_mib, worker.resident >> 20
-            if limit is not None and used >= limit:
-                raise UserError(
-                    f"environment {worker.env!r}: a fresh worker holds {used} MiB already, so recycle_mib {limit} would replace each at once: "
-                    "set it well above that"
-                )
 
     # ---- supervision
 
@@ -380,8 +328,7 @@ class WorkerPool:
         if strays := await worker_process.end(worker, ending.deaf):
             logger.warning("worker {} had left {} processes outside its group; they are ended", worker.identity, strays)
         del self.workers[worker.identity]
-        if worker.state is not WorkerState.DRAINING:
-            self._handle_death(own, worker, worker.identity, ending)
+        self._handle_death(own, worker, worker.identity, ending)
         self._adjust(own)
 
     def _handle_death(self, own: WorkerSet, worker: Worker | None, identity: str, ending: Ending) -> None:
@@ -419,8 +366,6 @@ class WorkerPool:
                     return Ending(worker.death.result(), not worker.loaded)
                 if exited.done():
                     return await self._exited(worker, exited.result())
-                if worker.state is WorkerState.DRAINING and not worker.pending:
-                    return Ending("it was not needed any more")
                 if time.monotonic() - before > 4 * WATCH_SECONDS:
                     worker.heard = time.monotonic()  # it was we who did not listen
                 elif why := worker.unhealthy(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout):
@@ -520,7 +465,7 @@ def _why_failed(own: WorkerSet, ending: Ending) -> str:
     return "\n".join([*lines, tail])
 
 
-# ---- how many workers, and when one is replaced
+# ---- how many workers
 
 
 def workers_wanted(
@@ -543,8 +488,6 @@ def workers_wanted(
     ready, wanted = workers - starting, workers
     if not starting and use > HIGH * ready:
         wanted = ready + min(math.ceil(use / TARGET) - ready, free)
-    elif not starting and use < LOW * (ready - 1):
-        wanted = math.ceil(use / TARGET)
     return min(max(wanted, -(-episodes // slots), least), most)
 
 
@@ -558,15 +501,6 @@ def worker_range(workers: int | Literal["auto"], max_workers: int | None, enviro
         return workers, workers
     most = max_workers or cores()
     return min(most, max(1, min(_WORKERS, cores() // _CORES_A_WORKER) // environments)), most
-
-
-def why_replace(finished: int, resident: int, episodes: int | None, mib: int | None) -> str | None:
-    """Say why a worker that has finished so many episodes and holds so many bytes is to be replaced; None while it is not."""
-    if episodes is not None and finished >= episodes:
-        return f"has finished {finished} episodes (recycle_episodes {episodes})"
-    if mib is not None and resident > mib << 20:
-        return f"holds {resident >> 20} MiB (recycle_mib {mib})"
-    return None
 
 
 def cores() -> int:

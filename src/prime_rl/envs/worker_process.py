@@ -144,7 +144,6 @@ class WorkerState(Enum):
 
     STARTING = "starting"  # until it has loaded its environment
     READY = "ready"  # takes episodes
-    DRAINING = "draining"  # gets no more episodes, and ends with its last one
     DEAD = "dead"  # ended, or about to be killed
 
 
@@ -161,7 +160,6 @@ class Worker:
     loaded: bool = False
     finished: int = 0  # episodes
     requests: int = 0  # ever sent to it
-    resident: int = 0  # bytes of memory, with what it has started, when last measured
     use: float = 0.0  # of a core, over its last heartbeats
     pending: dict[int, asyncio.Future[EpisodeResult]] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -176,8 +174,7 @@ class Worker:
 
     def die(self, why: str) -> None:
         """Have the pool end it."""
-        if self.state is not WorkerState.DRAINING:  # one that was to end is not restarted
-            self.state = WorkerState.DEAD
+        self.state = WorkerState.DEAD
         if not self.death.done():
             self.death.set_result(why)
 

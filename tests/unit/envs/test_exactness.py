@@ -176,7 +176,7 @@ async def _check_ours(
     first = len(messages)
     for (reply, ended), move, text in turns:
         engine.next = _ids(choice.renderer, tokenizer, reply, ended)
-        turn, _ = await talk.reply(messages, tools)
+        turn = await talk.reply(messages, tools)
         messages = _next([*messages, turn.message], first, move, text)
     _compare(engine, samples_of(talk.turns, branched), branched)
 

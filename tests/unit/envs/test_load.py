@@ -81,7 +81,7 @@ def test_what_an_environments_own_harness_does_not_know(tmp_path: Path, model: P
     (tmp_path / "environments" / "env_own_harness.py").write_text(OWN_HARNESS)
     usual = Setup("e", "env-own-harness", {}, str(model), "auto", 4, "info")
     assert VerifiersEnv(usual).task_ids
-    for given in ({"turn_timeout": 3.0}, {"overflow": "truncate"}):
+    for given in ({"turn_timeout": 3.0}, {"overflow": "refuse"}):
         with pytest.raises(LoadError, match=f"harness of its own, which does not know {next(iter(given))}"):
             VerifiersEnv(replace(usual, **given))
 

@@ -175,12 +175,12 @@ async def test_max_turns(model: Path, package: Callable[[str, str], str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("overflow", "outcome", "turns"), [("stop", Outcome.OK, 3), ("refuse", Outcome.PROMPT_TOO_LONG, 3), ("truncate", Outcome.OK, 8)]
+    ("overflow", "outcome", "turns"), [("stop", Outcome.OK, 3), ("refuse", Outcome.PROMPT_TOO_LONG, 3)]
 )  # fmt: skip
 async def test_context_is_full(
     overflow: str, outcome: Outcome, turns: int, model: Path, package: Callable[[str, str], str]
 ) -> None:
-    """As the settings say: judged as it is, failed, or gone on with without the oldest turns."""
+    """As the settings say: judged as it is, or failed."""
     talks = (
         HEAD
         + "async def rollout(task, chat):\n while len(chat.replies) < 8 and await chat('go on, please') is not None: pass\n return 1"
