@@ -210,6 +210,7 @@ OWN = {
 DEADLY = {
     "kill": (Outcome.WORKER_DIED, "SIGKILL"),
     "exit": (Outcome.ERRORED, "in this episode's code its worker failed with exit status 3"),
+    "broken": (Outcome.ERRORED, "scripted"),
     "segfault": (Outcome.ERRORED, "in this episode's code its worker was killed by SIGSEGV"),
     "bytes": (Outcome.WORKER_DIED, "broken message"),
 }

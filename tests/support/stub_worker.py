@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import prime_rl.envs.worker as worker
+from prime_rl.envs.adapter import Broken
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, Setup
 
 TASKS = 8
@@ -93,8 +94,8 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
         case "chatter":
             for _ in range(40):
                 os.write(1, b"x" * (1 << 20))
-        case "raise":
-            raise RuntimeError("scripted")
+        case "raise" | "broken":
+            raise RuntimeError("scripted") if deed == "raise" else Broken("scripted")
         case "stray":
             await _stray(directory)
         case "bytes":

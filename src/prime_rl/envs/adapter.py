@@ -18,6 +18,10 @@ CLASSIC = (
 )
 
 
+class Broken(Exception):
+    """The environment cannot run another episode in this process: the worker ends, and the pool starts another one."""
+
+
 class Adapter(Protocol):
     """A loaded environment. It serves between `__aenter__` and `__aexit__`."""
 
@@ -31,7 +35,11 @@ class Adapter(Protocol):
     async def run(
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:
-        """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
+        """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions.
+
+        Raises:
+            Broken: this episode failed of something that every later one would fail of.
+        """
 
 
 def load(setup: Setup) -> Adapter:

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from asyncio.subprocess import Process
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,6 @@ from jsonschema.validators import validator_for
 from mcp.shared.exceptions import MCPError
 from verifiers.v1 import runtimes
 from verifiers.v1.harnesses.utils.mcp import mcp_client
-from verifiers.v1.mcp import serve_shared
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
 from prime_rl.envs.convert import parsed_json
@@ -217,58 +217,23 @@ def _cause(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-class SharedTools:
-    """verifiers starts the servers of a taskset once and never looks again: one that died would cost every later episode."""
+async def check(servers: Mapping[str, Any]) -> None:
+    """Raises vf.ToolsetError when one of a taskset's servers does not answer, or its tools are not usable."""
+    toolbox = Toolbox()
+    try:
+        await toolbox.open({name: server.url for name, server in servers.items()})
+    finally:
+        await toolbox.close()
 
-    def __init__(self, env: Any) -> None:
-        self._env = env
-        self._restarts = contextlib.AsyncExitStack()  # of those that were started again
-        self._lock = asyncio.Lock()  # bounded: its holder takes `SERVER_SECONDS` at most for each step
 
-    async def check(self) -> None:
-        """Raises vf.ToolsetError when a server does not answer, or its tools are not usable."""
-        toolbox = Toolbox()
+async def any_gone(servers: Mapping[str, Any]) -> bool:
+    """Whether one of a taskset's servers does not answer, of those that verifiers started for this worker, once."""
+    for name, server in servers.items():
         try:
-            await toolbox.open({name: server.url for name, server in self._env._shared_tools.items()})
-        finally:
-            await toolbox.close()
-
-    async def ready(self) -> None:
-        """Wait while servers are being started again."""
-        if self._lock.locked():
-            async with self._lock:
-                return
-
-    async def revive(self) -> None:
-        """Start the servers again if one of them is gone. Episodes that use the old ones end with their error."""
-        async with self._lock:
-            if not await self._gone():
-                return
-            for server in self._env._shared_tools.values():
-                if server.runtime is not None:
-                    await server.runtime.stop()  # one that hangs would go on for as long as the worker
-            await self._restarts.aclose()
-            taskset = self._env.taskset
-            try:
-                async with asyncio.timeout(SERVER_SECONDS):
-                    started = await self._restarts.enter_async_context(serve_shared(taskset.toolsets(taskset.config)))
-            except (vf.ToolsetError, TimeoutError) as error:
-                logger.warning("tool servers did not start again: %r", error)
-                return
-            interception = self._env._interception
-            interception.state_service_secrets |= {one.state_secret for one in started.values() if one.state_secret}
-            self._env._shared_tools = started
-
-    async def close(self) -> None:
-        await self._restarts.aclose()
-
-    async def _gone(self) -> bool:
-        for name, server in self._env._shared_tools.items():
-            try:
-                await ToolServer(name, server.url).alive()
-            except vf.ToolsetError:
-                return not server.external
-        return False
+            await ToolServer(name, server.url).alive()
+        except vf.ToolsetError:
+            return not server.external
+    return False
 
 
 @dataclass

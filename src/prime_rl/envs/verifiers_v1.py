@@ -42,6 +42,7 @@ from verifiers.v1.types import ToolCall
 from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskset_config_type
 
 from prime_rl.envs import renderer
+from prime_rl.envs.adapter import Broken
 from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.conversation import (
     PINNED_SAMPLING,
@@ -63,7 +64,7 @@ from prime_rl.envs.convert import (
 )
 from prime_rl.envs.ids import LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
-from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, SharedTools, Toolbox, install_runtime
+from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, Toolbox, any_gone, check, install_runtime
 
 HARNESS_ID = "prime_rl_chat"
 # verifiers imports a harness by a top-level module name, and takes the one in its `__all__`; ours lives inside the package.
@@ -126,18 +127,16 @@ class VerifiersEnv:
         except NothingToShow as error:
             raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._exit_stack = contextlib.AsyncExitStack()
-        self._tools = SharedTools(self._env)
 
     async def __aenter__(self) -> Self:
         """Raises LoadError when a tool server does not start."""
         try:
             async with asyncio.timeout(SERVER_SECONDS):
                 await self._exit_stack.enter_async_context(self._env.serving())
-            await self._tools.check()
+            await check(self._env._shared_tools)
         except (vf.ToolsetError, TimeoutError) as error:
             await self._exit_stack.aclose()
             raise LoadError(f"environment {self._name!r}: its tools failed to start: {describe(error)}") from error
-        self._exit_stack.push_async_callback(self._tools.close)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -147,7 +146,6 @@ class VerifiersEnv:
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:
         """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
-        await self._tools.ready()
         try:
             if isinstance(self._tasks, TaskStream):
                 task_id = EndlessTasks(self.stream)[task_index].task_id
@@ -174,8 +172,9 @@ class VerifiersEnv:
         )
         for sample in result.samples:
             sample.hint = hint
-        if any(error.type == "ToolsetError" for trace in episode.traces for error in trace.errors):
-            await self._tools.revive()
+        of_tools = any(error.type == "ToolsetError" for trace in episode.traces for error in trace.errors)
+        if of_tools and await any_gone(self._env._shared_tools):
+            raise Broken(result.message)
         return result
 
     def _client_of(self, base_url: str) -> vf.TrainClientConfig | vf.EvalClientConfig:

@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from prime_rl import faults, lifeline, processes
-from prime_rl.envs.adapter import Adapter, load
+from prime_rl.envs.adapter import Adapter, Broken, load
 from prime_rl.envs.attribution import FATAL, Attribution, describe, explain
 from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import (
@@ -92,6 +92,7 @@ class WorkerServer:
         self._ticked = time.monotonic()
         self._loaded = False  # until then imports and downloads may block the loop
         self._stop = asyncio.Event()
+        self.broken = False  # by an episode: another worker is to take over
         self._stopped = threading.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._deadlines: dict[int, float] = {}
@@ -188,7 +189,12 @@ class WorkerServer:
         except TimeoutError:
             result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
         except asyncio.CancelledError:
+            if self.broken:
+                return  # the pool has the episode run again when this worker is gone
             result = failed(Outcome.CANCELLED, "cancelled")
+        except Broken as error:
+            self.broken = True
+            result = failed(Outcome.ERRORED, str(error))
         except (*FATAL, Exception) as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
             traceback.print_exc()
             result = failed(Outcome.ERRORED, explain(error))
@@ -205,6 +211,8 @@ class WorkerServer:
             frame = encode(Result(run.request, failed(Outcome.INVALID, f"the environment's result {wrong}")))
         for _ in range({"drop": 0, "duplicate": 2}.get(fault or "", 1)):
             await self._socket.send(frame)  # bounded: the pool reads, or the lifeline ends this process
+        if self.broken:
+            self._stop.set()
 
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))  # bounded: the pool reads, or the lifeline ends this process
@@ -260,16 +268,18 @@ def main() -> None:
     args = parser.parse_args()
     timer, attribution = _WaitTimer(), Attribution(args.page)
 
-    async def serve() -> None:
-        await WorkerServer(args.address, args.identity, attribution, args.hang_timeout, timer).serve()
+    async def serve() -> bool:
+        server = WorkerServer(args.address, args.identity, attribution, args.hang_timeout, timer)
+        await server.serve()
+        return server.broken
 
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(timer)) as runner:
-        runner.run(serve())
+        broken = runner.run(serve())
     zmq.asyncio.Context.instance().term()  # the last message leaves: waits for as long as the socket lingers, a second
     # All is closed. Taking the interpreter apart would collect verifiers' whole object graph: seconds on a busy machine.
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(int(broken))
 
 
 def _set_up_logging(level: str) -> None:
