@@ -1,4 +1,4 @@
-"""Chaos: workers are killed, stopped, hang, flood their log and return rubbish while a run trains. It reaches its end, and every episode is accounted for.
+"""Chaos: workers are killed, stopped, hang and return rubbish while a run trains. It reaches its end, and every episode is accounted for.
 
 Real are the orchestrator, its ledger and batches, the pool, and the worker processes; scripted are the trainer, the engine and what the
 environments do (`support/stub_worker.py`). Which episode does what is a draw over its name, when workers are killed is one, too.
@@ -26,7 +26,7 @@ from support.scripted import World, has_batch, until
 from support.stub_worker import stub_python
 
 CRASHES = ["kill", "stop", "exit", "segfault", "sys-exit", "raise"]
-HANGS = ["loop", "hold", "chatter", "stray"]
+HANGS = ["loop", "hold", "stray"]
 RUBBISH = ["bytes", "giant", "unsendable"]
 MARK = "PRIMERL_CHAOS"  # a variable of the pool's workers and of all that they start
 
@@ -118,8 +118,6 @@ def check(directory: Path, pool: Witness, steps: int) -> None:
     assert pool.restarts >= 3
     assert pool.outcomes["worker_died"] >= 3
     assert pool.outcomes["invalid"] >= 1
-    for log in (run / "logs" / "envs").iterdir():
-        assert log.stat().st_size <= 16 << 20
     assert marked_processes(str(directory)) == []
 
 

@@ -23,7 +23,6 @@ from prime_rl import faults
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import pool as pool_module
 from prime_rl.envs import worker_pool as worker_pool_module
-from prime_rl.envs import worker_process as worker_process_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
@@ -204,7 +203,6 @@ OWN = {
     "sys-exit": (Outcome.ERRORED, "called sys.exit(4)"),
     "unsendable": (Outcome.INVALID, "cannot be sent: TypeError"),
     "giant": (Outcome.INVALID, "MiB"),
-    "chatter": (Outcome.OK, ""),
     "stray": (Outcome.OK, ""),
 }
 DEADLY = {
@@ -410,18 +408,3 @@ async def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
         assert alive(stray)
         os.kill(next(iter(pids(pool))), 9)
         await until(lambda: not alive(stray))
-
-
-async def test_a_chatty_environment_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its log keeps to a size, the newest in it, the older part beside it; results come through."""
-    monkeypatch.setattr(worker_process_module, "LOG_BYTES", 1 << 20)
-    async with serving(tmp_path, stub(tmp_path)) as pool:
-        for _ in range(3):
-            tell(tmp_path, "stub", "chatter")
-            assert (await run(pool)).ok
-        tell(tmp_path, "stub", "raise")
-        assert (await run(pool)).outcome is Outcome.ERRORED
-    logs = sorted((tmp_path / "out" / "logs" / "envs").iterdir())
-    assert [log.name for log in logs] == ["stub.log", "stub.log.1"]
-    assert all(log.stat().st_size <= 1 << 20 for log in logs)
-    assert "scripted" in logs[0].read_text()[-2000:]

@@ -135,7 +135,7 @@ async def test_a_tool_that_raises_tells_the_model(desk: Any, engine: FakeEngine)
 
 async def test_what_hangs_or_dies(engine: FakeEngine) -> None:
     """A call that takes too long is told to the model; one that blocks or dies costs the episode, and the worker."""
-    from prime_rl.envs.adapter import Broken
+    from prime_rl.envs.ids import Broken
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     async with VerifiersEnv(setup(engine, "env-desk", turn_timeout=1.0)) as env:

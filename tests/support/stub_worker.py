@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import prime_rl.envs.worker as worker
-from prime_rl.envs.adapter import Broken
+from prime_rl.envs.ids import Broken
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, Setup
 
 TASKS = 8
@@ -91,9 +91,6 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
             await asyncio.gather(_loop())
         case "hold":  # the interpreter's lock, as an extension's endless loop does
             ctypes.PyDLL(None).sleep(ctypes.c_uint(100_000))
-        case "chatter":
-            for _ in range(40):
-                os.write(1, b"x" * (1 << 20))
         case "raise" | "broken":
             raise RuntimeError("scripted") if deed == "raise" else Broken("scripted")
         case "stray":

@@ -18,10 +18,6 @@ CLASSIC = (
 )
 
 
-class Broken(Exception):
-    """The environment cannot run another episode in this process: the worker ends, and the pool starts another one."""
-
-
 class Adapter(Protocol):
     """A loaded environment. It serves between `__aenter__` and `__aexit__`."""
 

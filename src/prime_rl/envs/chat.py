@@ -8,21 +8,16 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from functools import partial
 from typing import Any
 
 import httpx
 import verifiers.v1 as vf
-from renderers.base import ParsedToolCall
 from verifiers.v1.clients.eval import EvalClient
-from verifiers.v1.dialects.chat import ChatDialect
 from verifiers.v1.errors import ProviderError
 
-from prime_rl.envs.conversation import CallFailed, Conversation, reply_message
-from prime_rl.envs.convert import Message, Turn, classify
-from prime_rl.envs.protocol import API_KEY_VAR, Setup
+from prime_rl.envs.protocol import API_KEY_VAR
 
 TRIES = 8
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
@@ -113,53 +108,3 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
 def _headers(error: ProviderError) -> Mapping[str, str]:
     cause = error.__cause__
     return cause.response.headers if isinstance(cause, httpx.HTTPStatusError) else {}
-
-
-class ChatClient:
-    """Clients of the servers that a plain environment asks by their chat route. Needs a running event loop."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._clients: dict[str, PatientClient] = {}
-
-    def conversation(self, base_url: str, sampling: Mapping[str, Any], policy_version: int) -> Conversation:
-        """A conversation with the server at `base_url`."""
-        if base_url not in self._clients:
-            config = chat_config(self._setup.request_timeout).model_copy(update={"base_url": base_url})
-            self._clients[base_url] = PatientClient(config)
-        known = {name: value for name, value in sampling.items() if value is not None}
-        ask = partial(self._ask, self._clients[base_url], known)
-        return Conversation(ask, self._setup.turn_timeout, self._setup.overflow)
-
-    async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
-        self._clients.clear()
-
-    async def _ask(
-        self,
-        client: PatientClient,
-        sampling: dict[str, Any],
-        messages: Sequence[Message],
-        tools: list[Any] | None,
-        turns: Sequence[Turn],
-    ) -> Turn:
-        said = [{name: value for name, value in one.items() if name != "reasoning_content"} for one in messages]
-        body = {"model": self._setup.sampled_by or self._setup.model, "messages": said, **sampling}
-        try:
-            response = await client.get_response(
-                ChatDialect(), {**body, **({"tools": tools} if tools else {})}, vf.SamplingConfig()
-            )
-        except ProviderError as error:
-            raise CallFailed(*classify("ProviderError", str(error), error.status_code)) from error
-        message, usage = response.message, response.usage
-        calls = [
-            ParsedToolCall(raw="", name=one.name, arguments=one.arguments, id=one.id or f"call_{len(turns)}_{number}")
-            for number, one in enumerate(message.tool_calls or [])
-        ]
-        return Turn(
-            message=reply_message(str(message.content or ""), message.reasoning_content or "", calls),
-            tool_calls=calls,
-            is_truncated=response.finish_reason == "length",
-            usage=(0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens),
-        )

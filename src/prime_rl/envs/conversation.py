@@ -1,4 +1,4 @@
-"""The model calls of one episode: by token ids to an engine, by an API's chat route, or through verifiers' interception server.
+"""The model calls of one episode: by token ids to an engine, or through verifiers' interception server.
 
 Imports neither verifiers nor torch: plain environments run without them. A conversation that goes on extends the ids already there, as the renderer
 can: what the engine was sent and sampled is what is trained on.
@@ -100,7 +100,7 @@ class Conversation:
         return turn
 
     def finish(self, result: EpisodeResult, setup: Setup, turns: Sequence[Turn] | None = None) -> None:
-        """Put what the turns say about the episode into its result, and the samples of `turns` (None: of all), unless an API was asked."""
+        """Put what the turns say about the episode into its result, and the samples of `turns` (None: of all)."""
         if self.failure is not None:
             result.outcome, result.message = self.failure.outcome, str(self.failure)
         if result.outcome is Outcome.PROMPT_TOO_LONG:
@@ -110,9 +110,9 @@ class Conversation:
         result.is_truncated = result.is_truncated or any(turn.is_truncated for turn in self.turns)
         result.input_tokens = sum(turn.usage[0] for turn in self.turns)
         result.output_tokens = sum(turn.usage[1] for turn in self.turns)
-        if not setup.chat and result.ok and not used:
+        if result.ok and not used:
             result.outcome, result.message = Outcome.INVALID, "no sampled tokens: it asked the model nothing"
-        finish(result, None if setup.chat else partial(samples_of, used, setup.trajectories == "branched"))
+        finish(result, partial(samples_of, used, setup.trajectories == "branched"))
         for sample in result.samples:
             sample.reward = result.reward
 

@@ -26,6 +26,10 @@ class LoadError(Exception):
     """The environment cannot be loaded; the message is one line that names the cause."""
 
 
+class Broken(Exception):
+    """The environment cannot run another episode in this process: the worker ends, and the pool starts another one."""
+
+
 def module_name(environment_id: str) -> str:
     """`owner/my-env@1.0` → `my_env`, `package.envs.Guess` → `package.envs.guess`, as verifiers finds it."""
     return _bare(environment_id).replace("-", "_").lower()

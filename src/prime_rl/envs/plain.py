@@ -125,11 +125,15 @@ class PlainEnv:
             raise LoadError(
                 f"environment {setup.env_id!r}: tasks of plain Python environments cannot be demonstrated to a teacher"
             )
+        if setup.chat:
+            raise LoadError(
+                f"environment {setup.env_id!r}: plain Python environments are evaluated on our servers, not on APIs by their chat route"
+            )
         module = import_module(setup.env_id)
         made, self._rollout, self._tasks = _parts(module, setup)
         self.task_ids = unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks)
         self._tools = getattr(made, "tools", None)
-        self._client = _chat_client(setup) if setup.chat else EngineClient(setup, tools=bool(self._tools))
+        self._client = EngineClient(setup, tools=bool(self._tools))
         self._made = made
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -165,17 +169,6 @@ class PlainEnv:
         result.prompt, result.completion = text_of(chat.messages[:first]), text_of(chat.messages[first:])
         conversation.finish(result, setup)
         return result
-
-
-def _chat_client(setup: Setup) -> Any:
-    try:
-        from prime_rl.envs.chat import ChatClient
-    except ImportError as error:
-        raise LoadError(
-            f"environment {setup.env_id!r}: an API is asked through verifiers, which cannot be imported here ({error}): add verifiers==0.4.0 to its "
-            "`requirements`"
-        ) from error
-    return ChatClient(setup)
 
 
 def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from prime_rl.envs.protocol import (
     TaskInfo,
 )
 from prime_rl.envs.worker_pool import WorkerGone, WorkerPool, WorkerSet, worker_range
-from prime_rl.envs.worker_process import Log, passed_on, worker_variables
+from prime_rl.envs.worker_process import passed_on, worker_variables
 from prime_rl.errors import UserError
 
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
@@ -113,7 +113,7 @@ class EnvPool(WorkerPool):
                 chat=chat_timeout is not None,
                 request_timeout=chat_timeout or 0.0,
             )
-            log = Log(Path(output_dir) / "logs" / "envs" / f"{config.name.replace('/', '--')}.log")
+            log = Path(output_dir) / "logs" / "envs" / f"{config.name.replace('/', '--')}.log"
             least, most = worker_range(config.workers, config.max_workers, len(envs))
             own = WorkerSet(config, setup, variables, withheld, log, least, most)
             self._sets[config.name] = next((other for other in self._sets.values() if _alike(own, other)), own)

@@ -1,7 +1,7 @@
 """Python environments of an environment's own (`requirements`): uv makes them once, in the user's cache, and they are used again offline.
 
-One is named by a hash of all that goes into it: the requirements, with the files of local ones, what our worker needs beside them, and the Python
-version. It is made in a directory of its own and renamed when it is whole, so that two runs may make it at once and neither sees half of one.
+One is named by a hash of what decides its packages: the requirements, with the project files of local ones, what our worker needs beside them, and the
+Python version. It is made in a directory of its own and renamed when it is whole, so that two runs may make it at once and neither sees half of one.
 """
 
 import hashlib
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,7 +34,7 @@ _WIRE = ("msgpack", "pyzmq")
 _TOKENS = ("renderers", "transformers", "tokenizers", "jinja2", "aiohttp", "huggingface-hub")
 # Of verifiers the newest that the environment's own package allows, of those that our adapters run.
 _OLDEST, _LAST_CLASSIC = "verifiers>=0.1.11", "<=0.3.1"
-_NOT_CONTENT = {".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", "build", "dist"}
+_PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg")  # of a local directory: what it needs
 
 _PROGRESS = ("Using ", "Resolved ", "Prepared ", "warning:", "Creating ", "Building ")  # lines of uv that say no reason
 
@@ -63,14 +62,9 @@ def check(environment: EnvConfig) -> None:
         path = _local(requirement)
         if path is not None and not path.exists():
             raise UserError(f"{where}: {requirement} does not exist")
-        if path is not None and path.is_dir():
-            project = path / "pyproject.toml"
-            if not project.is_file() and not (path / "setup.py").is_file():
-                raise UserError(f"{where}: {requirement} is not a package: it has neither pyproject.toml nor setup.py")
-            try:
-                tomllib.loads(project.read_text() if project.is_file() else "")
-            except ValueError as error:
-                raise UserError(f"{where}: {requirement} has a pyproject.toml that cannot be read: {error}") from error
+        is_project = path is None or any((path / name).is_file() for name in ("pyproject.toml", "setup.py"))
+        if path is not None and path.is_dir() and not is_project:
+            raise UserError(f"{where}: {requirement} is not a package: it has neither pyproject.toml nor setup.py")
     if environment.requirements and shutil.which("uv") is None:
         raise UserError(f"{where} are installed by uv, which is not there: `pip install uv`")
 
@@ -104,7 +98,7 @@ def _make(env: EnvConfig, wanted: Sequence[str], target: Path) -> None:
     made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:
         _uv(env, made, "venv", "--quiet", "--relocatable", "--python", sys.executable, made / "venv")
-        _uv(env, made, "pip", "install", "--python", made / "venv" / "bin" / "python", *_refreshed(wanted), *wanted)
+        _uv(env, made, "pip", "install", "--python", made / "venv" / "bin" / "python", *_arguments(wanted))
         if target.exists():  # broken, or another run's by now
             target.rename(made / "replaced")
         (made / "venv").rename(target)
@@ -143,25 +137,14 @@ def _cache() -> Path:
 
 
 def _key(wanted: Sequence[str]) -> str:
-    """Name a Python environment by all that goes into it."""
+    """Name a Python environment by all that decides what is installed."""
     digest = hashlib.sha256(f"{sys.implementation.cache_tag} {platform.python_version()} {platform.machine()}".encode())
     for requirement in sorted(wanted):
-        digest.update(f"\n{requirement}".encode())
-        path = _local(requirement)
-        for entry in _files(path) if path is not None else ():
-            digest.update(f"\n{entry}".encode())
+        digest.update(f"\n{requirement}\n".encode())
+        if (path := _local(requirement)) is not None:
+            for file in (path, *(path / name for name in _PROJECT_FILES)):
+                digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()[:24]
-
-
-def _files(path: Path) -> Iterator[str]:
-    """Name, size and time of change of every file of a local package."""
-    files = [path] if path.is_file() else []
-    for directory, below, names in os.walk(path):
-        below[:] = sorted(name for name in below if name not in _NOT_CONTENT and not name.endswith(".egg-info"))
-        files += [Path(directory) / name for name in sorted(names)]
-    for file in files:
-        status = file.lstat()
-        yield f"{file.relative_to(path if path.is_dir() else path.parent)} {status.st_size} {status.st_mtime_ns}"
 
 
 def _local(requirement: str) -> Path | None:
@@ -177,9 +160,9 @@ def _absolute(requirements: Sequence[str]) -> list[str]:
     return [each if path is None else f"{path}{''.join(each.partition('[')[1:])}" for each, path in paths]
 
 
-def _refreshed(wanted: Sequence[str]) -> Iterator[str]:
-    """uv keeps what it built of a local package for as long as its pyproject.toml is as old: it is to look again."""
-    for path in filter(None, map(_local, wanted)):
-        file = path / "pyproject.toml"
-        project = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
-        yield f"--refresh-package={project['name']}" if "name" in project else "--refresh"
+def _arguments(wanted: Sequence[str]) -> Iterator[str]:
+    """What uv is to install: a local directory as it is, so that edits count without another build."""
+    for requirement in wanted:
+        if (path := _local(requirement)) is not None and path.is_dir():
+            yield "--editable"
+        yield requirement

@@ -42,7 +42,6 @@ from verifiers.v1.types import ToolCall
 from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskset_config_type
 
 from prime_rl.envs import renderer
-from prime_rl.envs.adapter import Broken
 from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.conversation import (
     PINNED_SAMPLING,
@@ -62,7 +61,7 @@ from prime_rl.envs.convert import (
     opening,
     parsed_json,
 )
-from prime_rl.envs.ids import LoadError, check_arguments, describe, find, import_module, module_name, unique
+from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
 from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, Toolbox, any_gone, check, install_runtime
 

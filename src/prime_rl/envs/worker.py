@@ -25,9 +25,9 @@ import zmq
 import zmq.asyncio
 
 from prime_rl import faults, lifeline, processes
-from prime_rl.envs.adapter import Adapter, Broken, load
+from prime_rl.envs.adapter import Adapter, load
 from prime_rl.envs.attribution import FATAL, Attribution, describe, explain
-from prime_rl.envs.ids import LoadError
+from prime_rl.envs.ids import Broken, LoadError
 from prime_rl.envs.protocol import (
     MOST_BYTES,
     VERSION,

@@ -42,7 +42,7 @@ from prime_rl.envs.protocol import (
     decode,
     encode,
 )
-from prime_rl.envs.worker_process import Log, Worker, WorkerState
+from prime_rl.envs.worker_process import Worker, WorkerState
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.lifeline import Lifeline
@@ -88,7 +88,7 @@ class WorkerSet:
     setup: Setup
     variables: Mapping[str, str]
     withheld: Sequence[str]  # names of variables that its workers do not get
-    log: Log
+    log: Path
     least: int
     most: int
     target: int = 0  # workers that it should have
@@ -143,10 +143,10 @@ class WorkerPool:
             self._socket.setsockopt(option, value)
         self._socket.bind(self._address)
         for each in self.sets.values():
-            each.log.write(b"")
-            if each.withheld:
-                names = ", ".join(each.withheld)
-                each.log.note(f"variables withheld from this environment (`secrets` passes them): {names}")
+            withheld = ", ".join(each.withheld) or "none"
+            worker_process.note(
+                each.log, f"variables withheld from this environment (`secrets` passes them): {withheld}"
+            )
             self._adjust(each)
         self._services = [self._create_task(self._receive()), self._create_task(self._keep_adjusting())]
         try:
@@ -347,7 +347,7 @@ class WorkerPool:
                 return
             self.restarts += 1
             action = "starting it again"
-        logger.warning("worker {}: {}; {} (log: {})", identity, ending.why, action, own.log.path)
+        logger.warning("worker {}: {}; {} (log: {})", identity, ending.why, action, own.log)
         own.no_start_before = time.monotonic() + pause
         asyncio.get_running_loop().call_later(pause, self._adjust, own)
 
@@ -365,7 +365,7 @@ class WorkerPool:
                 if worker.death.done():
                     return Ending(worker.death.result(), not worker.loaded)
                 if exited.done():
-                    return await self._exited(worker, exited.result())
+                    return self._exited(worker, exited.result())
                 if time.monotonic() - before > 4 * WATCH_SECONDS:
                     worker.heard = time.monotonic()  # it was we who did not listen
                 elif why := worker.unhealthy(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout):
@@ -376,11 +376,9 @@ class WorkerPool:
         finally:
             exited.cancel()
 
-    async def _exited(self, worker: Worker, status: int) -> Ending:
+    def _exited(self, worker: Worker, status: int) -> Ending:
         # The kernel sends SIGKILL for want of memory, whoever's code runs.
         offending = 0 if -status in worker_process.SENT_BY_OTHERS else worker.offending_request()
-        if not worker.loaded:
-            await worker_process.output_ended(worker)
         return Ending(processes.describe_exit(status), not worker.loaded and status >= 0, offending)
 
     # ---- messages
@@ -437,7 +435,7 @@ class WorkerPool:
             why += f"; its Python is {python} (`uv pip install --python {python} …`)"
         if not own.loaded:  # it never loaded: no use trying again
             withheld = f"; not passed to it: {', '.join(own.withheld)} (see its `secrets`)" if own.withheld else ""
-            self._fail(UserError(f"{why} (log: {own.log.path}){withheld}"))
+            self._fail(UserError(f"{why} (log: {own.log}){withheld}"))
         worker.die(why)
 
     async def _send(self, worker: Worker, message: Message) -> None:
@@ -451,7 +449,7 @@ class WorkerPool:
 
 
 def _why_failed(own: WorkerSet, ending: Ending) -> str:
-    name, python, tail = own.config.name, own.config.python, own.log.tail()
+    name, python, tail = own.config.name, own.config.python, worker_process.tail(own.log)
     times = "died before it was ready"
     if own.deaths > 1:
         times = f"died {own.deaths} times in a row without finishing an episode"

@@ -2,13 +2,10 @@
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import re
-import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,97 +17,33 @@ from prime_rl.envs.attribution import PAGE_BYTES
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Heartbeat
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.redact import is_secret
-from prime_rl.wait import WaitTimeout, wait_async
 
 TERM_SECONDS = 5.0
-DRAIN_SECONDS = 2.0
 LAG_SECONDS = 3.0  # a worker that lags so much gets no more episodes until it goes on
 QUIET_SECONDS = 10.0  # nor does one that was silent for so long
 HANG_GRACE = 10.0  # a worker interrupts what blocks it; this much later that has failed
-LOG_BYTES = 16 << 20  # of a log, and of the one before it
 TAIL_LINES = 12
 _TAIL_BYTES = 16384
-_PIPE_BYTES = 1 << 20
 SENT_BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _MISSING = re.compile(r"(?:ModuleNotFoundError: )?No module named '?([\w.]+)'?")
 
 
-# ---- what it prints
+# ---- its log
 
 
-class Log:
-    """The log of an environment's workers, of bounded size: when it is full it becomes `NAME.log.1`, in the place of the last one."""
-
-    def __init__(self, path: Path, limit: int | None = None) -> None:
-        self.path, self.former = path, path.with_name(f"{path.name}.1")
-        self._limit = limit or LOG_BYTES
-        self._lock = threading.Lock()  # bounded: its holders write to a file
-
-    def write(self, data: bytes) -> None:
-        """Append, or just create it. What does not fit on a full disk is dropped: a worker must not stop for it."""
-        with self._lock, contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            while True:
-                with self.path.open("ab", buffering=0) as file:
-                    room = max(self._limit - file.tell(), 0)
-                    file.write(data[:room])
-                if not (data := data[room:]):
-                    return
-                self.path.replace(self.former)
-
-    def note(self, text: str) -> None:
-        """Append a line of ours."""
-        self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} INFO    prime-rl: {text}\n".encode())
-
-    def tail(self, lines: int = TAIL_LINES) -> str:
-        """Return the last lines, indented for printing below a message."""
-        with self._lock:
-            text = _end_of(self.path)
-            if text.count(b"\n") <= lines:  # the first may be in the former
-                text = _end_of(self.former) + text
-        return "\n".join(f"  | {line}" for line in text.decode(errors="replace").splitlines()[-lines:])
+def note(log: Path, text: str) -> None:
+    """Append a line of ours to the log of an environment's workers."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} INFO    prime-rl: {text}\n")
 
 
-def _end_of(path: Path) -> bytes:
-    if not path.is_file():
-        return b""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        return file.read(_TAIL_BYTES)
-
-
-class Output:
-    """The pipe that one worker prints into, and the thread that copies it to the log until no process can write to it any more."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-        self._reader, self.writer = os.pipe()  # close `writer` once the worker has it
-        with contextlib.suppress(OSError):  # a user may not have as much as they like
-            fcntl.fcntl(self._reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._copy, name="worker's output", daemon=True)
-        self._thread.start()
-
-    @property
-    def ended(self) -> bool:
-        """Whether all that was printed is in the log, and nothing can follow."""
-        return not self._thread.is_alive()
-
-    def close(self) -> None:
-        """Stop reading; what may still print gets SIGPIPE."""
-        self._closing.set()
-
-    def _copy(self) -> None:
-        poller = select.poll()
-        poller.register(self._reader, select.POLLIN)
-        try:
-            while not self._closing.is_set():
-                if poller.poll(500):
-                    if not (data := os.read(self._reader, _PIPE_BYTES)):  # bounded: there is something to read
-                        break
-                    self._log.write(data)
-        finally:
-            os.close(self._reader)
+def tail(log: Path) -> str:
+    """Return the last lines of a log, indented for printing below a message."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
 
 
 # ---- its variables
@@ -154,7 +87,6 @@ class Worker:
     identity: str
     env: str
     child: Child
-    output: Output
     page: Path
     state: WorkerState = WorkerState.STARTING
     loaded: bool = False
@@ -222,28 +154,23 @@ class Worker:
 
 def spawn(
     identity: str, env: str, address: str, python: str | None, variables: Mapping[str, str], *,
-    lifeline: Lifeline, log: Log, page: Path, hang_timeout: float,
+    lifeline: Lifeline, log: Path, page: Path, hang_timeout: float,
 ) -> Worker:  # fmt: skip
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
     page.write_bytes(bytes(PAGE_BYTES))
-    output = Output(log)
     argv = [
         python or sys.executable,
         *("-m", "prime_rl.envs.worker", "--address", address, "--identity", identity),
         *("--page", str(page), "--hang-timeout", str(hang_timeout)),
     ]
-    try:
-        child = Child(argv, variables, lifeline, output.writer)
-    finally:
-        os.close(output.writer)
-    return Worker(identity, env, child, output, page)
+    with log.open("ab") as output:
+        return Worker(identity, env, Child(argv, variables, lifeline, output), page)
 
 
 async def end(worker: Worker, deaf: bool = False) -> int:
     """Send SIGTERM to the process group, then SIGKILL to all that the worker has started. Returns how many of these had left its group.
 
-    Takes `TERM_SECONDS`, `DRAIN_SECONDS` and a little at most; then all that it printed is in the log. A process that is `deaf`, stopped or
-    blocked, is not sent the SIGTERM.
+    Takes `TERM_SECONDS` and a little at most. A process that is `deaf`, stopped or blocked, is not sent the SIGTERM.
     """
     if not deaf:
         worker.child.signal(signal.SIGTERM, group=True)
@@ -251,18 +178,8 @@ async def end(worker: Worker, deaf: bool = False) -> int:
             async with asyncio.timeout(TERM_SECONDS):
                 await exited(worker)
     killed = await asyncio.to_thread(worker.child.reap)
-    await output_ended(worker)
-    worker.output.close()
     worker.page.unlink(missing_ok=True)
     return sum(each.group != worker.pid for each in killed)
-
-
-async def output_ended(worker: Worker) -> None:
-    """Wait until what a dead worker printed is in the log; not for long, since a child of its may keep the pipe open."""
-    with contextlib.suppress(WaitTimeout):
-        await wait_async(
-            lambda: worker.output.ended, subject="last words", owner=worker.identity, seconds=DRAIN_SECONDS, poll=0.05
-        )
 
 
 async def exited(worker: Worker) -> int:

@@ -11,12 +11,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
-from chat_api import ChatApi
 from fake_engine import FakeEngine, make_tokenizer
 
 from prime_rl.envs.adapter import load
 from prime_rl.envs.ids import LoadError
-from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, Setup
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Setup
 
 GUESS = Path(__file__).parents[2] / "support" / "envs" / "guess"
 HEAD = "tasks = [{'id': 'one', 'prompt': 'Say a.', 'system_prompt': 's', 'answer': 'a'}]\n"
@@ -138,32 +137,6 @@ async def test_tools(model: Path, package: Callable[[str, str], str]) -> None:
 def test_tools_need_a_renderer_that_shows_them(model: Path, package: Callable[[str, str], str]) -> None:
     with pytest.raises(LoadError, match="environment 'plain_tools'.*tools"):
         load(setup(package("plain_tools", CALLS), model))
-
-
-async def test_chat_route(package: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the chat route of an API: the conversation goes on, its own counts are told, there is nothing to train on; no tokenizer is needed."""
-    package("unused", "")
-    monkeypatch.setenv(API_KEY_VAR, "key")
-    async with ChatApi(key="key", reply=lambda body: "light" if len(body["messages"]) > 2 else "stone") as api:
-        one = setup("guess", Path("gpt-9"), {"words": 4}, chat=True, request_timeout=30.0)
-        async with load(one) as env:
-            result = await env.run(3, {"max_tokens": 64, "temperature": 0.5, "seed": None}, 0, "1.2", api.base_url)
-    assert (result.outcome, result.num_turns, result.rewards["right"], result.samples) == (Outcome.OK, 2, 1.0, [])
-    assert (result.input_tokens, result.output_tokens) == (14, 6)
-    assert [message["role"] for message in api.bodies[1]["messages"]] == ["system", "user", "assistant", "user"]
-    assert {key: value for key, value in api.bodies[0].items() if key != "messages"} == {
-        "model": "gpt-9", "max_tokens": 64, "temperature": 0.5,
-    }  # fmt: skip
-
-
-async def test_chat_route_that_denies(package: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong key is said to be one."""
-    package("unused", "")
-    monkeypatch.setenv(API_KEY_VAR, "wrong")
-    async with ChatApi(key="key") as api:
-        async with load(setup("guess", Path("gpt-9"), chat=True, request_timeout=30.0)) as env:
-            result = await env.run(0, {}, 0, "1.2", api.base_url)
-    assert result.outcome is Outcome.ENGINE_DENIED
 
 
 async def test_max_turns(model: Path, package: Callable[[str, str], str]) -> None:

@@ -1,16 +1,13 @@
-"""What a worker process gets and leaves: no secret that it was not promised; a log of bounded size that ends with the newest."""
+"""What a worker process gets: no secret that it was not promised."""
 
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import API_KEY_VAR
-from prime_rl.envs.worker_process import Log, passed_on, worker_variables
+from prime_rl.envs.worker_process import passed_on, worker_variables
 from prime_rl.errors import UserError
 from prime_rl.redact import HIDDEN, is_secret, redacted
 
@@ -58,27 +55,3 @@ def test_redacted() -> None:
     table = {"client": {"api_key_var": "V"}, "args": {"judge_api_key": "sk-1", "max_tokens": 5}, "l": [{"password": "p"}]}  # fmt: skip
     hidden = {"client": {"api_key_var": "V"}, "args": {"judge_api_key": HIDDEN, "max_tokens": 5}, "l": [{"password": HIDDEN}]}  # fmt: skip
     assert redacted(table) == hidden
-
-
-@given(st.lists(st.binary(max_size=40), max_size=30), st.integers(1, 25))
-def test_a_log_is_bounded_and_ends_with_the_newest(parts: list[bytes], limit: int) -> None:
-    """Both files within the limit, together a suffix of what several pools wrote."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "deep" / "env.log"
-        for part in parts:
-            Log(path, limit).write(part)
-        now = path.read_bytes() if path.exists() else b""
-        former = Log(path).former.read_bytes() if Log(path).former.exists() else b""
-        written = b"".join(parts)
-        assert max(len(now), len(former)) <= limit
-        assert written.endswith(former + now)
-        assert len(former + now) >= min(len(written), limit)
-
-
-def test_the_tail_reaches_into_the_former_log(tmp_path: Path) -> None:
-    """Last words are shown also when the log has just been begun anew. What a full disk does not take is dropped."""
-    log = Log(tmp_path / "env.log", 12)
-    log.write(b"first\nsecond\nthird\n")
-    assert log.tail(2) == "  | second\n  | third"
-    Log(tmp_path / "env.log" / "below.log").write(b"x")
-    assert Log(tmp_path / "none.log").tail() == ""
