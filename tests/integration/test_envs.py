@@ -44,14 +44,13 @@ class World:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    """One worker each for a good, a raising, a two-turn and an endless environment, and an engine."""
+    """One worker each for a good, a raising and a two-turn environment, and an engine."""
     root = tmp_path_factory.mktemp("envs")
     path = write_environments(root / "path")
     envs = [
         environment("reverse-text", {"num_tasks": 8}),
         environment("env-bad-reward"),
         environment("env-two-turn"),
-        environment("env-endless"),
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(path))
@@ -103,16 +102,6 @@ async def test_prompt_is_the_chat_template(world: World) -> None:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     expected = world.engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert world.engine.exchanges[0].prompt == expected
-
-
-async def test_an_endless_environment(world: World) -> None:
-    """Any of its tasks can be asked for by its index, at once and again: attempts at one task get the same prompt."""
-    tasks = world.pool.tasks("env-endless")
-    results = await asyncio.gather(*(world.run("env-endless", task=index) for index in (30, 2, 30)))
-    assert [result.message for result in results if not result.ok] == []
-    assert [result.task_id for result in results] == [tasks[index].task_id for index in (30, 2, 30)]
-    assert [result.prompt.partition("user: ")[2].partition(":")[0] for result in results] == ["30", "2", "30"]
-    assert results[0].prompt == results[2].prompt
 
 
 async def test_result_describes_the_episode(world: World) -> None:

@@ -79,7 +79,7 @@ __all__ = ["AnswersTaskset"]
 """
 
 ENDLESS = """
-import itertools, random, uuid
+import itertools, random
 import verifiers.v1 as vf
 
 class Data(vf.TaskData):
@@ -88,20 +88,17 @@ class Data(vf.TaskData):
 class Task(vf.Task[Data]):
     @vf.reward(weight=1.0)
     async def marks(self, trace: vf.Trace) -> float:
-        random.random()  # which is nothing to the tasks
         return 1.0
 
 class Config(vf.TasksetConfig):
-    end: int | None = None
-    differs: bool = False
+    pass
 
 class EndlessTaskset(vf.Taskset[Task, Config]):
     INFINITE = True
 
     def load(self):
-        for number in itertools.islice(itertools.count(), self.config.end):
-            word = uuid.uuid4() if self.config.differs else random.randrange(10**6)
-            yield Task(Data(prompt=f"{number}: {word}", system_prompt="s"), self.config.task)
+        for number in itertools.count():
+            yield Task(Data(prompt=f"{number}: {random.randrange(10**6)}", system_prompt="s"), self.config.task)
 
 __all__ = ["EndlessTaskset"]
 """

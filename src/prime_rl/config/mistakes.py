@@ -24,6 +24,8 @@ REMOVED = {
     "match_rms": "updates always have the size of AdamW's",
     "no_canary": "write --no-logprob-check",
     "no_stage_weights": "new weights are staged wherever there is memory for them",
+    "recycle_episodes": "where memory runs out the kernel ends workers first, and their episodes run again",
+    "recycle_mib": "where memory runs out the kernel ends workers first, and their episodes run again",
     "normal_weight": "give easy_weight and hard_weight relative to 1",
     "gibberish.max_tokens": "one such token leaves an episode out",
     "optim.nesterov": "the look-ahead is always on",

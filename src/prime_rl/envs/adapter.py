@@ -22,9 +22,7 @@ class Adapter(Protocol):
     """A loaded environment. It serves between `__aenter__` and `__aexit__`."""
 
     task_ids: list[str]
-    """Durable and unique, in the environment's own order. Empty where it is endless."""
-    stream: str
-    """Name of an endless environment's tasks, before their index ("": they are listed)."""
+    """Durable and unique, in the environment's own order."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...

@@ -43,8 +43,6 @@ _RAISED: ContextVar[list[str]] = ContextVar("raised")
 class ClassicEnv:
     """`async with ClassicEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
 
-    stream = ""
-
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         env = f"environment {setup.env_id!r}"

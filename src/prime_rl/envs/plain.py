@@ -117,8 +117,6 @@ class Chat:
 class PlainEnv:
     """`async with PlainEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
 
-    stream = ""
-
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         if setup.demonstration:

@@ -11,7 +11,6 @@ from typing import Any
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs.protocol import (
     Cancel,
-    EndlessTasks,
     EpisodeResult,
     Outcome,
     Run,
@@ -119,7 +118,7 @@ class EnvPool(WorkerPool):
             self._sets[config.name] = next((other for other in self._sets.values() if _alike(own, other)), own)
         super().__init__(list(dict.fromkeys(self._sets.values())), hang_timeout)
 
-    def tasks(self, env: str) -> list[TaskInfo] | EndlessTasks:
+    def tasks(self, env: str) -> list[TaskInfo]:
         """The tasks of an environment, in its own order."""
         return self._sets[env].tasks
 

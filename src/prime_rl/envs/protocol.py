@@ -55,16 +55,6 @@ class TaskInfo:
     index: int
 
 
-@dataclass(frozen=True)
-class EndlessTasks:
-    """The tasks of an endless environment, each named by its index."""
-
-    stream: str
-
-    def __getitem__(self, index: int) -> TaskInfo:
-        return TaskInfo(f"{self.stream}/{index}", index)
-
-
 @dataclass
 class SampleTokens:
     """One trainable sequence of T tokens, exactly as sent to and sampled by the engine.
@@ -175,7 +165,6 @@ class Setup:
 class Ready:
     kind: ClassVar[str] = "ready"
     task_ids: list[str]
-    stream: str = ""  # name of an endless environment's tasks, which are not listed
 
 
 @dataclass

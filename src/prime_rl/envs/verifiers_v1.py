@@ -7,16 +7,13 @@ through verifiers' interception server, which writes the trace, to our own clien
 import asyncio
 import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import logging
 import random
 import sys
-import time
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -62,7 +59,7 @@ from prime_rl.envs.convert import (
     parsed_json,
 )
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
-from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
 from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, Toolbox, any_gone, check, install_runtime
 
 HARNESS_ID = "prime_rl_chat"
@@ -72,9 +69,7 @@ sys.modules[HARNESS_ID] = sys.modules[__name__]
 __all__ = ["ChatHarness"]
 
 MAX_TASKS = 5_000_000
-KEPT = 10_000  # tasks of an endless taskset: an earlier one is read again from the beginning
-COMPARED = 4
-SLICE_SECONDS = 0.05  # of reading ahead, before other episodes run
+ENDLESS_TASKS = 10_000  # of a taskset that never ends: its first ones
 
 interception: ContextVar[InterceptionServer] = ContextVar("interception")
 """verifiers' server of the environment whose episode runs, through which every model call goes. Unset under `vf-eval`: then by HTTP."""
@@ -105,24 +100,18 @@ class VerifiersEnv:
         self._branched = setup.trajectories == "branched"
         self._client = chat_config(setup.request_timeout) if choice is None else _by_tokens(setup, choice)
         self._clients: dict[str, vf.TrainClientConfig | vf.EvalClientConfig] = {}  # by the server's address
-        self.stream = ""
         try:
             self._env = vf.load_environment(config)
             self._tasks = _load_tasks(self._env.taskset)
-            if isinstance(self._tasks, TaskStream):
-                first, keys = self._tasks.first, []
-                self.stream = f"{module_name(setup.env_id)}-{self._tasks.digest}"
-            else:
-                first, keys = self._tasks[0], [task.key for task in self._tasks]
+            self.task_ids = unique(task.key for task in self._tasks)
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
-        self.task_ids = unique(keys)
         self._show = (
             functools.partial(_hint, choice.renderer, setup) if choice is not None and setup.demonstration else None
         )
         try:
             if self._show is not None:
-                self._show(first)  # an environment whose first task has none is not one to start with
+                self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
         except NothingToShow as error:
             raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._exit_stack = contextlib.AsyncExitStack()
@@ -145,17 +134,11 @@ class VerifiersEnv:
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:
         """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
+        task_id, task = self.task_ids[task_index], self._tasks[task_index]
         try:
-            if isinstance(self._tasks, TaskStream):
-                task_id = EndlessTasks(self.stream)[task_index].task_id
-                task = await self._tasks.task(task_index)
-            else:
-                task_id, task = self.task_ids[task_index], self._tasks[task_index]
             hint = None if self._show is None else self._show(task)
         except NothingToShow as error:
             return EpisodeResult(episode_id, self._name, task_id, Outcome.INVALID, str(error))
-        except Exception as error:  # noqa: BLE001 - of the taskset, which makes the task only now
-            return EpisodeResult(episode_id, self._name, task_id, Outcome.ERRORED, describe(error))
         (slot,) = self._env.slots(task)
         # The salt keeps the engine from reusing cached prefixes that an older policy computed.
         ours = {} if self._choice is None else {**PINNED_SAMPLING, "cache_salt": f"v{policy_version}"}
@@ -319,77 +302,17 @@ def _hint(shown_by: Any, setup: Setup, task: Any) -> "array[int]":
     return array("i", shown_by.render([{"role": "system", "content": text}]).token_ids)
 
 
-def _load_tasks(taskset: Any) -> "list[Any] | TaskStream":
-    if not taskset.bounded:
-        return TaskStream(taskset)
-    if not (tasks := list(itertools.islice(taskset, MAX_TASKS))):
+def _load_tasks(taskset: Any) -> list[Any]:
+    """The tasks of a taskset; of an endless one the first, drawn alike in every worker where they are drawn with `random`."""
+    state = random.getstate()
+    random.seed(0)
+    try:
+        tasks = list(itertools.islice(taskset, MAX_TASKS if taskset.bounded else ENDLESS_TASKS))
+    finally:
+        random.setstate(state)
+    if not tasks:
         raise ValueError("it has no tasks")
     return tasks
-
-
-class TaskStream:
-    """An endless taskset: its tasks are read in order and named by their index, so that a resumed run needs only a count.
-
-    Every worker reads the whole stream for itself. It must therefore be the same each time it is read: the `random` module
-    has a state of its own while a task is made, and a stream whose first tasks still differ is refused. `digest` identifies
-    it by these.
-    """
-
-    def __init__(self, taskset: Iterable[Any]) -> None:
-        """Raises ValueError when it ends, or differs when it is read again."""
-        self._taskset = taskset
-        self._lock = asyncio.Lock()  # bounded: by the deadline of the episode that holds it
-        readings = []
-        for _ in range(2):
-            self._rewind()
-            readings.append([self._read().key for _ in range(COMPARED)])
-        if readings[0] != readings[1]:
-            raise ValueError(
-                "the endless taskset gives other tasks each time it is read: seed it, so that every worker and a resumed run get the same ones"
-            )
-        self.first = self._kept[0]
-        self.digest = hashlib.sha256("\n".join(readings[0]).encode()).hexdigest()[:8]
-
-    async def task(self, index: int) -> Any:
-        """The task at `index`; other episodes run while the stream is read up to it.
-
-        Raises:
-            Exception: the taskset's own, or a ValueError where it ends before; the next call reads from the beginning.
-        """
-        async with self._lock:
-            if index < self._next - len(self._kept):
-                self._rewind()
-            until = time.monotonic() + SLICE_SECONDS
-            while self._next <= index:  # bounded: each turn reads a task
-                try:
-                    self._read()
-                except Exception:
-                    self._rewind()
-                    raise
-                if time.monotonic() > until:
-                    await asyncio.sleep(0)
-                    until = time.monotonic() + SLICE_SECONDS
-            return self._kept[index - self._next]
-
-    def _rewind(self) -> None:
-        self._tasks: Iterator[Any] = iter(self._taskset)
-        self._random = random.Random(0).getstate()
-        self._kept: deque[Any] = deque(maxlen=KEPT)
-        self._next = 0
-
-    def _read(self) -> Any:
-        others = random.getstate()
-        random.setstate(self._random)
-        try:
-            task = next(self._tasks)
-        except StopIteration:
-            raise ValueError(f"the taskset is declared endless (INFINITE) and ended after {self._next} tasks") from None
-        finally:
-            self._random = random.getstate()
-            random.setstate(others)
-        self._kept.append(task)
-        self._next += 1
-        return task
 
 
 class TurnTimeoutError(vf.RolloutError):

@@ -32,7 +32,6 @@ from prime_rl.envs.protocol import (
     MOST_BYTES,
     VERSION,
     Cancel,
-    EndlessTasks,
     EpisodeResult,
     Heartbeat,
     Hello,
@@ -134,7 +133,7 @@ class WorkerServer:
             gc.collect()
             gc.freeze()
             self._ticked, self._loaded = time.monotonic(), True
-            await self._send(Ready(env.task_ids, env.stream))
+            await self._send(Ready(env.task_ids))
             stop = asyncio.create_task(self._stop.wait())
             receive = asyncio.create_task(self._receive(env, setup))
             either = {stop, receive}
@@ -170,11 +169,7 @@ class WorkerServer:
             return EpisodeResult(run.episode_id, name, run.task_id, outcome, message)
 
         try:
-            if env.stream:
-                known = [EndlessTasks(env.stream)[run.task_index].task_id]
-            else:
-                known = env.task_ids[run.task_index : run.task_index + 1]
-            if known != [run.task_id]:
+            if env.task_ids[run.task_index : run.task_index + 1] != [run.task_id]:
                 message = (
                     f"task {run.task_index} is not {run.task_id!r} here: the environment loads other tasks each time"
                 )

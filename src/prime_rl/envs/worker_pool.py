@@ -28,7 +28,6 @@ from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import worker_process
 from prime_rl.envs.protocol import (
     VERSION,
-    EndlessTasks,
     Heartbeat,
     Hello,
     LoadFailed,
@@ -92,7 +91,7 @@ class WorkerSet:
     least: int
     most: int
     target: int = 0  # workers that it should have
-    tasks: list[TaskInfo] | EndlessTasks = field(default_factory=list)
+    tasks: list[TaskInfo] = field(default_factory=list)
     loaded: bool = False  # by some worker: its tasks are known
     departures: int = 0  # slots that were taken, and are not any more
     deaths: int = 0  # of workers, since an episode was finished
@@ -421,8 +420,7 @@ class WorkerPool:
                 worker.loaded, worker.state = True, WorkerState.READY
                 if not own.loaded:
                     own.loaded = True
-                    listed = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
-                    own.tasks = EndlessTasks(message.stream) if message.stream else listed
+                    own.tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
                 self._fill(own)
                 self._adjust(own)
             case LoadFailed():

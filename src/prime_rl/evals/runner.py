@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults
 from prime_rl.orchestrator.admission import output_tokens
@@ -212,16 +212,8 @@ def _missing(job: EvalJob) -> list[EvalAttempt]:
 
 
 def tasks_of(pool: "EnvPool | RoutedEnvPool", plan: EvalPlan) -> Sequence[TaskInfo]:
-    """Return the tasks that are to be attempted.
-
-    Raises:
-        UserError: the environment is endless, and no number of tasks is set.
-    """
+    """Return the tasks that are to be attempted."""
     tasks = pool.tasks(plan.worker)
-    if isinstance(tasks, EndlessTasks):
-        if plan.num_examples < 0:
-            raise UserError(f"environment {plan.env!r} is endless: set num_examples, the number of tasks to evaluate")
-        return [tasks[index] for index in range(plan.num_examples)]
     return tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import Served
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
@@ -306,7 +306,7 @@ class RoutedEnvPool:
         self._used: dict[Replica, int] = {}  # and how often each had been lost before
         self.turned_away = 0  # episodes for which there was no server
 
-    def tasks(self, env: str) -> list[TaskInfo] | EndlessTasks:
+    def tasks(self, env: str) -> list[TaskInfo]:
         return self._pool.tasks(env)
 
     async def run(self, *, episode_id: str, env: str, deadline: float, **arguments: Any) -> EpisodeResult:

@@ -50,7 +50,7 @@ from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_ledge
 from prime_rl.orchestrator.metrics import Tally, bench_table, discard_metrics, groups_since, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
-from prime_rl.orchestrator.tasks import Curriculum, count, request_seed, task_stream, tasks_of_env
+from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import CommitError, clean_stages
@@ -196,7 +196,7 @@ class Orchestrator:
         self.status.ready()
         logger.info(
             "ready: {}, {} rollouts a step in groups of {}, async level {}, from step {} on version {}",
-            ", ".join(f"{env.name} ({count(self.pool.tasks(env.name))} tasks)" for env in config.environments),
+            ", ".join(f"{env.name} ({len(self.pool.tasks(env.name))} tasks)" for env in config.environments),
             config.batch_size, config.rollouts_per_example, config.async_level, self.scheduler.step, version,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Which task comes next: seeded, endless. An endless environment's tasks come in the order in which it gives them, none twice.
+"""Which task comes next: seeded, endless.
 
 Difficulty pools (`curriculum`): a task is *new* until a group of it has left; then it is *easy*, *hard* or *normal*
 by that group's mean reward. A draw takes a pool in proportion to its tasks times its weight, then one of its tasks:
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from prime_rl.envs.protocol import EndlessTasks, TaskInfo
+from prime_rl.envs.protocol import TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.scheduler import Task
 
@@ -100,24 +100,17 @@ class Curriculum:
     Args:
         tasks: The tasks of each environment.
         configs: Of the environments with pools.
-
-    Raises:
-        UserError: one of these is endless.
     """
 
     def __init__(
         self,
-        tasks: Mapping[str, Sequence[Task] | Iterator[Task]],
+        tasks: Mapping[str, Sequence[Task]],
         configs: Mapping[str, "CurriculumConfig"],
         seed: int,
     ) -> None:
         self.pools: dict[str, Pools] = {}
         for env, config in configs.items():
-            if isinstance(own := tasks[env], Iterator):
-                raise UserError(
-                    f"environment {env!r} is endless: its tasks come in its own order, none twice, so leave `curriculum` out"
-                )
-            self.pools[env] = Pools(own, config, f"{seed}/{env}")
+            self.pools[env] = Pools(tasks[env], config, f"{seed}/{env}")
 
     def observe(self, groups: Iterable[tuple[Task, Sequence[float]]]) -> None:
         """Update the pools when a batch is cut.
@@ -159,7 +152,7 @@ class Curriculum:
 
 
 def task_stream(
-    tasks: Mapping[str, Sequence[Task] | Iterator[Task]],
+    tasks: Mapping[str, Sequence[Task]],
     ratios: Mapping[str, float],
     seed: int,
     pools: Mapping[str, Pools] | None = None,
@@ -167,7 +160,7 @@ def task_stream(
     """Tasks for ever: environments drawn by their ratio, each one's tasks shuffled anew every epoch.
 
     Args:
-        tasks: The tasks of each environment; of an endless one an iterator, from its first task.
+        tasks: The tasks of each environment.
         ratios: Relative weight of each environment.
         seed: The run's seed; the same seed gives the same stream, so that a resumed run goes on by drawing what was drawn before.
         pools: Environments that draw by difficulty instead of uniformly. What they give depends on what is observed.
@@ -183,21 +176,14 @@ def task_stream(
     if empty := [name for name in names if not tasks[name]]:
         raise ValueError(f"no tasks in {', '.join(empty)}")
     choose, weights = random.Random(f"{seed}/environments"), [ratios[name] for name in names]
-    streams = {name: own if isinstance(own, Iterator) else epochs(name, own) for name, own in tasks.items()}
+    streams = {name: epochs(name, own) for name, own in tasks.items()}
     while True:
         name = choose.choices(names, weights)[0] if len(names) > 1 else names[0]
         yield pools[name].draw() if name in pools else next(streams[name])
 
 
-def count(tasks: list[TaskInfo] | EndlessTasks) -> str:
-    """The number of tasks, for display."""
-    return "endless" if isinstance(tasks, EndlessTasks) else str(len(tasks))
-
-
-def tasks_of_env(env: str, tasks: list[TaskInfo] | EndlessTasks) -> Sequence[Task] | Iterator[Task]:
+def tasks_of_env(env: str, tasks: Sequence[TaskInfo]) -> list[Task]:
     """Convert an environment's task list for `task_stream`."""
-    if isinstance(tasks, EndlessTasks):
-        return (Task(env, index, tasks[index].task_id) for index in itertools.count())
     return [Task(env, task.index, task.task_id) for task in tasks]
 
 

@@ -4,25 +4,11 @@ import asyncio
 import socket
 import subprocess
 import sys
-from dataclasses import replace
-
-import pytest
 
 from prime_rl.config.shared import SamplingConfig
-from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
-from prime_rl.errors import UserError
-from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of, wire_sampling
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
-
-
-def test_how_many_of_an_endless_environment():
-    """As many as are asked for, from its first one; all of them is an error."""
-    pool = SlowPool()
-    pool.tasks = lambda env: EndlessTasks("e")
-    plan = EvalPlan("one", "one", SamplingConfig(), 3, 2, 100)
-    assert tasks_of(pool, plan) == [TaskInfo(f"e/{i}", i) for i in range(3)]
-    with pytest.raises(UserError, match="environment 'one' is endless: set num_examples"):
-        tasks_of(pool, replace(plan, num_examples=-1))
 
 
 class SlowPool:

@@ -11,7 +11,7 @@ import xxhash
 
 from faults import audit
 from prime_rl import faults, wait
-from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, SampleTokens, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInfo
 from prime_rl.fleet import weight_sync
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator import orchestrator
@@ -319,32 +319,6 @@ def new_threads() -> ThreadPoolExecutor:
     threads = ThreadPoolExecutor(4)
     asyncio.get_running_loop().set_default_executor(threads)
     return threads
-
-
-class EndlessPool(MixedPool):
-    def tasks(self, env: str) -> list[TaskInfo] | EndlessTasks:
-        return EndlessTasks("stream")
-
-
-async def test_an_endless_environment_goes_on_where_it_was(tmp_path):
-    """However often it is killed: group n is about task n, none is left out or drawn twice."""
-    world = make_world(
-        tmp_path / "run", eval={"interval": 2, "num_examples": 2, "environments": [{"id": "env", "name": "held-out"}]}
-    )
-    world.pool = EndlessPool(world.engine)
-    trainer, threads = asyncio.create_task(train(world)), new_threads()
-    for step in range(0, STEPS - 1, 2):
-        run = asyncio.create_task(world.orchestrator().run())
-        await until(has_batch(world, step), run=run)
-        threads = await cut_off(run, threads)
-        world.config = world.config.model_copy(update={"recover": True})
-    await world.orchestrator().run()
-    await trainer
-    check(world)
-    with open_copy(world.directory / "ledger.sqlite") as db:
-        rows = db.execute("SELECT number, task_index, task_id FROM groups ORDER BY number").fetchall()
-    assert rows == [(number, number, f"stream/{number}") for number in range(len(rows))]
-    assert read_state(world.directory / "rollouts", STEPS - 1).groups_opened <= len(rows)
 
 
 class PoolsOfTasks(MixedPool):

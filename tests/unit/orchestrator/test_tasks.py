@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from prime_rl.config.orchestrator import CurriculumConfig
-from prime_rl.envs.protocol import EndlessTasks
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.scheduler import Task
-from prime_rl.orchestrator.tasks import Curriculum, Pools, request_seed, task_stream, tasks_of_env
+from prime_rl.orchestrator.tasks import Curriculum, Pools, request_seed, task_stream
 
 
 def tasks(env, count):
@@ -52,27 +51,6 @@ def test_an_environment_without_tasks_is_an_error():
     """No silent spin over nothing."""
     with pytest.raises(ValueError, match="no tasks in b"):
         next(task_stream({"a": tasks("a", 1), "b": []}, {"a": 1.0, "b": 1.0}, 0))
-
-
-def test_an_endless_environment_is_taken_in_its_order():
-    """Beside others, by their ratio: no task twice, none left out, and the same again by drawing as many."""
-
-    def stream():
-        sources = {"a": tasks("a", 3), "b": tasks_of_env("b", EndlessTasks("b-12"))}
-        return task_stream(sources, {"a": 1.0, "b": 1.0}, 0)
-
-    drawn = take(stream(), 40)
-    endless = [task for task in drawn if task.env == "b"]
-    assert [task.index for task in endless] == list(range(len(endless)))
-    assert endless[7] == Task("b", 7, "b-12/7")
-    resumed = stream()
-    take(resumed, 25)
-    assert take(resumed, 15) == drawn[25:]
-
-
-def test_an_endless_environment_has_no_pools():
-    with pytest.raises(UserError, match="environment 'b' is endless: .* leave `curriculum` out"):
-        Curriculum({"b": tasks_of_env("b", EndlessTasks("b"))}, {"b": CurriculumConfig()}, 0)
 
 
 def test_request_seeds_are_stable_and_distinct():
