@@ -116,17 +116,6 @@ async def test_sorting_well(world: World) -> None:
         assert _is_exact(sample, world.engine.exchanges)
 
 
-async def test_sorting_badly(world: World) -> None:
-    """Right at first only: the share of that turn. Answers without tags are worth nothing, and are the model's fault."""
-    problem = problems("eval", 1)[0]
-    well = _sorter(problem)
-    result = await world.play("alphabet-sort", 0, lambda prompt: well(prompt) if _turn(prompt) == 0 else "no idea")
-    assert result.ok
-    assert result.reward == pytest.approx(1 / len(problem.turns))
-    result = await world.play("alphabet-sort", 0, lambda prompt: "</sorted>�<sorted>")
-    assert (result.ok, result.reward, len(result.samples)) == (True, 0.0, 1)
-
-
 async def test_solving_wordle(world: World) -> None:
     """A wrong guess, then the word: solved with three of four replies' worth of speed; the game ends there."""
     secret = words("eval")[2]
@@ -136,14 +125,6 @@ async def test_solving_wordle(world: World) -> None:
     assert result.rewards == pytest.approx({"solved": 1.0, "speed": 0.5 * 0.75, "partial": 0.5, "format": 0.2})
     assert (result.reward, result.num_turns, result.metrics) == (pytest.approx(2.075), 2, {"guesses": 2.0})
     assert _asked(world.engine.tokenizer.decode(world.engine.exchanges[1].prompt)) == "z z z z z\nX X X X X\n3 left."
-    assert _is_exact(result.samples[0], world.engine.exchanges)
-
-
-async def test_losing_wordle(world: World) -> None:
-    """Neither guesses that are wrong nor replies that are none end an episode before its last turn, or cost more than reward."""
-    result = await world.play("wordle", 0, lambda prompt: "<guess>zzzzz</guess>" if _turn(prompt) % 2 else "hm")
-    assert (result.ok, result.num_turns) == (True, 4)
-    assert result.rewards == pytest.approx({"solved": 0.0, "speed": 0.0, "partial": 0.0, "format": 0.1})
     assert _is_exact(result.samples[0], world.engine.exchanges)
 
 
@@ -192,15 +173,6 @@ async def test_check_bet_fold(world: World) -> None:
     assert _is_exact(samples["player_1"], [two])
 
 
-async def test_illegal_answer(world: World) -> None:
-    """Who answers a bet with nonsense loses two chips to the other, and both are trained on it."""
-    result = await world.play("kuhn-poker", 0, lambda prompt: _bettor(prompt) if "act first" in prompt else "nonsense")
-    assert result.ok, result.message
-    found = {part.agent: (part.reward, part.metrics["illegal"]) for part in result.parts}
-    assert found == {"player_1": (2.0, 0.0), "player_2": (-2.0, 1.0)}
-    assert len(result.samples) == 2
-
-
 async def test_illegal_opening(world: World) -> None:
     """Who opens with nonsense loses too. The other never spoke: there is nothing of it to train on."""
     result = await world.play("kuhn-poker", 1, lambda prompt: "<move>fold</move>")  # JQ-2
@@ -231,21 +203,3 @@ async def test_calculating(world: World) -> None:
     assert (result.metrics["tool_calls"], result.metrics["refused_expressions"]) == (1.0, 0.0)
     (sample,) = result.samples
     assert _is_exact(sample, world.engine.exchanges)
-
-
-async def test_calculating_badly(world: World) -> None:
-    """Nonsense for the tool is answered, counted and no crash; a wrong number earns its form alone."""
-    replies = iter(
-        [_call(expression="__import__('os')"), _call(formula="1+1"), "<tool_call>\n{", "<answer>-1</answer>"]
-    )
-    result = await world.play("calculator", 0, lambda prompt: next(replies))
-    assert result.ok, result.message
-    assert result.rewards == pytest.approx({"correct": 0.0, "format": 0.1})
-    counted = {name: result.metrics[name] for name in ("tool_calls", "malformed_tool_calls", "refused_expressions")}
-    assert counted == {"tool_calls": 3.0, "malformed_tool_calls": 2.0, "refused_expressions": 1.0}
-
-
-async def test_calculating_without_end(world: World) -> None:
-    """Who only ever calls the tool is stopped by `max_turns`, and has not answered."""
-    result = await world.play("calculator", 0, lambda prompt: _call(expression="1+1"))
-    assert (result.ok, result.reward, result.num_turns) == (True, 0.0, 4)

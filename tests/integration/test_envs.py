@@ -44,13 +44,12 @@ class World:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    """One worker each for a good, a raising and a two-turn environment, and an engine."""
+    """One worker each for a good and a raising environment, and an engine."""
     root = tmp_path_factory.mktemp("envs")
     path = write_environments(root / "path")
     envs = [
         environment("reverse-text", {"num_tasks": 8}),
         environment("env-bad-reward"),
-        environment("env-two-turn"),
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(path))
@@ -121,22 +120,6 @@ async def test_truncated(world: World) -> None:
     assert (result.ok, result.is_truncated, sum(result.samples[0].loss_mask)) == (True, True, 3)
 
 
-async def test_second_turn_extends_the_first(world: World) -> None:
-    """Two turns are one sequence: the second prompt begins with the first turn's ids, also after bytes that are no text."""
-    world.engine.reply = lambda prompt: "Sure Ġ �"
-    result = await world.run("env-two-turn", max_tokens=6)  # cut in the middle: the turn has no end token of its own
-    assert result.ok, result.message
-    first, second = world.engine.exchanges
-    (sample,) = result.samples
-    assert result.num_turns == 2
-    assert second.prompt[: len(first.prompt) + 6] == first.prompt + first.completion
-    assert list(sample.input_ids) == second.prompt + second.completion
-    sampled = [token for token, mask in zip(sample.input_ids, sample.loss_mask, strict=True) if mask]
-    assert sampled == first.completion + second.completion
-    logprobs = [value for value, mask in zip(sample.logprobs, sample.loss_mask, strict=True) if mask]
-    assert logprobs == list(array("f", first.logprobs + second.logprobs))
-
-
 async def test_raising_reward_is_errored(world: World) -> None:
     """A reward that raises costs its own episode, with the exception named; its chatter goes to the environment's log."""
     result = await world.run("env-bad-reward")
@@ -152,13 +135,6 @@ async def test_engine_errors(world: World, status: int, outcome: str) -> None:
     world.engine.status = status
     result = await world.run("reverse-text")
     assert (result.outcome, result.samples) == (Outcome(outcome), [])
-
-
-async def test_unusable_answer_is_refused(world: World) -> None:
-    """An answer without a logprob for every token is not trained on."""
-    world.engine.malformed = True
-    result = await world.run("reverse-text")
-    assert (result.outcome, result.samples) == (Outcome.ENGINE_REFUSED, [])
 
 
 async def test_deadline(world: World) -> None:

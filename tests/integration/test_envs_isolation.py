@@ -196,6 +196,27 @@ async def test_an_interpreter_without_the_packages(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        ("/nowhere/python", r"cannot start a worker of 'stub': .*/nowhere/python"),
+        ("/bin/false", r"'stub' died before it was ready: failed with exit status 1"),
+    ],
+)
+async def test_start_names_what_is_wrong(tmp_path: Path, python: str, message: str) -> None:
+    """A worker that cannot start fails the start, with its cause."""
+    with pytest.raises(UserError, match=message):
+        async with serving(tmp_path, stub(tmp_path, python=python)):
+            pass
+
+
+async def test_two_environments_of_one_name(tmp_path: Path) -> None:
+    """Names are how environments are told apart."""
+    with pytest.raises(UserError, match="two environments are named 'stub'"):
+        async with serving(tmp_path, stub(tmp_path), stub(tmp_path)):
+            pass
+
+
 # ---- what one episode may do to the others
 
 OWN = {
@@ -258,6 +279,14 @@ async def test_an_endless_loop_is_interrupted(tmp_path: Path) -> None:
         assert "stub_worker.py" in culprit.message
         assert "blocked the worker's event loop" in culprit.message
         assert (pids(pool), pool.restarts) == (workers, 0)
+
+
+async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool answers by the deadline (and its grace) even when the worker's own timer cannot run."""
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.2)
+    async with serving(tmp_path, stub(tmp_path, {"blocks": 600.0})) as pool:
+        result = await run(pool, seconds=1.0)
+        assert (result.outcome, "no answer from the worker" in result.message) == (Outcome.TIMEOUT, True)
 
 
 async def test_an_extension_that_holds_the_interpreter(tmp_path: Path) -> None:

@@ -30,31 +30,6 @@ class TestTaskset(vf.Taskset[Task, Config]):
 __all__ = ["TestTaskset"]
 """
 
-TWO_TURN = """
-import verifiers.v1 as vf
-
-class Data(vf.TaskData):
-    words: list[str]
-
-class Task(vf.Task[Data]):
-    @vf.reward(weight=1.0)
-    async def marks(self, trace: vf.Trace) -> float:
-        return float(trace.num_turns)
-
-class TwoTurnTaskset(vf.Taskset[Task, vf.TasksetConfig]):
-    def load(self):
-        yield Task(Data(words=["first", "second"], system_prompt="s"), self.config.task)
-
-class TwoTurnEnv(vf.SingleAgentEnv):
-    async def run(self, task, agents):
-        async with agents.agent.interaction(task) as chat:
-            for word in task.data.words:
-                if (await chat.turn(f"Say {word}")).terminated:
-                    break
-
-__all__ = ["TwoTurnTaskset", "TwoTurnEnv"]
-"""
-
 ANSWERS = """
 from typing import Any
 import verifiers.v1 as vf
@@ -106,14 +81,12 @@ __all__ = ["EndlessTaskset"]
 SOURCES = {
     "env_good": TASKSET.format(reward="return 1.0", load=""),
     "env_bad_reward": TASKSET.format(reward="print('chatter from a reward'); return 1 / 0", load=""),
-    "env_blocking": TASKSET.format(reward="time.sleep(600)", load=""),
     "env_raises_in_load": TASKSET.format(reward="return 1.0", load="raise OSError('the data is not there')"),
     "env_empty": TASKSET.format(reward="return 1.0", load="return"),
     "env_raises_on_import": "value = 1 / 0\n",
     "env_needs_missing": "import surely_not_installed\n",
     "env_classic": "def load_environment():\n    return None\n__all__ = []\n",
     "env_exports_nothing": "__all__ = []\n",
-    "env_two_turn": TWO_TURN,
     "env_answers": ANSWERS,
     "env_endless": ENDLESS,
 }
