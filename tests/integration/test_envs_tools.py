@@ -143,7 +143,7 @@ async def test_what_hangs_or_dies(engine: FakeEngine) -> None:
         result = await run(env, engine)
         assert result.ok, result.message
         assert "Error: no result within 1 seconds" in result.completion
-    for deadly, why in (("desk_quit", "it exited with status 1: .*quitting"), ("desk_stall", "")):
+    for deadly, why in (("desk_quit", ".*quitting"), ("desk_stall", "")):
         script(engine, [call(deadly), "Never said."])
         async with VerifiersEnv(setup(engine, "env-desk", turn_timeout=1.0)) as env:
             with pytest.raises(Broken, match=f"tool server 'desk' does not answer: {why}"):

@@ -54,8 +54,7 @@ _TOOLS_AFTER = (
 )
 _CALLS = re.compile(rf"{CALL}(.*?)({CALL_END}|$)", re.DOTALL)
 
-# Text, index of the message it belongs to (-1: none), whether a model would have sampled it, content or scaffold.
-_Segment = tuple[str, int, bool, bool]
+_Segment = tuple[str, int]  # text, index of the message it belongs to (-1: none)
 
 KNOWN = sorted({"auto", "chatml", "default", *MODEL_RENDERER_MAP.values()})
 
@@ -325,24 +324,18 @@ class ChatMLRenderer:
     def _render(
         self, before: list[int], turns: Iterator[list[_Segment]], messages: list[Any], add_generation_prompt: bool
     ) -> RenderedTokens:
-        """Per token: id, message index (-1 = none), sampled by a model in a full render, content or scaffold."""
-        tokens: list[tuple[int, int, bool, bool]] = [(token, -1, False, False) for token in before]
+        tokens = [(token, -1) for token in before]  # and the message that each belongs to
         for segments in turns:
-            tokens.append((self._start, segments[0][1], False, False))
+            tokens.append((self._start, segments[0][1]))
             # One pass over a whole turn: BPE merges across its borders, and so does the template's encoding.
-            positions: Any = [(text, place) for place, (text, *_) in enumerate(segments)]
-            for token, place in attribute_text_segments(self.tokenizer, positions):
-                tokens.append((token, *segments[place][1:]))
-            _, last, spoken, _ = segments[-1]
-            tokens.append((self._end, last, spoken, spoken))
-            tokens.extend((token, last, False, False) for token in self._newline)
+            tokens += attribute_text_segments(self.tokenizer, segments)
+            last = segments[-1][1]
+            tokens += [(token, last) for token in (self._end, *self._newline)]
         if add_generation_prompt:
-            tokens.extend((token, -1, False, False) for token in self._prompt)
+            tokens += [(token, -1) for token in self._prompt]
         return RenderedTokens(
-            token_ids=[token[0] for token in tokens],
-            message_indices=[token[1] for token in tokens],
-            sampled_mask=[token[2] for token in tokens],
-            is_content=[token[3] for token in tokens],
+            token_ids=[token for token, _ in tokens],
+            message_indices=[message for _, message in tokens],
             message_roles=[message["role"] for message in messages],
             message_tool_names=extract_message_tool_names(messages),
         )
@@ -351,7 +344,7 @@ class ChatMLRenderer:
 def _turns(messages: list[Any], described: str, with_tools: bool) -> Iterator[list[_Segment]]:
     """What stands between `<|im_start|>` and `<|im_end|>`, turn by turn."""
     if described and (not messages or messages[0]["role"] != "system"):
-        yield [(f"system\n{described}", -1, False, False)]
+        yield [(f"system\n{described}", -1)]
     for index, message in enumerate(messages):
         role, content = message["role"], _text(message.get("content"))
         if with_tools and role == "tool":
@@ -359,24 +352,23 @@ def _turns(messages: list[Any], described: str, with_tools: bool) -> Iterator[li
                 continue
             yield _results(messages, index)
             continue
-        spoken = role == "assistant"
-        segments: list[_Segment] = [(f"{role}\n", index, False, False), (content, index, spoken, True)]
+        segments: list[_Segment] = [(f"{role}\n", index), (content, index)]
         if described and index == 0 and role == "system":
-            segments.append((f"\n\n{described}", index, False, False))
-        if with_tools and spoken and message.get("tool_calls"):
-            segments.append((_called(message["tool_calls"], bool(content)), index, True, True))
+            segments.append((f"\n\n{described}", index))
+        if with_tools and role == "assistant" and message.get("tool_calls"):
+            segments.append((_called(message["tool_calls"], bool(content)), index))
         yield segments
 
 
 def _results(messages: list[Any], start: int) -> list[_Segment]:
-    segments: list[_Segment] = [("user", start, False, False)]
+    segments: list[_Segment] = [("user", start)]
     for index in range(start, len(messages)):
         if messages[index]["role"] != "tool":
             break
         segments += [
-            ("\n<tool_response>\n", index, False, False),
-            (_text(messages[index].get("content")), index, False, True),
-            ("\n</tool_response>", index, False, False),
+            ("\n<tool_response>\n", index),
+            (_text(messages[index].get("content")), index),
+            ("\n</tool_response>", index),
         ]
     return segments
 

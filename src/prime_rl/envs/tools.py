@@ -6,18 +6,13 @@ lines as the reason.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
-import socket
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
@@ -28,6 +23,7 @@ from jsonschema.validators import validator_for
 from mcp.shared.exceptions import MCPError
 from verifiers.v1 import runtimes
 from verifiers.v1.harnesses.utils.mcp import mcp_client
+from verifiers.v1.mcp.launch import log_tail
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
 from prime_rl.envs.convert import parsed_json
@@ -42,9 +38,7 @@ ALIVE_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
 SERVER_SECONDS = 180.0  # from its start until it listens: as long as verifiers waits
 POLL_SECONDS = 0.05
-PORT_SECONDS = 1.0  # for one try to connect to a server that starts
-EXIT_SECONDS = 1.0  # until a process that closed its connections is known to have exited
-LAST_BYTES, LAST_LINES = 4000, 3
+LAST_LINES = 3
 _PORT_FILE = "MCP_PORT_FILE"  # a variable of servers alone: where they write their port
 ANSWER_LIMIT = 100_000  # characters: a longer one is cut, not sent to fill the model's context
 
@@ -130,8 +124,7 @@ class ToolServer:
             async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url):
                 return
         except (aiohttp.ClientError, TimeoutError) as error:
-            why = await ending_of(self._url) or _cause(error)
-            raise vf.ToolsetError(f"tool server {self._name!r} does not answer: {why}") from error
+            raise vf.ToolsetError(f"tool server {self._name!r} does not answer: {_cause(error)}") from error
 
     async def _still_there(self, cause: str) -> None:
         """After a failure: a fresh session next time if the server answers, else the end of the episode."""
@@ -226,91 +219,46 @@ async def check(servers: Mapping[str, Any]) -> None:
         await toolbox.close()
 
 
-async def any_gone(servers: Mapping[str, Any]) -> bool:
-    """Whether one of a taskset's servers does not answer, of those that verifiers started for this worker, once."""
+async def gone(servers: Mapping[str, Any]) -> str:
+    """Why one of a taskset's servers does not answer, of those that verifiers started for this worker, once ("": all answer)."""
     for name, server in servers.items():
         try:
             await ToolServer(name, server.url).alive()
-        except vf.ToolsetError:
-            return not server.external
-    return False
+        except vf.ToolsetError as error:
+            if server.runtime is not None:
+                return f"{error}: {await _last_lines(server.runtime, f'vf_tool_{name}.log')}"
+    return ""
 
 
-@dataclass
-class _Server:
-    name: str
-    process: Process
-    log: Path
-    logged: bool = False
-
-    def ending(self) -> str:
-        """How it ended, on one line ("": it runs). All its last lines are in the worker's log, once."""
-        if self.process.returncode is None:
-            return ""
-        if not self.logged:
-            logger.warning("tool server %s:\n%s", self.name, "\n".join(self.last_lines()))
-        self.logged = True
-        return f"it exited with status {self.process.returncode}: {self.summary()}"
-
-    def last_lines(self) -> list[str]:
-        data = self.log.read_bytes()[-LAST_BYTES:] if self.log.exists() else b""
-        return [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
-
-    def summary(self) -> str:
-        return " | ".join(line[-150:] for line in self.last_lines()[-LAST_LINES:]) or "it printed nothing"
-
-    def port(self, file: Path) -> int | None:
-        """The port that it wrote into a file, once it listens there. Raises vf.ToolsetError when it died."""
-        if ending := self.ending():
-            raise vf.ToolsetError(f"tool server {self.name}: {ending}")
-        text = file.read_text() if file.exists() else ""
-        try:
-            with socket.create_connection(("127.0.0.1", int(text)), timeout=PORT_SECONDS):
-                return int(text)
-        except (OSError, ValueError):
-            return None
-
-
-_BY_PORT: dict[int, _Server] = {}
+async def _last_lines(runtime: Any, log: str) -> str:
+    lines = [line.strip() for line in (await log_tail(runtime, log)).splitlines() if line.strip()]
+    return " | ".join(line[-150:] for line in lines[-LAST_LINES:]) or "it printed nothing"
 
 
 class ToolRuntime(SubprocessRuntime):
-    """verifiers' local runtime, which waits until a tool server listens."""
+    """verifiers' local runtime; a tool server that dies before it has a port is an error at once."""
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Raises vf.ToolsetError when a tool server dies, or does not listen in time."""
+        """Raises vf.ToolsetError when a tool server dies, or has no port in time."""
         if _PORT_FILE not in env:
             return await super().run_background(argv, env, log)
         # A server imports what this worker (`python -m`) imports.
         path = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH", ""))))
         await super().run_background(argv, {"PYTHONPATH": path, **env}, log)
-        assert self.workdir is not None
-        server = _Server(argv[-1], self._background[-1], self.workdir / log)
-        look, owner = partial(server.port, Path(env[_PORT_FILE])), f"tool server {server.name}"
-        try:
-            port = await wait_async(look, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
-        except WaitTimeout as error:
-            raise vf.ToolsetError(f"{error}: {server.summary()}") from error
-        assert port is not None
-        _BY_PORT[port] = server
+        process, file, owner = self._background[-1], Path(env[_PORT_FILE]), f"tool server {argv[-1]}"
 
-    async def teardown(self) -> None:
-        for port in [port for port, server in _BY_PORT.items() if server.process in self._background]:
-            del _BY_PORT[port]
-        await super().teardown()
+        def started_or_dead() -> bool:
+            return file.exists() or process.returncode is not None
+
+        try:
+            await wait_async(started_or_dead, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
+        except WaitTimeout as error:
+            raise vf.ToolsetError(f"{error}: {await _last_lines(self, log)}") from error
+        if process.returncode is not None:
+            why = f"it exited with status {process.returncode}: {await _last_lines(self, log)}"
+            raise vf.ToolsetError(f"{owner}: {why}")
 
 
 def install_runtime() -> None:
     """Have verifiers make `ToolRuntime`s: its table of runtimes has no place for another one."""
     runtimes.SubprocessRuntime = ToolRuntime
-
-
-async def ending_of(url: str) -> str:
-    """How the server at an address ended; "" where it runs, or is not one of ours."""
-    server = _BY_PORT.get(urlsplit(url).port or 0)
-    if server is None:
-        return ""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(EXIT_SECONDS):
-            await server.process.wait()
-    return server.ending()

@@ -60,7 +60,7 @@ from prime_rl.envs.convert import (
 )
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
-from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, Toolbox, any_gone, check, install_runtime
+from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, Toolbox, check, gone, install_runtime
 
 HARNESS_ID = "prime_rl_chat"
 # verifiers imports a harness by a top-level module name, and takes the one in its `__all__`; ours lives inside the package.
@@ -155,8 +155,8 @@ class VerifiersEnv:
         for sample in result.samples:
             sample.hint = hint
         of_tools = any(error.type == "ToolsetError" for trace in episode.traces for error in trace.errors)
-        if of_tools and await any_gone(self._env._shared_tools):
-            raise Broken(result.message)
+        if of_tools and (why := await gone(self._env._shared_tools)):
+            raise Broken(why)
         return result
 
     def _client_of(self, base_url: str) -> vf.TrainClientConfig | vf.EvalClientConfig:
