@@ -8,6 +8,7 @@ lines as the reason.
 import asyncio
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ ALIVE_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
 SERVER_SECONDS = 180.0  # from its start until it listens: as long as verifiers waits
 POLL_SECONDS = 0.05
+PORT_SECONDS = 1.0  # for one try to connect to a server that starts
 LAST_LINES = 3
 _PORT_FILE = "MCP_PORT_FILE"  # a variable of servers alone: where they write their port
 ANSWER_LIMIT = 100_000  # characters: a longer one is cut, not sent to fill the model's context
@@ -236,10 +238,10 @@ async def _last_lines(runtime: Any, log: str) -> str:
 
 
 class ToolRuntime(SubprocessRuntime):
-    """verifiers' local runtime; a tool server that dies before it has a port is an error at once."""
+    """verifiers' local runtime; a tool server that dies before it listens is an error at once."""
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Raises vf.ToolsetError when a tool server dies, or has no port in time."""
+        """Raises vf.ToolsetError when a tool server dies, or does not listen in time."""
         if _PORT_FILE not in env:
             return await super().run_background(argv, env, log)
         # A server imports what this worker (`python -m`) imports.
@@ -247,11 +249,17 @@ class ToolRuntime(SubprocessRuntime):
         await super().run_background(argv, {"PYTHONPATH": path, **env}, log)
         process, file, owner = self._background[-1], Path(env[_PORT_FILE]), f"tool server {argv[-1]}"
 
-        def started_or_dead() -> bool:
-            return file.exists() or process.returncode is not None
+        def listens_or_dead() -> bool:
+            if process.returncode is not None:
+                return True
+            try:
+                with socket.create_connection(("127.0.0.1", int(file.read_text())), timeout=PORT_SECONDS):
+                    return True
+            except (OSError, ValueError):  # it has written no port yet, or listens later
+                return False
 
         try:
-            await wait_async(started_or_dead, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
+            await wait_async(listens_or_dead, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
         except WaitTimeout as error:
             raise vf.ToolsetError(f"{error}: {await _last_lines(self, log)}") from error
         if process.returncode is not None:

@@ -342,7 +342,7 @@ class WorkerPool:
         else:
             own.deaths += 1
             if (ending.hopeless and not own.loaded) or own.deaths >= MAX_DEATHS * own.target:
-                self._fail(UserError(_why_failed(own, ending)))
+                self._fail(UserError(_why_failed(own, ending.why)))
                 return
             self.restarts += 1
             action = "starting it again"
@@ -446,19 +446,13 @@ class WorkerPool:
             worker.die(f"unreachable: {error}")
 
 
-def _why_failed(own: WorkerSet, ending: Ending) -> str:
-    name, python, tail = own.config.name, own.config.python, worker_process.tail(own.log)
-    times = "died before it was ready"
-    if own.deaths > 1:
-        times = f"died {own.deaths} times in a row without finishing an episode"
-    lines = [f"worker of environment {name!r} {times}: {ending.why}"]
-    if ending.why.startswith("cannot be started: "):
-        lines = [f"cannot start a worker of {name!r}: {ending.why.removeprefix('cannot be started: ')}"]
-    if ending.hopeless and own.loaded:
-        lines.append("it could be loaded when the run started: was its package removed or changed since?")
-    if ending.hopeless and (remedy := worker_process.remedy(tail, python, own.config.id)):
-        lines.append(remedy)
-    return "\n".join([*lines, tail])
+def _why_failed(own: WorkerSet, why: str) -> str:
+    times = (
+        "died before it was ready"
+        if own.deaths < 2
+        else f"died {own.deaths} times in a row without finishing an episode"
+    )
+    return f"worker of environment {own.config.name!r} {times}: {why}\n{worker_process.tail(own.log)}"
 
 
 # ---- how many workers

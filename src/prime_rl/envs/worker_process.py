@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -25,7 +24,6 @@ HANG_GRACE = 10.0  # a worker interrupts what blocks it; this much later that ha
 TAIL_LINES = 12
 _TAIL_BYTES = 16384
 SENT_BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-_MISSING = re.compile(r"(?:ModuleNotFoundError: )?No module named '?([\w.]+)'?")
 
 
 # ---- its log
@@ -194,16 +192,3 @@ async def exited(worker: Worker) -> int:
         os.close(descriptor)
     assert worker.child.status is not None
     return worker.child.status
-
-
-def remedy(log: str, python: str | None, env_id: str) -> str:
-    """Say what to do about a worker that could not import what it needs, by the end of its log; "" where that says nothing."""
-    if not (missing := _MISSING.findall(log)):
-        return ""
-    module, interpreter = missing[-1].partition(".")[0], python or sys.executable
-    if python is None:
-        return f"{interpreter} has no module {module!r}: install it (`uv add`), or whatever package brings it"
-    return (
-        f"python = {interpreter!r} has no module {module!r}: install pyzmq, msgpack, what prime-rl needs for {env_id!r}, and the environment itself there "
-        f"(`uv pip install --python {interpreter} …`), or use `requirements`, or leave `python` out"
-    )

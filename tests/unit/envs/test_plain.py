@@ -190,7 +190,7 @@ async def test_engine_failures_are_the_cause(model: Path, package: Callable[[str
         ("return 'good'", Outcome.ERRORED, "reward 'reward' is a str, not a number"),
         ("return None", Outcome.ERRORED, "reward 'reward' is a NoneType"),
         ("return {}", Outcome.ERRORED, "rollout returned no reward"),
-        ("return float('nan')", Outcome.INVALID, "reward is nan"),
+        ("await chat(); return float('nan')", Outcome.INVALID, "reward is nan"),
         ("chat.metrics['m'] = 'x'; return 1", Outcome.ERRORED, "metric 'm' is a str"),
         ("chat.messages.clear(); await chat()", Outcome.ERRORED, "nothing has been said"),
         ("return 1", Outcome.INVALID, "no sampled tokens"),
