@@ -61,8 +61,6 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
     try:
         async with AsyncExitStack() as stack:
             await pool.start(config.client.ready_timeout)
-            for env in config.environments:
-                tasks_of(pool, plan_of(config, env, chat))  # refuses what is endless
             await run.all(None if chat else await connect(config, stack, status))
     except KeyRejected as error:
         raise UserError(f"{rejected_key(config.client)}: {error}. {run.kept()}") from error

@@ -180,12 +180,8 @@ class Orchestrator:
         for step, metrics in missing_rows(self.rollouts_dir, logged).items():
             self.monitor.log(step, metrics)
 
-        async def start_environments() -> None:
-            await self.pool.start(config.client.ready_timeout)
-            self.evaluations.check_tasks()  # beside the wait for servers, which may still be loading
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(start_environments())
+        async with asyncio.TaskGroup() as group:  # servers may still be loading
+            group.create_task(self.pool.start(config.client.ready_timeout))
             group.create_task(self.fleet.wait_ready(self.status.waiting))
         if not config.trainer:
             logger.info("no trainer takes part: all batches come from the base model (version 0)")
