@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from conftest import free_port, wait_healthy
+from conftest import InferenceServer, free_port, wait_healthy
 from prime_rl.transport.commit import list_steps
-from support.commands import make_checkout, parse_line, read_rows, run_line
+from support.commands import fork_line, make_checkout, parse_line, read_rows, run_line
 from support.processes import Command, wait_for_all
 
 SECONDS = 400.0
@@ -79,7 +79,8 @@ def test_every_line_that_should_run_is_run_here() -> None:
 
 @pytest.mark.parametrize("line", ALONE)
 def test_alone(line: str, checkout: Path) -> None:
-    status, output = run_line(line, checkout, *ALONE[line], seconds=SECONDS)
+    run = run_line if line == "uv run python -V" else fork_line
+    status, output = run(line, checkout, *ALONE[line], seconds=SECONDS)
     assert status == 0, output
     assert "Traceback" not in output
 
@@ -124,13 +125,19 @@ def start(line: str, checkout: Path, *more: object) -> Command:
     return Command(program, *words, *more, cwd=checkout, env=environment, log=log)
 
 
-def test_validating_an_installation(checkout: Path) -> None:
-    """The debug server, then orchestrator and eval against it, each alone: nobody trains, and the orchestrator ends all the same."""
-    with served(DEBUG_SERVER, checkout) as url:
-        status, output = run_line(DEBUG_ORCHESTRATOR, checkout, "--client.base-url", url, seconds=SECONDS)
-        assert status == 0, output
-        status, output = run_line(DEBUG_EVAL, checkout, "--client.base-url", url, seconds=SECONDS)
-        assert status == 0, output
+@pytest.mark.parametrize("line", [DEBUG_ORCHESTRATOR, DEBUG_EVAL])
+def test_validating_an_installation(line: str, checkout: Path, inference_server: InferenceServer) -> None:
+    """Orchestrator and eval, each alone against a server: nobody trains, and the orchestrator ends all the same."""
+    inference_server.reset()
+    more = ["--model.name", inference_server.model, "--client.base-url", inference_server.root]
+    status, output = fork_line(line, checkout, *more, seconds=SECONDS)
+    assert status == 0, output
+
+
+@pytest.mark.slow
+def test_the_debug_server(checkout: Path) -> None:
+    with served(DEBUG_SERVER, checkout):
+        pass
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from conftest import free_port
 from prime_rl.monitor import read_metrics
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.rollouts import open_batch
 from prime_rl.transport.weights import verify_weights
 from support.processes import Command, run_forked
 
@@ -25,13 +26,13 @@ def arguments(directory: Path, port: int, *more: object) -> list[object]:
 
 
 def test_one_command_trains_evaluates_and_leaves_a_model(tmp_path, monkeypatch):
-    """The first command of the README, shortened: exit 0, a line per step, evals before and after, weights that transformers loads."""
+    """The first command of the README, shortened: exit 0, a line per step, evals before and after, weights that transformers loads. At async_level 1
+    with the bound at 1 no sample of step n is older than version n - 1."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("PRIME_TRAINER__OPTIM__WEIGHT_DECAY", "0.5")
-    with Command(
-        "rl", *arguments(tmp_path / "run", free_port(), "--max-steps", 3, "--seed", 3), log=tmp_path / "rl.log"
-    ) as rl:
+    more = ["--max-steps", 3, "--seed", 3, "--orchestrator.max-off-policy-steps", 1]
+    with Command("rl", *arguments(tmp_path / "run", free_port(), *more), log=tmp_path / "rl.log") as rl:
         rl.succeed(TIMEOUT)
         console = rl.tail(80)
     run = tmp_path / "run"
@@ -40,6 +41,10 @@ def test_one_command_trains_evaluates_and_leaves_a_model(tmp_path, monkeypatch):
     assert "Eval reverse-text at step 0" in console
     assert "Eval reverse-text at step 3" in console
     assert list_steps(run / "rollouts") == [0, 1, 2]
+    for step in range(3):
+        batch = open_batch(run / "rollouts" / f"step_{step}")
+        versions = {version for row in batch.rows(range(len(batch))) for version in row.policy_versions}
+        assert versions <= set(range(max(0, step - 1), step + 1))
     manifest = verify_weights(run / "weights" / "step_3")
     model = AutoModelForCausalLM.from_pretrained(run / "weights" / "step_3")
     assert {name for name, _ in model.named_parameters()} == manifest.tensors.keys()

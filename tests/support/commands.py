@@ -89,10 +89,12 @@ def run_line(
     return done.returncode, done.stdout
 
 
-def fork_line(line: str, checkout: Path, *more: object, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """The same for one of our commands that ends at once, by `run_forked`."""
+def fork_line(
+    line: str, checkout: Path, *more: object, environment: dict[str, str] | None = None, seconds: float = 120
+) -> tuple[int, str]:
+    """The same for one of our commands, by `run_forked`."""
     words, env = prepare(line, environment)
-    done = run_forked(*words, *more, cwd=checkout, env=env)
+    done = run_forked(*words, *more, cwd=checkout, env=env, seconds=seconds)
     return done.returncode, done.stdout + done.stderr
 
 

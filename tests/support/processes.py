@@ -92,7 +92,7 @@ def wait_for_all(commands: Sequence[Command], timeout: float) -> None:
 def run_forked(
     name: str, *arguments: object, cwd: Path = REPOSITORY, env: Mapping[str, str] | None = None, seconds: float = 120.0
 ) -> "subprocess.CompletedProcess[str]":
-    """Run one of our commands that ends at once in a fork of this process: most of its time is that of its imports otherwise."""
+    """Run one of our commands in a fork of this process, which spares it what is imported here: most of the time of a short run."""
     words = [name, *map(str, arguments)]
     with tempfile.TemporaryDirectory() as directory:
         outputs = [Path(directory) / stream for stream in ("stdout", "stderr")]
