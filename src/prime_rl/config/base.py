@@ -102,11 +102,6 @@ class BaseConfig(Section):
     log: LogConfig = option(LogConfig, "Console and log file.")
 
     @staticmethod
-    def as_given(tree: dict[str, Any]) -> dict[str, Any]:
-        """The complete table of a configuration as one would write it by hand: what follows from another setting may be left out."""
-        return tree
-
-    @staticmethod
     def share(table: LayeredTable) -> None:
         """Fill settings that several sections have in common into each of them. Raises Problems."""
 

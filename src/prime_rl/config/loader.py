@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -26,13 +26,6 @@ Config = TypeVar("Config", bound=BaseConfig)
 FOREIGN = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
 INCLUDE = "include"
 BOOLS = {"true": True, "false": False, "1": True, "0": False, "none": None}
-
-
-class Resolved(NamedTuple):
-    """A configuration, and hints at today's spelling of what was given in an older one."""
-
-    config: Any
-    hints: list[str]
 
 
 def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
@@ -65,11 +58,11 @@ def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Con
     Raises:
         ConfigError: with every mistake.
     """
-    return resolve(cls, argv, env).config
+    return resolve(cls, argv, env)[0]
 
 
-def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Resolved:
-    """As `parse`, with hints."""
+def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> tuple[Any, list[str]]:
+    """As `parse`, with hints at today's spelling of what was given in an older one, and at what is left out."""
     sources = _Sources(cls)
     sources.read(argv, env)
     table = sources.table
@@ -83,7 +76,7 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> R
         raise ConfigError(problems)
     try:
         cls.share(table)
-        return Resolved(cls.model_validate(table.tree, context=LOADED), table.hints)
+        return cls.model_validate(table.tree, context=LOADED), table.hints
     except Problems as error:
         raise ConfigError([problem_line(problem, (), table) for problem in error.problems]) from None
     except ValidationError as error:
@@ -316,7 +309,7 @@ def to_toml(config: BaseConfig) -> str:
     Secrets are written as "None": they travel by environment variable. What is meant for one start alone (dry_run,
     clean) is left out: a configuration fed back is to run.
     """
-    return tomli_w.dumps(config.as_given(_plain(config)))
+    return tomli_w.dumps(_plain(config))
 
 
 def write_toml(config: BaseConfig, path: Path) -> None:

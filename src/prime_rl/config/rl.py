@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from prime_rl.config.base import BaseConfig, check, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.share import share, without_copies
+from prime_rl.config.share import share
 from prime_rl.config.shared import CkptConfig, Device, ModelConfig, SlurmConfig, WandbConfig, nothing_to_clean
 from prime_rl.config.trainer import TrainerConfig
 
@@ -46,7 +46,6 @@ class RLConfig(BaseConfig):
     orchestrator: OrchestratorConfig = Field(description="The orchestrator.")
     inference: InferenceConfig | None = option(None, "The inference server (None: one that runs already).")
 
-    as_given = staticmethod(without_copies)
     share = staticmethod(share)
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from pydantic import PositiveInt, model_validator
 from prime_rl.config.base import Problem, Section, option
 from prime_rl.config.eval import Measure
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.share import share_eval_server, without_address
+from prime_rl.config.share import share_eval_server
 from prime_rl.config.shared import Length
 from prime_rl.config.trainer import ExportConfig, TrainingConfig
 
@@ -74,7 +74,6 @@ class SFTConfig(TrainingConfig):
     eval: SFTEval | None = option(None, "Evaluation while training.")
     inference: InferenceConfig | None = option(None, "The server for evaluations (None: one that runs already).")
 
-    as_given = staticmethod(without_address)
     share = staticmethod(share_eval_server)
 
     @model_validator(mode="after")

@@ -63,25 +63,6 @@ def share_eval_server(table: LayeredTable) -> None:
         check(run.unify(["model.name", "inference.model.name"]), run.address("eval.client"))
 
 
-def without_copies(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the complete table of a run without the values that are filled into its sections."""
-    run = _Sharing(LayeredTable(tree))
-    shared = {**COMMON, "ckpt": PAIR, "seq_len": PAIR}
-    for top, place in [(key, f"{section}.{key}") for key, sections in shared.items() for section in sections]:
-        if run.get(top) is not ABSENT and _same(run.get(top), run.get(place)):
-            run.remove(place)
-    if isinstance(run.get("inference"), dict):
-        run.remove("orchestrator.client.base_url")
-    return run.table.tree
-
-
-def without_address(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the complete table of an SFTConfig without the address that follows from the server's."""
-    if isinstance(tree.get("inference"), dict):
-        tree["eval"]["client"].pop("base_url")
-    return tree
-
-
 def _same(one: Any, other: Any) -> bool:
     return one == other or str(one) == str(other)  # A path may be given as Path or as text.
 
@@ -102,9 +83,6 @@ class _Sharing:
     def set(self, key: str, value: Any) -> None:
         """Set a value that was missing or came from a weaker source, and forget that origin."""
         self.table.fill(_keys(key), value)
-
-    def remove(self, key: str) -> None:
-        self.table.remove(_keys(key))
 
     def _rank(self, *keys: str) -> int:
         """Rank of the strongest source of any of the keys; below that of a default for none."""
@@ -224,4 +202,4 @@ class _Sharing:
             self.set(key, None)
         if self.get("orchestrator.trainer") is False:
             self.table.hints.append("orchestrator.trainer is left out: `rl` starts a trainer")
-        self.remove("orchestrator.trainer")  # meant for an orchestrator that runs alone
+        self.table.remove(_keys("orchestrator.trainer"))  # meant for an orchestrator that runs alone

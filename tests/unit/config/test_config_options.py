@@ -126,13 +126,6 @@ def test_lists(argv: list[str]) -> None:
     assert [environment.id for environment in parse(EvalConfig, argv, {}).environments] == ["a", "b"]
 
 
-def test_a_list_ends_at_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.toml"
-    path.write_text("seed = 3")
-    config = parse(EvalConfig, ["--environment-ids", "a", "b", "@", str(path)], {})
-    assert (len(config.environments), config.seed) == (2, 3)
-
-
 def test_items_of_a_list_of_tables_have_options(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text('[[environments]]\nid = "a"\nratio = 2\n[[environments]]\nid = "b"')
@@ -172,10 +165,6 @@ def test_dict_settings() -> None:
 
 def test_what_a_file_could_not_hold_stays_text() -> None:
     assert parse(InferenceConfig, ["--vllm.x", "{1, 2}", "--vllm.y", "b'1'"], {}).vllm == {"x": "{1, 2}", "y": "b'1'"}
-
-
-def test_negative_numbers_are_values() -> None:
-    assert parse(TrainerConfig, ["--ckpt.resume-step", "-1"], {}).ckpt.resume_step == -1  # type: ignore[union-attr]
 
 
 def test_text_settings_are_not_read_as_numbers() -> None:
