@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from prime_rl.config.base import BaseConfig, Problem, Section, check, conflict, option
 from prime_rl.config.shared import (
+    Address,
     CkptConfig,
     ClientConfig,
     EnvConfig,
@@ -19,7 +20,6 @@ from prime_rl.config.shared import (
     nothing_to_clean,
 )
 from prime_rl.config.trainer import resume_within
-from prime_rl.redact import has_password
 
 
 class LinearPenalty(Section):
@@ -49,18 +49,10 @@ class OverlongPenalty(Section):
 class TeacherServer(Section):
     """Another model's server, which samples."""
 
-    base_url: str = Field(description="Address of the server, with or without /v1.")
+    base_url: Address = Field(description="Address of the server, with or without /v1.")
     model: str = option("", "Name of the model there (empty: the first one it lists).")
     api_key_var: str = option("TEACHER_API_KEY", "Environment variable that holds the API key.")
     max_concurrent: PositiveInt = option(32, "Most episodes, of a model that scores requests, at a time.")
-
-    @model_validator(mode="after")
-    def _is_an_address(self) -> Self:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise Problem("base_url does not start with http:// or https://", "base_url")
-        if has_password(self.base_url):
-            raise Problem("base_url holds a password, which would be written and shown: see api_key_var", "base_url")
-        return self
 
 
 class TeacherConfig(TeacherServer):

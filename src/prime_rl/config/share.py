@@ -8,7 +8,7 @@ only there is it visible what was given and what is a default.
 from typing import Any
 from urllib.parse import urlsplit
 
-from prime_rl.config.base import Problem, check, conflict
+from prime_rl.config.base import Problem, check
 from prime_rl.config.layers import ABSENT, SECTIONS_OF_RL, LayeredTable, spell
 from prime_rl.config.shared import CkptConfig
 
@@ -18,7 +18,7 @@ PAIR = ("trainer", "orchestrator")
 # The same in every process, wherever it is given: at the top, or in a section, whose value then reaches the others.
 COMMON: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("output_dir", "seed", "log.level", "model.name", "model.trust_remote_code"), ALL),
-    **dict.fromkeys(("max_steps", "async_level", "bench"), PAIR),
+    **dict.fromkeys(("max_steps", "async_level", "bench", "clean"), PAIR),
     "device": ("trainer", "inference"),
 }
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None})
@@ -43,14 +43,6 @@ def share(table: LayeredTable) -> None:
         *run.ckpt(["ckpt", *(f"{section}.ckpt" for section in pair)]),
         *run.seq_len([f"{section}.seq_len" for section in pair]),
         *run.wandb(pair),
-        *(
-            conflict(
-                run.get(f"{section}.clean") not in (ABSENT, False),
-                f"{section}.clean is for a {section} started by hand: give `rl` --clean",
-                f"{section}.clean",
-            )
-            for section in pair
-        ),
         run.address("orchestrator.client") if {"inference", "orchestrator"} <= set(present) else None,
     )
     run.fake_data()

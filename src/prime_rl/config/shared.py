@@ -19,14 +19,8 @@ Device = Literal["auto", "cpu", "cuda"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def _trains(tokens: int) -> int:
-    if tokens < 2:
-        raise ValueError("must be at least 2: a token is predicted from those before it, a single one trains nothing")
-    return tokens
-
-
-Length = Annotated[int, AfterValidator(_trains)]
-"""Tokens of what is trained on."""
+Length = Annotated[int, Field(ge=2)]
+"""Tokens of what is trained on: each is predicted from those before it."""
 
 
 def _all_or_some(tasks: int) -> int:
@@ -93,17 +87,28 @@ def nothing_to_clean(clean: bool, recover: bool, ckpt: CkptConfig | None) -> Pro
     return None
 
 
+def _is_address(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{without_password(url)!r} does not start with http:// or https://")
+    if has_password(url):
+        raise ValueError(
+            "holds a password, which would be written and shown: put the key into the variable api_key_var"
+        )
+    try:
+        _ = urlsplit(api_root(url)).port
+    except ValueError as error:
+        raise ValueError(f"{url!r} is no address: {error}") from None
+    return url
+
+
+Address = Annotated[str, AfterValidator(_is_address)]
+"""Of a server, with or without /v1."""
+
+
 def _one_or_several(urls: str | list[str]) -> str | list[str]:
-    found = [urls] if isinstance(urls, str) else urls
+    found = [_is_address(url) for url in ([urls] if isinstance(urls, str) else urls)]
     if not found:
         raise ValueError("names no server")
-    for url in found:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{without_password(url)!r} does not start with http:// or https://")
-        try:
-            _ = urlsplit(api_root(url)).port
-        except ValueError as error:
-            raise ValueError(f"{without_password(url)!r} is no address: {error}") from None
     if len(set(map(api_root, found))) < len(found):
         raise ValueError("a server is named twice")
     return found if len(found) > 1 else found[0]
@@ -146,21 +151,13 @@ class ClientConfig(Section):
     timeout: PositiveFloat = option(600.0, "Seconds that one request may take.")
 
     @model_validator(mode="after")
-    def _no_password_and_one_router(self) -> Self:
-        for key, urls in (("base_url", self.base_urls), ("admin_base_url", self.admin_roots)):
-            if any(has_password(url) for url in urls):
-                message = "holds a password, which would be written and shown: put the key into $VLLM_API_KEY"
-                raise Problem(f"{key} {message}", key)
-        if self.admin_base_url is not None:
-            keys = ("admin_base_url", "base_url")
-            if len(self.base_urls) != 1:
-                raise Problem(
-                    "admin_base_url names the servers behind one router: base_url has to name that one", *keys
-                )
-            if self.api_roots[0] in self.admin_roots:
-                raise Problem(
-                    "base_url is one of the servers in admin_base_url, not a router: list them in base_url", *keys
-                )
+    def _one_router(self) -> Self:
+        keys = ("admin_base_url", "base_url")
+        if self.admin_roots and len(self.base_urls) != 1:
+            raise Problem("admin_base_url names the servers behind one router: base_url has to name that one", *keys)
+        if self.api_roots[0] in self.admin_roots:
+            message = "base_url is one of the servers in admin_base_url, not a router: list them in base_url"
+            raise Problem(message, *keys)
         return self
 
     @property

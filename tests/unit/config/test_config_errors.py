@@ -78,8 +78,7 @@ $ trainer --optim.lr nan
 $ trainer --device coda
   device: must be 'auto', 'cpu' or 'cuda', got 'coda'; did you mean 'cuda'? (--device)
 $ rl --orchestrator.environment.id x --seq-len 1
-  trainer.seq_len: must be at least 2: a token is predicted from those before it, a single one trains nothing,
-  got 1 (--seq-len)
+  trainer.seq_len: must be greater than or equal to 2, got 1 (--seq-len)
 $ eval --environment-ids a --num-examples 0
   num_examples: must be at least 1, or -1 for all, got 0 (--num-examples)
 $ orchestrator --environment.id x --client.base-url localhost:8000
@@ -135,8 +134,8 @@ $   http://b:1
   client: base_url is one of the servers in admin_base_url, not a router: list them in base_url
   (admin_base_url: --client.admin-base-url, base_url: --client.base-url)
 $ eval --environment-ids x --client.base-url http://r:1 --client.admin-base-url http://u:p@a:1
-  client: admin_base_url holds a password, which would be written and shown: put the key into $VLLM_API_KEY
-  (admin_base_url: --client.admin-base-url)
+  client.admin_base_url: holds a password, which would be written and shown: put the key into the variable
+  api_key_var, got ['http://a:1'] (--client.admin-base-url)
 $ orchestrator --environment.id x --algorithm.type opd --algorithm.teacher.base-url http://t:1
 $   --sampling.temperature 0.7
   a teacher tells log-probabilities of temperature 1, and x is sampled at 0.7 (sampling.temperature:

@@ -276,6 +276,10 @@ def test_wandb_reaches_both_monitors_under_names_of_their_own() -> None:
     assert rl("--wandb").trainer.monitor.wandb.name is None  # type: ignore[union-attr]
 
 
+def test_clean_of_a_section_is_that_of_the_run() -> None:
+    assert rl("--trainer.clean").clean
+
+
 def test_wandb_of_one_process_alone_stays_there() -> None:
     config = rl("--trainer.monitor.wandb.project", "p")
     assert config.trainer.monitor.wandb is not None
@@ -296,10 +300,6 @@ def test_wandb_is_on_or_off_for_one_process(top: str, section: str) -> None:
         top == "--wandb",
         top != "--wandb",
     )
-
-
-def test_a_section_is_not_cleaned_by_itself() -> None:
-    assert "give `rl` --clean" in problem("--trainer.clean")
 
 
 @pytest.mark.parametrize(
