@@ -165,6 +165,6 @@ def test_arguments_that_only_sound_like_keys_pass(args: dict[str, object]) -> No
 
 
 def test_a_password_in_the_servers_address_is_refused() -> None:
-    with pytest.raises(ValidationError, match="VLLM_API_KEY"):
+    with pytest.raises(ValidationError, match="put the key into the variable api_key_var"):
         ClientConfig(base_url="http://user:hunter2@localhost:8000/v1")
     assert ClientConfig(base_url="http://localhost:8000/v1").api_roots == ["http://localhost:8000"]

@@ -183,7 +183,7 @@ class _Sharing:
         """
         key = "trainer.data.fake"
         fake, bench, batch_size = self.get(key), self.get("bench") is True, self.get("orchestrator.batch_size")
-        if bench and fake is ABSENT:
+        if bench and fake in (ABSENT, None):
             self.set(key, {} if batch_size is ABSENT else {"batch_size": batch_size})
         elif not bench and fake not in (ABSENT, None):
             origin = self.table.origin(_keys(key))

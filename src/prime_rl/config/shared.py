@@ -161,13 +161,6 @@ class ClientConfig(Section):
         return self
 
     @property
-    def source(self) -> str:
-        """The key that says where the servers are, or both."""
-        if self.admin_base_url is not None:
-            return "client.base_url, client.admin_base_url"
-        return "client.base_url"
-
-    @property
     def servers(self) -> str:
         """Where the servers are, for people."""
         return ", ".join(self.base_urls)

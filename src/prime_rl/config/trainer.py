@@ -329,16 +329,8 @@ class TrainingConfig(BaseConfig):
             resume_within(self.max_steps, self.ckpt),
             nothing_to_clean(self.clean, False, self.ckpt),
             schedule_within(self.max_steps, self.scheduler),
-            self._kernel_has_a_gpu(),
         )
         return self
-
-    def _kernel_has_a_gpu(self) -> Problem | None:
-        attention = self.model.attention
-        if self.device != "cpu" or attention in ("auto", "sdpa"):
-            return None
-        message = f"model.attention {attention} needs a GPU; `auto` takes the fastest that runs here"
-        return Problem(message, "model.attention", "device")
 
 
 class TrainerConfig(TrainingConfig):

@@ -55,7 +55,7 @@ async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["token
                 trouble = str(error) or type(error).__name__
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"no inference server at {root} after {client.ready_timeout:.0f} s ({client.source}, "
+                    f"no inference server at {root} after {client.ready_timeout:.0f} s (client.base_url, "
                     f"client.ready_timeout): {trouble}; {how_to_start(root)}"
                 )
             on_wait("an answer", client.servers, client.ready_timeout)

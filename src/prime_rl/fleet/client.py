@@ -116,7 +116,7 @@ class InferenceClient:
         try:
             while trouble := await self._trouble(start + most - time.monotonic()):  # bounded: by the deadline below
                 if time.monotonic() - start > most:
-                    raise UserError(f"no inference server at {self.root} after {most:.0f} s ({self._config.source}, client.ready_timeout): {trouble}; {how_to_start(self.root)}")  # fmt: skip
+                    raise UserError(f"no inference server at {self.root} after {most:.0f} s (client.base_url, client.ready_timeout): {trouble}; {how_to_start(self.root)}")  # fmt: skip
                 on_wait("a healthy server", f"inference at {self.root}", most)
                 await asyncio.sleep(_POLL_SECONDS)
         finally:

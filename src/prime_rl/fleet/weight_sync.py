@@ -601,11 +601,11 @@ class WeightSync:
         """
         if self.fleet.empty_since is None:
             return
-        client, seconds = self.config.client, self.config.client.ready_timeout
+        seconds = self.config.client.ready_timeout
         self.status.waiting("a healthy server", "inference", seconds)
         if time.monotonic() - self.fleet.empty_since > seconds:
             listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.fleet.replicas if one.trouble)
-            raise UserError(f"no inference server for {seconds:.0f} s ({client.source}, client.ready_timeout): {listed}")  # fmt: skip
+            raise UserError(f"no inference server for {seconds:.0f} s (client.base_url, client.ready_timeout): {listed}")  # fmt: skip
 
     async def wait_recovered(self) -> None:
         """Wait until a replica is ready, or what is served is superseded."""

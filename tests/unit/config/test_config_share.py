@@ -459,15 +459,6 @@ def test_an_older_spelling_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "client.base_url http://localhost:8001/v1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("attention", ["cudnn", "flash_attention_3"])
-def test_kernels_need_a_gpu(attention: str) -> None:
-    """Seen in the config where the config says so."""
-    given = ["--trainer.model.attention", attention, "--device", "cpu"]
-    assert f"model.attention {attention} needs a GPU" in problem(*given)
-    rl(*given[:2])
-    rl("--trainer.model.attention", "sdpa", "--device", "cpu")
-
-
 def test_a_file_for_an_orchestrator_alone_serves_in_a_whole_run(tmp_path: Path) -> None:
     """Contract: `rl` starts a trainer, whatever the orchestrator's own file says of one."""
     (tmp_path / "orch.toml").write_text("trainer = false")
