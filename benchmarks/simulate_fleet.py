@@ -32,7 +32,7 @@ from machine import describe_machine
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
-from prime_rl.fleet.replicas import Replica, ReplicaPool
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.metrics import Tally, step_metrics
@@ -121,7 +121,7 @@ class Simulation:
         self.now = self.stood = 0.0
         self.servers = ReplicaPool([Server(f"http://{number}") for number in range(fleet.replicas)], slack=GROUP_SIZE)
         for replica in self.servers.replicas:
-            self.servers.admit(replica)
+            self.servers.move(replica, ReplicaState.READY)
         self.flying: list[tuple[float, str, int]] = []  # (end in sampling seconds, episode, length)
         self.where: dict[str, Replica] = {}
         self.forgotten: set[str] = set()

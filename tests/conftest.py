@@ -42,7 +42,7 @@ REPOSITORY = Path(__file__).parent.parent
 # Of the integration tests, those that start real servers.
 WITH_SERVERS = (
     "test_algorithms", "test_canary", "test_commands_run", "test_data_parallel", "test_envs_engine", "test_evals", "test_examples",
-    "test_inference", "test_joining", "test_loop", "test_rl", "test_router", "test_transports",
+    "test_inference", "test_leaving", "test_loop", "test_rl", "test_router", "test_transports",
 )  # fmt: skip
 
 

@@ -64,6 +64,7 @@ def check_base_update_reload(server: InferenceServer, prompt: list[int]) -> None
     assert served(server) == {
         "boot": before_update["boot"],
         "engines": before_update["engines"],
+        "leaving": False,
         "models": [str(server.model)],
         "version": 11,
         "hash": manifest.hash,

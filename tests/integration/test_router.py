@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from conftest import free_port
-from integration.test_joining import until
+from integration.test_leaving import until
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights
 from support.processes import Command, wait_for_all

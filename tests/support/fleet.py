@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.fleet.client import Served, ServerError
-from prime_rl.fleet.replicas import ReplicaPool
+from prime_rl.fleet.replicas import ReplicaPool, ReplicaState
 from prime_rl.monitor import Monitor, Status
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from support.ledgers import conserved
@@ -117,5 +117,5 @@ async def run(world: FleetWorld, steps: int = 4, last: Callable[[], bool] = lamb
 def ready_fleet(count: int, slack: int) -> ReplicaPool:
     fleet = ReplicaPool([Server(f"http://{number}") for number in range(count)], slack=slack)
     for replica in fleet.replicas:
-        fleet.admit(replica)
+        fleet.move(replica, ReplicaState.READY)
     return fleet

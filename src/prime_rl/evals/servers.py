@@ -18,7 +18,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals.versions import EvalPolicy, OnWait
 from prime_rl.fleet.client import InferenceClient, Served
 from prime_rl.fleet.logprob_check import LogprobCheck
-from prime_rl.fleet.replicas import Replica, ReplicaPool
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Status
 
@@ -127,7 +127,7 @@ class EvalServers:
         verified = await asyncio.gather(*(replica.verify() for replica in used))
         failed = [replica for replica, ok in zip(used, verified, strict=True) if not (ok and replica.ready)]
         for replica in failed:
-            self.fleet.quarantine(replica, "it failed its verification")
+            self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its verification")
         return not any([await self._bring_back(replica) for replica in failed])
 
     async def restore(self) -> None:
@@ -163,7 +163,7 @@ class EvalServers:
                     f"{replica.name} was started again or given other weights: it serves version {served.version} "
                     f"({served.hash[:12]}), not {policy.version} ({policy.hash[:12]}); what is finished is kept"
                 )
-        self.fleet.admit(replica)
+        self.fleet.move(replica, ReplicaState.READY)
         return not same
 
 
@@ -200,6 +200,7 @@ async def admit(fleet: ReplicaPool, ready: Sequence[Replica], model: str, same: 
     served: dict[Replica, Served] = {replica: await replica.engine.served() for replica in ready}
     for replica, one in served.items():
         one.check_name(replica.name, model)
+    served = {replica: one for replica, one in served.items() if not one.leaving} or served  # if there is another
     if same and (mixed := next((replica.name for replica, one in served.items() if one.version == NO_VERSION), None)):
         raise UserError(f"the servers behind {mixed} do not serve the same weights")
     if same and len({(one.version, one.hash) for one in served.values()}) > 1:
@@ -208,7 +209,8 @@ async def admit(fleet: ReplicaPool, ready: Sequence[Replica], model: str, same: 
     for replica in fleet.replicas:
         if replica in served:
             replica.loaded = served[replica]
-            fleet.admit(replica)
+            fleet.move(replica, ReplicaState.READY)
         else:
-            logger.warning("{} does not answer: evaluating without it", replica.name)
+            what = "is to leave" if replica in ready else "does not answer"
+            logger.warning("{} {}: evaluating without it", replica.name, what)
     return next(iter(served.values())).version

@@ -55,6 +55,7 @@ class Served:
     version: int
     hash: str
     boot: str = ""
+    leaving: bool = field(default=False, compare=False)  # it was asked to leave; that changes nothing in what it serves
     engines: int = field(default=1, compare=False)  # that data parallelism has behind the server
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     models: tuple[str, ...] | None = field(default=None, compare=False)  # None: it does not say
@@ -141,6 +142,7 @@ class InferenceClient:
                 int(body["version"]),
                 str(body["hash"]),
                 str(body.get("boot", "")),
+                body.get("leaving") is True,
                 int(body.get("engines", 1)),
                 models=tuple(map(str, body["models"])) if "models" in body else None,
             )

@@ -2,7 +2,8 @@
 
 A *replica* is one server as its clients know it. It is quarantined until it answers and is verified to serve what it
 was given; then it is ready, and gets episodes. What a replica sampled counts once that replica, not another one, is
-verified to have served its version meanwhile.
+verified to have served its version meanwhile. One that is to leave drains: it gets nothing new and keeps the version
+that it has, while its episodes end.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -31,18 +33,27 @@ _FIRST_REST_SECONDS = 1.0  # of a server that fails what it is given, again and 
 _LONGEST_REST_SECONDS = 60.0
 
 
+class ReplicaState(StrEnum):
+    """Status of a replica: what it is given."""
+
+    QUARANTINED = "quarantined"  # nothing, until it answers and is verified
+    READY = "ready"  # episodes, and every newer version
+    DRAINING = "draining"  # nothing new; its episodes go on, on the version that it has
+    LEFT = "left"  # nothing; it is not of the pool any more
+
+
 @dataclass(eq=False)
 class Replica:
-    """One server.
+    """One server. Only `ReplicaPool.move` changes its state.
 
     Attributes:
-        number: Its place in the pool.
-        ready: Whether it gets episodes and every newer version; else it is quarantined. Only `ReplicaPool` changes it.
+        number: Counts the replicas of a pool.
         unverified: Episodes that it samples, or has sampled since it was last verified.
         invalid: Those that it sampled before it was found to have been started again: no verification covers them.
         silent: How many times in a row it did not answer.
         losses: How many times its episodes were invalidated.
         failures: How many times in a row an episode failed there, with none between them that ended well.
+        released: Whether it has left, and was verified for all that it sampled.
         trouble: Why it is not back, while it is quarantined.
         loaded: The last version that it loaded.
         loading: The version that it is loading.
@@ -50,13 +61,14 @@ class Replica:
 
     engine: ServerClient
     number: int = 0
-    ready: bool = False
+    state: ReplicaState = ReplicaState.QUARANTINED
     in_flight: int = 0
     unverified: set[str] = field(default_factory=set)
     invalid: set[str] = field(default_factory=set)
     silent: int = 0
     losses: int = 0
     failures: int = 0
+    released: bool = False
     trouble: str = ""
     loaded: Served | None = None
     loading: Served | None = None
@@ -65,6 +77,14 @@ class Replica:
     @property
     def name(self) -> str:
         return self.engine.root
+
+    @property
+    def ready(self) -> bool:
+        return self.state is ReplicaState.READY
+
+    @property
+    def draining(self) -> bool:
+        return self.state is ReplicaState.DRAINING
 
     async def load(self, manifest: WeightsManifest | None) -> None:
         """Have the server load a committed version and verify it, or its base weights (None). If it was started again and sampled with its base
@@ -92,9 +112,11 @@ class Replica:
             self.unverified.clear()
 
     async def verify(self) -> bool:
-        """Whether the server answers, was not started again, and serves what it was given. During an update it may serve the new version
-        already, which counts when the update has succeeded."""
+        """Whether the server answers, was not started again, and serves what it was given; or left when it did. During an update it may
+        serve the new version already, which counts when the update has succeeded."""
         try:
+            if self.released:
+                return True
             served = await self.engine.served()
         except UserError:
             return False
@@ -108,14 +130,17 @@ class ReplicaPool:
     fewest; attempts at one task share their prompt, which a server computes once."""
 
     def __init__(self, engines: Iterable[ServerClient], slack: int = 1) -> None:
-        self.replicas = [Replica(engine, number) for number, engine in enumerate(engines)]
+        self.replicas: list[Replica] = []
         self.empty_since: float | None = None  # when the last ready one ceased to be
         self._slack = slack
         # A heap of (episodes, number, replica); all but the last of each replica are out of date. Among a thousand the
         # least loaded one is kept, not looked for.
         self._loads: list[tuple[int, int, Replica]] = []
+        self._joined = 0
         self._homes: dict[Hashable, Replica] = {}  # by group, the oldest first
         self._sampled_by: dict[str, Replica] = {}  # episodes that are not verified
+        for engine in engines:
+            self.add(engine)
 
     # -- who gets work -------------------------------------------------------------------------------------------------
 
@@ -125,7 +150,7 @@ class ReplicaPool:
 
     @property
     def quarantined(self) -> list[Replica]:
-        return [replica for replica in self.replicas if not replica.ready]
+        return [replica for replica in self.replicas if replica.state is ReplicaState.QUARANTINED]
 
     @property
     def loading(self) -> int | None:
@@ -137,22 +162,29 @@ class ReplicaPool:
         count = len(self.replicas)
         return f" on {len(self.ready)} of {count} servers" if count > 1 else ""
 
-    def admit(self, replica: Replica) -> None:
-        """Give a replica work from now on: it was verified."""
-        if not replica.ready:
-            replica.ready, replica.silent, self.empty_since = True, 0, None
-            self._weigh(replica)
+    def add(self, engine: ServerClient) -> Replica:
+        """A server joins, quarantined."""
+        self._joined += 1
+        replica = Replica(engine, self._joined)
+        self.replicas.append(replica)
+        return replica
 
-    def quarantine(self, replica: Replica, reason: str) -> None:
-        """Give a replica no work until it is admitted again."""
-        if replica.ready:
-            logger.debug("{} is quarantined: {}", replica.name, reason)
-            replica.ready = False
-        if not self.ready:
-            self.empty_since = self.empty_since or time.monotonic()
+    def move(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
+        """Change the state of a replica. One that has left stays so; what it was not verified for is to be made again by the caller."""
+        if replica.state in (state, ReplicaState.LEFT):
+            return
+        logger.debug("{} is {}{}", replica.name, state, reason and f": {reason}")
+        replica.state = state
+        if state is ReplicaState.READY:
+            replica.silent = 0
+            self._weigh(replica)
+        elif state is ReplicaState.LEFT:
+            self.replicas.remove(replica)
+            self.forget(replica.unverified | replica.invalid)
+        self.empty_since = None if self.ready else self.empty_since or time.monotonic()
 
     def failed(self, replica: Replica) -> None:
-        """An episode failed there for want of a server. Of those that fail together only the first counts: call it before `quarantine`."""
+        """An episode failed there for want of a server. Of those that fail together only the first counts: call it before `move`."""
         if replica.ready:
             replica.failures += 1
 
@@ -250,7 +282,7 @@ class ReplicaPool:
         return None
 
     async def verify(self, finished: Collection[str]) -> tuple[list[str], list[Replica]]:
-        """Ask every ready replica what it serves.
+        """Ask every replica that is ready or drains what it serves.
 
         Args:
             finished: Episodes that had ended before the question.
@@ -258,11 +290,13 @@ class ReplicaPool:
         Returns:
             Those of them that now count, and the replicas that failed.
         """
-        asked = self.ready
+        asked = [replica for replica in self.replicas if replica.ready or replica.draining]
         waiting = [replica.unverified.intersection(finished) for replica in asked]
         verified = await asyncio.gather(*(replica.verify() for replica in asked))
         answers = list(zip(asked, waiting, verified, strict=True))
-        counting = [episode for one, episodes, ok in answers if ok and one.ready for episode in episodes]
+        counting = [
+            episode for one, episodes, ok in answers if ok and (one.ready or one.draining) for episode in episodes
+        ]
         return counting, [replica for replica, _, ok in answers if not ok]
 
 

@@ -142,6 +142,7 @@ def _joined(answers: Sequence[Served]) -> Served:
         first.version,
         first.hash,
         "+".join(one.boot for one in answers),
+        any(one.leaving for one in answers),
         sum(one.engines for one in answers),
         {part: max(one.seconds.get(part, 0.0) for one in answers) for part in parts},
         tuple(name for name in models[0] if all(name in one for one in models)) if models else None,

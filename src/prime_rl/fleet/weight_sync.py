@@ -6,12 +6,13 @@ the client verifies). Episodes that were sampled by weights that do not count, b
 replica failed its verification, are invalidated in the scheduler and sampled again.
 
 A replica that does not load what the others load, does not answer, or fails its verification is quarantined: it is probed
-until it answers, loads what the others serve, is verified, and gets work again.
+until it answers, loads what the others serve, is verified, and gets work again. One that was asked to leave
+(`POST /leave`) drains, is verified once more and leaves; it joins again when it is restarted at the same address.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from prime_rl.errors import UserError
 from prime_rl.fleet.client import NoWeightsServed, ServerError, VersionNotSent
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.published_versions import PublishedVersions
-from prime_rl.fleet.replicas import Replica, ReplicaPool, cancel_tasks, rest_seconds
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, cancel_tasks, rest_seconds
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.incarnations import ask_for_files, call_for_files
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
     from prime_rl.orchestrator.scheduler import Scheduler, Start
 
 POLL_SECONDS = 0.1
-PROBE_SECONDS = 5.0  # between two looks at all replicas
+PROBE_SECONDS = 5.0  # between two looks at all replicas, and at one that drains
 RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
 MAX_RETRY_SECONDS = 15.0  # between two attempts to bring a replica back, while others are ready
 _ATTEMPTS = 5  # to load a version that may be removed, or what the run serves on its only replica
 _LOOK_SECONDS = 0.5  # between two looks at which replicas were quarantined during a load
 _SILENT_PROBES = 3  # unanswered in a row, until the others take over
+_DRAIN_POLL_SECONDS = 0.25
 
 LoadError = UserError | CommitError
 
@@ -76,10 +78,12 @@ class WeightSync:
         # A version that the trainer did not send, and since when; None once one as new was loaded.
         self._unsent: tuple[int, float] | None = None
         self._wanted: int | None = None  # the version that a quarantined replica was not sent last
-        # Quarantined replicas.
+        # Quarantined and leaving replicas.
         self._alone = len(fleet.replicas) == 1  # no other replica takes over from it
         self._recoveries: dict[Replica, asyncio.Task[None]] = {}
         self._recovery_loads: dict[Replica, int] = {}  # versions that quarantined replicas are loading
+        self._drains: dict[Replica, asyncio.Task[None]] = {}
+        self._departed: dict[Replica, str] = {}  # replicas that have left, and the boot of each that did
 
     @property
     def recovering(self) -> bool:
@@ -100,8 +104,8 @@ class WeightSync:
             self._bring_back_soon(replica)
 
     async def close(self) -> None:
-        """End all recoveries."""
-        await cancel_tasks(self._recoveries.values())
+        """End all recoveries and drains."""
+        await cancel_tasks([*self._recoveries.values(), *self._drains.values()])
 
     def take_times(self) -> tuple[float, dict[str, float]]:
         """Return what updates took since this was asked last: altogether, and in parts."""
@@ -144,7 +148,7 @@ class WeightSync:
                 if replica in failures:
                     logger.warning("the run begins without {}: {}", replica.name, failures[replica])
                 else:
-                    self.fleet.admit(replica)
+                    self.fleet.move(replica, ReplicaState.READY)
             self.history.hold(lease_to_hold(incarnation, version))
             return version
 
@@ -371,7 +375,7 @@ class WeightSync:
         try:
             await replica.load(manifest)
         except LogprobCheckFailed:
-            self.fleet.quarantine(replica, "it failed its logprob check")  # at once
+            self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its logprob check")  # at once
             raise
 
     async def _settle(self, asked: Sequence[Replica], failures: Mapping[Replica, LoadError], version: int) -> bool:
@@ -469,38 +473,60 @@ class WeightSync:
     # -- quarantined replicas ------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Probe all ready replicas every few seconds, until it is cancelled: quarantine those that do not answer. The only one
-        is not probed: its episodes fail, or its loads."""
-        while not self._alone:  # bounded: the run cancels it at its end
+        """Probe all replicas every few seconds, until it is cancelled: quarantine those that do not answer, drain those that are to leave, and
+        let those that left join once they are restarted."""
+        while True:  # bounded: the run cancels it at its end
             await asyncio.sleep(PROBE_SECONDS)
-            await asyncio.gather(*map(self._probe, self.fleet.ready))
+            ready, departed = self.fleet.ready, list(self._departed)
+            await asyncio.gather(*map(self._probe, ready), *map(self._rejoin, departed))
+            if self.recovering and all(task.done() for task in self._recoveries.values()):
+                self._check_hope()
 
     async def _probe(self, replica: Replica) -> None:
-        replica.silent = 0 if await replica.engine.answers() else replica.silent + 1
-        if replica.silent >= _SILENT_PROBES and replica.ready:
-            self.quarantine(replica, "it does not answer")
+        # Of the only one the episodes fail, or the loads of versions do.
+        if not self._alone and not await replica.engine.answers():
+            replica.silent += 1
+            if replica.silent >= _SILENT_PROBES and replica.ready:
+                self.quarantine(replica, "it does not answer")
+            return
+        replica.silent = 0
+        try:
+            served = await replica.engine.served()
+        except UserError:
+            return  # whatever is wrong is found when it is verified
+        if served.leaving and replica not in self._drains and replica.ready:
+            self._drains[replica] = self._watched(self._leave(replica, served.boot))
 
     def episode_failed(self, replica: Replica) -> None:
         """An episode failed there for want of a server: others take over, and one that goes on failing rests longer and longer."""
-        self.fleet.failed(replica)
-        self.quarantine(replica, "an episode failed there")
+        if not replica.draining:  # its drain probes it
+            self.fleet.failed(replica)
+            self.quarantine(replica, "an episode failed there")
 
     def quarantine(self, replica: Replica, reason: str) -> None:
-        """Give it no work until it answers and is verified."""
-        self.fleet.quarantine(replica, reason)
-        self._bring_back_soon(replica)
+        """Give it no work until it answers and is verified. One that drains does not come back."""
+        if replica.state is ReplicaState.LEFT:
+            return
+        draining = replica.draining
+        self.fleet.move(replica, ReplicaState.QUARANTINED, reason)
+        if not draining:
+            self._bring_back_soon(replica)
 
     def _bring_back_soon(self, replica: Replica) -> None:
         present = self._recoveries.get(replica)
         if present is None or present.done():
-            task = self._recoveries[replica] = asyncio.create_task(self._bring_back(replica))
-            task.add_done_callback(self._loop.note_failure)
+            self._recoveries[replica] = self._watched(self._bring_back(replica))
+
+    def _watched(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._loop.note_failure)
+        return task
 
     async def _bring_back(self, replica: Replica) -> None:
         """The others go on, and take over what it had. The run ends when none was ready for `ready_timeout`, or the only replica cannot be given
         what the run serves."""
         delay, rest, failures = RETRY_SECONDS, rest_seconds(replica.failures), 0
-        while True:  # bounded: `_check_hope`, and the run's end cancels it
+        while replica.state is not ReplicaState.LEFT:  # bounded: `_check_hope`, and the run's end cancels it
             if self.fleet.ready:
                 await self._hand_over(replica)
             if rest:
@@ -567,7 +593,7 @@ class WeightSync:
             changed = not self._settled.is_set() or (version, incarnation) != (scheduler.version, scheduler.incarnation)
             if changed or replica.invalid:
                 return False
-        self.fleet.admit(replica)
+        self.fleet.move(replica, ReplicaState.READY)
         replica.trouble = ""
         self._loop.wake.set()
         return True
@@ -605,7 +631,7 @@ class WeightSync:
         self.status.waiting("a healthy server", "inference", seconds)
         if time.monotonic() - self.fleet.empty_since > seconds:
             listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.fleet.replicas if one.trouble)
-            raise UserError(f"no inference server for {seconds:.0f} s (client.base_url, client.ready_timeout): {listed}")  # fmt: skip
+            raise UserError(f"no inference server for {seconds:.0f} s (client.base_url, client.ready_timeout): {listed or 'all have left'}")  # fmt: skip
 
     async def wait_recovered(self) -> None:
         """Wait until a replica is ready, or what is served is superseded."""
@@ -618,6 +644,59 @@ class WeightSync:
             subject="healthy server", owner="inference", seconds=_ATTEMPTS * (client.ready_timeout + client.timeout),
             poll=POLL_SECONDS, stop=lambda: self.superseded,
         )  # fmt: skip
+
+    # -- replicas that leave -------------------------------------------------------------------------------------------
+
+    async def _leave(self, replica: Replica, boot: str) -> None:
+        """Drain it between two updates, so that what is in flight there stays of the version that it serves; then let it leave."""
+        try:
+            await self._settled.wait()  # bounded: by the requests' deadlines
+            if replica.ready:
+                self.fleet.move(replica, ReplicaState.DRAINING, "it is to leave")
+                count = replica.in_flight
+                logger.info(
+                    "{} is to leave: it gets nothing new, {} episodes in flight there go on", replica.name, count
+                )
+            silent, probed = 0, time.monotonic()
+            while replica.draining and replica.in_flight and silent < _SILENT_PROBES:  # bounded: by episodes' deadlines
+                await asyncio.sleep(_DRAIN_POLL_SECONDS)
+                if time.monotonic() - probed >= PROBE_SECONDS:
+                    silent, probed = 0 if await replica.engine.answers() else silent + 1, time.monotonic()
+            await self._release(replica, boot, ask=silent < _SILENT_PROBES)
+        finally:
+            del self._drains[replica]
+
+    async def _release(self, replica: Replica, boot: str, ask: bool) -> None:
+        """Remove a replica. What it is verified for counts, if it is there to be asked; the rest is made again."""
+        if (recovery := self._recoveries.pop(replica, None)) is not None:
+            await cancel_tasks([recovery])
+        async with self.shipping:
+            finished = replica.unverified.intersection(self.scheduler.unverified())
+            if ask and await replica.verify():
+                self.scheduler.verify(finished)
+                self.fleet.forget(finished)
+                replica.released = True
+            void = (replica.unverified | replica.invalid) & self.scheduler.running_or_unverified()
+            if void:
+                replica.released = False
+                self.invalidate(replica, "the server left")
+            self.fleet.move(replica, ReplicaState.LEFT)
+            self._departed[replica] = boot
+        self._loop.wake.set()
+        made_again = f"{len(void)} episodes that it had are made again" if void else "nothing of it is made again"
+        ready = len(self.fleet.ready)
+        logger.info("{} has left, and may be stopped: {} ({} servers left to serve)", replica.name, made_again, ready)
+
+    async def _rejoin(self, departed: Replica) -> None:
+        """Let a server that has left join again, once it was restarted."""
+        try:
+            served = await departed.engine.served()
+        except UserError:
+            return
+        if served.boot != self._departed[departed] and not served.leaving:
+            del self._departed[departed]
+            self._bring_back_soon(self.fleet.add(departed.engine))
+            logger.info("{} joins", departed.name)
 
 
 def _worst(errors: Iterable[LoadError]) -> LoadError:

@@ -1,7 +1,8 @@
 """Our routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}, POST /reload_weights likewise
-    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "engines", "models"}
+    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "engines", "leaving"}
+    POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
     POST /v1/generate, an alias of /inference/v1/generate
     POST /v1/sample {"token_ids", "sampling_params", "cache_salt", "model"} -> vLLM's answer of /inference/v1/generate
 
@@ -109,8 +110,18 @@ async def reload_weights(service: Service) -> dict[str, Any]:
 async def weights(request: Request, service: Service) -> dict[str, Any]:
     state = request.app.state
     models = [*state.prime_models, *compat.adapters(state)]
-    more = {"engines": service.engines, "models": models}
+    more = {"engines": service.engines, "leaving": state.prime_leaving, "models": models}
     return asdict(await service.served()) | more
+
+
+@weights_router.post("/leave")
+async def leave(request: Request) -> dict[str, Any]:
+    """Ask for no new episodes. Requests are answered on; only a restart takes it back, as clients may have removed the server already."""
+    state = request.app.state
+    if not state.prime_leaving:
+        logger.info("asked to leave: no new episodes are wanted; requests are answered until this server is stopped")
+    state.prime_leaving = True
+    return {"leaving": True}
 
 
 @router.post(SAMPLE_ROUTE)
@@ -236,6 +247,7 @@ class PrimeRoutes:
         model_config, engines = engine_client.model_config, args.data_parallel_size
         # Of the server, whichever of its processes answers: the engines are its children, and it is what is signalled.
         status = Status(config.output_dir, config.process, of=identify(context.server))
+        state.prime_leaving = False
         state.prime_service = service = WeightService(
             compat.AllEngines(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
-from prime_rl.fleet.replicas import ReplicaPool, RoutedEnvPool, rest_seconds
-from support.fleet import FleetWorld, ready_fleet, run
+from prime_rl.fleet.replicas import ReplicaPool, ReplicaState, RoutedEnvPool, rest_seconds
+from support.fleet import FleetWorld, Server, ready_fleet, run
 from support.ledgers import conserved
 
 
@@ -15,8 +15,8 @@ def fail(fleet: ReplicaPool, replica, times: int) -> None:
     """Lost by a failed episode, and back, so often."""
     for _ in range(times):
         fleet.failed(replica)
-        fleet.quarantine(replica, "scripted")
-        fleet.admit(replica)
+        fleet.move(replica, ReplicaState.QUARANTINED)
+        fleet.move(replica, ReplicaState.READY)
 
 
 def test_the_first_failure_costs_nothing_and_further_ones_more_and_more():
@@ -32,7 +32,7 @@ def test_of_episodes_that_fail_together_one_counts():
     victim = fleet.replicas[0]
     for _ in range(50):
         fleet.failed(victim)
-        fleet.quarantine(victim, "scripted")
+        fleet.move(victim, ReplicaState.QUARANTINED)
     assert victim.failures == 1
 
 
@@ -43,8 +43,8 @@ def test_a_retried_episode_goes_to_a_server_that_has_not_failed(seed):
     fleet = ready_fleet(3, slack=2)
     in_flight = []
     for _ in range(500):
-        replica = chance.choice(fleet.replicas)
-        match chance.choices(["place", "end", "fail", "good", "lost", "back"], [10, 6, 2, 1, 1, 2])[0]:
+        replica = chance.choice(fleet.replicas) if fleet.replicas else fleet.add(Server("http://new"))
+        match chance.choices(["place", "end", "fail", "good", "join", "leave", "drain"], [10, 6, 2, 1, 1, 1, 1])[0]:
             case "place":
                 clean = [r for r in fleet.ready if not r.failures]
                 retry = chance.random() < 0.3
@@ -61,10 +61,13 @@ def test_a_retried_episode_goes_to_a_server_that_has_not_failed(seed):
                 fail(fleet, replica, chance.randint(1, 3))
             case "good":
                 fleet.succeeded(replica)
-            case "lost":
-                fleet.quarantine(replica, "scripted")
-            case "back":
-                fleet.admit(replica)
+            case "join":
+                fleet.move(fleet.add(Server("http://new")), ReplicaState.READY)
+            case "leave":
+                fleet.move(replica, ReplicaState.LEFT)
+                assert replica not in fleet.replicas
+            case "drain" if replica.ready:
+                fleet.move(replica, ReplicaState.DRAINING)
         loads = [r.in_flight for r in fleet.ready]
         assert loads == [] or fleet.place(object()).in_flight == min(loads)
 

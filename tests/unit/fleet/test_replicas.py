@@ -11,7 +11,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals import servers as eval_servers
 from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served
-from prime_rl.fleet.replicas import ReplicaPool
+from prime_rl.fleet.replicas import ReplicaPool, ReplicaState
 from prime_rl.monitor import read_metrics
 from support.fleet import FleetWorld, Server, ready_fleet, run
 from support.scripted import has_batch, until
@@ -31,7 +31,7 @@ def test_load_is_even_to_the_slack_and_groups_stay_together(seed):
         if chance.random() < 0.55 or not flying:
             if chance.random() < 0.05:
                 replica = chance.choice(fleet.replicas)
-                fleet.quarantine(replica, "scripted") if replica.ready else fleet.admit(replica)
+                fleet.move(replica, ReplicaState.QUARANTINED if replica.ready else ReplicaState.READY)
             least = min((r.in_flight for r in fleet.ready), default=None)
             group = chance.randint(0, 5)
             chosen = fleet.place(group)
@@ -62,6 +62,21 @@ async def test_a_proof_is_of_one_server_alone():
     two.engine.base()  # started again
     counting, wrong = await fleet.verify({"a", "b"})
     assert (counting, wrong) == (["a"], [two])
+
+
+async def test_a_server_that_drains_proves_what_it_has_on_the_version_that_it_has():
+    """The others go on to a newer one meanwhile."""
+    fleet = ready_fleet(2, slack=0)
+    one, two = fleet.replicas
+    for replica in fleet.replicas:
+        replica.loaded = await replica.engine.served()
+    fleet.start("a", one)
+    fleet.move(one, ReplicaState.DRAINING)
+    assert fleet.place("group") is two
+    two.engine.now = two.loaded = Served(1, "newer", "1")
+    assert await fleet.verify({"a"}) == (["a"], [])
+    one.engine.base()  # started again
+    assert await fleet.verify({"a"}) == ([], [one])
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------------------
@@ -188,6 +203,15 @@ async def test_servers_of_different_weights_are_not_evaluated_together():
     fleet.replicas[1].engine.base()
     assert await eval_servers.admit(fleet, fleet.replicas[:1], "m") == 0
     assert [replica.ready for replica in fleet.replicas] == [True, False]
+
+
+async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_another():
+    for leaving, expected in (({0}, [False, True]), ({0, 1}, [True, True])):
+        fleet = ReplicaPool([Server("http://0"), Server("http://1")])
+        for number in leaving:
+            fleet.replicas[number].engine.now = replace(fleet.replicas[number].engine.now, leaving=True)
+        await eval_servers.admit(fleet, fleet.replicas, "m")
+        assert [replica.ready for replica in fleet.replicas] == expected
 
 
 async def test_a_server_of_another_model_evaluates_nothing():

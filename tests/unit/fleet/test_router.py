@@ -87,11 +87,13 @@ class Weights:
 
 
 async def test_all_parts_are_one_incarnation(servers, routed):
-    """Contract: a part that was started again changes the identity of all."""
+    """Contract: a part that was started again changes the identity of all; a part that leaves takes the others along."""
     before = await routed.served()
     assert before.boot == "1+1"
     servers[1].base()
     assert await routed.served() != before
+    servers[0].now = Served(0, before.hash, "1", leaving=True)
+    assert (await routed.served()).leaving
 
 
 async def test_parts_of_different_weights_prove_nothing(servers, routed, heard):

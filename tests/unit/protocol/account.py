@@ -89,7 +89,8 @@ def forget(o: Orch) -> Orch:
 def killed(o: Orch) -> Orch:
     """What is left of an orchestrator that is killed: its ledger, the batches, and the engines, of which nothing is known. A load goes on."""
     replicas = tuple(r._replace(known=2 if r.reading is None else 3, flying=()) for r in o.replicas)
-    return canonical(Orch(resumed=o.resumed, waits=o.waits, batched=o.batched, ledger=o.ledger, replicas=replicas))
+    left = Orch(resumed=o.resumed, waits=o.waits, batched=o.batched, ledger=o.ledger, replicas=replicas)
+    return canonical(left._replace(joins=o.joins, leaves=o.leaves))
 
 
 def put(o: Orch, index: int, replica: Replica) -> Orch:

@@ -1,4 +1,4 @@
-"""The engines, as the orchestrator drives them: loads and verification."""
+"""The engines, as the orchestrator drives them: loads, verification, joining and leaving."""
 
 from .account import canonical, drop, drop_numbers, put
 from .state import NOTHING, Bounds, Dir, Orch, Replica, Rules, Successors, Violation
@@ -19,6 +19,8 @@ def engines(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 def due(o: Orch, replica: Replica) -> bool:
     """Whether the orchestrator has this engine load what is to be served."""
+    if replica.leaving:
+        return False
     return replica.known == 2 or (o.loading != NOTHING and replica.version != o.loading)
 
 
@@ -99,7 +101,39 @@ def engine_killed(o: Orch, index: int, noticed: bool) -> Orch:
         noticed = True  # a load is due, or fails
     if not noticed:
         flying = tuple((number, first, bad or first != 0) for number, first, bad in replica.flying)
-        return canonical(put(o, index, Replica(known=0, flying=flying)))
+        return canonical(put(o, index, Replica(known=0, leaving=replica.leaving, flying=flying)))
     failed = tuple(sorted([*o.pending, *(number for number, _, _ in replica.flying)]))
-    alive = put(o._replace(pending=failed), index, Replica(known=2))
+    alive = put(o._replace(pending=failed), index, Replica(known=2, leaving=replica.leaving))
     return canonical(notice(alive, [index]))
+
+
+def members(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """One registers, one asks to leave, or one that was asked for nothing more is let go. Somebody who may serve always stays: where all have left
+    the run ends by a deadline, and there is no time here."""
+    found: Successors = []
+    if o.joins:
+        joined = o._replace(replicas=(*o.replicas, Replica(known=2)), joins=o.joins - 1)
+        found.append(("an engine joins", d, canonical(joined)))
+    if o.phase not in ("run", "end"):
+        return found
+    staying = sum(not replica.leaving for replica in o.replicas)
+    for index, replica in enumerate(o.replicas):
+        if replica.reading is not None or (index and replica == o.replicas[index - 1]):
+            continue
+        if replica.leaving:
+            found += release(d, o, index, rules)
+        elif o.leaves and staying > 1 and o.loading == NOTHING and replica.known < 3:
+            asked = put(o._replace(leaves=o.leaves - 1), index, replica._replace(leaving=True))
+            found.append(("an engine is to leave", d, asked))
+    return found
+
+
+def release(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
+    """Once nothing is in flight on it, it is verified and released. Finished episodes that cannot be verified are dropped."""
+    replica = o.replicas[index]
+    if replica.flying or o.sealed is not None:
+        return []
+    if rules.prove_before_leaving and index in prove(o, rules):
+        return [("orchestrator finds an engine that leaves restarted", d, notice(o, [index]))]
+    left = o._replace(replicas=o.replicas[:index] + o.replicas[index + 1 :])
+    return [("an engine has left", d, left)]

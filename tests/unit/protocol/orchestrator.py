@@ -5,7 +5,7 @@ from collections.abc import Callable
 from prime_rl.transport.protocol import Lease
 
 from .account import cancel, drop, drop_numbers, places, put
-from .engines import due, engines, notice, prove, proven
+from .engines import due, engines, members, notice, prove, proven
 from .state import NOTHING, Bounds, Dir, Episode, Orch, Rules, Successors, Violation
 from .trainer import kept_newest, without_checkpoint
 
@@ -27,7 +27,7 @@ def dead(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     started = Orch(
         resumed=o.resumed, waits=o.waits,
         phase="start" if rules.lease_before_look else "look", step=step, pending=pending, finished=finished, cursor=cursor,
-        batched=o.batched, dropped=dropped, ledger=o.ledger, replicas=o.replicas,
+        batched=o.batched, dropped=dropped, ledger=o.ledger, replicas=o.replicas, joins=o.joins, leaves=o.leaves,
     )  # fmt: skip
     return [(f"orchestrator starts, collecting step {step}", d, started)]
 
@@ -128,7 +128,7 @@ def follow(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     quiet = o.sealed is None and not o.due and not reading
     if rules.follow_new_incarnation and len(d.incarnations) > o.seen and quiet:
         return [take_up(d, o, rules)]
-    healthy = [r for r in o.replicas if r.known < 2]  # as far as the orchestrator knows
+    healthy = [r for r in o.replicas if r.known < 2 and not r.leaving]  # as far as the orchestrator knows
     if o.loading == NOTHING:
         incarnations = {incarnation: begun for incarnation, begun in d.history.items() if incarnation < o.seen}
         newest = rules.newest_version(d.versions, incarnations)
@@ -169,6 +169,8 @@ def episodes(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
             if index and replica == o.replicas[index - 1]:
                 continue
             if replica.known == 2 or replica.reading is not None or replica.broken:
+                continue
+            if replica.leaving and rules.leaver_gets_nothing_new:
                 continue
             found.append(begin_episode(d, o, index, number, bounds, o.step + before))
     for index, replica in enumerate(o.replicas):
@@ -280,13 +282,13 @@ _END = (*JOIN, "done", "stop", "lease")
 ACTIONS: dict[str, list[tuple[Callable[..., Successors], tuple[str, ...]]]] = {
     "dead": [(dead, ("batches",)), (engines, _INCARNATIONS)],
     "start": [(start, ("lease",)), (engines, _INCARNATIONS)],
-    "look": [(look, _INCARNATIONS), (engines, _INCARNATIONS)],
+    "look": [(look, _INCARNATIONS), (engines, _INCARNATIONS), (members, ())],
     "lease": [(lease, ("lease",)), (engines, _INCARNATIONS)],
-    "load": [(load, ()), (engines, _INCARNATIONS)],
+    "load": [(load, ()), (engines, _INCARNATIONS), (members, ())],
     "run": [
-        (episodes, ()), (engines, _INCARNATIONS), (follow, _FOLLOW), (seal, ("incarnations",)), (batches, ("batches",)), (over, ("stop",)),
+        (episodes, ()), (engines, _INCARNATIONS), (follow, _FOLLOW), (seal, ("incarnations",)), (batches, ("batches",)), (over, ("stop",)), (members, ()),
         (checkpoints, JOIN),
     ],
-    "end": [(engines, _INCARNATIONS), (follow, _FOLLOW), (checkpoints, JOIN), (end, _END)],
+    "end": [(engines, _INCARNATIONS), (members, ()), (follow, _FOLLOW), (checkpoints, JOIN), (end, _END)],
     "gone": [],
 }  # fmt: skip

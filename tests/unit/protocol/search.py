@@ -71,7 +71,7 @@ class Search:
 
     def first(self) -> State:
         engines = tuple(Replica() for _ in range(self.bounds.replicas))
-        o = Orch(replicas=engines)
+        o = Orch(replicas=engines, joins=self.bounds.joins, leaves=self.bounds.leaves)
         d = Dir((0, *[NOTHING] * self.bounds.steps))
         return self.bounds.crashes, self.orchs(o), self.trainers(Trainer()), self.dirs(d)
 
@@ -200,7 +200,7 @@ class Search:
             before = self.orchs.values[o]
             engines = tuple(Replica() for _ in range(self.bounds.replicas))
             rest = Orch(resumed=step, waits=True, batched=before.batched, ledger=before.ledger, replicas=engines)
-            rest = account.canonical(rest)
+            rest = account.canonical(rest._replace(joins=before.joins, leaves=before.leaves))
             yield words, (left, self._settled(left, self.orchs(rest)), self.trainers(Trainer(mode=step)), directory)
 
     def _settled(self, kills: int, o: int) -> int:

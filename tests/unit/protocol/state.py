@@ -27,6 +27,8 @@ class Bounds(NamedTuple):
     recovery_interval: int = 1
     keep_checkpoints: int = 1
     drain: bool = True  # the user may ask to stop at any moment
+    joins: int = 0  # engines that are added
+    leaves: int = 0  # engines that ask to leave
     killed: str = "TOERW"  # what may be killed: Trainer, Orchestrator, Engine (request fails), engine Restart unnoticed, Whole run
 
 
@@ -69,6 +71,8 @@ class Rules(NamedTuple):
     prove_before_load: bool = True
     announce_before_load: bool = True
     incarnations_read_at_seal: bool = True
+    leaver_gets_nothing_new: bool = True
+    prove_before_leaving: bool = True
 
 
 class Dir(NamedTuple):
@@ -115,6 +119,7 @@ class Replica(NamedTuple):
     known: int = 2  # 1: its last load was proven; 0: restarted since, unnoticed; 2: it must load; 3: it loads for an orchestrator that is dead
     reading: tuple[int, int] | None = None  # (version, incarnation) of the directory being loaded
     broken: bool = False  # a load failed and so did going back: paused
+    leaving: bool = False  # it ends what is in flight there, on the version that it has
     flying: tuple[tuple[int, int, bool], ...] = ()  # (episode, first, sampled by something else than it says)
 
 
@@ -154,6 +159,8 @@ class Orch(NamedTuple):
     dropped: int = 0  # bits
     ledger: Ledger = (0, (), 0)  # durable
     replicas: tuple[Replica, ...] = ()
+    joins: int = 0  # how many engines may still do so
+    leaves: int = 0
 
 
 class Violation(Exception):

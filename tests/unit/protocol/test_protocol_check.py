@@ -23,6 +23,8 @@ WORLDS = {
     "two kills and a drain": Bounds(steps=2, crashes=2),
     "two engines": Bounds(replicas=2, steps=2, crashes=1),
     "an engine joins late": Bounds(replicas=2, steps=3, crashes=0, interval=3, drain=False),
+    "one joins, one leaves": Bounds(steps=2, crashes=1, concurrent=1, joins=1, leaves=1, drain=False, killed="ER"),
+    "two leave, one joins": Bounds(replicas=2, steps=2, crashes=0, joins=1, leaves=2, drain=False),
     "three engines": Bounds(replicas=3, steps=2, crashes=1, concurrent=1, drain=False),
 }
 LARGE = ("two kills and a drain", "three engines")

@@ -1,5 +1,6 @@
-"""Two real servers: one joins a run that is under way, the other one is stopped."""
+"""Two real servers: one joins a run that is under way, the other one leaves it."""
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -28,8 +29,8 @@ def until(condition: Callable[[], bool], *commands: Command) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_joins_and_another_one_is_stopped(tmp_path: Path) -> None:
-    """The orchestrator is started before any server. What the stopped one had in flight is made again; the run ends on the other alone."""
+def test_a_server_joins_and_another_one_leaves(tmp_path: Path) -> None:
+    """The orchestrator is started before any server. What the leaving one has in flight is not made again; the run ends on the other alone."""
     run = tmp_path / "run"
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -65,6 +66,9 @@ def test_a_server_joins_and_another_one_is_stopped(tmp_path: Path) -> None:
         until(lambda: said(f"{urls[1]} serves version"), orchestrator, first, second)
         trainer.process.send_signal(signal.SIGCONT)
         until(lambda: len(list_steps(run / "rollouts")) >= 4, orchestrator, trainer)
+        assert httpx.post(f"{urls[0]}/leave", timeout=10).json() == {"leaving": True}
+        assert httpx.get(f"{urls[0]}/weights", timeout=10).json()["leaving"] is True
+        until(lambda: said(f"{urls[0]} has left, and may be stopped"), orchestrator, trainer, first)
         first.process.terminate()
         first.wait(60)
         wait_for_all([orchestrator, trainer], TIMEOUT)
@@ -75,4 +79,8 @@ def test_a_server_joins_and_another_one_is_stopped(tmp_path: Path) -> None:
             "--num-examples", 4, "--sampling.max-tokens", 24, "--seq-len", 256, log=tmp_path / "eval.log",
         ) as evaluation:  # fmt: skip
             evaluation.succeed(TIMEOUT)
+    assert said("nothing of it is made again")
     assert list_steps(run / "rollouts") == list(range(STEPS))
+    manifest = json.loads((run / "rollouts" / f"step_{STEPS - 1}" / "manifest.json").read_text())
+    account = manifest["extra"]["ledger"]["account"]["reverse-text"]
+    assert not {"stale", "errored", "timeout"} & {reason for reason, count in account.items() if count}
