@@ -139,6 +139,27 @@ async def until_running(client: httpx.AsyncClient, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
+async def test_a_pause_outlasts_an_update(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: while a client has paused the server requests wait, also across a weight update, until it resumes."""
+    directory = commit(server.weights_root, 13, server.model, perturbed(server.model, seed=3))
+    async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
+        assert (await client.post("/pause")).json() == {"paused": True}
+        task = asyncio.create_task(client.post("/v1/generate", json=request(server, chat_prompt, temperature=0.0)))
+        update_response = await client.post("/update_weights", json={"weight_dir": str(directory), "version": 13})
+        assert update_response.status_code == 200, update_response.text
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        assert (await client.post("/resume")).json() == {"paused": False}
+        got = parse(await task)
+    expected = reference(directory, chat_prompt, got.tokens)
+    assert float((torch.tensor(got.logprobs) - expected).abs().max()) <= TOLERANCE
+
+
+def test_administrative_routes_are_off(server: InferenceServer) -> None:
+    """Contract: without a key, too, whoever reaches the server neither scales it nor reads how it is built."""
+    assert {server.post(path, {"new_data_parallel_size": 2}).status_code for path in doors.ADMINISTRATIVE} == {404}
+
+
 async def test_seeds_are_safe_and_repeatable(server: InferenceServer, chat_prompt: list[int]) -> None:
     """Contract: concurrent long prompts with seeds do not kill the engine (they would if prefill were chunked on CPU), and
     a seed alone decides what is sampled."""

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from prime_rl.inference.service import LOAD_SECONDS, LOCK_SECONDS, PAUSE_SECONDS
 
 # Routes of the process that owns the weights.
-WEIGHT_ROUTES = ("/update_weights", "/reload_weights", "/weights", "/leave")
+WEIGHT_ROUTES = ("/update_weights", "/reload_weights", "/weights", "/leave", "/pause", "/resume")
 
 OPEN = ("/health", "/ping")  # for launchers and load balancers, which have no key
 SERVED = {

@@ -2,6 +2,7 @@
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}, POST /reload_weights likewise
     GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "engines", "leaving"}
+    POST /pause -> {"paused"}, POST /resume likewise: requests in flight are kept; an update pauses by itself
     POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
     POST /v1/generate, an alias of /inference/v1/generate
     POST /v1/sample {"token_ids", "sampling_params", "cache_salt", "model"} -> vLLM's answer of /inference/v1/generate
@@ -112,6 +113,18 @@ async def weights(request: Request, service: Service) -> dict[str, Any]:
     models = [*state.prime_models, *compat.adapters(state)]
     more = {"engines": service.engines, "leaving": state.prime_leaving, "models": models}
     return asdict(await service.served()) | more
+
+
+@weights_router.post("/pause")
+async def pause(service: Service) -> dict[str, Any]:
+    await service.pause(True)
+    return {"paused": True}
+
+
+@weights_router.post("/resume")
+async def resume(service: Service) -> dict[str, Any]:
+    await service.pause(False)
+    return {"paused": False}
 
 
 @weights_router.post("/leave")

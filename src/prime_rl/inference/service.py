@@ -95,6 +95,7 @@ class WeightService:
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot = secrets.token_hex(8)
+        self._paused_by_client = False
         self._broken: str | None = None  # why the weights are unusable
         self._resume_error: str | None = None  # why the engine did not resume
         # Beside the start of the server, not before it.
@@ -129,6 +130,10 @@ class WeightService:
         change = WeightUpdate()
         await self._run_exclusively(lambda: action(change))
         return change
+
+    async def pause(self, paused: bool) -> None:
+        """Stop generating, keeping the requests in flight, until told otherwise: updates are possible, and do not end it."""
+        await self._run_exclusively(lambda: self._pause(paused))
 
     def stop(self) -> None:
         """Cancel all changes, since the engine is ending; their clients are answered."""
@@ -275,6 +280,14 @@ class WeightService:
             raise Rejected(500, self._broken) from error
         self._broken = None  # a load before this one may have left it so
 
+    async def _pause(self, paused: bool) -> None:
+        if self._broken is not None:
+            raise Rejected(500, self._broken)
+        if paused:
+            await self._stop()
+        self._paused_by_client = paused
+        await self._resume_if_usable()
+
     async def _stop(self) -> None:
         try:
             async with _engine_call("pause", PAUSE_SECONDS):
@@ -285,8 +298,8 @@ class WeightService:
             raise
 
     async def _resume_if_usable(self) -> None:
-        """Resume, unless the weights are unusable: a forward pass would kill the engine. Until it does, it does not serve."""
-        if self._broken is not None:
+        """Resume, unless a client paused the engine or its weights are unusable: a forward pass would kill it."""
+        if self._paused_by_client or self._broken is not None:
             return
         try:
             async with _engine_call("resume", PAUSE_SECONDS):

@@ -340,7 +340,7 @@ async def test_a_failed_restore_leaves_the_engine_paused(
     then, an update that does not stop it included; a good update mends it, or a load that fails with a way back this time."""
     directory = str(commit(root, 1))
     engine.fail = {"prime_load", "prime_restore"}
-    for action in (service.update(directory, 1), service.served()):
+    for action in (service.update(directory, 1), service.served(), service.pause(True), service.pause(False)):
         await rejected(action, "unusable", 500)
     engine.fail = {"pause"}
     await rejected(service.update(directory, 1), "did not pause", 503)
