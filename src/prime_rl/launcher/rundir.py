@@ -111,8 +111,12 @@ class Owner:
 
     def _write(self) -> None:
         temporary = self._output_dir / f".{_OWNER}.tmp-{self._claim.nonce}"
-        temporary.write_text(json.dumps(asdict(self._claim)))
-        temporary.replace(self._output_dir / _OWNER)
+        try:
+            temporary.write_text(json.dumps(asdict(self._claim)))
+            temporary.replace(self._output_dir / _OWNER)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def results(output_dir: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """One launcher owns a run directory; earlier results are refused or cleaned, never mixed with."""
 
+import errno
 import json
 import os
 import shutil
@@ -81,6 +82,18 @@ def test_a_damaged_claim_is_none(tmp_path: Path, text: str) -> None:
         owner._claim = replace(owner._claim, heartbeat=0.0)
         owner.beat()
         assert json.loads(path.read_text())["nonce"] == json.loads(mine)["nonce"]
+
+
+def test_a_heartbeat_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: Path, text: str) -> None:
+        self.touch()  # the name takes no room
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Owner(tmp_path) as owner:
+        owner._claim = replace(owner._claim, heartbeat=0.0)
+        monkeypatch.setattr(Path, "write_text", write)
+        owner.beat()
+        assert [path.name for path in tmp_path.iterdir()] == ["launcher.json"]
 
 
 def test_an_empty_directory_made_for_a_refused_run_goes_again(tmp_path: Path) -> None:
