@@ -1,4 +1,4 @@
-"""What `--help` and `--version` print, made from the configuration classes alone."""
+"""What `--help`, `--version` and `--completion` print, made from the configuration classes alone."""
 
 import shutil
 import textwrap
@@ -15,6 +15,7 @@ from prime_rl.config.layers import ConfigError, Keys, spell
 from prime_rl.config.schema import Setting, find, settings
 
 LEFT = 46  # columns of an option and its type
+SHELLS = ("bash", "zsh", "fish")
 OVERVIEW = """\
 usage: {prog} [@ FILE.toml]... [--section @ FILE.toml]... [--option VALUE]...
 
@@ -24,20 +25,23 @@ The command line wins over files, a later file over an earlier one, files over v
 model.name), and these over defaults. In TOML keys have _ for -, null is "None", and include = "other.toml" reads
 another file first.
 
-  {prog} --help SECTION   the options of a section
-  {prog} --help all       every option
-  {prog} --help=WORD      options with WORD in name or description
+  {prog} --help SECTION       the options of a section
+  {prog} --help all           every option
+  {prog} --help=WORD          options with WORD in name or description
   {prog} --version
+  {prog} --completion SHELL   a script for bash, zsh or fish
 """
 
 
 def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str:
-    """Return what to print for --help or --version. Raises ConfigError where it names nothing."""
+    """Return what to print for --help, --version or --completion. Raises ConfigError where it names nothing."""
     for token, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, word = token.partition("=")
         topic = word if equals else "" if following.startswith(("-", "@")) else following
         if name == "--version":
             return f"{prog} (prime-rl {version('prime-rl')})"
+        if name == "--completion":
+            return completion(cls, prog, topic)
         if name in ("-h", "--help"):
             return search(cls, word) if equals else help_text(cls, prog, topic)
     raise AssertionError
@@ -67,6 +71,20 @@ def search(cls: type[Section], word: str) -> str:
     if not found:
         raise ConfigError([f"no option has '{word}' in its name or description"])
     return "\n".join(found)
+
+
+def completion(cls: type[Section], prog: str, shell: str) -> str:
+    """Return a script that completes the names of options: `source <(rl --completion bash)`."""
+    options = sorted({spell(setting.keys, "option") for setting in settings(cls)})
+    function, names = f"_complete_{prog.replace('-', '_')}", " ".join(options)
+    if shell == "bash":
+        body = f'COMPREPLY=($(compgen -W "{names}" -- "${{COMP_WORDS[COMP_CWORD]}}"))'
+        return f"{function}() {{ {body}; }}\ncomplete -o default -F {function} {prog}"
+    if shell == "zsh":
+        return f"#compdef {prog}\n{function}() {{ compadd -- {names}; _files; }}\ncompdef {function} {prog}"
+    if shell == "fish":
+        return "\n".join(f"complete -c {prog} -l {name[2:]}" for name in options)
+    raise ConfigError([f"--completion needs one of {', '.join(SHELLS)}"])
 
 
 def _topic(cls: type[Section], setting: Setting) -> list[str]:

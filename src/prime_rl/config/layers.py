@@ -13,12 +13,20 @@ PREFIX = "PRIME_"  # of environment variables: PRIME_MODEL__NAME is model.name
 SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
 ABSENT: Any = object()
 
+
+def _port_of(address: Any) -> Any:
+    """Return the port of an address like http://localhost:8001; anything else as it is, also one with a host to lose."""
+    local = re.fullmatch(r"https?://(?:localhost|127\.0\.0\.1):(\d{1,5})/*", str(address))
+    return int(local[1]) if local else address
+
+
 # Older spellings: the key of today in the same table, and how its value is written there. The same in a section of `rl`.
 OLDER: dict[Keys, tuple[str, Callable[[Any], Any]]] = {
     ("exp_id",): ("output_dir", lambda name: f"outputs/{name}"),
     ("ckpt", "path"): ("output_dir", lambda path: path),
     ("client", "port"): ("base_url", lambda port: f"http://localhost:{port}/v1"),
     ("benchmarks",): ("environment_ids", lambda names: str(names).replace(",", " ").split()),
+    ("server", "port"): ("port", _port_of),
 }
 
 
@@ -202,6 +210,8 @@ def _hints_at_today(layer: Layer) -> list[str]:
                 continue
             source, before = layer.origin(keys).text, table.pop(older[-1])
             value = table[name] = convert(before)
+            if (name, value) == (older[-1], before):
+                continue
             shown = ",".join(map(str, value)) if isinstance(value, list) else value
             today = spell((*keys[:-1], name), layer.kind)
             hints.append(f"{source} {before} is an older spelling of {today} {shown}")

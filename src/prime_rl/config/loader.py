@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from prime_rl.config.base import LOADED, BaseConfig, Problems, Section
 from prime_rl.config.layers import OLDER, PREFIX, ConfigError, Keys, Layer, LayeredTable, is_index, nested
-from prime_rl.config.mistakes import problem_line, validation_lines
+from prime_rl.config.mistakes import got, problem_line, validation_lines
 from prime_rl.config.schema import Setting, find, has_mark
 from prime_rl.errors import UserError
 
@@ -26,18 +26,20 @@ Config = TypeVar("Config", bound=BaseConfig)
 FOREIGN = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
 INCLUDE = "include"
 BOOLS = {"true": True, "false": False, "1": True, "0": False, "none": None}
+# configs/trainer/NAME.toml, or configs/trainer/NAME/1b.toml, of older releases is configs/NAME/train.toml.
+OLDER_FOLDERS = {"trainer": "train", "training": "train", "orchestrator": "orch", "inference": "infer"}
 
 
 def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """Return the configuration of this process, from `argv` (None: the command line) and the environment.
 
-    Print help or version and exit with status 0 where asked to; print every mistake and exit with status 2 where there
-    is one.
+    Print help, version or completion and exit with status 0 where asked to; print every mistake and exit with status 2
+    where there is one.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = prog or os.path.basename(sys.argv[0])
     try:
-        if any(token.partition("=")[0] in ("-h", "--help", "--version") for token in arguments):
+        if any(token.partition("=")[0] in ("-h", "--help", "--version", "--completion") for token in arguments):
             from prime_rl.config.help import answer
 
             say(answer(cls, name, arguments))
@@ -242,7 +244,7 @@ def _value(name: str, texts: list[str], setting: Setting | None) -> Any:
     value = from_text(texts, setting) if texts else {} if setting.nullable else ""
     if setting.is_table and not isinstance(value, dict) and value not in ("None", None):
         table = f"a table such as \"{{'key': 1}}\", {name} @ file.toml, or one of its settings ({name}.…)"
-        raise ConfigError([f"{name} is a section: expected {table}, got '{''.join(texts)}'"])
+        raise ConfigError([f"{name} is a section: expected {table}{got(''.join(texts))}"])
     return value
 
 
@@ -294,6 +296,11 @@ def _load_toml(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _nearest_file(path: Path) -> str:
+    for position, folder in enumerate(path.parts[:-1]):
+        name = path.with_suffix("").parts[position + 1]
+        today = Path(*path.parts[:position], name, f"{OLDER_FOLDERS.get(folder)}.toml")
+        if os.path.isfile(today):
+            return f" (today it is {today})"
     if not os.path.isdir(path.parent):
         return f" (nor is there a directory {path.parent})"
     near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)

@@ -1,6 +1,7 @@
 """Every mistake as a readable line: the key, what is wrong with it, where it came from, the nearest setting."""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -60,7 +61,8 @@ def validation_lines(error: ValidationError, cls: type[Section], table: LayeredT
         elif any(keys[:length] in places for length in range(len(keys) + 1)):
             continue  # one line, whatever number of types was tried
         elif details["type"] == "extra_forbidden":
-            lines[keys, ""] = _unknown(cls, table, keys)
+            if not _left_out(cls, table, keys):
+                lines[keys, ""] = _unknown(cls, table, keys)
         else:
             lines.setdefault((local, _message(details)), _line(details, cls, keys, table))
         places.add(keys)
@@ -89,9 +91,25 @@ def _keys_of_error(details: Any, tree: Any) -> Keys:
     return (*keys, "type") if details["type"] == "union_tag_invalid" else tuple(keys)
 
 
+def _left_out(cls: type[Section], table: LayeredTable, keys: Keys) -> bool:
+    """Take out, with a hint, a setting that an earlier release wrote into the configs/ of a run, which is to be resumed."""
+    origin, reason = table.origin(keys), _removed(keys)
+    if types := types_with(cls, keys):
+        reason = f"it belongs to type '{types[0]}' alone"
+    if reason is None or origin is None or Path(origin.text).parent.name != "configs":
+        return False
+    table.remove(keys)
+    table.hints.append(f"{'.'.join(keys)} of an earlier release is left out: {reason}{_where(origin)}")
+    return True
+
+
+def _removed(keys: Keys) -> str | None:
+    return next((hint for name, hint in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), None)
+
+
 def _unknown(cls: type[Section], table: LayeredTable, keys: Keys) -> str:
     """Return a line about `keys`, the last of which names nothing in its section."""
-    removed = next((hint for name, hint in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), None)
+    removed = _removed(keys)
     types = [f"'{tag}'" for tag in types_with(cls, keys)]
     value = table.get(keys)
     while isinstance(value, dict) and value:
@@ -116,8 +134,15 @@ def _unknown(cls: type[Section], table: LayeredTable, keys: Keys) -> str:
 def _line(details: Any, cls: type[Section], keys: Keys, table: LayeredTable) -> str:
     origin, setting = table.origin(keys), find(cls, keys) if keys else None
     secret = setting is not None and has_mark(setting.field, "secret")
-    got = "" if origin is None or secret or details["type"] in _SELF_EVIDENT else f", got {_short(details['input'])}"
-    return f"{'.'.join(keys)}: {_message(details)}{got}{_where(origin)}"
+    shown = "" if origin is None or secret or details["type"] in _SELF_EVIDENT else got(details["input"])
+    return f"{'.'.join(keys)}: {_message(details)}{shown}{_where(origin)}"
+
+
+def got(value: Any) -> str:
+    """Return what was given, but not where a table or a list was meant, which may hold a secret."""
+    if str(value).lstrip().startswith(("{", "[") if isinstance(value, str) else "[{"):
+        return ", and what was given is malformed"
+    return f", got {_short(value)}"
 
 
 def _message(details: Any) -> str:

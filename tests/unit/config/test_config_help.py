@@ -1,5 +1,6 @@
 """Contract: --help shows one section at a time, every option with type, default and one line, and is quick: it imports nothing heavy."""
 
+import shutil
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from prime_rl.config import (
     TrainerConfig,
     load,
 )
-from prime_rl.config.help import help_text
+from prime_rl.config.help import SHELLS, help_text
 from prime_rl.config.layers import spell
 from prime_rl.config.schema import settings
 
@@ -96,6 +97,19 @@ def test_search_in_names_and_descriptions(capsys: pytest.CaptureFixture[str]) ->
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     text, status = printed(capsys, RLConfig, "--version")
     assert (text.startswith("prog (prime-rl "), status) == (True, 0)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_is_a_script_of_that_shell(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    text, status = printed(capsys, RLConfig, "--completion", shell)
+    assert status == 0
+    assert "trainer.optim.lr" in text
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=50)
+    assert printed(capsys, RLConfig, "--completion", "csh") == (
+        "error: --completion needs one of bash, zsh, fish\nNothing was started. For all settings: prog --help\n",
+        2,
+    )
 
 
 def imported(code: str) -> list[str]:

@@ -440,6 +440,7 @@ def test_servers_are_named_or_started_not_both() -> None:
             "--orchestrator.client.base-url http://localhost:8001/v1",
             "http://localhost:8001/v1",
         ),
+        (RLConfig, "--inference.server.port http://localhost:8001", "--inference.server.port 8001", 8001),
     ],
 )
 def test_older_spellings_work_with_a_hint(

@@ -23,6 +23,7 @@ from prime_rl.config import (
     to_toml,
     write_toml,
 )
+from prime_rl.config.loader import resolve
 from prime_rl.config.schema import Setting, type_tag
 from prime_rl.config.schema import settings as every_setting
 from prime_rl.errors import UserError
@@ -148,3 +149,35 @@ def test_what_is_meant_for_one_start_is_not_written() -> None:
     run = RLConfig.model_validate({"dry_run": True, "clean": True, "orchestrator": {"environment": {"id": "x"}}})
     assert "dry_run" not in to_toml(run)
     assert "clean" not in to_toml(run)
+
+
+def test_the_configuration_of_a_run_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """Contract: `rl @ outputs/configs/rl.toml --recover` leaves out, with a hint each, settings that are gone; only there."""
+    text = """
+inference.stage_weights = true
+[trainer.optim]
+type = "muon"
+betas1 = 0.9
+[[orchestrator.environments]]
+id = "x"
+recycle_mib = "None"
+[orchestrator.filters.gibberish]
+max_tokens = 0
+"""
+    gone = ["stage_weights", "betas1", "recycle_mib", "max_tokens"]
+    (run := tmp_path / "configs" / "rl.toml").parent.mkdir()
+    for file in (run, tmp_path / "rl.toml"):
+        file.write_text(text)
+    config, hints = resolve(RLConfig, ["@", str(run)], {})
+    assert config.orchestrator.environments[0].id == "x"
+    assert len(hints) == len(gone)
+    for name in gone:
+        assert any(f".{name} of an earlier release is left out" in hint and f"{run}, line" in hint for hint in hints)
+    with pytest.raises(ConfigError) as refused:
+        parse(RLConfig, ["@", str(tmp_path / "rl.toml")], {})
+    assert len(refused.value.problems) == len(gone)
+    with pytest.raises(ConfigError, match="--inference.stage-weights names no setting any more"):
+        parse(RLConfig, ["@", str(run), "--inference.stage-weights", "true"], {})
+    run.write_text(text.replace("betas1", "betos"))
+    with pytest.raises(ConfigError, match="unknown key trainer.optim.betos"):
+        parse(RLConfig, ["@", str(run)], {})
