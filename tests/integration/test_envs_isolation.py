@@ -1,4 +1,4 @@
-"""Workers that grow in number, hang, crash and return rubbish: contained, replaced, and the episode at fault named.
+"""Workers that grow and shrink in number, hang, print without end, crash and return rubbish: contained, replaced, and the episode at fault named.
 
 The workers are real processes around a scripted environment (`support/stub_worker.py`), ready in a moment.
 """
@@ -23,6 +23,7 @@ from prime_rl import faults
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import pool as pool_module
 from prime_rl.envs import worker_pool as worker_pool_module
+from prime_rl.envs import worker_process
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
@@ -106,12 +107,22 @@ async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
 
 
 async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the workers are busy and there are more cores than workers, more start, though slots are free."""
+    """Where the workers are busy and there are more cores than workers, more start, though slots are free; what is not needed any more ends, its episodes first."""
     monkeypatch.setattr(worker_pool_module, "cores", lambda: 4)
-    async with serving(tmp_path, stub(tmp_path, {"blocks": 0.02}, max_concurrent=64, max_workers=3)) as pool:
+    monkeypatch.setattr(worker_pool_module, "IDLE_SECONDS", 1.0)
+    env = stub(tmp_path, {"blocks": 0.02, "slow": 10.0}, max_concurrent=64, max_workers=3)
+    async with serving(tmp_path, env) as pool:
+        stubs = pool.sets["stub"]
         async with asyncio.timeout(SECONDS):
-            while len(pool._ready(pool.sets["stub"])) < 3:
+            while len(pool._ready(stubs)) < 3:
                 assert all(result.ok for result in await asyncio.gather(*(run(pool, 0, str(i)) for i in range(30))))
+        slow = [asyncio.create_task(run(pool, TASKS - 1, f"slow-{number}")) for number in range(6)]
+        await until(lambda: len(pool._ready(stubs)) < 3)
+        assert len(pool.of(stubs)) == 3  # the one that is to end has episodes
+        assert (await run(pool)).ok
+        assert all([(await task).ok for task in slow])
+        await until(lambda: len(pool.of(stubs)) == 1)
+        assert (await run(pool)).ok
         assert pool.restarts == 0
 
 
@@ -256,6 +267,18 @@ async def test_an_endless_loop_is_interrupted(tmp_path: Path) -> None:
         assert "stub_worker.py" in culprit.message
         assert "blocked the worker's event loop" in culprit.message
         assert (pids(pool), pool.restarts) == (workers, 0)
+
+
+async def test_a_log_is_kept_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed without end fills no disk: the last of it is kept, and what is printed later follows."""
+    monkeypatch.setattr(worker_process, "MOST_LOG_BYTES", 1 << 20)
+    log = tmp_path / "out" / "logs" / "envs" / "stub.log"
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        for _ in range(2):
+            tell(tmp_path, "stub", "chatter")
+            assert (await run(pool)).ok
+            await until(lambda: log.stat().st_size <= 1 << 20)
+            assert log.read_text().endswith("x\nthe last line\n")
 
 
 async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,8 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
             os._exit(3)
         case "segfault":
             ctypes.string_at(0)
+        case "chatter":
+            print("x" * (4 << 20) + "\nthe last line", flush=True)
         case "sys-exit":
             await asyncio.gather(_quit())
         case "loop":

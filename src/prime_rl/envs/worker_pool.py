@@ -1,8 +1,8 @@
-"""The worker processes of all environments and their slots: start, add, watch and replace them.
+"""The worker processes of all environments and their slots: start, scale, watch and replace them.
 
 An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails its episodes with `worker_died` and is
 started again with backoff; an environment whose workers keep dying without finishing an episode fails the pool with a UserError that quotes its log.
-`_adjust` compares the workers of an environment with its target, which grows with the load, and starts what is missing; nothing else starts a worker.
+`_adjust` compares the workers of an environment with its target, which follows the load, and starts and drains until they match; nothing else does.
 """
 
 import asyncio
@@ -49,13 +49,15 @@ from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
 
 WATCH_SECONDS = 0.5
 ADJUST_SECONDS = 1.0
+IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
 HEARTBEAT_TIMEOUT = 30.0
 BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that finished nothing
 MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, for each worker of an environment, without one finished episode of the environment
 LAST_WORDS_SECONDS = 5.0
 CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS + processes.DEATH_SECONDS
-HIGH, TARGET = 0.7, 0.5  # mean use of a core by a worker: above, more are started; aim
+# Mean use of a core by a worker: above, more are started; below, some are drained; aim.
+HIGH, LOW, TARGET = 0.7, 0.35, 0.5
 _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
 
 Slot = tuple[Worker, int]  # and the number of the request there
@@ -97,6 +99,8 @@ class WorkerSet:
     deaths: int = 0  # of workers, since an episode was finished
     setbacks: int = 0  # workers in a row that ended without finishing an episode
     no_start_before: float = 0.0
+    idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers than `target` suffice
+    wanted_since: int = 0  # most workers that were wanted at a time since then
     waiting: dict[asyncio.Future[Slot], None] = field(default_factory=dict)  # in the order in which they asked
 
     def __post_init__(self) -> None:
@@ -262,21 +266,29 @@ class WorkerPool:
             await asyncio.sleep(ADJUST_SECONDS)
             # The environment with the fewest workers takes free cores first.
             for own in sorted(self.sets.values(), key=lambda own: own.target):
+                worker_process.shorten(own.log)
                 self._adjust(own)
 
     def _adjust(self, own: WorkerSet) -> None:
-        """Follow the load, then start workers until there are as many as there should be."""
+        """Follow the load, then start and drain workers until there are as many as there should be."""
         if self._failure is not None:
             return
         if own.loaded:
-            self._grow(own)
+            self._set_target(own)
+        idlest = sorted(self._ready(own), key=lambda worker: len(worker.pending))
+        for worker in idlest[: max(0, len(idlest) - own.target)]:
+            worker.state = WorkerState.DRAINING
+            logger.info(
+                "worker {} is not needed any more: it ends after its {} episodes", worker.identity, len(worker.pending)
+            )
         # One that has died counts until it is gone: `_handle_death` says when another may take its place.
-        for _ in range(own.target - len(self.of(own))):
+        staying = [worker for worker in self.of(own) if worker.state is not WorkerState.DRAINING]
+        for _ in range(own.target - len(staying)):
             if time.monotonic() < own.no_start_before:
                 return
             self._start_worker(own)
 
-    def _grow(self, own: WorkerSet) -> None:
+    def _set_target(self, own: WorkerSet) -> None:
         ready = self._ready(own)
         starting = max(0, own.target - len(ready))
         wanted = workers_wanted(
@@ -284,13 +296,19 @@ class WorkerPool:
             episodes=sum(len(worker.pending) for worker in ready) + len(own.waiting), slots=own.config.max_concurrent,
             least=own.least, most=own.most, free=max(0, cores() - len(self.workers)),
         )  # fmt: skip
-        if wanted > own.target and time.monotonic() >= own.no_start_before:
+        now = time.monotonic()
+        own.wanted_since = max(own.wanted_since, wanted)
+        if wanted > own.target and now >= own.no_start_before:
             resident = [each.resident for worker in ready if (each := processes.read(worker.pid)) is not None]
             # Growth leaves half of the available memory alone.
             room = min(cores(), available_bytes() // (2 * max(resident, default=1))) - starting
             if (more := min(wanted - own.target, room)) > 0:
                 logger.info("environment {}: starting {} more workers for the load", own.config.name, more)
                 own.target += more
+        if wanted >= own.target:
+            own.idle_since, own.wanted_since = now, 0
+        elif now - own.idle_since > IDLE_SECONDS:
+            own.target, own.idle_since, own.wanted_since = own.wanted_since, now, 0
 
     # ---- supervision
 
@@ -327,7 +345,8 @@ class WorkerPool:
         if strays := await worker_process.end(worker, ending.deaf):
             logger.warning("worker {} had left {} processes outside its group; they are ended", worker.identity, strays)
         del self.workers[worker.identity]
-        self._handle_death(own, worker, worker.identity, ending)
+        if worker.state is not WorkerState.DRAINING:
+            self._handle_death(own, worker, worker.identity, ending)
         self._adjust(own)
 
     def _handle_death(self, own: WorkerSet, worker: Worker | None, identity: str, ending: Ending) -> None:
@@ -365,6 +384,8 @@ class WorkerPool:
                     return Ending(worker.death.result(), not worker.loaded)
                 if exited.done():
                     return self._exited(worker, exited.result())
+                if worker.state is WorkerState.DRAINING and not worker.pending:
+                    return Ending("was not needed any more")
                 if time.monotonic() - before > 4 * WATCH_SECONDS:
                     worker.heard = time.monotonic()  # it was we who did not listen
                 elif why := worker.unhealthy(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout):
@@ -478,6 +499,8 @@ def workers_wanted(
     ready, wanted = workers - starting, workers
     if not starting and use > HIGH * ready:
         wanted = ready + min(math.ceil(use / TARGET) - ready, free)
+    elif not starting and use < LOW * (ready - 1):
+        wanted = math.ceil(use / TARGET)
     return min(max(wanted, -(-episodes // slots), least), most)
 
 

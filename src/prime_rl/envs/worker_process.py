@@ -23,6 +23,7 @@ QUIET_SECONDS = 10.0  # nor does one that was silent for so long
 HANG_GRACE = 10.0  # a worker interrupts what blocks it; this much later that has failed
 TAIL_LINES = 12
 _TAIL_BYTES = 16384
+MOST_LOG_BYTES = 16 << 20
 SENT_BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -42,6 +43,18 @@ def tail(log: Path) -> str:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+
+
+def shorten(log: Path) -> None:
+    """Keep the second half of a log that has grown beyond `MOST_LOG_BYTES`. Workers go on at its end: they have it open for appending."""
+    with contextlib.suppress(OSError):  # the run can do without
+        if log.stat().st_size > MOST_LOG_BYTES:
+            with log.open("rb") as file:
+                file.seek(-MOST_LOG_BYTES // 2, os.SEEK_END)
+                kept = file.read(MOST_LOG_BYTES // 2)
+            os.truncate(log, 0)
+            with log.open("ab") as file:
+                file.write(kept)
 
 
 # ---- its variables
@@ -75,6 +88,7 @@ class WorkerState(Enum):
 
     STARTING = "starting"  # until it has loaded its environment
     READY = "ready"  # takes episodes
+    DRAINING = "draining"  # gets no more episodes, and ends with its last one
     DEAD = "dead"  # ended, or about to be killed
 
 
@@ -104,7 +118,8 @@ class Worker:
 
     def die(self, why: str) -> None:
         """Have the pool end it."""
-        self.state = WorkerState.DEAD
+        if self.state is not WorkerState.DRAINING:  # one that was to end is not restarted
+            self.state = WorkerState.DEAD
         if not self.death.done():
             self.death.set_result(why)
 

@@ -17,27 +17,35 @@ sizes = st.integers(1, 64)
 def test_the_number_that_a_load_calls_for(
     workers: int, starting: int, use: float, episodes: int, slots: int, least: int, more: int, free: int
 ) -> None:
-    """Within the bounds, never fewer; as many as the episodes fill; beyond that only where the ready are busy, on idle cores, and once all are ready."""
-    most = least + more
-    workers = min(workers, most)
-    starting = min(starting, workers)
+    """Within the bounds; as many as the episodes fill; beyond that only where the ready are busy, on idle cores, and once all are ready."""
+    starting, most = min(starting, workers), least + more
     ready = workers - starting
     wanted = workers_wanted(
-        workers=workers,
-        starting=starting,
-        use=use * ready,
-        episodes=episodes,
-        slots=slots,
-        least=least,
-        most=most,
-        free=free,
-    )
-    assert max(workers, least) <= wanted <= most
+        workers=workers, starting=starting, use=use * ready, episodes=episodes, slots=slots, least=least, most=most, free=free
+    )  # fmt: skip
+    assert least <= wanted <= most
     assert wanted == most or wanted * slots >= episodes
     if wanted > max(workers, math.ceil(episodes / slots), least):
         assert use > 0.7
         assert starting == 0
         assert wanted <= min(2 * ready, workers + free)
+    if wanted < min(workers, most):
+        assert starting == 0
+        assert use * ready <= 0.5 * wanted + 1e-9  # those that stay are at most half busy
+
+
+@given(st.floats(0.01, 40), st.integers(1, 64))
+def test_it_settles(demand: float, cores: int) -> None:
+    """A steady load gets, in a few rounds, workers none of which is busy for more than 0.7 of the time, and keeps them; or all idle cores."""
+    workers, seen = 1, []
+    for _ in range(20):
+        use = min(demand, workers)  # a worker is busy for all of the time at most
+        free = cores - workers
+        workers = workers_wanted(workers=workers, starting=0, use=use, episodes=1, slots=10**6, least=1, most=cores, free=free)  # fmt: skip
+        seen.append(workers)
+    assert demand / workers <= 0.7 or workers == cores
+    assert workers == 1 or demand / workers > 0.34
+    assert len(set(seen[8:])) == 1
 
 
 @pytest.mark.parametrize(
@@ -48,7 +56,7 @@ def test_the_number_that_a_load_calls_for(
         (2, 1, 1.0, 50, 8, 2),  # and waits for the start
         (4, 0, 4.0, 50, 3, 7),
         (1, 0, 0.1, 301, 0, 4),  # slots need no idle core
-        (4, 0, 1.0, 50, 0, 4),  # what has started stays
+        (4, 0, 1.0, 50, 0, 2),  # a quarter of the load leaves half of the workers
     ],
 )
 def test_by_hand(workers: int, starting: int, use: float, episodes: int, free: int, wanted: int) -> None:
