@@ -5,12 +5,13 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
 from prime_rl.monitor import read_status
-from prime_rl.monitor.limits import Limit, LimitWatch, Row
+from prime_rl.monitor.limits import Limit, LimitWatch, Row, limit_of
 from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
 from prime_rl.monitor.status import ProcessStatus, phase_name
 from prime_rl.transport.commit import CommitError, list_steps
@@ -22,6 +23,7 @@ _PATIENCE_SECONDS = 10.0  # a wait shorter than this is normal and not worth a l
 _PATIENCE_WHILE_STEPPING_SECONDS = 60.0
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
+_LINE_COLUMNS = 120 - len("00:00:00 ")  # of a step's line, without the time before it
 _KEPT_STEPS = 100  # more than lie between two recovery checkpoints
 _EVAL_PREFIX, _EVAL_SUFFIX = "eval/", "/reward/mean"
 _BENCH_ROWS = {
@@ -167,21 +169,31 @@ def step_line(
     remaining: float | None = None,
     limit: Limit | None = None,
 ) -> str:
-    """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done."""
+    """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done.
+
+    What does not fit into 120 columns is left to the trainer's log: first the loss, then throughput, entropy and KL.
+    """
 
     def metric(row: Row, key: str, form: str) -> str:
         return form.format(row[key]) if row.get(key) is not None else ""
 
-    parts = (
-        f"Step {step} [{step + 1}/{max_steps}]" if max_steps else f"Step {step} [{step + 1}]",
-        metric(orchestrator, "reward/mean", "reward {:.4f}"),
-        metric(trainer, "entropy/mean", "entropy {:.4f}"),
-        metric(trainer, "mismatch_kl/mean", "KL {:.2e}"),
-        metric(trainer, "time/step", "{:.2f} s"),
-        "" if limit is None else f"limited by {limit.name}",
-        "" if remaining is None else f"ETA {minutes(remaining)}",
-    )
-    return " | ".join(filter(None, parts))
+    parts = {
+        "step": f"Step {step} [{step + 1}/{max_steps}]" if max_steps else f"Step {step} [{step + 1}]",
+        "reward": metric(orchestrator, "reward/mean", "reward {:.4f}"),
+        "loss": metric(trainer, "loss/mean", "loss {:.4f}"),
+        "entropy": metric(trainer, "entropy/mean", "entropy {:.4f}"),
+        "mismatch": metric(trainer, "mismatch_kl/mean", "KL {:.2e}"),
+        "throughput": metric(trainer, "perf/throughput", "{:,.0f} tokens/s"),
+        "seconds": metric(trainer, "time/step", "{:.2f} s"),
+        "limit": "" if limit is None else f"limited by {limit.name}",
+        "eta": "" if remaining is None else f"ETA {minutes(remaining)}",
+    }
+    for dispensable in ("", "loss", "throughput", "entropy", "mismatch"):
+        parts.pop(dispensable, None)
+        line = " | ".join(filter(None, parts.values()))
+        if len(line) <= _LINE_COLUMNS:
+            break
+    return line
 
 
 def limit_line(output_dir: Path) -> str | None:
@@ -202,8 +214,11 @@ def _eval_name(key: str) -> str:
     return key.removeprefix(_EVAL_PREFIX).removesuffix(_EVAL_SUFFIX) if is_reward else ""
 
 
-def summary(output_dir: Path) -> list[str]:
-    """Compare the run's first and last rewards and evaluations; say what limited it, and where the weights are."""
+def summary(output_dir: Path, since: float) -> list[str]:
+    """Compare the run's first and last rewards and evaluations; say where the time went, and where the weights are.
+
+    `since`: unix time at which the launcher began: times are of the steps made since, all else is of the whole run.
+    """
     rows = read_metrics(metrics_path(output_dir, "orchestrator"))
     rewards, lines = [row["reward/mean"] for row in rows if "reward/mean" in row], []
 
@@ -219,8 +234,7 @@ def summary(output_dir: Path) -> list[str]:
             compare(f"eval {_eval_name(key)}, first → last", values[0], values[-1])
         else:
             lines.append(f"eval {_eval_name(key)}: {values[0]:.4f}")
-    if (limit := limit_line(output_dir)) is not None:
-        lines.append(limit)
+    lines += _time_lines(output_dir, rows, since)
     for version in sorted(list_steps(output_dir / "weights"), reverse=True):
         # Version 0 is the base model and has no files, nor have versions that went from memory.
         path = version_dir(output_dir / "weights", version)
@@ -228,6 +242,20 @@ def summary(output_dir: Path) -> list[str]:
             if version and weights_manifest(path).publisher is None:
                 return [*lines, f"weights  {path}"]
     return lines
+
+
+def _time_lines(output_dir: Path, orchestrator: Sequence[Row], since: float) -> list[str]:
+    """Say when the first step began, and how long both sides worked and waited in the steps after it."""
+    starts = [row["time"] - row["time/step"] for row in orchestrator if row["time"] >= since and "time/step" in row]
+    line = f"time, start: {max(starts[0] - since, 0.0):.0f} s" if starts else ""
+    watch = LimitWatch(output_dir, steps=sys.maxsize, since=since)
+    if (shares := watch.shares(_incarnations(output_dir).values())) is None:
+        return [line] if line else []
+    line += (
+        f"; trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}; "
+        f"engines: sample {shares.sampled:.0%}, load weights {shares.paused:.0%}, idle {shares.idle:.0%}"
+    )
+    return [line, str(limit_of(shares))]
 
 
 def bench_table(output_dir: Path, since: float) -> list[str]:

@@ -18,7 +18,7 @@ from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console, bench_table, minutes, summary
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, memory_gib, visible_gpus
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
-from prime_rl.monitor.monitor import metrics_path, read_metrics
+from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
 from prime_rl.transport.settings import dry_path
@@ -118,16 +118,30 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     began = time.time()
     names = ", ".join(process.name for process in plan.processes)
     console.say(f"starting {names}; logs in {config.output_dir / 'logs'}")
+    if sys.dont_write_bytecode:
+        console.say("PYTHONDONTWRITEBYTECODE is set: every process compiles what it imports, 10 to 20 s of each start")
     for server in plan.servers:
         if server.port is None:
             console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
-    outcome = Supervisor(plan.processes, config.output_dir, console.say, tick, policy(config)).run()
+    supervisor = Supervisor(
+        plan.processes, config.output_dir, console.say, tick, policy(config), drained=drained(config)
+    )
+    outcome = supervisor.run()
     console.look()
     _sum_up(config.output_dir, began, outcome, console, config.bench)
     # Where nothing was made yet the same command starts again by itself.
     if outcome is not RunOutcome.SUCCESS and not config.bench and rundir.results(config.output_dir):
         console.say(ways_on(config))
     return outcome
+
+
+def drained(config: RLConfig) -> str:
+    """Say what a run that is asked to stop still does, as far as it is set up to save anything."""
+    if config.bench:
+        return "the current step will be finished; a benchmark saves nothing"
+    if config.trainer.ckpt is not None:
+        return "the current step will be finished and saved"
+    return "the current step will be finished; without [ckpt] its training state is not saved"
 
 
 def ways_on(config: RLConfig) -> str:
@@ -150,7 +164,7 @@ def _sum_up(output_dir: Path, began: float, outcome: RunOutcome, console: Consol
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else console.steps.count
     console.say(f"{words[outcome]}: {steps} steps in {minutes(time.time() - began)}")
     if bench or outcome is not RunOutcome.FAILURE:
-        for line in bench_table(output_dir, began) if bench else summary(output_dir):
+        for line in (bench_table if bench else summary)(output_dir, began):
             console.say(line)
 
 
@@ -158,6 +172,7 @@ def _check(config: RLConfig) -> None:
     sections = (config.trainer, config.orchestrator, config.inference)
     for name in {section.model.name for section in sections if section is not None}:
         preflight.check_model(name)
+    check_wandb(config.trainer.monitor.wandb, config.orchestrator.monitor.wandb)
     if config.inference is not None:
         guarded_host(config.inference)
     else:

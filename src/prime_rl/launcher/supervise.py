@@ -252,6 +252,7 @@ class Supervisor:
     Args:
         say: Shows a line to the user.
         tick: Called at every look.
+        drained: What the jobs still do when they are asked to stop.
 
     Attributes:
         failures: How the processes ended that made the run fail, and the ends of their logs.
@@ -266,11 +267,12 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         drain_seconds: float = _DRAIN_SECONDS,
         stop_seconds: float = _STOP_SECONDS,
+        drained: str = "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._policy = policy or RestartPolicy()
         self._output_dir, self._environ = output_dir, environ
-        self._say, self._tick = say, tick
+        self._say, self._tick, self._drained = say, tick, drained
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
         furthest = newest_steps(output_dir)
         self._children = {spec.name: SupervisedChild(spec, RestartBudget(self._policy, furthest)) for spec in processes}
@@ -455,7 +457,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         self._drain_deadline = self._now + self._drain_seconds
-        self._say("draining: the current step will be finished; interrupt again to stop now")
+        self._say(f"draining: {self._drained}; interrupt again to stop now")
         for child in self._children.values():
             if child.state is ChildState.PENDING:
                 child.state = ChildState.STOPPED

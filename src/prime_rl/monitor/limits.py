@@ -142,12 +142,13 @@ def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | N
 
 
 class LimitWatch:
-    """Follow the metrics of a run, from its beginning on: rows of the last steps of both sides.
+    """Follow the metrics of a run: rows of the last `steps` of both sides that were written `since`, in unix seconds.
 
     What comes late (the time to save) adds to its step's row.
     """
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, steps: int = STEPS, since: float = 0.0) -> None:
+        self._steps, self._since = steps, since
         paths = {process: metrics_path(output_dir, process) for process in ("orchestrator", "trainer")}
         self._tails = {process: Tail(path) for process, path in paths.items()}
         self._rows: dict[str, dict[int, dict[str, float]]] = {process: {} for process in paths}
@@ -157,9 +158,10 @@ class LimitWatch:
     def _add(self, process: str, rows: Iterable[Row]) -> None:
         kept = self._rows[process]
         for row in rows:
-            step = int(row["step"])
-            kept.setdefault(step, {}).update(row)
-            kept.pop(step - _KEPT * STEPS, None)
+            if row["time"] >= self._since:
+                step = int(row["step"])
+                kept.setdefault(step, {}).update(row)
+                kept.pop(step - _KEPT * self._steps, None)
 
     def shares(self, starts: Collection[int] = ()) -> Shares | None:
         """Of the last steps that both sides made; None before two were.
@@ -171,7 +173,7 @@ class LimitWatch:
             self._add(process, tail.read())
         orchestrator, trainer = self._rows["orchestrator"], self._rows["trainer"]
         made = sorted(orchestrator.keys() & trainer.keys())
-        steps = [step for step in made[1:] if step not in starts][-STEPS:]
+        steps = [step for step in made[1:] if step not in starts][-self._steps :]
         return shares_of([orchestrator[step] for step in steps], [trainer[step] for step in steps])
 
     def look(self, starts: Collection[int]) -> Limit | None:

@@ -112,6 +112,24 @@ def _wandb_run(settings: "WandbConfig", output_dir: Path, process: str, run_conf
     return run
 
 
+def check_wandb(*configs: "WandbConfig | None") -> None:
+    """Raise UserError where one of these uploads to W&B, which has no key. Asks neither W&B's server nor the user."""
+    if all(config is None or config.offline for config in configs):
+        return
+    import wandb
+    from requests.utils import get_netrc_auth  # where `wandb login` leaves the key
+
+    try:
+        settings = wandb.setup().settings
+    except ValueError as error:
+        raise UserError(f"W&B's settings (WANDB_… variables) are wrong: {' '.join(str(error).split())}") from error
+    wandb.teardown()  # its service, which children would use instead of their own
+    offline = settings.mode in ("offline", "dryrun", "disabled")  # $WANDB_MODE, or `wandb offline`
+    logins = map(get_netrc_auth, (settings.base_url, "https://api.wandb.ai"))
+    if not (offline or settings.api_key or settings.identity_token_file or any(logins)):
+        raise UserError(f"W&B has no key: {_WAYS_ON}")
+
+
 def metrics_path(output_dir: Path, process: str) -> Path:
     return output_dir / "metrics" / f"{process}.jsonl"
 

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from prime_rl.launcher.console import Console, StepLines, bench_table, minutes, summary
+from prime_rl.launcher.console import Console, StepLines, bench_table, minutes, step_line, summary
 from prime_rl.monitor import Status
+from prime_rl.monitor.limits import Limit, LimitName
 from prime_rl.monitor.monitor import Tail
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra
@@ -33,7 +36,9 @@ def test_a_step_is_told_once_both_sides_have_it(tmp_path: Path) -> None:
     add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25})
     assert steps.new_lines() == []
     add(tmp_path, "trainer", 0, 101.0, **TRAINER)
-    assert steps.new_lines() == ["Step 0 [1/20] | reward 0.2500 | entropy 2.5000 | KL 1.25e-04 | 3.21 s"]
+    assert steps.new_lines() == [
+        "Step 0 [1/20] | reward 0.2500 | loss 0.0123 | entropy 2.5000 | KL 1.25e-04 | 12,346 tokens/s | 3.21 s"
+    ]
     assert steps.new_lines() == []
     add(tmp_path, "trainer", 1, 111.0, **TRAINER)
     add(tmp_path, "orchestrator", 1, 105.0, **{"reward/mean": 0.5})
@@ -51,6 +56,25 @@ def test_evals_are_told_and_are_no_steps(tmp_path: Path) -> None:
     assert steps.new_lines()[0].startswith("Step 0 [1] | reward 0.2500")
 
 
+@given(
+    st.integers(0, 10**6),
+    st.floats(-1e4, 1e4),
+    st.floats(0.0, 1e6),
+    st.floats(0.0, 1e7),
+    st.floats(0.0, 1e6),
+    st.sampled_from(LimitName),
+)
+def test_a_step_has_one_line_of_at_most_120_columns(
+    step: int, reward: float, loss: float, tokens: float, seconds: float, name: LimitName
+) -> None:
+    """Contract: with the time before it; what a person needs most (reward, seconds, limit, time to go) is never left out."""
+    trainer = {"loss/mean": loss, "entropy/mean": loss, "mismatch_kl/mean": loss, "perf/throughput": tokens, "time/step": seconds}  # fmt: skip
+    line = step_line(step, 10**6, {"reward/mean": reward}, trainer, seconds, Limit(name, 0.5, "because"))
+    assert len("12:34:56 " + line) <= 120
+    assert f"reward {reward:.4f}" in line
+    assert line.endswith(f" | {seconds:.2f} s | limited by {name} | ETA {minutes(seconds)}")
+
+
 def test_a_step_that_is_trained_again_is_told_again(tmp_path: Path) -> None:
     """A trainer that recovers repeats the steps since its recovery checkpoint, from the batches that stand."""
     steps = StepLines(tmp_path, None)
@@ -58,7 +82,7 @@ def test_a_step_that_is_trained_again_is_told_again(tmp_path: Path) -> None:
         add(tmp_path, process, step, 1.0, **{"reward/mean": 0.5, "loss/mean": 0.1})
     assert [line.split(" |")[0] for line in steps.new_lines()] == ["Step 0 [1]", "Step 1 [2]"]
     add(tmp_path, "trainer", 1, 9.0, **{"loss/mean": 0.2, "time/step": 2.0})
-    assert steps.new_lines() == ["Step 1 [2] | reward 0.5000 | 2.00 s"]
+    assert steps.new_lines() == ["Step 1 [2] | reward 0.5000 | loss 0.2000 | 2.00 s"]
 
 
 def test_numbers_that_come_late_make_no_line(tmp_path: Path) -> None:
@@ -106,7 +130,7 @@ def test_summary_compares_first_and_last(tmp_path: Path) -> None:
         extra = manifest_extra(version, 0, {"x": entry}, publisher=publisher)
         with stage(tmp_path / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
             pass
-    assert summary(tmp_path) == [
+    assert summary(tmp_path, since=110.0) == [
         "reward, first 5 steps → last 5: 0.3000 → 1.0000 (+0.7000)",
         "eval rt, first → last: 0.1000 → 0.4000 (+0.3000)",
         f"weights  {tmp_path / 'weights' / 'step_12'}",

@@ -10,7 +10,7 @@ from prime_rl.config.inference import ServerConfig
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.launch import policy, resume_at, run, ways_on
+from prime_rl.launcher.launch import drained, policy, resume_at, run, ways_on
 from prime_rl.orchestrator.checkpoint import OrchestratorState
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
@@ -82,9 +82,27 @@ def test_an_open_server_is_refused_before_anything_is_started(tmp_path: Path, mo
     assert run(config(tmp_path, inference=open_to_all, **tiny)) == 0
 
 
+def test_a_missing_wandb_key_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: also of a dry run."""
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    wandb.teardown()  # it reads the variables once
+    tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "dry_run": True}
+    with pytest.raises(UserError, match="W&B has no key: .*uv run wandb login"):
+        run(config(tmp_path / "out", wandb={}, **tiny))
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
-    """Only what is there to go on from."""
-    saving = config(tmp_path, ckpt=CkptConfig())
+    """Only what is set up to be saved, and only what is there to go on from."""
+    plain, saving = config(tmp_path), config(tmp_path, ckpt=CkptConfig())
+    assert drained(saving) == "the current step will be finished and saved"
+    assert "saves nothing" in drained(config(tmp_path, bench=True))
+    assert drained(plain).endswith("its training state is not saved")
     save(tmp_path, 4, "trainer")
     assert ways_on(saving) == "to go on: the same command with --recover"
     assert "the same command without --clean and with --recover" in ways_on(config(tmp_path, clean=True))

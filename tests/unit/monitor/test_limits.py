@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from prime_rl.launcher.console import StepLines, limit_line, summary
 from prime_rl.launcher.doctor import Facts, ProcessState, RunState, examination
-from prime_rl.monitor import limits
 from prime_rl.monitor.limits import FULL, LimitName, LimitWatch, Shares, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
 
@@ -123,12 +122,9 @@ def test_nothing_is_said_without_times(tmp_path: Path) -> None:
     assert LimitWatch(tmp_path).shares() is None
 
 
-def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began(tmp_path: Path) -> None:
     """Contract: a judgement follows the run, short ones too; what comes late is of its step; starts are nobody's wait."""
-    monkeypatch.setattr(limits, "STEPS", 2)
-    watch = LimitWatch(tmp_path)
+    watch = LimitWatch(tmp_path, steps=2)
     for step, waited in enumerate([9.0, 6.0, 0.0, 9.9, 5.0]):
         orchestrator, trainer = rows(wait_for_batch=waited)
         add(tmp_path, "orchestrator", {"step": step, **orchestrator})
@@ -144,7 +140,7 @@ def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began(
 
 def write(root: Path, steps: int, **seconds: float) -> None:
     for process, row in zip(("orchestrator", "trainer"), rows(**seconds), strict=True):
-        add(root, process, *({"step": step, "loss/mean": 0.0, **row} for step in range(steps)))
+        add(root, process, *({"step": step, "time": 100.0 + step, "loss/mean": 0.0, **row} for step in range(steps)))
 
 
 def test_console_metrics_and_doctor_name_the_same(tmp_path: Path) -> None:
@@ -154,8 +150,19 @@ def test_console_metrics_and_doctor_name_the_same(tmp_path: Path) -> None:
     words = "limited by generation (trainer waits 70%)"
     assert str(watch.look([])) == limit_line(tmp_path) == words
     assert steps.new_lines()[-1].endswith("| limited by generation | ETA 0:00")
-    assert summary(tmp_path)[-1] == words
+    assert summary(tmp_path, since=0.0)[-1] == words
     facts = Facts(2.0, ProcessState.ABSENT, {})
     told = examination(tmp_path, facts, RunState.FINISHED, "the run has finished")
     assert f"{'speed':<15}{words}" in told
     assert LimitName.GENERATION.metric == "limit/generation"
+
+
+def test_the_end_of_a_run_says_where_its_time_went(tmp_path: Path) -> None:
+    """Contract: of all steps since the launcher began but the first, not of the last few."""
+    write(tmp_path, 20)
+    write(tmp_path, 10, wait_for_batch=6.0, idle=3.0, update_pause=0.5)
+    assert summary(tmp_path, since=50.0) == [
+        "time, start: 40 s; trainer: computes 72%, waits for batches 28%; engines: sample 83%, load weights 2%, idle 14%",
+        "limited by generation (trainer waits 28%)",
+    ]
+    assert summary(tmp_path, since=118.5) == ["time, start: 0 s"], "one step, which waited for the start"

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from string import Formatter
@@ -18,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from prime_rl.config.shared import MonitorConfig
+from prime_rl.config.shared import MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics, read_status
-from prime_rl.monitor.monitor import JsonlWriter, metrics_path
+from prime_rl.monitor.monitor import JsonlWriter, check_wandb, metrics_path
 from prime_rl.monitor.status import say_for
 from prime_rl.processes import me
 from prime_rl.wait import wait
@@ -382,3 +383,31 @@ def test_the_heart_beats_on_after_a_failing_disk(tmp_path: Path, monkeypatch: py
         subject="beat", owner="its thread", seconds=60, poll=0.01,
     )  # fmt: skip
     status.close()
+
+
+@pytest.mark.parametrize(
+    ("variables", "login", "error"),
+    [
+        ({}, None, "W&B has no key: .*uv run wandb login.*WANDB_API_KEY.*--wandb.offline"),
+        ({}, "machine elsewhere.org login user password p", "W&B has no key"),
+        ({}, f"machine api.wandb.ai login user password {'k' * 40}", None),
+        ({"WANDB_API_KEY": "k" * 40}, None, None),
+        ({"WANDB_MODE": "offline"}, None, None),
+        ({"WANDB_MODE": "off"}, None, "settings .* are wrong: .*mode.* 'online', 'offline'"),
+    ],
+)
+def test_wandb_without_a_key_is_found_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], login: str | None, error: str | None
+) -> None:
+    """Contract: who uploads has a key where W&B itself looks for it, or gets one line; offline needs none."""
+    wandb = pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, value in ({"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)} | variables).items():
+        monkeypatch.setenv(name, value)
+    if login is not None:
+        (tmp_path / "netrc").write_text(login)
+    wandb.teardown()  # it reads the variables once
+    with pytest.raises(UserError, match=error) if error else nullcontext():
+        check_wandb(None, WandbConfig())
+    check_wandb(None, WandbConfig(offline=True))
