@@ -36,7 +36,7 @@ class ServerError(UserError):
 
 
 class VersionNotSent(ServerError):
-    """The trainer's sender did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
+    """The trainer's publisher did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
 
 
 class NoWeightsServed(ServerError):
@@ -61,9 +61,9 @@ class Served:
     models: tuple[str, ...] | None = field(default=None, compare=False)  # None: it does not say
 
     def check_name(self, root: str, model: str) -> None:
-        """Raises UserError where the server at `root` says that it serves other models: it would refuse every request, and its tokens are another's."""
+        """Raises UserError where the server at `root` says that it serves other models: it would refuse every request, and may have another tokenizer."""
         if self.models is not None and model not in self.models:
-            served = ", ".join(self.models) or "no model of one name"
+            served = ", ".join(self.models) or "models without a common name"
             here = f" (here --model.name {self.models[0]})" if self.models else ""
             raise UserError(f"the server at {root} serves {served}, not {model}: give both the same model.name{here}")
 
@@ -283,7 +283,7 @@ class InferenceClient:
         if status == _UNSENT:
             raise VersionNotSent(f"{server}: {message}")
         if status == _BUSY:
-            raise ServerError(f"{server} is at another change: {message}")
+            raise ServerError(f"{server} is busy with another change of its weights: {message}")
         if status >= 500:
             kind = NoWeightsServed if (path, status) == ("/weights", _UNUSABLE) else ServerError
             raise kind(f"{server} failed {method} {path}: {message}")

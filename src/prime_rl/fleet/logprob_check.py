@@ -89,7 +89,7 @@ async def score(engine: InferenceClient, reference: LogprobReference, engines: i
 
 
 class LogprobCheck:
-    """Calibrates and checks the servers of a run; a band is for one incarnation of a server.
+    """Calibrates and checks the servers of a run; a band holds until a server is started again.
 
     Args:
         any_base: Servers may hold another base model than the run's: those are checked by hashes alone.

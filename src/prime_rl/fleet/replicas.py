@@ -1,8 +1,8 @@
-"""The inference servers of a run or an evaluation: which of them get work, which one an episode goes to, and whose samples count.
+"""The inference servers of a run or an evaluation: which of them get work, which one an episode goes to, and whose samples are verified.
 
 A *replica* is one server as its clients know it. It is quarantined until it answers and is verified to serve what it
-was given; then it is ready, and gets episodes. What a replica sampled counts once that replica, not another one, is
-verified to have served its version meanwhile. One that is to leave drains: it gets nothing new and keeps the version
+was given; then it is ready, and gets episodes. What a replica sampled may be trained on once that replica, not another one,
+is verified to have served its version meanwhile. One that is to leave drains: it gets nothing new and keeps the version
 that it has, while its episodes end.
 """
 
@@ -51,10 +51,10 @@ class Replica:
         unverified: Episodes that it samples, or has sampled since it was last verified.
         invalid: Those that it sampled before it was found to have been started again: no verification covers them.
         silent: How many times in a row it did not answer.
-        losses: How many times its episodes were invalidated.
+        invalidations: How many times its episodes were invalidated.
         failures: How many times in a row an episode failed there, with none between them that ended well.
         released: Whether it has left, and was verified for all that it sampled.
-        trouble: Why it is not back, while it is quarantined.
+        trouble: Why it is still quarantined.
         loaded: The last version that it loaded.
         loading: The version that it is loading.
     """
@@ -66,7 +66,7 @@ class Replica:
     unverified: set[str] = field(default_factory=set)
     invalid: set[str] = field(default_factory=set)
     silent: int = 0
-    losses: int = 0
+    invalidations: int = 0
     failures: int = 0
     released: bool = False
     trouble: str = ""
@@ -91,7 +91,7 @@ class Replica:
         model meanwhile, what it had sampled is `invalid`.
 
         Raises:
-            LogprobCheckFailed: it computes something else, so that nothing that it reports verifies anything.
+            LogprobCheckFailed: it computes something else, so that its report is not trusted.
             UserError: it rejected the version; the earlier one is still expected.
         """
         before = self.loaded
@@ -101,7 +101,7 @@ class Replica:
         try:
             self.loaded = await (self.engine.reload() if manifest is None else self.engine.update(manifest))
         except LogprobCheckFailed:
-            self.loaded = None if before is None else replace(before, hash="")
+            self.loaded = None if before is None else replace(before, hash="")  # no report matches it
             raise
         finally:
             self.loading = None
@@ -177,7 +177,7 @@ class ReplicaPool:
         replica.state = state
         if state is ReplicaState.READY:
             replica.silent = 0
-            self._weigh(replica)
+            self._update_load(replica)
         elif state is ReplicaState.LEFT:
             self.replicas.remove(replica)
             self.forget(replica.unverified | replica.invalid)
@@ -236,20 +236,20 @@ class ReplicaPool:
     def start(self, episode: str, replica: Replica) -> None:
         """`replica` samples the episode, until `end`: it counts once that replica is verified afterwards."""
         replica.in_flight += 1
-        self._weigh(replica)
+        self._update_load(replica)
         replica.unverified.add(episode)
         self._sampled_by[episode] = replica
 
     def end(self, replica: Replica) -> None:
         """An episode is not in flight there any more, whatever ended it."""
         replica.in_flight -= 1
-        self._weigh(replica)
+        self._update_load(replica)
 
     @contextmanager
     def busy(self, replica: Replica) -> Iterator[None]:
         """An episode is in flight there that is not verified by itself."""
         replica.in_flight += 1
-        self._weigh(replica)
+        self._update_load(replica)
         try:
             yield
         finally:
@@ -267,7 +267,7 @@ class ReplicaPool:
         """Forget all but these."""
         self.forget(self._sampled_by.keys() - episodes)
 
-    def _weigh(self, replica: Replica) -> None:
+    def _update_load(self, replica: Replica) -> None:
         heapq.heappush(self._loads, (replica.in_flight, replica.number, replica))
         if len(self._loads) > 8 * len(self.replicas) + 64:
             self._loads = [(one.in_flight, one.number, one) for one in self.ready]
@@ -358,7 +358,7 @@ class RoutedEnvPool:
             if replica is None:
                 self.turned_away += 1
                 return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, trouble)
-            self._used.setdefault(replica, replica.losses)
+            self._used.setdefault(replica, replica.invalidations)
             with self._fleet.busy(replica):
                 result = await self._pool.run(
                     episode_id=episode_id, env=env, deadline=deadline, server=replica.name, **arguments
@@ -377,7 +377,7 @@ class RoutedEnvPool:
         """Replicas that are not verified to have served the same all the time."""
         verified = await asyncio.gather(*(replica.verify() for replica in self._used))
         used = zip(self._used.items(), verified, strict=True)
-        return [replica for (replica, before), ok in used if not ok or replica.losses != before]
+        return [replica for (replica, before), ok in used if not ok or replica.invalidations != before]
 
     def _choose(self, tried: Collection[Replica]) -> Replica | None:
         return soundest([replica for replica in self._fleet.ready if replica not in tried] or self._fleet.ready)

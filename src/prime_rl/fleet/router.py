@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Either is enough: environments use the first one that there is.
 TOKEN_ROUTES = ("/v1/sample", "/inference/v1/generate")
-NO_VERSION = -1  # of servers that do not serve the same: no version that any of them was given
+NO_VERSION = -1  # reported while servers disagree; never a real version
 _NO_SUCH_ROUTE = (404, 405, 501)
 
 
@@ -56,7 +56,7 @@ class RouterClient:
             except ServerError:  # it was healthy just now: asked again when it is waited for again
                 return
             if all(status in _NO_SUCH_ROUTE for status in statuses):
-                raise UserError(f"the router at {self.root} passes neither {' nor '.join(TOKEN_ROUTES)} on: rollouts need tokens")  # fmt: skip
+                raise UserError(f"the router at {self.root} forwards neither {' nor '.join(TOKEN_ROUTES)}: rollouts need token ids")  # fmt: skip
             self._passes_tokens = True
 
     async def answers(self) -> bool:

@@ -2,8 +2,8 @@
 
 The trainer publishes by committing incarnations and versions to the run directory; `published_versions` reads them.
 `WeightSync.follow` has every ready replica load the newest one (`POST /update_weights` stages, pauses, loads and resumes;
-the client verifies). Episodes that were sampled by weights that do not count, because the trainer gave them up or a
-replica failed its verification, are invalidated in the scheduler and sampled again.
+the client verifies). Episodes that were sampled by superseded weights, or by a replica that failed its verification,
+are invalidated in the scheduler and sampled again.
 
 A replica that does not load what the others load, does not answer, or fails its verification is quarantined: it is probed
 until it answers, loads what the others serve, is verified, and gets work again. One that was asked to leave
@@ -75,7 +75,7 @@ class WeightSync:
         # Failures to load.
         self._failures = 0  # in a row
         self._failed_updates = 0  # in a row, after which no replica was left; loads of earlier versions do not count
-        # A version that the trainer did not send, and since when; None once one as new was loaded.
+        # A version that the trainer's publisher did not send, and since when; None once one as new was loaded.
         self._unsent: tuple[int, float] | None = None
         self._wanted: int | None = None  # the version that a quarantined replica was not sent last
         # Quarantined and leaving replicas.
@@ -119,10 +119,10 @@ class WeightSync:
         """Have the servers that are up load the version that the run goes on from, and verify it. One of them is enough.
 
         Args:
-            owes: Whether something has still to be done on the version that was served last.
+            owes: Whether an evaluation of this version, the one served last, is still pending.
 
         Returns:
-            The version: the newest, or the one served last if it owes something.
+            The version: the newest, or the one served last if an evaluation of it is pending.
         """
         self.history.hold(first_lease(self.history.lease))
         if self.config.trainer:
@@ -134,7 +134,7 @@ class WeightSync:
             self._lease_to_load(incarnation, version)
             try:
                 failures = await self._check_bases(ready, version)
-                # Even a server that has this version already is given it: one that cannot reach the directory is found now.
+                # Also where it is served already, to find a server that cannot read the directory now.
                 failures |= await self._load([replica for replica in ready if replica not in failures], version)
             except (CommitError, UserError) as error:
                 await self._may_retry(error, version)
@@ -272,13 +272,13 @@ class WeightSync:
         await self._loop.on_version_served(version)
 
     async def _skip_to(self, version: int) -> None:
-        """No replica is ready, and what was served is not to be had any more: go on with the newest version. Replicas that come back load that;
+        """No replica is ready, and the version that was served is no longer available: go on with the newest. Replicas that come back load that;
         until then nothing starts."""
         async with self.lock:
             if not self.superseded:
                 return  # found while this waited for the lock
             before = self.scheduler.version
-            logger.warning("version {} cannot be had any more: the run goes on with version {}", before, version)
+            logger.warning("version {} is no longer available: the run goes on with version {}", before, version)
             self.scheduler.announce(version)
             self._lease_to_load(self.scheduler.incarnation, version)
             self._served(version)
@@ -411,7 +411,7 @@ class WeightSync:
     async def _may_retry(self, error: LoadError, version: int) -> None:
         """After a failure to load `version`: return after a pause if another attempt may succeed, else raise `error`."""
         if isinstance(error, VersionNotSent):
-            await self._await_sender(error, version)
+            await self._await_publisher(error, version)
             return
         self._failures += 1
         self.history.look()
@@ -421,7 +421,7 @@ class WeightSync:
         logger.warning("version {} was not loaded, trying again: {}", version, error)
         await asyncio.sleep(RETRY_SECONDS * self._failures)
 
-    async def _await_sender(self, error: VersionNotSent, version: int) -> None:
+    async def _await_publisher(self, error: VersionNotSent, version: int) -> None:
         """Replicas go on as they are while the trainer owes them this version, a newer one or its next incarnation: for at most `weights_timeout`."""
         self.history.look()
         seconds = self.config.weights_timeout
@@ -445,7 +445,7 @@ class WeightSync:
         self._unsent = (max(before, version), since)
         return since
 
-    # -- whose samples count -------------------------------------------------------------------------------------------
+    # -- verified samples ----------------------------------------------------------------------------------------------
 
     async def verify(self) -> None:
         """Ask the replicas what they serve: what had finished before counts then. Those that fail are quarantined."""
@@ -457,7 +457,7 @@ class WeightSync:
 
     def invalidate(self, replica: Replica, detail: str) -> None:
         """Have made again what a replica sampled since it was last verified. Call it with `shipping` held."""
-        replica.losses += 1
+        replica.invalidations += 1
         episodes = replica.unverified | replica.invalid
         running = self.scheduler.invalidate(detail, episodes)
         if len(self.fleet.replicas) == 1 and self._settled.is_set():
@@ -480,7 +480,7 @@ class WeightSync:
             ready, departed = self.fleet.ready, list(self._departed)
             await asyncio.gather(*map(self._probe, ready), *map(self._rejoin, departed))
             if self.recovering and all(task.done() for task in self._recoveries.values()):
-                self._check_hope()
+                self._check_ready_timeout()
 
     async def _probe(self, replica: Replica) -> None:
         # Of the only one the episodes fail, or the loads of versions do.
@@ -526,9 +526,9 @@ class WeightSync:
         """The others go on, and take over what it had. The run ends when none was ready for `ready_timeout`, or the only replica cannot be given
         what the run serves."""
         delay, rest, failures = RETRY_SECONDS, rest_seconds(replica.failures), 0
-        while replica.state is not ReplicaState.LEFT:  # bounded: `_check_hope`, and the run's end cancels it
+        while replica.state is not ReplicaState.LEFT:  # bounded: `_check_ready_timeout`, and the run's end cancels it
             if self.fleet.ready:
-                await self._hand_over(replica)
+                await self._accept_or_invalidate(replica)
             if rest:
                 rest = rest if self.fleet.ready else min(rest, RETRY_SECONDS)
                 logger.warning(
@@ -547,7 +547,7 @@ class WeightSync:
                 except VersionNotSent as error:
                     trouble = str(error)
                     if self._alone:
-                        await self._await_sender(error, self.scheduler.version)
+                        await self._await_publisher(error, self.scheduler.version)
                         continue
                 except (UserError, CommitError) as error:
                     trouble, failed, failures = str(error), True, failures + 1
@@ -557,13 +557,13 @@ class WeightSync:
                 replica.trouble = trouble
                 where = self.fleet.where()
                 logger.warning("{} gets no work: {}{}", replica.name, trouble, where and f" (serving{where})")
-            self._check_hope()
+            self._check_ready_timeout()
             await asyncio.sleep(delay if trouble else POLL_SECONDS)
             patient = bool(self.fleet.ready) or (self._alone and failed)
             delay = min(2 * delay, MAX_RETRY_SECONDS if patient else RETRY_SECONDS)
 
-    async def _hand_over(self, replica: Replica) -> bool:
-        """Count what a quarantined replica is verified for; if it is not, have all that it sampled made again. Returns whether it is verified."""
+    async def _accept_or_invalidate(self, replica: Replica) -> bool:
+        """Verify a quarantined replica: accept what it sampled, or have that sampled again. Returns whether it is verified."""
         finished = replica.unverified.intersection(self.scheduler.unverified())
         verified = replica.loaded is not None and not replica.invalid and await replica.verify()
         async with self.shipping:
@@ -587,7 +587,7 @@ class WeightSync:
             version, incarnation = scheduler.version, scheduler.incarnation
             if replica.loaded is None:
                 await self._check_base(replica, 0)
-            verified = await self._hand_over(replica)
+            verified = await self._accept_or_invalidate(replica)
             if not verified or (replica.loaded is not None and replica.loaded.version != version):
                 await self._load_again(replica)
             changed = not self._settled.is_set() or (version, incarnation) != (scheduler.version, scheduler.incarnation)
@@ -619,7 +619,7 @@ class WeightSync:
             if self._settled.is_set() and not self.scheduler.must_go_back:
                 self._hold(self.scheduler.incarnation, self.scheduler.version)
 
-    def _check_hope(self) -> None:
+    def _check_ready_timeout(self) -> None:
         """While none is ready: one must come back in time.
 
         Raises:
@@ -700,5 +700,5 @@ class WeightSync:
 
 
 def _worst(errors: Iterable[LoadError]) -> LoadError:
-    """The one that decides: a rejection, which another attempt will not mend, before what the trainer owes, before trouble."""
+    """The error that decides: a rejection, which no retry mends, else a version that was not sent, else a server's error."""
     return min(errors, key=lambda error: 1 if isinstance(error, VersionNotSent) else 2 if isinstance(error, ServerError | CommitError) else 0)  # fmt: skip

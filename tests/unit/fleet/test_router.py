@@ -111,7 +111,7 @@ async def test_parts_of_different_weights_prove_nothing(servers, routed, heard):
 
 async def test_parts_that_serve_other_names_evaluate_nothing(servers, routed):
     """Contract: a name that one of them does not know would fail wherever a router leads to it."""
-    for models, problem in ((("m", "x"), None), (("x",), "no model of one name, not m"), (None, None)):
+    for models, problem in ((("m", "x"), None), (("x",), "models without a common name, not m"), (None, None)):
         base = servers[0].now
         servers[0].now, servers[1].now = replace(base, models=("m", "y")), replace(base, models=models)
         fleet = ReplicaPool([routed])
@@ -171,7 +171,7 @@ async def test_a_router_without_a_token_route_is_refused(servers, routed):
     await routed.wait_ready(nothing)
     routed = RouterClient(routed._router, routed._parts)
     routed._router.statuses["/inference/v1/generate"] = 405
-    with pytest.raises(UserError, match="passes neither /v1/sample nor /inference/v1/generate on"):
+    with pytest.raises(UserError, match="forwards neither /v1/sample nor /inference/v1/generate"):
         await routed.wait_ready(nothing)
 
 
