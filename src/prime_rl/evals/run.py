@@ -18,6 +18,7 @@ from prime_rl.evals.servers import EvalServers, connect, rejected_key, way_of_as
 from prime_rl.evals.versions import API, EvalPolicy, EvalVersions, is_gone
 from prime_rl.fleet.replicas import RoutedEnvPool
 from prime_rl.monitor import Monitor, Status
+from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease
 from prime_rl.transport.protocol import BASE
 
@@ -134,6 +135,8 @@ class Evaluation:
 
     async def all(self, servers: EvalServers | None) -> None:
         """Evaluate every policy, one after the other. Servers that were given weights serve their base again at the end."""
+        if self._config.follow and not self._config.clean:
+            self._take_earlier()
         try:
             if servers is None or self._config.weights_dir is None:
                 await self._evaluate(API if servers is None else servers.as_served(), servers)
@@ -144,6 +147,25 @@ class Evaluation:
             if servers is not None and self._config.weights_dir is not None:
                 self._status.phase("restoring the base model")
                 await servers.restore()
+
+    def _take_earlier(self) -> None:
+        """Report, too, what an earlier command evaluated of a followed run: versions may have been removed since."""
+        committed = self._versions.committed()
+        for env in self._config.environments:
+            directory = directory_of(self._config, env, API).parent
+            for version in list_steps(directory):
+                settings = read_settings(directory / f"step_{version}")
+                if version == BASE or settings is None:
+                    continue
+                with ExitStack() as stack:
+                    policy = EvalPolicy(f"step_{version}", version, settings["weights"])
+                    results = self._job(env, policy, stack).results
+                if results.complete:
+                    self._results[env.name, policy.name] = results
+                    if version not in committed:
+                        self._versions.hashes[version] = policy.hash
+                elif version not in committed:
+                    self._versions.skip(version, "it was removed before its evaluation was complete")
 
     async def _evaluate(self, policy: EvalPolicy, servers: EvalServers | None) -> None:
         config, status = self._config, self._status

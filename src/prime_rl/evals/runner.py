@@ -29,7 +29,7 @@ _WORKER_DEATHS = 3  # in one attempt, of which the last is its outcome
 VERIFY_SECONDS = 0.5  # between two verifications
 FIRST_PAUSE_SECONDS = 1.0  # before an attempt without a server is made again; doubled each time
 _LAST_VERIFY_SECONDS = 20.0  # for what has ended when the evaluation is ended early
-_VOIDS = 5  # times that attempts at one version are made again because the servers' weights changed
+_VOIDS = 5  # times in a row, nothing being kept, that attempts are made again because the servers' weights changed
 
 
 class KeyRejected(UserError):
@@ -101,6 +101,7 @@ class EvalRunner:
         self._todo = deque(attempt for attempt in turns if attempt is not None)
         self._unverified: list[tuple[EvalAttempt, EpisodeResult, int]] = []
         self._period = 0  # raised when what is in flight is void
+        self._voids = 0  # periods in a row of which nothing was kept
         self._begin = time.monotonic()
 
     async def run(self) -> None:
@@ -185,13 +186,15 @@ class EvalRunner:
             raise
         if not verified:
             self._period += 1
-            if self._period > _VOIDS:
+            self._voids += 1
+            if self._voids > _VOIDS:
                 raise UserError(
-                    f"the servers' weights were changed {_VOIDS} times by others, or the servers started again: are they "
-                    "another run's?"
+                    f"the servers' weights were changed {_VOIDS} times in a row by others, or the servers started again: are "
+                    "they another run's?"
                 )
         for attempt, result, period in ended:
             if period == self._period:
+                self._voids = 0
                 attempt.job.results.seconds = time.monotonic() - self._begin
                 attempt.job.results.add(attempt.number, result)
                 self._on_result(attempt.job)

@@ -16,7 +16,7 @@ from loguru import logger
 from prime_rl.config.shared import how_to_start, is_own_host
 from prime_rl.errors import UserError
 from prime_rl.evals.versions import EvalPolicy, OnWait
-from prime_rl.fleet.client import InferenceClient, Served
+from prime_rl.fleet.client import InferenceClient, Served, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import NO_VERSION, connect_all
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 RESTORE_SECONDS = 120.0
 _PROBE_SECONDS = 10.0
 _POLL_SECONDS = 0.25
+_LOADS = 3  # tries to load one version
+_PAUSE_SECONDS = 2.0  # before the second; twice as long before the third
 
 
 async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["tokens", "chat"]:
@@ -106,10 +108,10 @@ class EvalServers:
         """Have all of them load and verify it. Returns it with its hash.
 
         Raises:
-            UserError: one of them rejected it, or failed.
+            UserError: one of them rejected it, or failed again and again.
         """
         self._policy = policy
-        await asyncio.gather(*(replica.load(policy.weights) for replica in self.used))
+        await asyncio.gather(*(self._load(replica, policy) for replica in self.used))
         served = {(one.version, one.hash) for replica in self.used if (one := replica.loaded) is not None}
         if len(served) != 1:
             raise UserError(f"the servers say of {policy.name} that they serve different weights: {sorted(served)}")
@@ -155,7 +157,7 @@ class EvalServers:
         if not same:
             logger.warning("{} was restarted, or given other weights: what it sampled is made again", replica.name)
             if policy.weights is not None or policy.base:
-                await replica.load(policy.weights)
+                await self._load(replica, policy)
             elif (served.version, served.hash) == (policy.version, policy.hash):
                 replica.loaded = served
             else:
@@ -165,6 +167,17 @@ class EvalServers:
                 )
         self.fleet.move(replica, ReplicaState.READY)
         return not same
+
+    async def _load(self, replica: Replica, policy: EvalPolicy) -> None:
+        for number in range(1, _LOADS + 1):
+            try:
+                await replica.load(policy.weights)
+                return
+            except ServerError as error:
+                if number == _LOADS:
+                    raise
+                logger.warning("{} did not load {}, tried again: {}", replica.name, policy.name, error)
+                await asyncio.sleep(_PAUSE_SECONDS * number)
 
 
 async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -> EvalServers:

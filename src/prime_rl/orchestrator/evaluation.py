@@ -103,11 +103,13 @@ class Evaluations:
 
     async def _evaluate(self) -> None:
         weight_sync = self._weight_sync
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS + 1):
             if weight_sync.recovering:
                 await weight_sync.wait_recovered()
             if weight_sync.superseded or weight_sync.scheduler.must_go_back:
                 return  # whoever waits for this goes on with another version, which is evaluated in its place
+            if attempt == _ATTEMPTS:
+                break
             async with weight_sync.lock:
                 version = weight_sync.scheduler.version
                 pool = RoutedEnvPool(self._pool, weight_sync.fleet, lambda: weight_sync.superseded)
@@ -124,7 +126,8 @@ class Evaluations:
             logger.warning("the server was lost during the evaluation of version {}: it is made again", version)
             for replica in unverified:
                 weight_sync.quarantine(replica, "it was lost during an evaluation")
-        raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
+        if weight_sync.scheduler.version == version:  # else another one is served by now
+            raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
     async def _run_plans(self, pool: RoutedEnvPool, version: int) -> list[EvalResults]:
         """Run what is not logged yet."""

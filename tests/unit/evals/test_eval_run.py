@@ -9,6 +9,7 @@ import pytest
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals import servers
+from prime_rl.fleet.client import ServerError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.status import read_status
 from prime_rl.transport.incarnations import leases
@@ -157,6 +158,25 @@ async def test_several_servers_all_load_and_one_that_is_lost_is_given_the_versio
     assert found.keys() == {("env", "step_5")}
     assert [server.now.version for server in world.servers.values()] == [0, 0]
     assert len(world.servers["http://b"].updates) == 2
+
+
+async def test_a_server_that_fails_to_load_a_version_is_asked_again(world, monkeypatch):
+    """Contract: one lost answer does not end it; three do."""
+    versions(world, 0, 5)
+    monkeypatch.setattr(servers, "_PAUSE_SECONDS", 0.001)
+    update, failures = world.server.update, [ServerError("no answer")] * 2
+
+    async def failing(weights):
+        if failures:
+            raise failures.pop()
+        return await update(weights)
+
+    monkeypatch.setattr(world.server, "update", failing)
+    settings = {"weights_dir": world.weights, "steps": [5], "eval_base": False}
+    assert list(await world.run(**settings)) == [("env", "step_5")]
+    failures += [ServerError("no answer")] * 3
+    with pytest.raises(ServerError):
+        await world.run(**settings)
 
 
 async def test_a_refused_key_ends_it_at_once_and_what_is_finished_is_kept(world):

@@ -4,9 +4,15 @@ import asyncio
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
 
 from prime_rl.config.shared import SamplingConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.errors import UserError
+from prime_rl.evals import runner
 from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
 
@@ -43,6 +49,23 @@ async def test_results_are_ordered_by_task_and_concurrency_is_bounded():
     assert len(kept) == 12
 
 
+async def test_voids_count_in_a_row(monkeypatch):
+    """Contract: servers that are restarted now and then during a long evaluation do not end it."""
+    monkeypatch.setattr(runner, "VERIFY_SECONDS", 0.005)
+    pool, kept, voids = SlowPool(), [], [0]
+
+    async def verify() -> bool:
+        if len(kept) == voids[-1] or len(voids) > 7:
+            return True
+        voids.append(len(kept))
+        return False
+
+    job = new_job(pool, EvalPlan("one", "one", SamplingConfig(), 4, 6, 100), 0)
+    await EvalRunner(pool, [job], 0, seed=0, max_concurrent=1, timeout=1, verify=verify, on_result=kept.append).run()
+    assert len(voids) > 7
+    assert len(kept) == 24
+
+
 def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():
     """Train and eval sample as configured; a seed travels only when asked for."""
     wire = wire_sampling(SamplingConfig(temperature=0.5, max_tokens=9), 17, 100)
@@ -65,6 +88,44 @@ async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() ->
     task.cancel()
     await asyncio.wait([task], timeout=60)
     assert task.cancelled()
+
+
+@pytest.mark.parametrize("then", ["lost", "superseded", "must_go_back", "another is served"])
+async def test_an_evaluation_of_a_version_that_no_longer_counts_is_given_up(monkeypatch, then):
+    """Contract: only a version that is still to be served ends the run when its server was lost again and again."""
+    made = []
+
+    class LosingPool:
+        turned_away = True
+
+        def __init__(self, *_):
+            pass
+
+        async def unverified(self):
+            return []
+
+    class WeightSync:
+        recovering, superseded, fleet = False, False, None
+        scheduler = SimpleNamespace(version=3, must_go_back=False)
+        lock, shipping = asyncio.Lock(), asyncio.Lock()
+
+        def notice_incarnation(self):
+            self.recovering = len(made) == 3
+
+        async def wait_recovered(self):
+            self.recovering, self.superseded = False, then == "superseded"
+            version = 4 if then == "another is served" else 3
+            self.scheduler = SimpleNamespace(version=version, must_go_back=then == "must_go_back")
+
+    async def run_plans(pool, version):
+        made.append(version)
+
+    monkeypatch.setattr("prime_rl.orchestrator.evaluation.RoutedEnvPool", LosingPool)
+    evaluations = Evaluations.__new__(Evaluations)
+    evaluations._weight_sync, evaluations._pool, evaluations._run_plans = WeightSync(), None, run_plans
+    with pytest.raises(UserError, match="lost during 3 evaluations") if then == "lost" else nullcontext():
+        await evaluations._evaluate()
+    assert made == [3, 3, 3]
 
 
 def test_an_evaluation_without_a_server_fails(tmp_path):

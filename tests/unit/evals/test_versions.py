@@ -171,6 +171,29 @@ async def test_following_evaluates_again_what_another_incarnation_of_the_trainer
     assert len(seen) == 12
 
 
+async def test_following_again_reports_what_was_evaluated_before_and_removed_since(world):
+    """Contract: a follower that was killed loses nothing; what it had not finished is no result."""
+    commit(world, 0, 5, 10)
+    run = Status(world.directory / "run", "trainer")
+
+    def before(env, task, number):
+        if number == 10:  # the second attempt at version 10
+            command.cancel()
+
+    world.pool.before = before
+    command = asyncio.create_task(world.run(weights_dir=world.weights, follow=True, max_concurrent=1))
+    await asyncio.wait([command], timeout=30)
+    shutil.rmtree(world.weights / "step_5")
+    shutil.rmtree(world.weights / "step_10")
+    commit(world, 15)
+    run.done("finished")
+    world.pool.before = lambda *_: None
+    found = await asyncio.wait_for(world.run(weights_dir=world.weights, follow=True), 30)
+    assert names(found) == ["step_0", "step_5", "step_15"]
+    assert len(world.pool.made) == 10 + 4
+    assert "* 10: it was removed before its evaluation was complete" in (world.directory / "out" / "evals" / "report.md").read_text()  # fmt: skip
+
+
 async def test_what_is_written_to_the_disk_only_later_is_evaluated_then(world):
     """Contract: a version that was sent counts as not there until its tensors are."""
     commit(world, 0)
