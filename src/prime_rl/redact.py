@@ -35,8 +35,8 @@ def key_in(table: Mapping[str, Any], place: str = "") -> str | None:
     for name, value in table.items():
         here = f"{place}{name}"
         if isinstance(value, Mapping):
-            if found := key_in(value, f"{here}."):
-                return found
+            if key := key_in(value, f"{here}."):
+                return key
         elif isinstance(value, str) and value and not _VARIABLE.fullmatch(value) and _KEY_NAME.search(str(name)):
             return here
     return None

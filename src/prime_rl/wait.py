@@ -56,11 +56,11 @@ def wait(
         WaitTimeout: after `seconds`.
     """
     start = time.monotonic()
-    while not (found := until()):
+    while not (value := until()):
         if not _may_pause(start, subject, owner, seconds, on_wait, stop):
             return None
         time.sleep(max(poll, LEAST_POLL_SECONDS))
-    return found
+    return value
 
 
 async def wait_async(
@@ -75,11 +75,11 @@ async def wait_async(
 ) -> T | None:
     """`wait` in an event loop: the same arguments, result and errors."""
     start = time.monotonic()
-    while not (found := until()):
+    while not (value := until()):
         if not _may_pause(start, subject, owner, seconds, on_wait, stop):
             return None
         await asyncio.sleep(max(poll, LEAST_POLL_SECONDS))
-    return found
+    return value
 
 
 def _may_pause(

@@ -28,9 +28,9 @@ class Problems(ValueError):
         self.problems = problems
 
 
-def check(*found: Problem | None) -> None:
-    """Raise the problems among `found`, all of them together."""
-    problems = [problem for problem in found if problem is not None]
+def check(*results: Problem | None) -> None:
+    """Raise the problems among `results`, all of them together."""
+    problems = [problem for problem in results if problem is not None]
     if problems:
         raise Problems(problems)
 

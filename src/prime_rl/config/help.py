@@ -63,14 +63,14 @@ def help_text(cls: type[Section], prog: str, topic: str = "") -> str:
 
 def search(cls: type[Section], word: str) -> str:
     """Return the options with `word` in their name or description."""
-    found: dict[str, None] = {}
+    entries: dict[str, None] = {}
     for setting in settings(cls):
         text = f"{'.'.join(setting.keys)} {spell(setting.keys, 'option')} {setting.field.description}".lower()
         if not setting.sections and word.lower() in text:
-            found["\n".join(_lines(setting))] = None
-    if not found:
+            entries["\n".join(_lines(setting))] = None
+    if not entries:
         raise ConfigError([f"no option has '{word}' in its name or description"])
-    return "\n".join(found)
+    return "\n".join(entries)
 
 
 def completion(cls: type[Section], prog: str, shell: str) -> str:
@@ -100,8 +100,8 @@ def _inside(cls: type[Section], path: Keys) -> list[str]:
     lines = []
     around = find(cls, path) if path else None
     inside = {(one.keys, one.owner): one for one in settings(cls) if one.keys[:-1] == path}
-    for tag, members in groupby(inside.values(), key=lambda one: one.tag):
-        of_type = sorted(members, key=lambda one: bool(one.sections))
+    for tag, alike in groupby(inside.values(), key=lambda one: one.tag):
+        of_type = sorted(alike, key=lambda one: bool(one.sections))
         if around is not None and len(around.sections) > 1:
             chosen = ", the default" if tag == default_type(around.field) else ""
             option = spell((*path, "type"), "option")

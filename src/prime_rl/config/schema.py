@@ -78,9 +78,9 @@ def _fields(section: type[Section], path: Keys, tag: str) -> Iterator[Setting]:
 
 def _paths(keys: Keys, field: FieldInfo, owner: type[Section], tag: str, annotation: Any) -> Iterator[Setting]:
     """Yield the setting, the items of a list of sections, and what is within."""
-    members = list(_members(annotation))
-    kinds = tuple(member for member in members if member is not type(None))
-    setting = Setting(keys, field, owner, tag, kinds, nullable=len(kinds) < len(members))
+    alternatives = list(_alternatives(annotation))
+    kinds = tuple(kind for kind in alternatives if kind is not type(None))
+    setting = Setting(keys, field, owner, tag, kinds, nullable=len(kinds) < len(alternatives))
     yield setting
     for section in setting.sections:
         yield from _fields(section, keys, type_tag(section) if len(setting.sections) > 1 else tag)
@@ -89,12 +89,12 @@ def _paths(keys: Keys, field: FieldInfo, owner: type[Section], tag: str, annotat
             yield from _paths((*keys, "N"), field, owner, tag, item)
 
 
-def _members(annotation: Any) -> Iterator[Any]:
+def _alternatives(annotation: Any) -> Iterator[Any]:
     if get_origin(annotation) is Annotated:
-        yield from _members(get_args(annotation)[0])
+        yield from _alternatives(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):
-        for member in get_args(annotation):
-            yield from _members(member)
+        for kind in get_args(annotation):
+            yield from _alternatives(kind)
     else:
         yield annotation
 

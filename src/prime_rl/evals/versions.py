@@ -76,8 +76,8 @@ class EvalVersions:
         if missing := [str(step) for step in steps if step not in (BASE, *committed)]:
             raise UserError(f"steps: there is no version {', '.join(missing)} in {directory} (there: {listed})")
         if not steps and not self._chosen(committed):
-            there = f"there: {listed}; --follow waits for some"
-            raise UserError(f"weights_dir: there is no version to evaluate in {directory} ({there})")
+            hint = f"there: {listed}; --follow waits for some"
+            raise UserError(f"weights_dir: there is no version to evaluate in {directory} ({hint})")
 
     async def policies(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
         """Yield the base and the versions to evaluate, in order; with `follow` also later ones, until the run has ended."""

@@ -233,7 +233,7 @@ class WeightSync:
                 served = self.scheduler.version
                 if self.scheduler.must_go_back:
                     await self._go_back()
-                elif newest is not None and newest > served and not self._loop.must_keep_serving(served):
+                elif newest is not None and newest > served and not self._loop.must_keep_version(served):
                     await self._serve(newest)
             await asyncio.sleep(POLL_SECONDS)
 

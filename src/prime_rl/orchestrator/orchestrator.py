@@ -315,7 +315,7 @@ class Orchestrator:
             await self.evaluations.run()
             self._gated_since = None
 
-    def must_keep_serving(self, version: int) -> bool:
+    def must_keep_version(self, version: int) -> bool:
         """Whether the run is stopping with `version` not yet evaluated: keep serving it for the resumed run."""
         return self.stopping and self.evaluations.owed(version)
 

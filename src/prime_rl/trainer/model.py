@@ -71,7 +71,9 @@ class SingleRankUnit:
                     masters[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
                 setattr(module, name, masters[parameter])
         self._model, self._dtype, self._exact = model, dtype, {masters[parameter] for parameter in exact}
-        self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # module, name, master, copy
+        self._computed_copies: list[
+            tuple[nn.Module, str, nn.Parameter, nn.Parameter]
+        ] = []  # module, name, master, copy
         self._rows: list[Tensor] = []  # of the masters that are copied, and their copies
         self._copies: list[Tensor] = []
         self._gathered = self._in_backward = False
@@ -82,17 +84,17 @@ class SingleRankUnit:
         """Give the modules weights to compute with."""
         if self._gathered:
             return
-        if not self._places:
+        if not self._computed_copies:
             self._make_copies()
         if self._copies:
             torch._foreach_copy_(self._copies, self._rows)
-        for module, name, _, copy in self._places:
+        for module, name, _, copy in self._computed_copies:
             module._parameters[name] = copy
         self._gathered = True
 
     def reshard(self) -> None:
         """Give the modules their masters again. The copies keep their memory."""
-        for module, name, master, _ in self._places:
+        for module, name, master, _ in self._computed_copies:
             module._parameters[name] = master
         self._gathered = False
 
@@ -117,7 +119,7 @@ class SingleRankUnit:
                         self._copies.append(copy)
                     if copy.requires_grad:
                         copy.register_post_accumulate_grad_hook(partial(self._add, master))
-                self._places.append((module, name, master, copies[master]))
+                self._computed_copies.append((module, name, master, copies[master]))
 
     def _add(self, master: nn.Parameter, copy: Tensor) -> None:
         grad, copy.grad = copy.grad, None

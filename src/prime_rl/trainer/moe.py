@@ -226,7 +226,7 @@ def _(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
     return rows_SH.new_empty(place_TK.shape[0], rows_SH.shape[1])
 
 
-def _save_places(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save_positions(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
 
@@ -238,5 +238,5 @@ def _collect_backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:
     return spread(grad_TH.contiguous(), *ctx.saved_tensors), None
 
 
-spread.register_autograd(_spread_backward, setup_context=_save_places)
-collect.register_autograd(_collect_backward, setup_context=_save_places)
+spread.register_autograd(_spread_backward, setup_context=_save_positions)
+collect.register_autograd(_collect_backward, setup_context=_save_positions)

@@ -75,8 +75,8 @@ class HostBatch:
 
     def documents(self) -> Ints:
         """[L]: the document of each loss token."""
-        _, _, loss_index, _, ends = parts(self.ints, self.int_counts)
-        return np.searchsorted(ends.numpy(), loss_index.numpy(), side="right") - 1
+        _, _, loss_index, _, stops = parts(self.ints, self.int_counts)
+        return np.searchsorted(stops.numpy(), loss_index.numpy(), side="right") - 1
 
 
 def parts(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
@@ -135,7 +135,7 @@ def plan(
     count = -(-count // ranks) * ranks
     while (bins := _fill(sizes, prices, count, seq_len, capacity)) is None:
         count += ranks
-    bins.sort(key=lambda members: (-prices[members].sum(), members))
+    bins.sort(key=lambda documents: (-prices[documents].sum(), documents))
     return [[bins[start + rank] for start in range(0, count, ranks)] for rank in range(ranks)]
 
 
@@ -160,7 +160,7 @@ def _fill(
             passed.append((load + price, chosen))
         for entry in passed:
             heapq.heappush(cheapest, entry)
-    return [sorted(members) for members in bins]
+    return [sorted(documents) for documents in bins]
 
 
 def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -> HostBatch:
@@ -177,19 +177,24 @@ def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -
     padding = max(-total % multiple_of, 2 if total < 2 else 0)
     padding += -(total + padding) % multiple_of
     extents = np.append(lengths, padding) if padding else lengths
-    ends = np.cumsum(extents)
-    starts = ends - extents
+    stops = np.cumsum(extents)
+    starts = stops - extents
 
     ids = np.concatenate([*(document.input_ids for document in documents), np.zeros(padding, dtype=np.int64)])
     trained = np.concatenate([*(document.loss_mask for document in documents), np.zeros(padding, dtype=np.bool_)])
     trained[starts] = False
     labels = np.flatnonzero(trained)
-    owner = np.searchsorted(ends, labels, side="right")
+    owner = np.searchsorted(stops, labels, side="right")
     cooling = np.array([1.0 / document.temperature for document in documents], dtype=np.float32)
     columns = [np.zeros((streams, 0), dtype=np.float32), *(document.streams for document in documents)]
     return HostBatch(
         _buffer(
-            np.int64, ids, np.arange(len(ids)) - np.repeat(starts, extents), labels - 1, ids[labels], np.append(0, ends)
+            np.int64,
+            ids,
+            np.arange(len(ids)) - np.repeat(starts, extents),
+            labels - 1,
+            ids[labels],
+            np.append(0, stops),
         ),
         _buffer(np.float32, cooling[owner], np.concatenate(columns, axis=1)[:, labels].reshape(-1)),
         (len(ids), len(labels), len(extents), streams),

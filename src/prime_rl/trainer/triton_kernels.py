@@ -160,25 +160,25 @@ COLUMNS = 2048
 # One program a token and so many columns. There may be more than 2^31 elements: addresses are int64.
 @triton.jit
 def _spread(
-    rows: tl.tensor, places: tl.tensor, out: tl.tensor, H: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
+    rows: tl.tensor, positions: tl.tensor, out: tl.tensor, H: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(rows + token * H + at, mask=at < H)
     for k in tl.static_range(K):
-        place = tl.load(places + token * K + k).to(tl.int64)
+        place = tl.load(positions + token * K + k).to(tl.int64)
         tl.store(out + place * H + at, row, mask=at < H)
 
 
 @triton.jit
 def _collect(
-    rows: tl.tensor, places: tl.tensor, out: tl.tensor, H: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
+    rows: tl.tensor, positions: tl.tensor, out: tl.tensor, H: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)
     for k in tl.static_range(K):
-        place = tl.load(places + token * K + k).to(tl.int64)
+        place = tl.load(positions + token * K + k).to(tl.int64)
         total += tl.load(rows + place * H + at, mask=at < H, other=0.0).to(tl.float32)
     tl.store(out + token * H + at, total.to(out.dtype.element_ty), mask=at < H)
 

@@ -142,7 +142,7 @@ async def test_no_evaluation_begins_once_the_run_stops(tmp_path):
     orchestrator.stop()
     await orchestrator.on_version_served(1)
     assert not world.pool.evaluated
-    assert orchestrator.must_keep_serving(1)
+    assert orchestrator.must_keep_version(1)
 
 
 @pytest.mark.parametrize("answered", [False, True])
