@@ -16,7 +16,7 @@ _KEY_NAME = re.compile(
 )
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
-_USER = re.compile(r"://[^/\s]*@")
+_USER = re.compile(r"(\w+://)?.+@", re.DOTALL)
 
 
 def is_secret(name: str, value: object = "") -> bool:
@@ -48,8 +48,8 @@ def has_password(url: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """A URL without the user and the password that it may carry: for what others get to see."""
-    return _USER.sub("://", url)
+    """A URL, with or without a scheme, cut before its last `@`, where a password may be: for what others get to see."""
+    return _USER.sub(r"\1", url)
 
 
 def redacted(table: Mapping[str, Any]) -> dict[str, Any]:

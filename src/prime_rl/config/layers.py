@@ -123,7 +123,9 @@ class LayeredTable:
 
     def add(self, layer: Layer) -> None:
         """Put `layer` over those before: tables are merged, anything else is replaced; the text "None" is null."""
-        self.hints += _hints_at_today(layer)
+        hints, problems = _at_today(layer)
+        self.hints += hints
+        self.problems += problems
         self.tree = self._merged(self.tree, layer.tree, (), layer)
         self._layers.append(layer)
 
@@ -199,9 +201,9 @@ class LayeredTable:
         return next((origin for origin in around if origin is not None), None)
 
 
-def _hints_at_today(layer: Layer) -> list[str]:
-    """Rename what a layer gives in an older spelling, and return a hint at each."""
-    hints = []
+def _at_today(layer: Layer) -> tuple[list[str], list[str]]:
+    """Rename what a layer gives in an older spelling; return a hint at each, and what it gives in both as mistakes."""
+    hints, problems = [], []
     for section in ((), *((name,) for name in SECTIONS_OF_RL)):
         for older, (name, convert) in OLDER.items():
             keys = (*section, *older)
@@ -209,10 +211,13 @@ def _hints_at_today(layer: Layer) -> list[str]:
             if not isinstance(table, dict) or older[-1] not in table:
                 continue
             source, before = layer.origin(keys).text, table.pop(older[-1])
+            today = spell((*keys[:-1], name), layer.kind)
+            if name in table:
+                problems.append(f"{'.'.join(keys)} and {today} are the same setting, give it once ({source})")
+                continue
             value = table[name] = convert(before)
             if (name, value) == (older[-1], before):
                 continue
             shown = ",".join(map(str, value)) if isinstance(value, list) else value
-            today = spell((*keys[:-1], name), layer.kind)
             hints.append(f"{source} {before} is an older spelling of {today} {shown}")
-    return hints
+    return hints, problems

@@ -29,6 +29,8 @@ REMOVED = {
     "recycle_mib": "where memory runs out the kernel ends workers first, and their episodes run again",
     "normal_weight": "give easy_weight and hard_weight relative to 1",
     "gibberish.max_tokens": "one such token leaves an episode out",
+    "optim.betas1": "AdamW beside Muon has 0.9",
+    "optim.betas2": "AdamW beside Muon has 0.95",
     "optim.nesterov": "the look-ahead is always on",
     "optim.state": "running means are float32; offload keeps them in host memory",
     "per_token": "each episode counts once",
@@ -38,6 +40,23 @@ REMOVED = {
     "stage_weights": "new weights are staged wherever there is memory for them",
     "weights.canary": "every version's fixed prompt is scored; logprob_check = false of the orchestrator asks no server",
     "canary": "it is logprob_check",
+}
+# Of those above that changed what a run computes, the one value that means what is always done today.
+_AS_TODAY: dict[str, Any] = {
+    "adamw_lr_ratio": 1.0,
+    "batch_normalize": True,
+    "canary": True,
+    "client.discover": None,
+    "filters.off_policy": None,
+    "from_baseline": False,
+    "gibberish.max_tokens": 0,
+    "match_rms": True,
+    "normal_weight": 1.0,
+    "optim.betas1": 0.9,
+    "optim.betas2": 0.95,
+    "optim.nesterov": True,
+    "optim.state": "float32",
+    "per_token": False,
 }
 # Kinds of errors whose message says all there is to say about the value.
 _SELF_EVIDENT = ("missing", "union_tag_invalid", "literal_error")
@@ -61,7 +80,7 @@ def validation_lines(error: ValidationError, cls: type[Section], table: LayeredT
         elif any(keys[:length] in places for length in range(len(keys) + 1)):
             continue  # one line, whatever number of types was tried
         elif details["type"] == "extra_forbidden":
-            if not _left_out(cls, table, keys):
+            if not _left_out(table, keys):
                 lines[keys, ""] = _unknown(cls, table, keys)
         else:
             lines.setdefault((local, _message(details)), _line(details, cls, keys, table))
@@ -91,20 +110,22 @@ def _keys_of_error(details: Any, tree: Any) -> Keys:
     return (*keys, "type") if details["type"] == "union_tag_invalid" else tuple(keys)
 
 
-def _left_out(cls: type[Section], table: LayeredTable, keys: Keys) -> bool:
+def _left_out(table: LayeredTable, keys: Keys) -> bool:
     """Take out, with a hint, a setting that an earlier release wrote into the configs/ of a run, which is to be resumed."""
-    origin, reason = table.origin(keys), _removed(keys)
-    if types := types_with(cls, keys):
-        reason = f"it belongs to type '{types[0]}' alone"
-    if reason is None or origin is None or Path(origin.text).parent.name != "configs":
+    origin, removed = table.origin(keys), _removed(keys)
+    if removed is None or origin is None or table.get(keys) != _AS_TODAY.get(removed, table.get(keys)):
+        return False
+    folder = Path(origin.text).parent
+    if origin.kind != "file" or folder.name != "configs" or not (folder.parent / "status").is_dir():
         return False
     table.remove(keys)
-    table.hints.append(f"{'.'.join(keys)} of an earlier release is left out: {reason}{_where(origin)}")
+    table.hints.append(f"{'.'.join(keys)} of an earlier release is left out: {REMOVED[removed]}{_where(origin)}")
     return True
 
 
 def _removed(keys: Keys) -> str | None:
-    return next((hint for name, hint in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), None)
+    """Return the name in `REMOVED` of a setting of earlier releases."""
+    return next((name for name in REMOVED if f".{'.'.join(keys)}".endswith(f".{name}")), None)
 
 
 def _unknown(cls: type[Section], table: LayeredTable, keys: Keys) -> str:
@@ -120,13 +141,13 @@ def _unknown(cls: type[Section], table: LayeredTable, keys: Keys) -> str:
     unknown = f"unknown key {'.'.join(keys)}{_where(origin)}"
     if origin is not None and kind != "file":
         unknown = f"{origin.text} names no setting"
-    if removed is not None:
-        return f"{unknown} any more: {removed}"
     if keys[0] in SECTIONS_OF_RL and find(cls, keys[:1]) is None:
         its = spell(keys[1:], kind)
         return f"{unknown}: only `rl` has a section `{keys[0]}`; give {its} to the command `{keys[0]}`"
     if types:
         return f"{unknown} of this type; it belongs to type {', '.join(types)}"
+    if removed is not None:
+        return f"{unknown} any more: {REMOVED[removed]}"
     near = nearest(cls, keys)
     return unknown if near is None else f"{unknown}; did you mean {spell(near, kind)}?"
 
@@ -164,8 +185,14 @@ def _message(details: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = without_password(repr(value))
+    text = repr(_without_passwords(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_passwords(item) for item in value]
+    return without_password(value) if isinstance(value, str) else value
 
 
 def _where(origin: Origin | None) -> str:

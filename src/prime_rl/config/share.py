@@ -130,12 +130,17 @@ class _Sharing:
 
     def wandb(self, sections: list[str]) -> list[Problem | None]:
         """Move `wandb` into the monitors of `sections`, which may differ from it by a stronger source."""
-        shared = self.get("wandb")
+        shared, origin = self.get("wandb"), self.table.exact(("wandb",))
+        # Off is written at the top of a resolved file, too, beside monitors that are on.
+        decided = shared is not None or (origin is not None and origin.kind == "option")
         problems: list[Problem | None] = []
         for section in sections if shared is not ABSENT else []:
             place = f"{section}.monitor.wandb"
-            own, stronger = self.get(place), self._rank("wandb") > self._rank(place)
-            if own is ABSENT or (stronger and None in (own, shared)):
+            own, gap = self.get(place), self._rank("wandb") - self._rank(place)
+            if own is not ABSENT and gap == 0 and decided and (own is None) != (shared is None):
+                states = ("off", "on") if shared is None else ("on", "off")
+                problems.append(Problem(f"wandb is {states[0]} but {place} is {states[1]}", "wandb", place))
+            if own is ABSENT or (gap > 0 and None in (own, shared)):
                 self.set(place, None if shared is None else {})
             for name, value in (shared or {}).items() if self.get(place) is not None else ():
                 top, key = f"wandb.{name}", f"{place}.{name}"

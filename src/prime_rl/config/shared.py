@@ -97,7 +97,7 @@ def _is_address(url: str) -> str:
     try:
         _ = urlsplit(api_root(url)).port
     except ValueError as error:
-        raise ValueError(f"{url!r} is no address: {error}") from None
+        raise ValueError(f"{without_password(url)!r} is no address: {error}") from None
     return url
 
 
@@ -109,7 +109,7 @@ def _one_or_several(urls: str | list[str]) -> str | list[str]:
     found = [_is_address(url) for url in ([urls] if isinstance(urls, str) else urls)]
     if not found:
         raise ValueError("names no server")
-    if len(set(map(api_root, found))) < len(found):
+    if len(set(map(same_server, found))) < len(found):
         raise ValueError("a server is named twice")
     return found if len(found) > 1 else found[0]
 
@@ -117,6 +117,13 @@ def _one_or_several(urls: str | list[str]) -> str | list[str]:
 def api_root(url: str) -> str:
     """A server's address without a trailing slash or /v1: where /health and the weight routes are."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def same_server(url: str) -> str:
+    """Equal for addresses of one server: whatever name this host has in them, with or without the default port."""
+    parts = urlsplit(api_root(url))
+    host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}[parts.scheme]
+    return f"{parts.scheme}://{'localhost' if is_own_host(host) else host}:{port}{parts.path}"
 
 
 def is_own_host(host: str) -> bool:
@@ -155,7 +162,7 @@ class ClientConfig(Section):
         keys = ("admin_base_url", "base_url")
         if self.admin_roots and len(self.base_urls) != 1:
             raise Problem("admin_base_url names the servers behind one router: base_url has to name that one", *keys)
-        if self.api_roots[0] in self.admin_roots:
+        if same_server(self.base_urls[0]) in map(same_server, self.admin_roots):
             message = "base_url is one of the servers in admin_base_url, not a router: list them in base_url"
             raise Problem(message, *keys)
         return self

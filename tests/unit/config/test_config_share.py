@@ -292,14 +292,14 @@ def test_wandb_contradicted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("top", "section"), [("--wandb", "--trainer.monitor.no-wandb"), ("--no-wandb", "--trainer.monitor.wandb")]
+    ("argv", "states"),
+    [
+        (["--wandb.project", "p", "--trainer.monitor.wandb", "None"], ("on", "off")),
+        (["--no-wandb", "--trainer.monitor.wandb"], ("off", "on")),
+    ],
 )
-def test_wandb_is_on_or_off_for_one_process(top: str, section: str) -> None:
-    config = rl(top, section)
-    assert (config.trainer.monitor.wandb is None, config.orchestrator.monitor.wandb is None) == (
-        top == "--wandb",
-        top != "--wandb",
-    )
+def test_wandb_on_and_off_by_equally_strong_sources(argv: list[str], states: tuple[str, str]) -> None:
+    assert f"wandb is {states[0]} but trainer.monitor.wandb is {states[1]}" in problem(*argv)
 
 
 @pytest.mark.parametrize(
@@ -398,6 +398,8 @@ def test_base_url_with_and_without_v1(url: str) -> None:
     ("urls", "problem"),
     [
         (["http://a:1", "http://a:1/v1/"], "a server is named twice"),
+        (["http://localhost:1", "http://127.0.0.1:1"], "a server is named twice"),
+        (["http://a", "http://A:80"], "a server is named twice"),
         (["http://a:1", "b:1"], "'b:1' does not start with http"),
         (["http://a:1", "http://u:secret@b:1"], "holds a password"),
         ([], "names no server"),
@@ -409,7 +411,7 @@ def test_servers_that_cannot_be_meant(urls: list[str], problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "urls", [["http://u:secret@a:1", "http://u:secret@a:1/v1"], ["http://u:secret@a:1", "http://a:1"], ["ftp://u:secret@a:1"]]
+    "urls", [["http://u:secret@a:1", "http://u:secret@a:1/v1"], ["http://u:secret@a:1", "http://a:1"], ["ftp://u:secret@a:1"], ["u:secret@a/v1"]]
 )  # fmt: skip
 def test_no_refusal_of_servers_shows_a_password(urls: list[str]) -> None:
     """Contract: what is refused is named without what must not be shown."""
@@ -419,6 +421,14 @@ def test_no_refusal_of_servers_shows_a_password(urls: list[str]) -> None:
     with pytest.raises(ConfigError) as shown:
         parse(OrchestratorConfig, ["--environment.id", "x", "--client.base-url", *urls], {})
     assert "secret" not in str(shown.value)
+    with pytest.raises(ConfigError) as shown:
+        parse(OrchestratorConfig, ["--environment.id", "x", "--reference.base-url", urls[0]], {})
+    assert "secret" not in str(shown.value)
+
+
+def test_a_router_is_none_of_the_servers_behind_it() -> None:
+    with pytest.raises(ValidationError, match="not a router"):
+        ClientConfig(base_url="http://localhost:1", admin_base_url=["http://127.0.0.1:1/v1", "http://a:1"])
 
 
 def test_servers_are_named_or_started_not_both() -> None:
@@ -458,6 +468,14 @@ def test_an_older_spelling_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     config = load(OrchestratorConfig, ["@", str(path)], prog="orchestrator")
     assert config.client.base_url == "http://localhost:8001/v1"
     assert "client.base_url http://localhost:8001/v1" in capsys.readouterr().err
+
+
+def test_an_older_spelling_beside_todays_is_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "x.toml").write_text("[ckpt]\npath = 'a'\noutput_dir = 'b'")
+    line = f"ckpt.path and ckpt.output_dir are the same setting, give it once ({path}, line 2)"
+    with pytest.raises(ConfigError) as refused:
+        parse(TrainerConfig, ["@", str(path)], {})
+    assert refused.value.problems == [line]
 
 
 def test_a_file_for_an_orchestrator_alone_serves_in_a_whole_run(tmp_path: Path) -> None:

@@ -165,19 +165,29 @@ recycle_mib = "None"
 max_tokens = 0
 """
     gone = ["stage_weights", "betas1", "recycle_mib", "max_tokens"]
-    (run := tmp_path / "configs" / "rl.toml").parent.mkdir()
-    for file in (run, tmp_path / "rl.toml"):
+    run, alone = tmp_path / "configs" / "rl.toml", tmp_path / "no_run" / "configs" / "rl.toml"
+    (tmp_path / "status").mkdir()
+    for file in (run, alone, tmp_path / "rl.toml"):
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     config, hints = resolve(RLConfig, ["@", str(run)], {})
     assert config.orchestrator.environments[0].id == "x"
     assert len(hints) == len(gone)
     for name in gone:
         assert any(f".{name} of an earlier release is left out" in hint and f"{run}, line" in hint for hint in hints)
-    with pytest.raises(ConfigError) as refused:
-        parse(RLConfig, ["@", str(tmp_path / "rl.toml")], {})
-    assert len(refused.value.problems) == len(gone)
+    for file in (alone, tmp_path / "rl.toml"):
+        with pytest.raises(ConfigError) as refused:
+            parse(RLConfig, ["@", str(file)], {})
+        assert len(refused.value.problems) == len(gone)
     with pytest.raises(ConfigError, match="--inference.stage-weights names no setting any more"):
         parse(RLConfig, ["@", str(run), "--inference.stage-weights", "true"], {})
+    for optim in ("betas1 = 0.8", "betas2 = 0.999", "nesterov = false", "match_rms = false"):
+        run.write_text(text.replace("betas1 = 0.9", optim))
+        with pytest.raises(ConfigError, match=f"unknown key trainer.optim.{optim.split()[0]}"):
+            parse(RLConfig, ["@", str(run)], {})
+    run.write_text(text.replace("betas1 = 0.9", "momentun = 0.9"))
+    with pytest.raises(ConfigError, match="unknown key trainer.optim.momentun"):
+        parse(RLConfig, ["@", str(run)], {})
     run.write_text(text.replace("betas1", "betos"))
     with pytest.raises(ConfigError, match="unknown key trainer.optim.betos"):
         parse(RLConfig, ["@", str(run)], {})
