@@ -23,6 +23,8 @@ class Adapter(Protocol):
 
     task_ids: list[str]
     """Durable and unique, in the environment's own order."""
+    bounded: bool
+    """Whether these are all the tasks there are."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...

@@ -43,6 +43,8 @@ _RAISED: ContextVar[list[str]] = ContextVar("raised")
 class ClassicEnv:
     """`async with ClassicEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
 
+    bounded = True
+
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         env = f"environment {setup.env_id!r}"

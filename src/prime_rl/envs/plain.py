@@ -117,6 +117,8 @@ class Chat:
 class PlainEnv:
     """`async with PlainEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
 
+    bounded = True
+
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         if setup.demonstration:

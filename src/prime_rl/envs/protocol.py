@@ -19,7 +19,7 @@ from typing import Any, ClassVar, get_args
 
 import msgpack
 
-VERSION = 10
+VERSION = 11
 MOST_BYTES = 128 << 20  # of a result: ten million tokens
 ROLES = ("", "system", "user", "assistant", "tool")
 """Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
@@ -53,6 +53,10 @@ class TaskInfo:
 
     task_id: str
     index: int
+
+
+class FirstTasks(list[TaskInfo]):
+    """The first tasks of an endless environment: not all there are."""
 
 
 @dataclass
@@ -165,6 +169,7 @@ class Setup:
 class Ready:
     kind: ClassVar[str] = "ready"
     task_ids: list[str]
+    bounded: bool = True  # these are all there are
 
 
 @dataclass

@@ -103,6 +103,7 @@ class VerifiersEnv:
         try:
             self._env = vf.load_environment(config)
             self._tasks = _load_tasks(self._env.taskset)
+            self.bounded: bool = self._env.taskset.bounded
             self.task_ids = unique(task.key for task in self._tasks)
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error

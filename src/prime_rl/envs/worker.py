@@ -133,7 +133,7 @@ class WorkerServer:
             gc.collect()
             gc.freeze()
             self._ticked, self._loaded = time.monotonic(), True
-            await self._send(Ready(env.task_ids))
+            await self._send(Ready(env.task_ids, env.bounded))
             stop = asyncio.create_task(self._stop.wait())
             receive = asyncio.create_task(self._receive(env, setup))
             either = {stop, receive}

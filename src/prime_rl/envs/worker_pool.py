@@ -28,6 +28,7 @@ from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import worker_process
 from prime_rl.envs.protocol import (
     VERSION,
+    FirstTasks,
     Heartbeat,
     Hello,
     LoadFailed,
@@ -441,7 +442,8 @@ class WorkerPool:
                 worker.loaded, worker.state = True, WorkerState.READY
                 if not own.loaded:
                     own.loaded = True
-                    own.tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
+                    tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
+                    own.tasks = tasks if message.bounded else FirstTasks(tasks)
                 self._fill(own)
                 self._adjust(own)
             case LoadFailed():

@@ -14,8 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from loguru import logger
+
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults
 from prime_rl.orchestrator.admission import output_tokens
@@ -215,8 +217,16 @@ def _missing(job: EvalJob) -> list[EvalAttempt]:
 
 
 def tasks_of(pool: "EnvPool | RoutedEnvPool", plan: EvalPlan) -> Sequence[TaskInfo]:
-    """Return the tasks that are to be attempted."""
+    """Return the tasks that are to be attempted; warn where there are fewer than asked for.
+
+    Raises:
+        UserError: the environment is endless, and no number of tasks is set.
+    """
     tasks = pool.tasks(plan.worker)
+    if plan.num_examples < 0 and isinstance(tasks, FirstTasks):
+        raise UserError(f"environment {plan.env!r} is endless: set num_examples, the number of tasks to evaluate")
+    if plan.num_examples > len(tasks):
+        logger.warning("{} has {} tasks, not {}: all of them are evaluated", plan.env, len(tasks), plan.num_examples)
     return tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
 
 

@@ -10,7 +10,7 @@ from loguru import logger
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults
-from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job
+from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of
 from prime_rl.fleet.replicas import RoutedEnvPool
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
@@ -45,6 +45,11 @@ class Evaluations:
         self._running: asyncio.Task[None] | None = None
         self._stopping = False
         self._logged = self._read_logged()
+
+    def check_tasks(self) -> None:
+        """Refuse an endless environment without `num_examples` before anything is trained. Raises UserError."""
+        for plan in self._plans:
+            tasks_of(self._pool, plan)
 
     @property
     def running(self) -> bool:

@@ -183,6 +183,7 @@ class Orchestrator:
         async with asyncio.TaskGroup() as group:  # servers may still be loading
             group.create_task(self.pool.start(config.client.ready_timeout))
             group.create_task(self.fleet.wait_ready(self.status.waiting))
+        self.evaluations.check_tasks()
         if not config.trainer:
             logger.info("no trainer takes part: all batches come from the base model (version 0)")
         version = await self.weight_sync.start(self.progress, self.evaluations.owed)

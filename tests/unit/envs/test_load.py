@@ -150,6 +150,7 @@ def test_an_endless_taskset(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     one, other = load("env-endless", model), load("env-endless", model)
     assert len(one.task_ids) == 12
     assert one.task_ids == other.task_ids
+    assert not one.bounded
 
 
 def test_the_example_of_the_docs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

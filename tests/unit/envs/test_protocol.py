@@ -47,7 +47,7 @@ EPISODE = EpisodeResult(
 MESSAGES: list[Message] = [
     Hello(VERSION),
     Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "auto", 64, "info"),
-    Ready(["a", "b"]),
+    Ready(["a", "b"], bounded=False),
     LoadFailed("no"),
     Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, "http://x/v1", 12.5),
     Cancel(1),

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl.config.shared import SamplingConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals import runner
-from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, wire_sampling
+from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of, wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
 
 
@@ -64,6 +64,23 @@ async def test_voids_count_in_a_row(monkeypatch):
     await EvalRunner(pool, [job], 0, seed=0, max_concurrent=1, timeout=1, verify=verify, on_result=kept.append).run()
     assert len(voids) > 7
     assert len(kept) == 24
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "given"), [(list, -1, 4), (list, 3, 3), (list, 9, 4), (FirstTasks, 3, 3), (FirstTasks, 9, 4)]
+)
+def test_as_many_tasks_as_asked_for_or_a_warning(kind, asked, given, caplog):
+    """-1: all of them."""
+    listed = kind(TaskInfo(f"t{i}", i) for i in range(4))
+    tasks = tasks_of(SimpleNamespace(tasks=lambda env: listed), EvalPlan("e", "e", SamplingConfig(), asked, 1, 100))
+    assert list(tasks) == listed[:given]
+    assert ("e has 4 tasks, not 9" in caplog.text) == (asked == 9)
+
+
+def test_all_tasks_of_an_endless_environment_are_refused():
+    pool = SimpleNamespace(tasks=lambda env: FirstTasks([TaskInfo("t", 0)]))
+    with pytest.raises(UserError, match="environment 'e' is endless: set num_examples"):
+        tasks_of(pool, EvalPlan("e", "e", SamplingConfig(), -1, 1, 100))
 
 
 def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from prime_rl.config.shared import ORCHESTRATOR_STEPS
-from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import Served, ServerError
 from prime_rl.monitor import read_metrics
@@ -104,6 +104,14 @@ async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped
     evaluated = {row["eval/held-out/policy_version"] for row in read_metrics(metrics_path(tmp_path, "orchestrator"))
                  if "eval/held-out/policy_version" in row}  # fmt: skip
     assert evaluated == set(world.pool.evaluated)
+
+
+async def test_an_evaluation_of_all_tasks_of_an_endless_environment_is_refused_before_anything_is_trained(tmp_path):
+    world = fresh(tmp_path, eval={"interval": 2, "environments": [{"id": "env", "name": "held-out"}]})
+    world.pool.tasks = lambda env: FirstTasks([TaskInfo("task", 0)])
+    with pytest.raises(UserError, match="environment 'held-out' is endless: set num_examples"):
+        await world.orchestrator().run()
+    assert list_steps(tmp_path / "rollouts") == []
 
 
 async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_evaluated_again(tmp_path):
