@@ -76,8 +76,8 @@ class Layer:
             place = rf"[^#]*(?<![\w-]){re.escape(key)}[\"']?\s*[=.\]]"
             if is_index(key):
                 place = rf"\s*\[\[.*\b{re.escape(before)}[\"']?\s*\]"
-            found = [line for line in range(max(number, 0), len(self.lines)) if re.match(place, self.lines[line])]
-            number, before = next(iter(found[int(key) if is_index(key) else 0 :]), number), key
+            matches = [line for line in range(max(number, 0), len(self.lines)) if re.match(place, self.lines[line])]
+            number, before = next(iter(matches[int(key) if is_index(key) else 0 :]), number), key
         return Origin(self.kind, self.source if number < 0 else f"{self.source}, line {number + 1}")
 
 

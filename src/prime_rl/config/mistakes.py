@@ -67,9 +67,9 @@ def validation_lines(error: ValidationError, cls: type[Section], table: LayeredT
 
     `shared`: whether sections have what they share, so that contradictions and what is missing can be told.
     """
-    tree, places, lines = table.tree, set[Keys](), dict[tuple[Keys, str], str]()
-    found = [(_keys_of_error(details, tree), details) for details in error.errors(include_url=False)]
-    for keys, details in sorted(found, key=lambda one: table.rank(one[0]) < 0):
+    tree, reported, lines = table.tree, set[Keys](), dict[tuple[Keys, str], str]()
+    details_by_keys = [(_keys_of_error(details, tree), details) for details in error.errors(include_url=False)]
+    for keys, details in sorted(details_by_keys, key=lambda one: table.rank(one[0]) < 0):
         cause = details.get("ctx", {}).get("error")
         local = keys[1:] if keys[:1] and keys[0] in SECTIONS_OF_RL else keys
         if not shared and (details["type"] == "missing" or isinstance(cause, Problem | Problems)):
@@ -77,14 +77,14 @@ def validation_lines(error: ValidationError, cls: type[Section], table: LayeredT
         if isinstance(cause, Problem | Problems):
             for problem in cause.problems if isinstance(cause, Problems) else [cause]:
                 lines.setdefault((local, str(problem)), problem_line(problem, keys, table))
-        elif any(keys[:length] in places for length in range(len(keys) + 1)):
+        elif any(keys[:length] in reported for length in range(len(keys) + 1)):
             continue  # one line, whatever number of types was tried
         elif details["type"] == "extra_forbidden":
             if not _left_out(table, keys):
                 lines[keys, ""] = _unknown(cls, table, keys)
         else:
             lines.setdefault((local, _message(details)), _line(details, cls, keys, table))
-        places.add(keys)
+        reported.add(keys)
     return list(lines.values())
 
 

@@ -89,43 +89,43 @@ class _Sharing:
         message = f"{other} is {different} but {one} is {value}: both are the same setting, give it once{advice}"
         return Problem(message, one, other)
 
-    def unify(self, places: list[str]) -> Problem | None:
-        """Give all `places` the value that the strongest source gave one of them; the Problem if it gave several."""
-        given = [place for place in places if self.get(place) is not ABSENT]
-        if not given:
+    def unify(self, keys: list[str]) -> Problem | None:
+        """Give all `keys` the value that the strongest source gave one of them; the Problem if it gave several."""
+        assigned = [key for key in keys if self.get(key) is not ABSENT]
+        if not assigned:
             return None
-        strongest = self._rank(*given)
-        first, *others = [place for place in given if self._rank(place) == strongest]
+        strongest = self._rank(*assigned)
+        first, *others = [key for key in assigned if self._rank(key) == strongest]
         value = self.get(first)
-        for place in others:
-            if not _same(value, self.get(place)):
-                return self._contradiction(first, value, place, self.get(place))
-        for place in places:
-            if place not in (first, *others):
-                self.set(place, value)
+        for key in others:
+            if not _same(value, self.get(key)):
+                return self._contradiction(first, value, key, self.get(key))
+        for key in keys:
+            if key not in (first, *others):
+                self.set(key, value)
         return None
 
-    def ckpt(self, places: list[str]) -> list[Problem | None]:
-        """Switch checkpoints on or off in all `places`, with the same settings: processes checkpoint together."""
-        given = [place for place in places if self.get(place) is not ABSENT]
-        on = [place for place in given if self.get(place) is not None]
-        off = [place for place in given if place not in on]
+    def ckpt(self, keys: list[str]) -> list[Problem | None]:
+        """Switch checkpoints on or off in all `keys`, with the same settings: processes checkpoint together."""
+        assigned = [key for key in keys if self.get(key) is not ABSENT]
+        on = [key for key in assigned if self.get(key) is not None]
+        off = [key for key in assigned if key not in on]
         stronger_on = self._rank(*on) > self._rank(*off)
         if on and off and self._rank(*on) == self._rank(*off):
             return [Problem(f"{on[0]} is on but {off[0]} is off: processes checkpoint together", on[0], off[0])]
-        for place in places if given else []:
-            if place not in (on if stronger_on else off):
-                self.set(place, {} if stronger_on else None)
-        return [self.unify([f"{place}.{name}" for place in places]) for name in CkptConfig.model_fields if stronger_on]
+        for key in keys if assigned else []:
+            if key not in (on if stronger_on else off):
+                self.set(key, {} if stronger_on else None)
+        return [self.unify([f"{key}.{name}" for key in keys]) for name in CkptConfig.model_fields if stronger_on]
 
-    def seq_len(self, places: list[str]) -> list[Problem | None]:
+    def seq_len(self, keys: list[str]) -> list[Problem | None]:
         """Share as a common setting, unless a section's source is stronger than the top's: micro-batches may be longer."""
         if self.get("seq_len") not in (ABSENT, None):
-            if self._rank(*places) <= self._rank("seq_len"):
-                return [self.unify(["seq_len", place]) for place in places]
+            if self._rank(*keys) <= self._rank("seq_len"):
+                return [self.unify(["seq_len", key]) for key in keys]
             self.set("seq_len", None)
-        if sum(self.get(place) is not ABSENT for place in places) == 1:
-            self.unify(places)
+        if sum(self.get(key) is not ABSENT for key in keys) == 1:
+            self.unify(keys)
         return []
 
     def wandb(self, sections: list[str]) -> list[Problem | None]:

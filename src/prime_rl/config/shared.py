@@ -106,12 +106,12 @@ Address = Annotated[str, AfterValidator(_is_address)]
 
 
 def _one_or_several(urls: str | list[str]) -> str | list[str]:
-    found = [_is_address(url) for url in ([urls] if isinstance(urls, str) else urls)]
-    if not found:
+    addresses = [_is_address(url) for url in ([urls] if isinstance(urls, str) else urls)]
+    if not addresses:
         raise ValueError("names no server")
-    if len(set(map(same_server, found))) < len(found):
+    if len(set(map(same_server, addresses))) < len(addresses):
         raise ValueError("a server is named twice")
-    return found if len(found) > 1 else found[0]
+    return addresses if len(addresses) > 1 else addresses[0]
 
 
 def api_root(url: str) -> str:
