@@ -28,6 +28,8 @@ _serving: list[worker.WorkerServer] = []
 class StubEnv:
     """Every episode takes `seconds`, those of the last task `slow`, and blocks for `blocks`; its reward is a draw over its name."""
 
+    bounded = True
+
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.task_ids = [f"{setup.name}/{number}" for number in range(TASKS)]

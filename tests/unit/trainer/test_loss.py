@@ -383,8 +383,8 @@ def test_a_loss_of_ones_own(custom: LossConfig, same: LossConfig, world: World) 
     ("path", "args", "message"),
     [
         ("plain_gradient", {}, "not of the form module:name"),
-        ("no_such_module:loss", {}, "there is no module no_such_module"),
-        ("no_such_file.py:loss", {}, "there is no file no_such_file.py"),
+        ("no_such_module:loss", {}, "No module named 'no_such_module'"),
+        ("no_such_file.py:loss", {}, "No such file .*no_such_file.py"),
         (f"{__name__}:no_such_function", {}, "has no attribute 'no_such_function'"),
         (f"{__name__}:CPU", {}, "not a function"),
         (f"{__name__}:plain_gradient", {"wieght": 2}, "unexpected keyword argument 'wieght'"),
