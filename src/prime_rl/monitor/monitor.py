@@ -3,11 +3,13 @@
 import errno
 import json
 import math
+import netrc
 import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
+from urllib.parse import urlsplit
 
 from loguru import logger
 
@@ -112,12 +114,19 @@ def _wandb_run(settings: "WandbConfig", output_dir: Path, process: str, run_conf
     return run
 
 
+def _has_login(url: str) -> bool:
+    """Whether `wandb login` has left a key for this server."""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(str(urlsplit(url).hostname)) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
 def check_wandb(*configs: "WandbConfig | None") -> None:
     """Raise UserError where one of these uploads to W&B, which has no key. Asks neither W&B's server nor the user."""
     if all(config is None or config.offline for config in configs):
         return
     import wandb
-    from requests.utils import get_netrc_auth  # where `wandb login` leaves the key
 
     try:
         settings = wandb.setup().settings
@@ -125,8 +134,8 @@ def check_wandb(*configs: "WandbConfig | None") -> None:
         raise UserError(f"W&B's settings (WANDB_… variables) are wrong: {' '.join(str(error).split())}") from error
     wandb.teardown()  # its service, which children would use instead of their own
     offline = settings.mode in ("offline", "dryrun", "disabled")  # $WANDB_MODE, or `wandb offline`
-    logins = map(get_netrc_auth, (settings.base_url, "https://api.wandb.ai"))
-    if not (offline or settings.api_key or settings.identity_token_file or any(logins)):
+    logged_in = any(map(_has_login, (settings.base_url, "https://api.wandb.ai")))
+    if not (offline or settings.api_key or settings.identity_token_file or logged_in):
         raise UserError(f"W&B has no key: {_WAYS_ON}")
 
 
