@@ -132,7 +132,7 @@ class WeightService:
         return change
 
     async def pause(self, paused: bool) -> None:
-        """Stop generating, keeping the requests in flight, until told otherwise: updates are possible, and do not end it."""
+        """Stop generating, keeping the requests in flight, or resume. An update is possible meanwhile and does not resume."""
         await self._run_exclusively(lambda: self._pause(paused))
 
     def stop(self) -> None:
