@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ class Setting:
 
 LEARNING = Setting(memory=True, optimizer="Adam", lr=0.2, level=1, steps=60)
 STALE = {
-    f"{optimizer} {lr:g}": Setting(memory=False, optimizer=optimizer, lr=lr, level=2, steps=100)
+    f"{optimizer} {lr:g}": Setting(memory=False, optimizer=cast(Optimizer, optimizer), lr=lr, level=2, steps=100)
     for optimizer, lr in (("SGD", 150.0), ("Adam", 0.4))
 }
 SWEPT = ("none", "default", "truncate, sequence")
@@ -193,7 +193,7 @@ def sample_batch(
 ) -> tuple[list[Sample], dict[str, Any]]:
     """One group for each task, sampled from the policy `logits` or from the teacher, and the algorithm's state after it."""
     logprobs = reply_logprobs(teacher() if algorithm.component == "ce" else logits)
-    shares, logprobs = logprobs.sum(-1).exp().numpy(), logprobs.numpy()
+    shares, sampled = logprobs.sum(-1).exp().numpy(), logprobs.numpy()
     scores = reply_logprobs(teacher()).numpy() if algorithm.component == "ref_kl" else None
     drawn = [draw.choice(len(REPLIES), ATTEMPTS, p=share / share.sum()) for share in shares]
     groups = [[_attempt(REPLIES[place], task) for place in places] for task, places in enumerate(drawn)]
@@ -202,7 +202,7 @@ def sample_batch(
     for task, places in enumerate(drawn):
         for place, value in zip(places, values[task], strict=True):
             scored = None if scores is None else scores[task, place]
-            samples.append(_sample(task, REPLIES[place], logprobs[task, place], scored, algorithm, value))
+            samples.append(_sample(task, REPLIES[place], sampled[task, place], scored, algorithm, value))
     return [sample for sample in samples if sample is not None], after
 
 
@@ -252,7 +252,8 @@ def step_loss(logits: Tensor, samples: Sequence[Sample], config: LossConfig, wor
 
 def learn(setting: Setting, algorithm: AlgorithmConfig, loss: LossConfig, seed: int, world: World) -> list[float]:
     """The exact expected reward of every version, the uniform policy's first."""
-    draw, state = np.random.default_rng(seed), {}
+    draw = np.random.default_rng(seed)
+    state: dict[str, Any] = {}
     logits = fresh_policy(setting.memory).requires_grad_()
     optimizer = getattr(torch.optim, setting.optimizer)([logits], lr=setting.lr)
     versions = [logits.detach().clone()]

@@ -98,9 +98,9 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
 async def ask(server: InferenceServer, root: Path) -> dict[str, float]:
     """Have the server load both versions, and see how long each check takes and how far off it is."""
     base, drifted = (weights_manifest(version_dir(root, version)) for version in (0, 1))
-    canaries = LogprobCheck()
+    check = LogprobCheck()
     async with (
-        InferenceClient(ClientConfig(base_url=server.base_url), canaries=canaries) as checked,
+        InferenceClient(ClientConfig(base_url=server.base_url), logprob_check=check) as checked,
         InferenceClient(ClientConfig(base_url=server.base_url)) as engine,
     ):
         row: dict[str, float] = {}
@@ -110,7 +110,7 @@ async def ask(server: InferenceServer, root: Path) -> dict[str, float]:
                 await engine.score(_tokens(version)), version.reference.logprobs if version.reference else ()
             )
             row |= {f"{name}_mean": found.mean, f"{name}_most": found.most}
-        band = canaries.band(server.root)
+        band = check.band(server.root)
         assert band is not None
         row |= {"band_mean": band.mean, "band_most": band.most}
         row["report_seconds"] = await _median(engine.served)
@@ -167,8 +167,8 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, float]:
     run = served / "weights" / "run"  # a server takes weights from below its root only
     job = partial(write_model, model, arguments.model, arguments.layers, arguments.sharpness, arguments.device)
     _done(run_forked(job, limit=300, log=arguments.log), arguments.log)
-    job = partial(write_versions, model, scratch / "versions", arguments.device, arguments.drift)
-    row: dict[str, float] = _done(run_forked(job, limit=300, log=arguments.log), arguments.log)
+    writing = partial(write_versions, model, scratch / "versions", arguments.device, arguments.drift)
+    row: dict[str, float] = _done(run_forked(writing, limit=300, log=arguments.log), arguments.log)
     settings = {"model": {"name": str(model), "dtype": arguments.dtype}, "enforce_eager": not arguments.compiled}
     with launch_server(served, model, settings) as server:
         (scratch / "versions").rename(run)

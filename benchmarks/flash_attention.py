@@ -166,11 +166,9 @@ def reference(q: Any, k: Any, v: Any, d_out: Any) -> list[Any]:
 
     leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
     parts = zip(*(x.split(SMALL) for x in leaves), strict=True)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    outs = [
-        sdpa(*(x.transpose(0, 1)[None] for x in part), is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-        for part in parts
-    ]
+    sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+    causal = {"is_causal": True, "enable_gqa": True}
+    outs = [sdpa(*(x.transpose(0, 1)[None] for x in part), **causal)[0].transpose(0, 1) for part in parts]
     out = torch.cat(outs)
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.float())]
 

@@ -42,7 +42,7 @@ def run_forked(job: Callable[[], Any], *, limit: float, log: Path, ranks: int = 
     """
     started = time.monotonic()
     port = _free_port()
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     receiver, sender = context.Pipe(duplex=False)
     environments = [_rank_environment(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
     processes: list[BaseProcess] = [

@@ -269,9 +269,9 @@ def measure_verifiers() -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    line = next(line for line in done.stdout.splitlines() if line.startswith("rollouts per second"))
-    cpu = next(line for line in done.stdout.splitlines() if line.startswith("worker CPU per rollout"))
-    return {"episodes_per_second": float(line.split()[3]), "worker_cpu_ms_per_episode": float(cpu.split()[4])}
+    row = json.loads(done.stdout)["repeats"][0]
+    names = {"rollouts_per_second": "episodes_per_second", "worker_cpu_ms_per_rollout": "worker_cpu_ms_per_episode"}
+    return {name: float(row[key]) for key, name in names.items()}
 
 
 def main() -> None:

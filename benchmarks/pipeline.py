@@ -39,7 +39,8 @@ def phase_lock() -> list[dict[str, Any]]:
     rows = []
     for level, (train, sync) in itertools.product((1, 2), ((0.3, 0.1), (0.3, 0.6), (0.3, 1.2), (0.8, 0.1), (1.2, 0.1))):
         world = World(level, train, sync, batch=128, group=8)
-        rows.append({"level": level, "train": train, "sync": sync, "shortest": shortest_step(world)} | ways(world))
+        row: dict[str, Any] = {"level": level, "train": train, "sync": sync, "shortest": shortest_step(world)}
+        rows.append(row | ways(world))
     return rows
 
 
@@ -57,7 +58,8 @@ def grid(spread: float) -> list[dict[str, Any]]:
                 fixed = (simulate(world, paced=False, max_concurrent=n).step(world.counted) for n in limits)
                 least = min(*took.values(), *fixed)
             worst = {way: max(worst.get(way, 0.0), seconds / least) for way, seconds in took.items()}
-        rows.append({"level": level, "engine_fills": "gradually" if gradual else "at once", "latency": latency} | worst)
+        fills = "gradually" if gradual else "at once"
+        rows.append({"level": level, "engine_fills": fills, "latency": latency, **worst})
     return rows
 
 

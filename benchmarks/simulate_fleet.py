@@ -25,13 +25,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from machine import describe_machine
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
+from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.ledger import Counts
@@ -119,7 +120,9 @@ class Simulation:
         mean = float(np.mean([next(self._lengths) for _ in range(20_000)]))
         self.train_seconds = fleet.batch * mean / (fleet.in_flight * fleet.rate)
         self.now = self.stood = 0.0
-        self.servers = ReplicaPool([Server(f"http://{number}") for number in range(fleet.replicas)], slack=GROUP_SIZE)
+        self.servers = ReplicaPool(
+            [cast(InferenceClient, Server(f"http://{number}")) for number in range(fleet.replicas)], slack=GROUP_SIZE
+        )
         for replica in self.servers.replicas:
             self.servers.move(replica, ReplicaState.READY)
         self.flying: list[tuple[float, str, int]] = []  # (end in sampling seconds, episode, length)
@@ -135,7 +138,8 @@ class Simulation:
         """Count from now on."""
         self.meter.seconds.clear()
         self.collections.clear()
-        self.began, self.busy, self.landed, self.ages = self.now, 0.0, 0, []
+        self.began, self.busy, self.landed = self.now, 0.0, 0
+        self.ages: list[tuple[float, int]] = []  # of each batch: mean and most
         self.most = 0
 
     def run(self, seconds: float) -> None:

@@ -133,7 +133,6 @@ class Writer:
         """The model that the server starts with."""
         copies = RowCopies(self.policy, self.world, torch.bfloat16)
         write_version(copies, copies.copy(), self.source, self.world, directory, version=0, incarnation=0)
-        self.bytes = copies.file_bytes
 
     def open(self, root: Path) -> None:
         """Publish in `root/weights` from now on."""
