@@ -57,15 +57,15 @@ PARTS = {  # column: whose, and which of its `time/…`
 EVAL = "eval/reverse-text/reward/mean"
 
 
-def settings(case: str, given: argparse.Namespace, model: Path) -> tuple[dict[str, Any], list[str]]:
+def settings(case: str, arguments: argparse.Namespace, model: Path) -> tuple[dict[str, Any], list[str]]:
     """Of a case: options of `rl` with their values, and further arguments."""
     if (work := CASES[case]) is None:
         return {}, ["@", "examples/reverse_text/cpu.toml"]
     rollouts, tokens = work
     options = {
-        "device": given.device,
+        "device": arguments.device,
         "model.name": model,
-        "max-steps": given.steps,
+        "max-steps": arguments.steps,
         "trainer.seq-len": 16384,  # a micro-batch, of many replies
         "orchestrator.seq-len": 1024,
         "trainer.optim.lr": 1e-6,
@@ -77,34 +77,36 @@ def settings(case: str, given: argparse.Namespace, model: Path) -> tuple[dict[st
     }
     # Random weights are rewarded alike: without it no batch would fill.
     more = ["--orchestrator.no-filter-zero-advantage"]
-    if given.device == "cuda":
+    if arguments.device == "cuda":
         more += ["--share-gpus"] if case.startswith("shared") else ["--trainer-gpus", "1", "--inference-gpus", "1"]
     return options, more
 
 
-def measure(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def measure(case: str, arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """One whole run; ends this process where it fails. With `--dry-run` the plan is printed and nothing is measured."""
-    model, output_dir = given.model_dir or scratch / "model", scratch / case / "outputs"
+    model, output_dir = arguments.model_dir or scratch / "model", scratch / case / "outputs"
     output_dir.parent.mkdir(parents=True)
-    on_gpus = given.device == "cuda" and case != "cpu"
+    on_gpus = arguments.device == "cuda" and case != "cpu"
     if case != "cpu" and not (model / "config.json").is_file():
-        write_random_model(model, given.model, given.layers)
-    options, more = settings(case, given, model)
-    gpus = (["0", "1"] if given.dry_run else visible())[: 1 if case.startswith("shared") else 2] if on_gpus else None
-    more += given.more
-    if given.dry_run:  # on a host whose GPU nobody can ask for its memory
+        write_random_model(model, arguments.model, arguments.layers)
+    options, more = settings(case, arguments, model)
+    gpus = (
+        (["0", "1"] if arguments.dry_run else visible())[: 1 if case.startswith("shared") else 2] if on_gpus else None
+    )
+    more += arguments.more
+    if arguments.dry_run:  # on a host whose GPU nobody can ask for its memory
         more += ["--dry-run", *(["--trainer.model.memory-limit", "45"] if "--share-gpus" in more else [])]
     began = time.time()
-    with GpuMemory(on_gpus and not given.dry_run) as memory:
-        run_rl(options, output_dir, more, given.timeout, gpus)
-    if given.dry_run:
+    with GpuMemory(on_gpus and not arguments.dry_run) as memory:
+        run_rl(options, output_dir, more, arguments.timeout, gpus)
+    if arguments.dry_run:
         print(output_dir.with_suffix(".log").read_text())
         return {}
     row = {
         "case": case,
         "random": case != "cpu",
         "machine": describe_machine() | {"gpus": describe_gpus() if on_gpus else []},
-        "note": given.note,
+        "note": arguments.note,
     }
     return row | summarize(output_dir, began, time.time()) | {"device_used_gib": memory.most}
 
@@ -180,8 +182,8 @@ class GpuMemory:
 
 def store(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     """Replace these rows of the file, by their names, and keep the others."""
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(dict(sorted({**found, **rows}.items())), indent=1) + "\n")
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(dict(sorted({**stored, **rows}.items())), indent=1) + "\n")
 
 
 def show(rows: dict[str, dict[str, Any]]) -> str:
@@ -240,21 +242,21 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="write those of results/end_to_end.json into README.md, and measure nothing")  # fmt: skip
     parser.add_argument("--json", type=Path)
     ours, _, more = " ".join(map(shlex.quote, sys.argv[1:])).partition(" -- ")
-    given = parser.parse_args(shlex.split(ours))
-    given.more = shlex.split(more)
-    if given.tables:
+    arguments = parser.parse_args(shlex.split(ours))
+    arguments.more = shlex.split(more)
+    if arguments.tables:
         before, begin, rest = README.read_text().partition("<!-- runs: begin -->")
         after = rest.partition("<!-- runs: end -->")[2]
         README.write_text(f"{before}{begin}\n{show(json.loads(RESULTS.read_text()))}\n<!-- runs: end -->{after}")
         return
-    if not given.cases or (unknown := set(given.cases) - CASES.keys()):
-        parser.error(f"name cases of {', '.join(CASES)}" + (f", not {', '.join(unknown)}" if given.cases else ""))
+    if not arguments.cases or (unknown := set(arguments.cases) - CASES.keys()):
+        parser.error(f"name cases of {', '.join(CASES)}" + (f", not {', '.join(unknown)}" if arguments.cases else ""))
     with tempfile.TemporaryDirectory(prefix="prime-rl-runs-") as temporary:
-        for case in given.cases:
-            if row := measure(case, given, given.runs or Path(temporary)):
+        for case in arguments.cases:
+            if row := measure(case, arguments, arguments.runs or Path(temporary)):
                 print(show({case: row}), flush=True)
-                if given.json:
-                    store(given.json, {case: row})
+                if arguments.json:
+                    store(arguments.json, {case: row})
 
 
 if __name__ == "__main__":

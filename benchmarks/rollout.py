@@ -45,10 +45,10 @@ HALVES = ("bare", "ours")
 START_SECONDS, RUN_SECONDS = 300.0, 420.0
 
 
-def bare(load: Load, prompts: list[list[int]], given: argparse.Namespace, directory: Path) -> dict[str, Any]:
+def bare(load: Load, prompts: list[list[int]], arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """vLLM's offline engine. The half with log-probabilities alone, which is measured first, suffices for the ratio."""
     task, result, log = directory / "load.json", directory / "bare.json", directory / "bare.log"
-    flags = load.engine_flags(given.device == "cpu")
+    flags = load.engine_flags(arguments.device == "cpu")
     needed = (1 + WAVES) * load.flight // load.group + 1
     task.write_text(
         json.dumps(
@@ -58,14 +58,14 @@ def bare(load: Load, prompts: list[list[int]], given: argparse.Namespace, direct
             }
         )
     )
-    env = environment(directory / "bare", given.device == "cpu") | engine_cache()
+    env = environment(directory / "bare", arguments.device == "cpu") | engine_cache()
     command = [sys.executable, REPOSITORY / "benchmarks" / "rollout_bare.py", task, result]
     with running("bare vLLM", command, env, log) as process:
         try:
-            process.wait(START_SECONDS + given.limit)
+            process.wait(START_SECONDS + arguments.limit)
             failure = f"status {process.returncode}, see {log}" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            failure = f"not measured within {START_SECONDS:.0f} s for its start and {given.limit:.0f} s"
+            failure = f"not measured within {START_SECONDS:.0f} s for its start and {arguments.limit:.0f} s"
     rates = json.loads(result.read_text()) if result.exists() else {}
     if not failure:
         return rates
@@ -81,31 +81,31 @@ def engine_cache() -> dict[str, str]:
     return {"VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(cache / f"vllm-{require_engine().release}"))}
 
 
-def ours(load: Load, texts: list[str], given: argparse.Namespace, directory: Path) -> dict[str, Any]:
+def ours(load: Load, texts: list[str], arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Server, orchestrator and workers."""
-    env = environment(directory / "ours", given.device == "cpu")
+    env = environment(directory / "ours", arguments.device == "cpu")
     (directory / "prompts.json").write_text(json.dumps(texts))
-    url, log = f"http://127.0.0.1:{given.port}", directory / "server.log"
-    with running("the server", server_command(load, given, directory / "run"), env, log) as server:
+    url, log = f"http://127.0.0.1:{arguments.port}", directory / "server.log"
+    with running("the server", server_command(load, arguments, directory / "run"), env, log) as server:
         began = time.monotonic()
         await_true("the server", START_SECONDS, lambda: fetch(f"{url}/health") is not None, server, log)
         ready = time.monotonic() - began
         if fetch(f"{url}/weights") is None:
             sys.exit(f"the server has no weight routes: vLLM has not found our plugin (log: {log})")
-        found = rollouts(load, given, directory, env, {"server": server.pid}, url)
-    return {**found, "ready_seconds": ready}
+        results = rollouts(load, arguments, directory, env, {"server": server.pid}, url)
+    return {**results, "ready_seconds": ready}
 
 
 def rollouts(
-    load: Load, given: argparse.Namespace, directory: Path, env: dict[str, str], roots: dict[str, int], url: str
+    load: Load, arguments: argparse.Namespace, directory: Path, env: dict[str, str], roots: dict[str, int], url: str
 ) -> dict[str, Any]:
     """The orchestrator against a server that is up."""
-    log, total = directory / "orchestrator.log", ORCHESTRATOR_STEPS * given.batch
-    with running("the orchestrator", orchestrator_command(load, given, directory, url), env, log) as process:
+    log, total = directory / "orchestrator.log", ORCHESTRATOR_STEPS * arguments.batch
+    with running("the orchestrator", orchestrator_command(load, arguments, directory, url), env, log) as process:
         roots = {**roots, "orchestrator": process.pid}
         with Watch(f"{url}/metrics", roots) as watch:
             await_true("the orchestrator", START_SECONDS, lambda: watch.tokens[-1:] > watch.tokens[:1], process, log)
-            while process.poll() is None and time.monotonic() < watch.seconds[0] + given.limit:
+            while process.poll() is None and time.monotonic() < watch.seconds[0] + arguments.limit:
                 time.sleep(0.2)
     if process.returncode:
         sys.exit("\n".join(log.read_text().splitlines()[-25:]) + f"\nthe orchestrator failed (log: {log})")
@@ -114,7 +114,7 @@ def rollouts(
     seconds = sum(row["time/step"] for row in middle)
     errors = sum(row["errors/rate"] for row in rows)
     rates = watch.rates(total * load.reply)
-    found = {
+    results = {
         **rates,
         "orchestrator_tokens_per_second": sum(row["perf/throughput"] * row["time/step"] for row in middle) / seconds,
         "rollouts_per_second": sum(row["progress/samples"] for row in middle) / seconds,
@@ -127,14 +127,14 @@ def rollouts(
             if f"cores {name}" in rates
         },
     }
-    if errors or (found["tokens_of_a_prompt"], found["tokens_of_a_reply"]) != (load.prompt, load.reply):
-        found["failed"] = "there were errors, or prompts or replies of other lengths"
-    return found
+    if errors or (results["tokens_of_a_prompt"], results["tokens_of_a_reply"]) != (load.prompt, load.reply):
+        results["failed"] = "there were errors, or prompts or replies of other lengths"
+    return results
 
 
-def server_command(load: Load, given: argparse.Namespace, run: Path) -> list[object]:
+def server_command(load: Load, arguments: argparse.Namespace, run: Path) -> list[object]:
     """`inference`, with the engine limits of the other side."""
-    shared = load.engine_flags(given.device == "cpu")
+    shared = load.engine_flags(arguments.device == "cpu")
     chosen = {"enforce_eager", "dtype", "enable_chunked_prefill", "seed", "logprobs_mode", "generation_config"}
     extra = {name: value for name, value in shared.items() if name not in chosen}  # the others are what it does anyway
     config = run.parent / "inference.toml"
@@ -142,18 +142,18 @@ def server_command(load: Load, given: argparse.Namespace, run: Path) -> list[obj
     config.write_text("\n".join(lines) + "\n")
     return [
         *(sys.executable, "-m", "prime_rl.entrypoints.inference", "@", config),
-        *("--output-dir", run, "--model.name", load.model, "--server.port", given.port),
-        *("--max-model-len", load.length, "--server.api-servers", given.api_servers),
+        *("--output-dir", run, "--model.name", load.model, "--server.port", arguments.port),
+        *("--max-model-len", load.length, "--server.api-servers", arguments.api_servers),
     ]
 
 
-def orchestrator_command(load: Load, given: argparse.Namespace, directory: Path, url: str) -> list[object]:
+def orchestrator_command(load: Load, arguments: argparse.Namespace, directory: Path, url: str) -> list[object]:
     return [
         *(sys.executable, "-m", "prime_rl.entrypoints.orchestrator", "--bench", "--output-dir", directory / "run"),
         *("--model.name", load.model, "--client.base-url", url, "--environment.id", "fixed-reply"),
-        *("--environment.args.path", directory / "prompts.json", "--environment.workers", given.workers),
+        *("--environment.args.path", directory / "prompts.json", "--environment.workers", arguments.workers),
         *("--environment.max-concurrent", load.flight, "--max-concurrent", load.flight),
-        *("--batch-size", given.batch, "--rollouts-per-example", load.group, "--seq-len", load.length),
+        *("--batch-size", arguments.batch, "--rollouts-per-example", load.group, "--seq-len", load.length),
         *("--sampling.max-tokens", load.reply, "--sampling.min-tokens", load.reply, "--no-filter-zero-advantage"),
     ]
 
@@ -183,9 +183,9 @@ def table(measured: dict[str, Any], load: Load) -> list[list[str]]:
     return lines
 
 
-def label(given: argparse.Namespace) -> str:
+def label(arguments: argparse.Namespace) -> str:
     """What was chosen on our side."""
-    return f"API servers: {given.api_servers}, workers: {given.workers}"
+    return f"API servers: {arguments.api_servers}, workers: {arguments.workers}"
 
 
 def _shares(rate: float, both: list[float | None]) -> list[str]:
@@ -214,48 +214,48 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    given, directory = parse(), scratch()
-    model = make_model(given.model, directory / "model")
-    load = Load(model, given.prompt, given.reply, given.flight, min(given.group, given.flight))
-    count = max((1 + WAVES) * load.flight, ORCHESTRATOR_STEPS * given.batch) // load.group + 1
+    arguments, directory = parse(), scratch()
+    model = make_model(arguments.model, directory / "model")
+    load = Load(model, arguments.prompt, arguments.reply, arguments.flight, min(arguments.group, arguments.flight))
+    count = max((1 + WAVES) * load.flight, ORCHESTRATOR_STEPS * arguments.batch) // load.group + 1
     texts, prompts = make_prompts(load, count)
-    found: dict[str, Any] = {}
-    for half in [given.only] if given.only else HALVES:
+    results: dict[str, Any] = {}
+    for half in [arguments.only] if arguments.only else HALVES:
         if half == "bare":
-            found[half] = bare(load, prompts, given, directory)
+            results[half] = bare(load, prompts, arguments, directory)
         else:
-            found[half] = {label(given): ours(load, texts, given, directory)}
-        found = kept(found, given)  # at once: the next half may fail
-    print(json.dumps({half: found[half] for half in HALVES if half in found}, indent=1))
-    print(markdown(table(found, load)))
-    judge(found, given)
+            results[half] = {label(arguments): ours(load, texts, arguments, directory)}
+        results = kept(results, arguments)  # at once: the next half may fail
+    print(json.dumps({half: results[half] for half in HALVES if half in results}, indent=1))
+    print(markdown(table(results, load)))
+    judge(results, arguments)
 
 
-def kept(found: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
-    """What has been found, with what stood in the file before; written there."""
-    if given.json is None:
-        return found
-    options = {name: value for name, value in vars(given).items() if name not in ("json", "only", "commit")}
-    head = {**describe_machine(), "gpus": describe_gpus(), "commit": given.commit or commit(), "options": options}
-    before = json.loads(given.json.read_text()) if given.json.exists() else {}
-    rows = {**before.get("ours", {}), **found.get("ours", {})}
-    found = {**before, **found, **({"ours": rows} if rows else {}), **head}
-    given.json.write_text(json.dumps(found, indent=1) + "\n")
-    return found
+def kept(results: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Write the results into the file, beside those that it has, and return all of them."""
+    if arguments.json is None:
+        return results
+    options = {name: value for name, value in vars(arguments).items() if name not in ("json", "only", "commit")}
+    head = {**describe_machine(), "gpus": describe_gpus(), "commit": arguments.commit or commit(), "options": options}
+    before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    rows = {**before.get("ours", {}), **results.get("ours", {})}
+    results = {**before, **results, **({"ours": rows} if rows else {}), **head}
+    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return results
 
 
-def judge(found: dict[str, Any], given: argparse.Namespace) -> None:
+def judge(results: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Say whether the bar is reached.
 
     Raises:
         SystemExit: something failed.
     """
-    bare_rate = found.get("bare", {}).get("with logprobs", {}).get("tokens_per_second")
-    rate = found.get("ours", {}).get(label(given), {}).get("tokens_per_second")
+    bare_rate = results.get("bare", {}).get("with logprobs", {}).get("tokens_per_second")
+    rate = results.get("ours", {}).get(label(arguments), {}).get("tokens_per_second")
     if bare_rate and rate:
         share = rate / bare_rate
         print(f"ours / bare: {share:.3f}, the bar is {BAR:.2f}: {'reached' if share >= BAR else 'not reached'}")
-    rows = {"bare": found.get("bare", {}), **found.get("ours", {})}
+    rows = {"bare": results.get("bare", {}), **results.get("ours", {})}
     if failed := [f"{name}: {row['failed']}" for name, row in rows.items() if "failed" in row]:
         sys.exit("failed: " + "; ".join(failed))
 

@@ -15,16 +15,16 @@ WAVES = 4
 
 
 def main() -> None:
-    given, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    work, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     import vllm
 
     began = time.monotonic()
-    engine = vllm.LLM(model=given["model"], max_model_len=given["length"], **given["flags"])
+    engine = vllm.LLM(model=work["model"], max_model_len=work["length"], **work["flags"])
     ready = time.monotonic() - began
-    flight, reply, group = given["flight"], given["reply"], given["group"]
-    prompts = [{"prompt_token_ids": ids} for ids in given["prompts"] for _ in range(group)]
+    flight, reply, group = work["flight"], work["reply"], work["group"]
+    prompts = [{"prompt_token_ids": ids} for ids in work["prompts"] for _ in range(group)]
     assert len(prompts) >= (1 + WAVES) * flight
-    found: dict[str, Any] = {"vllm": vllm.__version__, "ready_seconds": ready}
+    results: dict[str, Any] = {"vllm": vllm.__version__, "ready_seconds": ready}
     for name, logprobs in (("warm-up", 0), ("with logprobs", 0), ("without logprobs", None)):
         params = vllm.SamplingParams(
             temperature=1.0, max_tokens=reply, ignore_eos=True, logprobs=logprobs, detokenize=False
@@ -33,13 +33,13 @@ def main() -> None:
         if name == "warm-up":
             continue
         several = _timed(engine, prompts[flight : (1 + WAVES) * flight], params, reply)
-        found[name] = {
+        results[name] = {
             "tokens_per_second": (WAVES - 1) * flight * reply / (several - one),
             "whole_run_tokens_per_second": WAVES * flight * reply / several,
             "seconds": [one, several],
         }
-        print(name, found[name], flush=True)
-        result.write_text(json.dumps(found))
+        print(name, results[name], flush=True)
+        result.write_text(json.dumps(results))
 
 
 def _timed(engine: Any, prompts: list[dict[str, list[int]]], params: Any, reply: int) -> float:

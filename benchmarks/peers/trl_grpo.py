@@ -60,15 +60,15 @@ def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: Any)
     return [similarity(parse(completion[0]["content"]), truth) for completion, truth in pairs]
 
 
-def train(given: argparse.Namespace) -> None:
-    """One variant, in this process. Writes when the first step ended and what each took into `given.found`."""
+def train(arguments: argparse.Namespace) -> None:
+    """One variant, in this process. Writes when the first step ended and what each took into `arguments.step_times`."""
     began = time.time()
     import torch
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    checkpointing, micro = VARIANTS[given.variant]
-    cuda, micro = given.device == "cuda", min(micro, given.rollouts)
+    checkpointing, micro = VARIANTS[arguments.variant]
+    cuda, micro = arguments.device == "cuda", min(micro, arguments.rollouts)
     ends: list[float] = []
 
     def seconds() -> list[float]:
@@ -80,18 +80,20 @@ def train(given: argparse.Namespace) -> None:
                 torch.cuda.synchronize()
             ends.append(time.time())
             if len(ends) > 1:  # after every step, so that a run cut off by its time limit still has a row
-                given.found.write_text(json.dumps({"until_first_step": ends[1] - began, "step_seconds": seconds()}))
+                arguments.step_times.write_text(
+                    json.dumps({"until_first_step": ends[1] - began, "step_seconds": seconds()})
+                )
 
         on_train_begin = on_step_end = mark
 
     config = GRPOConfig(
-        output_dir=str(given.found.parent),
-        max_steps=given.steps,
+        output_dir=str(arguments.step_times.parent),
+        max_steps=arguments.steps,
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=given.rollouts // micro,
+        gradient_accumulation_steps=arguments.rollouts // micro,
         num_generations=8,
-        max_completion_length=given.tokens,
-        generation_kwargs={"ignore_eos": True} if cuda else {"min_new_tokens": given.tokens},
+        max_completion_length=arguments.tokens,
+        generation_kwargs={"ignore_eos": True} if cuda else {"min_new_tokens": arguments.tokens},
         learning_rate=1e-6,
         lr_scheduler_type="constant",
         beta=0.0,
@@ -102,7 +104,7 @@ def train(given: argparse.Namespace) -> None:
         model_init_kwargs={"attn_implementation": "sdpa"},
         use_vllm=cuda,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=given.gpu_memory,
+        vllm_gpu_memory_utilization=arguments.gpu_memory,
         vllm_max_model_length=1024,
         logging_strategy="no",
         save_strategy="no",
@@ -110,9 +112,9 @@ def train(given: argparse.Namespace) -> None:
         disable_tqdm=True,
         seed=0,
     )
-    tokenizer = AutoTokenizer.from_pretrained(given.model_dir, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_dir, padding_side="left")
     trainer = GRPOTrainer(
-        model=str(given.model_dir),
+        model=str(arguments.model_dir),
         reward_funcs=[reward],
         args=config,
         train_dataset=prompts(),
@@ -122,30 +124,39 @@ def train(given: argparse.Namespace) -> None:
     trainer.train()
 
 
-def measure(given: argparse.Namespace, variant: str, scratch: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, variant: str, scratch: Path) -> dict[str, Any]:
     """A row as `end_to_end.py` stores it.
 
     Raises:
         CalledProcessError: TRL failed, of a lack of memory for example.
         TimeoutExpired: No counted step ended within the time limit.
     """
-    found = scratch / f"{variant}.json"
-    command = [sys.executable, __file__, given.case, *sys.argv[2:], "--variant", variant, "--found", str(found)]
-    with GpuMemory(given.device == "cuda") as memory:
+    step_times = scratch / f"{variant}.json"
+    command = [
+        sys.executable,
+        __file__,
+        arguments.case,
+        *sys.argv[2:],
+        "--variant",
+        variant,
+        "--step-times",
+        str(step_times),
+    ]
+    with GpuMemory(arguments.device == "cuda") as memory:
         try:
-            subprocess.run(command, env={**OFFLINE, **os.environ}, check=True, timeout=given.timeout)
+            subprocess.run(command, env={**OFFLINE, **os.environ}, check=True, timeout=arguments.timeout)
         except subprocess.TimeoutExpired:
-            if not found.exists() or len(json.loads(found.read_text())["step_seconds"]) <= given.warm:
+            if not step_times.exists() or len(json.loads(step_times.read_text())["step_seconds"]) <= arguments.warm:
                 raise
-    row = json.loads(found.read_text())
-    counted = row["step_seconds"][given.warm :] or row["step_seconds"]
+    row = json.loads(step_times.read_text())
+    counted = row["step_seconds"][arguments.warm :] or row["step_seconds"]
     return row | {
-        "peer_of": given.case,
+        "peer_of": arguments.case,
         "machine": describe_machine()
-        | {"gpus": describe_gpus() if given.device == "cuda" else [], "trl": version("trl")},
+        | {"gpus": describe_gpus() if arguments.device == "cuda" else [], "trl": version("trl")},
         "median_step": median(counted),
         "slowest_over_median": max(counted) / median(counted),
-        "sampled_tokens_per_second": given.rollouts * given.tokens * len(counted) / sum(counted),
+        "sampled_tokens_per_second": arguments.rollouts * arguments.tokens * len(counted) / sum(counted),
         "device_used_gib": memory.most,
     }
 
@@ -166,25 +177,25 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each variant")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    work = CASES[given.case]
+    parser.add_argument("--step-times", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    work = CASES[arguments.case]
     assert work is not None
-    given.rollouts, given.tokens = given.rollouts or work[0], given.tokens or work[1]
-    if given.found:
-        train(given)
+    arguments.rollouts, arguments.tokens = arguments.rollouts or work[0], arguments.tokens or work[1]
+    if arguments.step_times:
+        train(arguments)
         sys.stdout.flush()
         os._exit(0)  # engine and process group may take their time
     with tempfile.TemporaryDirectory(prefix="prime-rl-trl-") as scratch:
-        for variant in given.variants.split(","):
+        for variant in arguments.variants.split(","):
             try:
-                row = measure(given, variant, Path(scratch))
+                row = measure(arguments, variant, Path(scratch))
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:  # the next one may fit
                 print(f"TRL, {variant}: {error}", file=sys.stderr)
                 continue
             print(show({f"TRL, {variant}": row}), flush=True)
-            if given.json:
-                store(given.json, {f"{given.case}, TRL {variant}": row})
+            if arguments.json:
+                store(arguments.json, {f"{arguments.case}, TRL {variant}": row})
 
 
 if __name__ == "__main__":
