@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fake_engine import FakeEngine, make_tokenizer
 from tool_environments import write_tool_environments
+from verifiers.v1.runtimes.subprocess import SubprocessConfig
 
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Setup
 
@@ -192,3 +193,19 @@ async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path:
         with pytest.raises(LoadError, match=message):
             VerifiersEnv(Setup("e", "env-desk", {}, str(plain), renderer, 8, "info"))
     VerifiersEnv(Setup("e", "env-desk", {}, str(plain), "chatml", 8, "info"))
+
+
+async def test_a_runtime_has_a_directory_when_it_is_used() -> None:
+    """Nothing on disk for an episode that writes nothing; what one writes, also through a view, goes with its runtime."""
+    from prime_rl.envs.tools import ToolRuntime
+
+    for use in (False, True):
+        runtime = ToolRuntime(SubprocessConfig(), "a-runtime")
+        await runtime.start()
+        directory = Path(str(runtime.info.id))
+        assert not directory.exists()
+        if use:
+            await runtime.with_env({}).write("seen", b"1")
+            assert (await runtime.run(["cat", "seen"], {})).stdout == "1"
+        await runtime.stop()
+        assert not directory.exists()

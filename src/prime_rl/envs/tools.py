@@ -6,6 +6,7 @@ lines as the reason.
 """
 
 import asyncio
+import functools
 import logging
 import os
 import socket
@@ -26,6 +27,7 @@ from verifiers.v1 import runtimes
 from verifiers.v1.harnesses.utils.mcp import mcp_client
 from verifiers.v1.mcp.launch import log_tail
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
+from verifiers.v1.utils.paths import CACHE_DIR
 
 from prime_rl.envs.convert import parsed_json
 from prime_rl.wait import WaitTimeout, wait_async
@@ -238,7 +240,33 @@ async def _last_lines(runtime: Any, log: str) -> str:
 
 
 class ToolRuntime(SubprocessRuntime):
-    """verifiers' local runtime; a tool server that dies before it listens is an error at once."""
+    """verifiers' local runtime; a tool server that dies before it listens is an error at once.
+
+    Its directory is made when it is first used: making and removing one took a fifth of an episode that needs none.
+    """
+
+    async def start(self) -> None:
+        self.info.id = str(CACHE_DIR / "runtimes" / "subprocess" / self.name)
+        self.__dict__.pop("workdir", None)  # else its None, set by verifiers, hides the property
+
+    @functools.cached_property
+    def workdir(self) -> Path:  # type: ignore[override]
+        path = Path(str(self.info.id))
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    async def teardown(self) -> None:
+        self._forget_unused_directory()
+        await super().teardown()
+
+    def cleanup(self) -> None:
+        self._forget_unused_directory()
+        super().cleanup()
+
+    def _forget_unused_directory(self) -> None:
+        # Looked for on disk: a view of this runtime (`with_env`) may have made it.
+        if self.info.id is None or not os.path.isdir(self.info.id):
+            self.__dict__["workdir"] = None
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Raises vf.ToolsetError when a tool server dies, or does not listen in time."""

@@ -13,7 +13,7 @@ import logging
 import random
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -186,6 +186,13 @@ def _remember_factories() -> None:
     _fields.takes_validated_data_argument = known  # type: ignore[assignment]
 
 
+class _Slot(RendererSlot):
+    """Renders in the event loop, as `EngineClient` does: the way to a thread and back costs more than most prompts, and one loop needs no lock."""
+
+    async def run(self, fn: Callable[[], Any]) -> Any:
+        return fn()
+
+
 def _by_tokens(setup: Setup, choice: renderer.RendererChoice) -> vf.TrainClientConfig:
     """Settings of the client that sends and gets tokens; `_client_of` says of which server."""
     config = vf.TrainClientConfig(
@@ -196,7 +203,7 @@ def _by_tokens(setup: Setup, choice: renderer.RendererChoice) -> vf.TrainClientC
     )
     # verifiers would load the tokenizer again, through transformers and torch: it gets the one made here.
     shared = ElasticRendererPool(setup.model, choice.config, multiplex=config.multiplex)
-    shared.renderers.append(RendererSlot(choice.renderer))
+    shared.renderers.append(_Slot(choice.renderer))
     return config
 
 
