@@ -16,7 +16,7 @@ from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import GIB, MemoryPlan, Settings, estimate
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.packing import Document, HostBatch, collate
+from prime_rl.trainer.packing import Document, MicroBatch, collate
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step
@@ -44,7 +44,7 @@ def source() -> Source:
     return known
 
 
-def batches() -> list[HostBatch]:
+def batches() -> list[MicroBatch]:
     """Two micro-batches of four documents, every token but the first trained on."""
     draw = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""From documents to micro-batches on the device: the plan, a micro-batch's two flat buffers, the thread that prepares it.
+"""From documents to micro-batches on the device: the plan, the micro-batches, the thread that prepares them.
 
 Every rank computes the same plan (which sample goes to which rank and micro-step) from the lengths alone, and reads only
 its own rows.
@@ -8,8 +8,8 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from threading import Event
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -40,53 +40,29 @@ class Document:
 
 
 @dataclass(frozen=True)
-class HostBatch:
-    """One micro-batch on the host: T packed tokens of D documents (padding is one, too), L loss tokens, K streams.
+class MicroBatch:
+    """T packed tokens of D documents (padding is one, too), L loss tokens, K streams; on the host or on a device.
 
-    It lies in two buffers, so that two copies bring it to a GPU; `batch.to_device` makes the views of them.
-
-    Args:
-        ints: int64: input ids [T], position ids [T], loss index [L], labels [L], cu_seqlens [D + 1].
-        floats: float32: inverse temperatures [L], streams [K, L].
-        sizes: T, L, D and K.
-        max_seqlen: Tokens of the longest document.
-        lengths: [documents], without padding.
+    `loss_index` are the positions whose hidden state predicts a loss token, `labels` those tokens.
     """
 
-    ints: Tensor
-    floats: Tensor
-    sizes: tuple[int, int, int, int]
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, restarting in every document
+    cu_seqlens: Tensor  # [D + 1] int32
     max_seqlen: int
-    lengths: Ints
+    loss_index: Tensor  # [L] int64
+    labels: Tensor  # [L] int64
+    inv_temperature: Tensor  # [L] float32
+    streams: Tensor  # [K, L] float32
 
-    @property
-    def int_counts(self) -> list[int]:
-        tokens, loss_tokens, documents, _ = self.sizes
-        return [tokens, tokens, loss_tokens, loss_tokens, documents + 1]
+    def documents(self) -> tuple[Tensor, int]:
+        """The document of each loss token, [L] int64, and their number D."""
+        return torch.searchsorted(self.cu_seqlens.long(), self.loss_index, right=True) - 1, len(self.cu_seqlens) - 1
 
-    @property
-    def float_counts(self) -> list[int]:
-        return [self.sizes[1], self.sizes[3] * self.sizes[1]]
-
-    @property
-    def streams(self) -> Floats:
-        """[K, L], a view: what is written to it is written to the batch."""
-        return parts(self.floats, self.float_counts)[1].view(self.sizes[3], self.sizes[1]).numpy()
-
-    def documents(self) -> Ints:
-        """[L]: the document of each loss token."""
-        _, _, loss_index, _, stops = parts(self.ints, self.int_counts)
-        return np.searchsorted(stops.numpy(), loss_index.numpy(), side="right") - 1
-
-
-def parts(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Views of a flat buffer that holds parts of so many elements."""
-    return [buffer[start : start + count] for start, count in zip(_starts(counts), counts, strict=False)]
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    """Where each part begins, at multiples of 32 elements (kernels are compiled for aligned addresses), and the length."""
-    return [0, *accumulate(-(-count // 32) * 32 for count in counts)]
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same micro-batch of changed tensors."""
+        changed: dict[str, Any] = {name: change(part) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)
@@ -163,7 +139,7 @@ def _fill(
     return [sorted(documents) for documents in bins]
 
 
-def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -> HostBatch:
+def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -> MicroBatch:
     """Lay documents one after the other.
 
     No documents give a micro-batch of padding without loss tokens: a rank without work still joins every collective.
@@ -172,43 +148,32 @@ def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -
         streams: K, which an empty sequence cannot tell.
         multiple_of: T is padded to a multiple of this (at least 2) by one more document without loss tokens.
     """
-    lengths = np.array([len(document.input_ids) for document in documents], dtype=np.int64)
-    total = int(lengths.sum())
+    total = sum(len(document.input_ids) for document in documents)
     padding = max(-total % multiple_of, 2 if total < 2 else 0)
     padding += -(total + padding) % multiple_of
-    extents = np.append(lengths, padding) if padding else lengths
-    stops = np.cumsum(extents)
-    starts = stops - extents
+    if padding:
+        nothing = np.zeros(padding, dtype=np.int64), np.zeros(padding, dtype=np.bool_)
+        documents = [*documents, Document(*nothing, 1.0, np.zeros((streams, padding), dtype=np.float32))]
+    lengths = np.array([len(document.input_ids) for document in documents], dtype=np.int64)
+    stops = np.cumsum(lengths)
+    starts = stops - lengths
 
-    ids = np.concatenate([*(document.input_ids for document in documents), np.zeros(padding, dtype=np.int64)])
-    trained = np.concatenate([*(document.loss_mask for document in documents), np.zeros(padding, dtype=np.bool_)])
+    ids = np.concatenate([document.input_ids for document in documents])
+    trained = np.concatenate([document.loss_mask for document in documents])
     trained[starts] = False
     labels = np.flatnonzero(trained)
-    owner = np.searchsorted(stops, labels, side="right")
     cooling = np.array([1.0 / document.temperature for document in documents], dtype=np.float32)
-    columns = [np.zeros((streams, 0), dtype=np.float32), *(document.streams for document in documents)]
-    return HostBatch(
-        _buffer(
-            np.int64,
-            ids,
-            np.arange(len(ids)) - np.repeat(starts, extents),
-            labels - 1,
-            ids[labels],
-            np.append(0, stops),
-        ),
-        _buffer(np.float32, cooling[owner], np.concatenate(columns, axis=1)[:, labels].reshape(-1)),
-        (len(ids), len(labels), len(extents), streams),
-        int(extents.max()),
-        lengths,
+    columns = np.concatenate([document.streams for document in documents], axis=1)
+    return MicroBatch(
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths)),
+        cu_seqlens=torch.from_numpy(np.append(0, stops).astype(np.int32)),
+        max_seqlen=int(lengths.max()),
+        loss_index=torch.from_numpy(labels - 1),
+        labels=torch.from_numpy(ids[labels]),
+        inv_temperature=torch.from_numpy(np.repeat(cooling, lengths)[labels]),
+        streams=torch.from_numpy(np.ascontiguousarray(columns[:, labels])),
     )
-
-
-def _buffer(dtype: npt.DTypeLike, *filled: npt.NDArray[np.generic]) -> Tensor:
-    starts = _starts([len(part) for part in filled])
-    buffer = np.zeros(starts[-1], dtype=dtype)
-    for start, part in zip(starts, filled, strict=False):
-        buffer[start : start + len(part)] = part
-    return torch.from_numpy(buffer)
 
 
 def rollout_lengths(draw: np.random.Generator, count: int, longest: int = LONGEST) -> list[int]:
@@ -216,63 +181,27 @@ def rollout_lengths(draw: np.random.Generator, count: int, longest: int = LONGES
     return draw.lognormal(np.log(600), 0.9, count).astype(np.int64).clip(min(16, longest), longest).tolist()
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """T packed tokens of D documents, L loss tokens, K streams.
-
-    `loss_index` are the positions whose hidden state predicts a loss token, `labels` those tokens.
-    """
-
-    input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, restarting in every document
-    cu_seqlens: Tensor  # [D + 1] int32
-    max_seqlen: int
-    loss_index: Tensor  # [L] int64
-    labels: Tensor  # [L] int64
-    inv_temperature: Tensor  # [L] float32
-    streams: Tensor  # [K, L] float32
-
-    def documents(self) -> tuple[Tensor, int]:
-        """The document of each loss token, [L] int64, and their number D."""
-        return torch.searchsorted(self.cu_seqlens.long(), self.loss_index, right=True) - 1, len(self.cu_seqlens) - 1
-
-
 def pads_to(device: torch.device) -> int:
     """Micro-batches are padded to a multiple of so many tokens: compiled CUDA kernels are fastest on whole tiles."""
     return 128 if device.type == "cuda" else 1
 
 
-def pinned(batches: Sequence[HostBatch], device: torch.device) -> list[HostBatch]:
+def pinned(batches: Sequence[MicroBatch], device: torch.device) -> list[MicroBatch]:
     """The same batches, for a GPU in page-locked memory, so that copies run beside everything else."""
-    if device.type != "cuda":
-        return list(batches)
-    return [replace(batch, ints=batch.ints.pin_memory(), floats=batch.floats.pin_memory()) for batch in batches]
+    return [batch.map(Tensor.pin_memory) for batch in batches] if device.type == "cuda" else list(batches)
 
 
 def micro_batches(
     mine: Sequence[Sequence[int]], documents: Mapping[int, Document], streams: int, device: torch.device
-) -> list[HostBatch]:
+) -> list[MicroBatch]:
     """This rank's micro-batches of a plan, ready for the device."""
     multiple_of = pads_to(device)
     return pinned([collate([documents[i] for i in indices], streams, multiple_of) for indices in mine], device)
 
 
-def to_device(batch: HostBatch, device: torch.device) -> MicroBatch:
-    """Bring a micro-batch to the device in two copies. From page-locked memory nothing waits for them."""
-    ints = batch.ints.to(device, non_blocking=True)
-    floats = batch.floats.to(device, non_blocking=True)
-    input_ids, position_ids, loss_index, labels, cu_seqlens = parts(ints, batch.int_counts)
-    inv_temperature, streams = parts(floats, batch.float_counts)
-    return MicroBatch(
-        input_ids,
-        position_ids,
-        cu_seqlens.int(),
-        batch.max_seqlen,
-        loss_index,
-        labels,
-        inv_temperature,
-        streams.view(batch.sizes[3], batch.sizes[1]),
-    )
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Bring a micro-batch to the device. From page-locked memory nothing waits for the copies."""
+    return batch.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 # ---- a step's data, prepared ahead
@@ -292,7 +221,7 @@ class StepData:
         group_count: Groups of the step, over all ranks.
     """
 
-    batches: list[HostBatch]
+    batches: list[MicroBatch]
     lengths: list[int]
     samples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from prime_rl.trainer.model import Policy, build_policy, check_head, check_host_
 from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from prime_rl.trainer.packing import (
     Document,
-    HostBatch,
+    MicroBatch,
     OnWait,
     StepData,
     StepSource,
@@ -262,7 +262,7 @@ def is_evaluated(config: Config, version: int) -> bool:
 
 
 def forward_backward(
-    policy: Policy, batches: Sequence[HostBatch], loss_of: TokenLoss | SequenceLoss, world: World
+    policy: Policy, batches: Sequence[MicroBatch], loss_of: TokenLoss | SequenceLoss, world: World
 ) -> Tensor:
     """Compute the gradients of the summed losses of this rank's micro-batches. Every rank must pass as many of them.
 
@@ -319,7 +319,7 @@ def warm_up(
         ReferenceScorer(policy, world, vocabulary, torch.float32, torch.float32).score(as_exported=False, compiled=True)
 
 
-def _random_batch(tokens: int, vocabulary: int) -> HostBatch:
+def _random_batch(tokens: int, vocabulary: int) -> MicroBatch:
     """Random tokens in a few documents. No token has a weight, hence no gradient."""
     draw = np.random.default_rng(0)
     lengths = [len(part) for part in np.array_split(np.arange(tokens), min(3, tokens))]

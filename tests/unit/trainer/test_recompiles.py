@@ -18,7 +18,7 @@ from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, make_loss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.packing import Document, HostBatch, collate
+from prime_rl.trainer.packing import Document, MicroBatch, collate
 from prime_rl.trainer.parallel import World, local_part
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step, warm_up
@@ -29,7 +29,7 @@ tied_model, quick_compiler = support.tied_model, support.quick_compiler
 WARM_UP = 2
 
 
-def packs(streams: int) -> list[list[HostBatch]]:
+def packs(streams: int) -> list[list[MicroBatch]]:
     """Steps of two micro-batches: many documents and one, long and short, trained in full, in part and not at all, and one of padding only."""
     rng = np.random.default_rng(0)
 

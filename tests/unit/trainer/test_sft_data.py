@@ -118,12 +118,12 @@ def test_weights_of_a_step_sum_to_one(micro_batch_size: int, tied_model: Path, t
     source = data(tmp_path, tied_model, world, rows, batch_size=4, micro_batch_size=micro_batch_size)
     step = source.read(0)
     source.close()
-    weights = np.concatenate([batch.streams[0] for batch in step.batches])
+    weights = np.concatenate([batch.streams[0].numpy() for batch in step.batches])
     assert weights.size == step.metrics["data/loss_tokens"]
     np.testing.assert_allclose(weights, 1 / step.metrics["data/loss_tokens"], rtol=1e-6)
-    assert sum(int(batch.lengths.sum()) for batch in step.batches) == step.tokens
+    assert sum(len(batch.input_ids) for batch in step.batches) == step.tokens
     assert step.metrics["data/packing_efficiency"] == step.tokens / 256
-    assert max(batch.sizes[0] for batch in step.batches) <= 64 * micro_batch_size
+    assert max(len(batch.input_ids) for batch in step.batches) <= 64 * micro_batch_size
     # Completions of i % 5 + 1 letters, each with the end of its turn.
     assert step.metrics["data/loss_tokens"] == sum(i % 5 + 2 for i in range(1, step.samples + 1))
 
@@ -156,8 +156,8 @@ def test_fake_rows(kind: str, seq_len: int, lengths: set[int], world: World) -> 
     assert set(one.lengths) <= lengths
     assert one.tokens <= 8 * seq_len
     for a, b in zip(one.batches, again.batches, strict=True):
-        assert torch.equal(a.ints, b.ints)
-    assert not torch.equal(one.batches[0].ints, other.batches[0].ints)
+        assert torch.equal(a.input_ids, b.input_ids)
+    assert not torch.equal(one.batches[0].input_ids, other.batches[0].input_ids)
     if kind == "fixed":
         assert one.tokens == 256
         assert one.metrics["data/loss_tokens"] == 8 * 31

@@ -14,7 +14,7 @@ from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import (
     LONGEST,
     Document,
-    HostBatch,
+    MicroBatch,
     OnWait,
     StepData,
     StepSource,
@@ -243,7 +243,7 @@ def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
                   ScaleRL's "prompt average" (arXiv:2510.13786)
         fixed     `loss.fixed_length` · N  (Dr. GRPO, arXiv:2503.20783)
     """
-    counts = sum((np.count_nonzero(b.streams[_SCALES], axis=1) for b in data.batches), np.zeros(3))
+    counts = sum((np.count_nonzero(_scales(b), axis=1) for b in data.batches), np.zeros(3))
     if loss.normalization in ("sequence", "fixed"):
         counts[0] = sum(_share_within_sequences(batch, loss.fixed_length) for batch in data.batches)
     of_group = _tokens_of_groups(data) if loss.normalization == "group" else np.zeros(0)
@@ -252,17 +252,23 @@ def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
     if loss.normalization == "group":
         counts[0] = np.count_nonzero(of_group)
         for batch, groups in zip(data.batches, data.groups, strict=True):
-            batch.streams[_SCALES][0] /= np.maximum(of_group, 1)[groups[batch.documents()]].astype(np.float32)
+            _scales(batch)[0] /= np.maximum(of_group, 1)[groups[batch.documents()[0]]].astype(np.float32)
     divisors = np.maximum(counts, 1).astype(np.float32)[:, None]
     for batch in data.batches:
-        batch.streams[_SCALES] /= divisors
+        _scales(batch)[:] /= divisors
     return data
 
 
-def _share_within_sequences(batch: HostBatch, length: int | None) -> int:
+def _scales(batch: MicroBatch) -> npt.NDArray[np.float32]:
+    """The weights of the three components, [3, L], a view: what is written to it is written to the batch."""
+    return batch.streams[_SCALES].numpy()
+
+
+def _share_within_sequences(batch: MicroBatch, length: int | None) -> int:
     """Divide the RL weights of each sequence by `length`, or by its tokens; return the number of sequences with any."""
-    weights, document = batch.streams[_SCALES][0], batch.documents()
-    tokens = np.bincount(document[weights != 0], minlength=batch.sizes[2])
+    weights, (places, count) = _scales(batch)[0], batch.documents()
+    document = places.numpy()
+    tokens = np.bincount(document[weights != 0], minlength=count)
     weights /= np.float32(length) if length else np.maximum(tokens, 1)[document]
     return int(np.count_nonzero(tokens))
 
@@ -271,6 +277,6 @@ def _tokens_of_groups(data: StepData) -> npt.NDArray[np.float64]:
     """This rank's tokens of the RL component in each group of the step, [group_count]."""
     tokens = np.zeros(data.group_count)
     for batch, groups in zip(data.batches, data.groups, strict=True):
-        counts = batch.documents()[batch.streams[_SCALES][0] != 0]
+        counts = batch.documents()[0].numpy()[_scales(batch)[0] != 0]
         tokens += np.bincount(groups[counts], minlength=data.group_count)
     return tokens

@@ -45,20 +45,23 @@ def load_rows(config: SFTData) -> "list[Row] | Dataset":
     Raises UserError if it is missing, unreadable or empty, has other columns than the accepted ones, or lacks the split
     or subset that is asked for.
     """
-    path = Path(config.name).expanduser()
-    if not path.exists():
-        if config.name.startswith((".", "/", "~")) or config.name.count("/") > 1 or config.name.endswith(_SUFFIXES):
-            raise UserError(f"dataset {config.name} does not exist")
-        rows: list[Row] | Dataset = _load_hub(config)
-    elif config.subset is not None:
-        raise UserError(f"data.subset {config.subset!r} chooses within a dataset of the hub, and {path} is a local one")
-    elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        rows = _load_saved(path, config.split)
-    else:
-        rows = _load_files(path, config.split)
+    import httpx
+    import pyarrow
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    name, path = config.name, Path(config.name).expanduser()
+    is_local = path.exists()
+    if not is_local and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_SUFFIXES)):
+        raise UserError(f"dataset {name} does not exist")
+    try:
+        rows = _load_local(path, config) if is_local else load_dataset(name, config.subset, split=config.split)
+    except (DatasetsError, pyarrow.ArrowException, httpx.HTTPError, OSError, ValueError, KeyError) as error:
+        problem = "cannot be read" if is_local else "is no local path, and the hub did not give it"
+        raise UserError(f"dataset {name} {problem}: {one_line(error)}") from error
     if len(rows) == 0:
-        raise UserError(f"dataset {config.name} is empty")
-    check_columns(rows[0], config.name)
+        raise UserError(f"dataset {name} is empty")
+    check_columns(rows[0], name)
     return rows
 
 
@@ -68,82 +71,52 @@ def check_columns(row: Row, name: str) -> None:
         raise UserError(f"dataset {name} has the columns {', '.join(row) or '(none)'}; fine-tuning needs {ACCEPTED}")
 
 
-def _refuse_split(path: Path, split: str) -> None:
-    """Raise UserError if a split (`train` is the default) is asked for where there are none: all would be trained on."""
-    if split != SFTData.model_fields["split"].default:
+def _load_local(path: Path, config: SFTData) -> "list[Row] | Dataset":
+    from datasets import Dataset, DatasetDict, concatenate_datasets, load_from_disk
+
+    split = config.split
+    if config.subset is not None:
+        raise UserError(f"data.subset {config.subset!r} chooses within a dataset of the hub, and {path} is a local one")
+    is_saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    saved = load_from_disk(str(path)) if is_saved else None
+    if isinstance(saved, DatasetDict):
+        if split not in saved:
+            raise UserError(f"saved dataset {path} has no split {split!r}; it has {', '.join(saved)}")
+        return saved[split]
+    if split != SFTData.model_fields["split"].default:  # else all rows would be trained on
         raise UserError(f"data.split {split!r}: {path} has no splits, give the files of that split")
-
-
-def _load_files(path: Path, split: str) -> "list[Row] | Dataset":
-    import pyarrow
-    from datasets import Dataset, concatenate_datasets
-    from datasets.exceptions import DatasetGenerationError
-
+    if saved is not None:
+        return saved
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
     if not files:
         raise UserError(f"dataset directory {path} is no saved dataset and holds no .jsonl, .json or .parquet files")
-    _refuse_split(path, split)
     if len({file.suffix for file in files}) > 1:
         raise UserError(f"dataset files of several kinds in {files[0].parent}: keep one kind")
     if files[0].suffix not in _SUFFIXES:
         raise UserError(f"dataset file {files[0]}: the ending must be .jsonl, .json or .parquet")
-    if files[0].suffix != ".parquet":
-        return [row for file in files for row in _load_json(file)]
-    try:
+    if files[0].suffix == ".parquet":
         return concatenate_datasets([Dataset.from_parquet(str(file)) for file in files])
-    except (pyarrow.ArrowException, DatasetGenerationError, OSError, ValueError) as error:
-        raise UserError(f"dataset {files[0]} cannot be read: {one_line(error)}") from error
+    return [row for file in files for row in _load_json(file)]
 
 
 def _load_json(path: Path) -> list[Row]:
     """JSON lines, or one JSON list. (`datasets` would give all rows' tool arguments each other's keys.)"""
-    place = str(path)
+    text, place = path.read_text(encoding="utf-8"), str(path)
+    rows = []
     try:
-        text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("["):
             rows = json.loads(text)
         else:
-            rows = []
             for number, line in enumerate(text.split("\n"), 1):
                 place = f"{path} line {number}"
                 if line.strip():
                     rows.append(json.loads(line))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"dataset {path} cannot be read: {error}") from error
     except ValueError as error:
         raise UserError(f"{place} is not JSON: {error}") from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(f"{path}: row {number} is a {type(row).__name__}, not an object")
     return rows
-
-
-def _load_saved(path: Path, split: str) -> "Dataset":
-    import pyarrow
-    from datasets import DatasetDict, load_from_disk
-
-    try:
-        saved = load_from_disk(str(path))
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
-        raise UserError(f"saved dataset {path} cannot be read: {one_line(error)}") from error
-    if not isinstance(saved, DatasetDict):
-        _refuse_split(path, split)
-        return saved
-    if split not in saved:
-        raise UserError(f"saved dataset {path} has no split {split!r}; it has {', '.join(saved)}")
-    return saved[split]
-
-
-def _load_hub(config: SFTData) -> "Dataset":
-    import httpx
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
-    try:
-        return load_dataset(config.name, config.subset, split=config.split)
-    except (DatasetsError, OSError, ValueError, httpx.HTTPError) as error:
-        message = f"dataset {config.name} is no local path, and the hub did not give it: {one_line(error)}"
-        raise UserError(message) from error
 
 
 # ---- a row's tokens
@@ -218,29 +191,22 @@ class RowRenderer:
                 return [self._plain(prompt, completion)]
         tools = _tools(row.get("tools"))
         if "messages" in row:
-            prefix, messages = [], _messages(row["messages"], "messages", "")
+            prompt, messages = [], _messages(row["messages"], "messages", "")
         else:
-            prefix = _messages(row["prompt"], "prompt", "user")
-            messages = prefix + _messages(row["completion"], "completion", "assistant")
+            prompt = _messages(row["prompt"], "prompt", "user")
+            messages = prompt + _messages(row["completion"], "completion", "assistant")
         if self._tokenizer.chat_template is None:
             raise UserError(
                 f"the tokenizer of {self._name} has no chat template, which rows of messages need: put a "
                 "chat_template.jinja into the model directory, or give prompt and completion as plain text"
             )
-        messages = self._expected_form(messages, tools)
-        replies: list[TrainedReply] = []
-        for index in range(len(prefix), len(messages)):
-            role = messages[index]["role"]
-            if self._trained_roles.get(role, False):
-                render = self._assistant if role == "assistant" else self._other
-                replies.append(render(messages, index, tools))
         chains: list[list[TrainedReply]] = []  # whose contexts continue each other
-        for reply in replies or [TrainedReply(self._text(messages, tools), "")]:
+        for reply in self._replies(messages, len(prompt), tools):
             if chains and reply.context.startswith(chains[-1][-1].text):
                 chains[-1].append(reply)
             else:
                 chains.append([reply])
-        return [tokens for group in chains for tokens in self._tokens(group)]
+        return [tokens for replies in chains for tokens in self._tokens(replies)]
 
     def _plain(self, prompt: str, completion: str) -> Tokens:
         if self._tokenizer.eos_token_id is None:
@@ -259,110 +225,81 @@ class RowRenderer:
             message = f"the chat template of {self._name} refuses a conversation of {roles}: {one_line(error)}"
             raise UserError(message) from error
 
-    def _expected_form(self, messages: Messages, tools: Tools) -> Messages:
-        """The messages in the form in which the template writes what they hold.
+    def _replies(self, messages: Messages, first: int, tools: Tools) -> list[TrainedReply]:
+        """What is trained of the messages from `first` on, in the first form of them in which the template loses nothing.
 
-        Most templates take arguments as objects and no content as "", some the JSON of the arguments, or None. Reasoning
-        goes under every name that templates read it by.
+        Most templates take arguments as objects and no content as "", some the JSON of the arguments, or None.
         """
-        renamed = []
-        for message in messages:
-            reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key)), None)
-            renamed.append(message if reasoning is None else message | dict.fromkeys(_REASONING_KEYS, reasoning))
-        messages = renamed
-        calling = [index for index, message in enumerate(messages) if message.get("tool_calls")]
-        if not calling:
-            return messages
-        first = next((index for index in calling if _has_arguments(messages[index])), calling[0])
-        refusals: list[UserError | None] = []
+        refusals = []
         for as_json, no_content in ((False, ""), (True, ""), (True, None)):
-            form = [_formed(message, as_json, no_content) for message in messages]
             try:
-                before, text = (self._text(form[:end], tools) if end else "" for end in (first, first + 1))
+                return self._replies_of_form([_formed(each, as_json, no_content) for each in messages], first, tools)
             except UserError as error:
                 refusals.append(error)
-                continue
-            calls = [
-                (str(call["function"]["name"]), call["function"]["arguments"]) for call in form[first]["tool_calls"]
-            ]
-            text = _without(text, _content(form[first]))
-            as_python = any(isinstance(value, dict) and value and str(value) in text for _, value in calls)
-            if not as_python and all(text.count(name) > before.count(name) for name, _ in calls):
-                return form
-            refusals.append(None)
-        if refusals[0] is not None:
-            raise refusals[0]
-        hint = "" if tools else " (the row has no `tools`, without which some templates write no calls)"
-        raise UserError(f"the chat template of {self._name} leaves out the tool calls of message {first}{hint}")
+        raise refusals[0]
+
+    def _replies_of_form(self, messages: Messages, first: int, tools: Tools) -> list[TrainedReply]:
+        replies = []
+        for index, message in enumerate(messages):
+            if index >= first and self._trained_roles.get(message["role"], False):
+                render = self._assistant if message["role"] == "assistant" else self._other
+                replies.append(render(messages, index, tools))
+            elif message.get("tool_calls"):
+                before, whole = (self._text(messages[:end], tools) if end else "" for end in (index, index + 1))
+                self._check_calls(message, index, whole[_divergence(before, whole) :], tools)
+        return replies or [TrainedReply(self._text(messages, tools), "")]
 
     def _assistant(self, messages: Messages, index: int, tools: Tools) -> TrainedReply:
         """An assistant's message after the prompt that inference would be given, up to where inference would stop."""
+        message = messages[index]
         whole = self._text(messages[: index + 1], tools)
         context = self._text(messages[:index], tools, add_generation_prompt=True)
-        if whole.startswith(context):
-            reply = whole[len(context) :]
-        else:
-            context, reply = self._after_prefill(messages, index, whole, context)
+        reply = whole[len(context) :] if whole.startswith(context) else _after_prefill(message, whole, context)
+        if reply is None:
+            at = _divergence(context, whole)
+            raise UserError(
+                f"message {index} (assistant) cannot be trained in the context that inference sees: there the chat "
+                f"template of {self._name} prompts for it with {context[max(0, at - 20) : at + 40]!r}, but with the "
+                f"message in place it writes {whole[max(0, at - 20) : at + 40]!r}"
+            )
         end = self._end_pattern.search(reply)
-        self._check_reply(messages[index], index, reply[: end.start() if end else None])
+        self._check_reply(message, index, reply[: end.start() if end else None], tools)
         if end:
             return TrainedReply(context, reply[: end.end()])
-        if index + 1 < len(messages):
-            following = self._text(messages[: index + 2], tools)
-            # The header of the next message may be what ends this one (GLM).
-            if following.startswith(whole) and (end := self._end_pattern.match(following, len(whole))):
-                return TrainedReply(context, reply + end[0])
+        following = self._text(messages[: index + 2], tools)
+        # The header of the next message may be what ends this one (GLM).
+        if following.startswith(whole) and (end := self._end_pattern.match(following, len(whole))):
+            return TrainedReply(context, reply + end[0])
         if not self._stop_ids:
             raise UserError(
                 f"the chat template of {self._name} ends no reply, and its tokenizer has no end-of-sequence token"
             )
         return TrainedReply(context, reply + str(self._tokenizer.convert_ids_to_tokens(self._stop_ids[-1])))
 
-    def _check_reply(self, message: Message, index: int, reply: str) -> None:
+    def _check_reply(self, message: Message, index: int, reply: str, tools: Tools) -> None:
         """Raise UserError unless the reply holds the message's content and tool calls; reasoning may be left out."""
-        where, content = f"message {index} (assistant)", _content(message)
-        if end := self._end_pattern.search(content):
+        where, answer = f"message {index} (assistant)", _squeezed(_answer(message))
+        if end := self._end_pattern.search(_content(message)):
             raise UserError(f"{where} holds {end[0]!r}, which ends a reply: it cannot be trained")
-        for _, closing in _REASONING_TAGS:
-            content = content.rpartition(closing)[2]
-        calls = Counter(str(call["function"]["name"]) for call in message.get("tool_calls") or ())
-        if not reply.strip() and (content.strip() or calls):
+        if answer and not reply.strip():
             raise UserError(f"the chat template of {self._name} writes nothing of {where} before the end of its turn")
-        if _squeezed(content) not in _squeezed(reply):
+        if answer not in _squeezed(reply):
             raise UserError(f"the chat template of {self._name} leaves out the content of {where}, or alters it")
-        reasoning = _reasoning(message)
-        beside = _without(_without(reply, content.strip()), reasoning)
-        if any(beside.count(name) < count for name, count in calls.items()):
-            raise UserError(f"the chat template of {self._name} leaves out the tool calls of {where}")
-        if _squeezed(reasoning) not in _squeezed(reply) and not self._warned:
+        self._check_calls(message, index, reply, tools)
+        if _squeezed(_reasoning(message)) not in _squeezed(reply) and not self._warned:
             self._warned = True
             logger.warning("the chat template of {} leaves out reasoning: replies are trained without it", self._name)
 
-    def _after_prefill(self, messages: Messages, index: int, whole: str, context: str) -> tuple[str, str]:
-        """Context and reply if the generation prompt begins or skips reasoning, and the conversation does not show that.
-
-        The reply is what the model says after the prompt as it is: the rest of its reasoning, or only the tag that
-        closes it, then the content.
-        """
-        reasoning = _reasoning(messages[index])
-        opening, closing, prefill = _prefill(context)
-        head = context[: len(context) - len(prefill)]
-        rest = whole[len(head) :] if whole.startswith(head) else None
-        if rest is not None and prefill:
-            empty = re.match(rf"({re.escape(opening)}\s*)?{re.escape(closing)}\s*", rest)
-            if closing in prefill:
-                if empty or not rest.startswith(opening):
-                    return context, rest[empty.end() :] if empty else rest
-            elif empty or rest.startswith(opening) or closing in rest:
-                return context, rest.removeprefix(opening)
-            else:
-                return context, f"{reasoning}\n{closing}\n\n{rest.lstrip()}"
-        at = next(i for i, pair in enumerate(zip(context + "\0", whole + "\1", strict=False)) if pair[0] != pair[1])
-        raise UserError(
-            f"message {index} (assistant) cannot be trained in the context that inference sees: there the chat template of "
-            f"{self._name} prompts for it with {context[max(0, at - 20) : at + 40]!r}, but with the message in place it "
-            f"writes {whole[max(0, at - 20) : at + 40]!r}"
-        )
+    def _check_calls(self, message: Message, index: int, text: str, tools: Tools) -> None:
+        """Raise UserError unless the text has the message's tool calls beside its content and reasoning."""
+        text = text.replace(_answer(message), "", 1).replace(_reasoning(message), "", 1)
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        names = Counter(str(call["name"]) for call in calls)
+        objects = [call["arguments"] for call in calls if call["arguments"] and isinstance(call["arguments"], dict)]
+        # An object in Python's form is no JSON: such a template takes the arguments as text.
+        if any(text.count(name) < count for name, count in names.items()) or any(str(each) in text for each in objects):
+            hint = "" if tools else " (the row has no `tools`, without which some templates write no calls)"
+            raise UserError(f"the chat template of {self._name} leaves out the tool calls of message {index}{hint}")
 
     def _other(self, messages: Messages, index: int, tools: Tools) -> TrainedReply:
         """A message that no model writes, with its header, without what follows its end (ChatML: a line break)."""
@@ -384,17 +321,17 @@ class RowRenderer:
             text = self._text([{"role": "user", "content": "Ping"}, {"role": "assistant", "content": "Pong"}], None)
         except UserError:
             text = ""
-        tail = text.rpartition("Pong")[2] if "Pong" in text else ""
-        if not any(stop in tail for stop in stops):
-            special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-            if written := sorted((token for token in special if token in tail), key=tail.rfind):
-                stops.add(written[-1])
-                logger.warning(
-                    "the chat template of {} ends a reply with {!r}, at which servers do not stop: name it as "
-                    "`eos_token_id` in generation_config.json",
-                    self._name,
-                    written[-1],
-                )
+        tail = text.partition("Pong")[2]
+        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        written = max((token for token in special if token in tail), key=tail.rfind, default=None)
+        if written is not None and not any(stop in tail for stop in stops):
+            stops.add(written)
+            logger.warning(
+                "the chat template of {} ends a reply with {!r}, at which servers do not stop: name it as "
+                "`eos_token_id` in generation_config.json",
+                self._name,
+                written,
+            )
         return re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))) or "(?!)")
 
     def _tokens(self, replies: list[TrainedReply]) -> list[Tokens]:
@@ -418,20 +355,33 @@ class RowRenderer:
         return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def _prefill(context: str) -> tuple[str, str, str]:
-    """The tags of reasoning with which a prompt ends, opening and closing, and what it has of them ("" if nothing)."""
+def _after_prefill(message: Message, whole: str, context: str) -> str | None:
+    """The reply if the generation prompt begins or skips reasoning, and the conversation does not show that; else None.
+
+    It is what the model says after the prompt as it is: the rest of its reasoning, or only the tag that closes it, then
+    the content.
+    """
     for opening, closing in _REASONING_TAGS:
-        match = re.search(rf"({re.escape(opening)}\s*)?({re.escape(closing)}\s*)?\Z", context)
-        if match and match[0]:
-            return opening, closing, match[0]
-    return "", "", ""
+        block = rf"({re.escape(opening)}\s*)?{re.escape(closing)}\s*"  # without reasoning
+        prefill = re.search(rf"({block}|{re.escape(opening)}\s*)\Z", context)
+        if prefill is None or not whole.startswith(head := context[: prefill.start()]):
+            continue
+        rest = whole[len(head) :]
+        empty = re.match(block, rest)
+        if closing in prefill[0]:
+            if empty or not rest.startswith(opening):
+                return rest[empty.end() :] if empty else rest
+        elif empty or rest.startswith(opening) or closing in rest:
+            return rest.removeprefix(opening)
+        else:
+            return f"{_reasoning(message)}\n{closing}\n\n{rest.lstrip()}"
+    return None
 
 
 def _reasoning(message: Message) -> str:
     """What an assistant's message reasons, from a field of its own or from its content."""
-    for key in _REASONING_KEYS:
-        if message.get(key):
-            return str(message[key]).strip()
+    if reasoning := message.get(_REASONING_KEYS[0]):
+        return str(reasoning).strip()
     content = _content(message)
     for opening, closing in _REASONING_TAGS:
         if closing in content:
@@ -448,13 +398,17 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _without(text: str, part: str) -> str:
-    """`text` without the first place where `part` stands."""
-    return text.replace(part, "", 1) if part else text
+def _answer(message: Message) -> str:
+    """An assistant's content after its reasoning."""
+    content = _content(message)
+    for _, closing in _REASONING_TAGS:
+        content = content.rpartition(closing)[2]
+    return content.strip()
 
 
-def _has_arguments(message: Message) -> bool:
-    return any(call["function"]["arguments"] not in ({}, "{}") for call in message["tool_calls"])
+def _divergence(one: str, two: str) -> int:
+    """Where two texts begin to differ."""
+    return next(i for i, pair in enumerate(zip(one + "\0", two + "\1", strict=False)) if pair[0] != pair[1])
 
 
 def _joined(parts: list[list[int]]) -> Tokens:
@@ -483,7 +437,9 @@ def _message(item: Any, column: str) -> Message:
     message["content"] = _plain_text(message.get("content", ""), column)
     if calls := [_tool_call(call, column) for call in message.pop("tool_calls", ())]:
         message["tool_calls"] = calls
-    return message
+    # Under every name that templates read it by.
+    reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key)), None)
+    return message if reasoning is None else message | dict.fromkeys(_REASONING_KEYS, reasoning)
 
 
 def _plain_text(content: Any, column: str) -> str:
