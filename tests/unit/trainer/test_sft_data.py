@@ -16,7 +16,7 @@ from prime_rl.config import SFTConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.sft.render import Tokens
-from prime_rl.trainer.sft.rows import FakeRows, RowData, RowStream, fill, row_order
+from prime_rl.trainer.sft.rows import FakeRows, RowData, RowStream, row_order
 from prime_rl.trainer.source import Source, find_model
 from support import trainer as support
 
@@ -54,10 +54,10 @@ def test_order_resumes(rows: int, drawn: int, shuffle: bool) -> None:
 def test_fill() -> None:
     """A step ends with the first sample that fits in none of its rows; the next step begins with that one."""
     source = stream([6, 5, 4, 5, 3, 10, 9])
-    assert [len(s.input_ids) for s in fill(source, 2, 10)] == [6, 5, 4, 5]  # rows 6+4, 5+5
+    assert [len(s.input_ids) for s in source.step(2)] == [6, 5, 4, 5]  # rows 6+4, 5+5
     assert source.taken == 4
-    assert [len(s.input_ids) for s in fill(source, 2, 10)] == [3, 10]
-    assert [len(s.input_ids) for s in fill(source, 2, 10)] == [9, 6]  # over the end of the epoch
+    assert [len(s.input_ids) for s in source.step(2)] == [3, 10]
+    assert [len(s.input_ids) for s in source.step(2)] == [9, 6]  # over the end of the epoch
     assert source.taken == 8
 
 
@@ -69,19 +69,19 @@ def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
     if not usable:
         return
     source = stream(lengths)
-    taken = [[len(s.input_ids) for s in fill(source, rows, 10)] for _ in range(steps)]
+    taken = [[len(s.input_ids) for s in source.step(rows)] for _ in range(steps)]
     flat = list(itertools.chain(*taken))
     assert flat == list(itertools.islice(itertools.cycle(usable), len(flat)))
     assert all(sum(step) <= rows * 10 for step in taken)
     resumed = stream(lengths, taken=source.taken)
-    assert [len(s.input_ids) for s in fill(resumed, rows, 10)] == [len(s.input_ids) for s in fill(source, rows, 10)]
+    assert [len(s.input_ids) for s in resumed.step(rows)] == [len(s.input_ids) for s in source.step(rows)]
 
 
 def test_samples_of_a_row_stay_together() -> None:
     """A step takes all samples of a row or leaves it to the next; a row that no step could hold is passed over, and counted."""
     rows = [[sample(6), sample(8)], [sample(3)], [sample(9), sample(9), sample(9)], [sample(2), sample(5)]]
     source = RowStream(lambda i: rows[i], len(rows), 10, shuffle=False, seed=0, taken=0)
-    steps = [([len(one.input_ids) for one in fill(source, 2, 10)], source.taken) for _ in range(3)]
+    steps = [([len(one.input_ids) for one in source.step(2)], source.taken) for _ in range(3)]
     assert steps == [([6, 8, 3], 2), ([2, 5], 4), ([6, 8, 3], 6)]
     assert source.dropped == {"too_long": 1}
 
@@ -89,9 +89,9 @@ def test_samples_of_a_row_stay_together() -> None:
 def test_dropped_rows_are_counted() -> None:
     """Too long and untrained samples are passed over and counted, never cut; a row whose only trained token is its first counts as untrained."""
     source = stream([11, 4, -5, 1, 12, 3])
-    assert [len(source.take()[0].input_ids) for _ in range(2)] == [4, 3]
-    assert source.dropped == {"too_long": 2, "untrained": 2}
-    assert source.taken == 6
+    assert [[len(s.input_ids) for s in source.step(1)] for _ in range(2)] == [[4, 3], [4, 3]]
+    assert source.dropped == {"too_long": 5, "untrained": 4}
+    assert source.taken == 13  # the next 4 has no room; what was dropped before it is not read again
 
 
 def test_nothing_to_train_on() -> None:
@@ -99,7 +99,7 @@ def test_nothing_to_train_on() -> None:
     with pytest.raises(
         UserError, match="no row .*: 3 times one exceeded data.seq_len 10, 2 times one had no trained token"
     ):
-        stream([11, -5, 12]).peek()
+        stream([11, -5, 12]).step(1)
 
 
 def data(directory: Path, model: Path, world: World, rows: list[dict[str, Any]], **settings: Any) -> RowData:

@@ -266,8 +266,8 @@ def _scales(batch: MicroBatch) -> npt.NDArray[np.float32]:
 
 def _share_within_sequences(batch: MicroBatch, length: int | None) -> int:
     """Divide the RL weights of each sequence by `length`, or by its tokens; return the number of sequences with any."""
-    weights, (places, count) = _scales(batch)[0], batch.documents()
-    document = places.numpy()
+    weights, (owners, count) = _scales(batch)[0], batch.documents()
+    document = owners.numpy()
     tokens = np.bincount(document[weights != 0], minlength=count)
     weights /= np.float32(length) if length else np.maximum(tokens, 1)[document]
     return int(np.count_nonzero(tokens))

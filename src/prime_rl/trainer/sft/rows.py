@@ -43,72 +43,60 @@ def row_order(rows: int, taken: int, shuffle: bool, seed: int) -> Iterator[int]:
 
 
 class RowStream:
-    """Tokenized rows in the order of `row_order`, without those that cannot be trained on, which are counted.
+    """Steps of tokenized rows in the order of `row_order`, without rows that cannot be trained on, which are counted.
 
-    Nothing is truncated: half a conversation would teach to break off. `peek` and `take` let a step leave the row that no
-    longer fits. The samples of a row stay in one step, so that `taken` rows say where to resume.
+    Nothing is truncated: half a conversation would teach to break off. The samples of a row stay in one step, so that
+    `taken` rows say where to resume.
     """
 
     def __init__(self, tokenizer: Tokenizer, rows: int, seq_len: int, *, shuffle: bool, seed: int, taken: int) -> None:
         self._tokenizer, self._rows, self._seq_len = tokenizer, rows, seq_len
         self._order = row_order(rows, taken, shuffle, seed)
-        self._next: list[Tokens] | None = None
+        self._next: tuple[int, list[Tokens]] | None = None  # the row that the last step had no room for
+        self._drops = 0  # since the last row that was trained on
         self.taken = taken
-        self._index = 0  # of that row
-        self._skipped = 0  # of the next row: taken, but not yet part of a step
         self.dropped: Counter[str] = Counter()
 
-    def peek(self) -> list[Tokens]:
-        """The samples of the next row that can be trained on.
+    def step(self, rows: int) -> list[Tokens]:
+        """What fits into `rows` packed rows of `seq_len` tokens, first fit, up to the first row whose samples do not.
 
-        Raises UserError if whole epochs have none, or a row is malformed (says which).
+        Raises UserError if whole epochs have nothing to train on, or a row is malformed (says which).
         """
-        while self._next is None:
-            self._index = next(self._order)
-            self._next = self._tokenizer(self._index)
-            longest = max(len(sample.input_ids) for sample in self._next)
+        room = np.full(rows, self._seq_len)
+        step: list[Tokens] = []
+        while True:
+            if self._next is None:
+                index = next(self._order)
+                self._next = index, self._tokenizer(index)
+            index, samples = self._next
+            longest = max(len(sample.input_ids) for sample in samples)
+            left = _place(samples, room)
             if longest > self._seq_len:
-                self.drop("too_long", f"its {longest} tokens exceed seq_len {self._seq_len}")
-            elif not any(sample.loss_mask[1:].any() for sample in self._next):
-                self.drop("untrained", "no token of it is trained")
-        return self._next
+                self._drop(index, "too_long", f"its {longest} tokens exceed seq_len {self._seq_len}")
+            elif not any(sample.loss_mask[1:].any() for sample in samples):
+                self._drop(index, "untrained", "no token of it is trained")
+            elif left is not None:
+                room, self._drops = left, 0
+                step += samples
+            elif step:
+                return step
+            else:
+                what = f"its {len(samples)} samples exceed a step of {rows} × {self._seq_len} tokens"
+                self._drop(index, "too_long", what)
+            self._next = None
+            self.taken += 1
 
-    def take(self) -> list[Tokens]:
-        """The same, and go on to the one after it."""
-        samples = self.peek()
-        self._next = None
-        self.taken += self._skipped + 1
-        self._skipped = 0
-        return samples
-
-    def drop(self, reason: str, why: str) -> None:
-        """Pass over the next row, and count it.
-
-        Raises UserError once so many followed each other that a whole epoch is among them, however it was shuffled.
-        """
-        self._next = None
+    def _drop(self, index: int, reason: str, why: str) -> None:
+        """Count a row. Raises UserError once a whole epoch is among those in sequence, however it was shuffled."""
         if not self.dropped[reason]:
-            logger.warning("dropped row {}: {} (further ones are counted as data/dropped_{})", self._index, why, reason)
+            logger.warning("dropped row {}: {} (further ones are counted as data/dropped_{})", index, why, reason)
         self.dropped[reason] += 1
-        self._skipped += 1
-        if self._skipped >= 2 * self._rows - 1:
+        self._drops += 1
+        if self._drops >= 2 * self._rows - 1:
             raise UserError(
                 f"no row of the dataset can be trained on: {self.dropped['too_long']} times one exceeded data.seq_len "
                 f"{self._seq_len}, {self.dropped['untrained']} times one had no trained token (see data.loss_mask)"
             )
-
-
-def fill(stream: RowStream, rows: int, seq_len: int) -> list[Tokens]:
-    """Take what fits into `rows` rows of `seq_len` tokens, first fit, up to the first row whose samples fit nowhere."""
-    room = np.full(rows, seq_len)
-    taken: list[Tokens] = []
-    while (left := _place(stream.peek(), room)) is not None or not taken:
-        if left is None:
-            stream.drop("too_long", f"its {len(stream.peek())} samples exceed a step of {rows} × {seq_len} tokens")
-            continue
-        room = left
-        taken += stream.take()
-    return taken
 
 
 def _place(samples: list[Tokens], room: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
@@ -186,7 +174,7 @@ class RowData(StepSource):
         """The stream's next step. The thread comes here once a step, in order."""
         stream, data = self._stream, self.config.data
         taken, before = stream.taken, stream.dropped.copy()
-        samples = fill(stream, data.batch_size, data.seq_len)
+        samples = stream.step(data.batch_size)
         dropped = {reason: stream.dropped[reason] - before[reason] for reason in ("too_long", "untrained")}
         return pack(samples, self.config, self.world, self.costs, stream.taken - taken, dropped)
 
