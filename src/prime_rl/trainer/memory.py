@@ -423,49 +423,44 @@ def plan_memory(
 def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: float) -> Settings:
     """The fastest settings that fit; the leanest when none does.
 
-    Unless `config` says whether to offload, blocks do where that saves time or nothing else fits.
+    Unless `config` says whether to offload, each block may offload eighths of what the host link carries while it
+    computes, or everything: no more than makes the settings fit, and only where that saves time worth having.
 
     Args:
         budget: Bytes that torch may take of the GPU.
         host: Bytes of host memory there are for each rank.
     """
-    options = list(_options(config, shape))
-    fitting = [settings for settings in options if _fits(estimate(shape, job, settings), budget)]
-    best = min(fitting, key=lambda s: (added_seconds(shape, job, s), estimate(shape, job, s).total), default=None)
-    if config.activation_offload is None:
-        offloading = _fastest_offloading(options, shape, job, budget, host)
-        if offloading is not None and (best is None or _is_worthwhile(offloading, best, shape, job)):
-            return offloading
+
+    def cost(settings: Settings) -> float:
+        seconds = added_seconds(shape, job, settings)
+        unasked = settings.offloaded > 0 and config.activation_offload is None
+        return seconds + (WORTHWHILE * (batch_seconds(shape, job) + seconds) if unasked else 0.0)
+
+    def fits(settings: Settings) -> bool:
+        return _fits(estimate(shape, job, settings), budget)
+
+    def has_room(settings: Settings) -> bool:
+        return offloaded_bytes(shape, job, settings) <= host
+
+    carried = HOST_LINK * forward_seconds(shape, job)
+    sizes = [] if config.activation_offload is not None else [*(carried * i / 8 for i in range(1, 9)), math.inf]
+    options = sorted(_options(config, shape), key=cost)
+    best, least = None, math.inf
+    for plain in options:
+        if cost(plain) >= least:
+            break  # offloading makes nothing faster by itself
+        # The more is offloaded, the less of the GPU and the more time is taken: the first that fits.
+        variants = [plain, *(replace(plain, offloaded=size) for size in sizes)]
+        first = bisect_left(variants, True, key=fits)
+        for settings in variants[first : first + 1]:
+            if cost(settings) < least and (settings is plain or has_room(settings)):
+                best, least = settings, cost(settings)
     if best is not None:
         return best
-    if config.activation_offload is None:
+    if sizes:
         everything = (replace(settings, offloaded=math.inf) for settings in options)
-        options += [settings for settings in everything if offloaded_bytes(shape, job, settings) <= host]
-    return min(options, key=lambda s: estimate(shape, job, s).total)
-
-
-def _fastest_offloading(options: list[Settings], shape: Shape, job: Job, budget: float, host: float) -> Settings | None:
-    """The fastest settings that fit only because each block offloads: eighths of what the host link carries while it
-    computes, or everything."""
-    carried = HOST_LINK * forward_seconds(shape, job)
-    sizes = [*(carried * eighths / 8 for eighths in range(1, 9)), math.inf]
-    best, least = None, math.inf
-    for seconds, plain in sorted(((added_seconds(shape, job, s), s) for s in options), key=lambda option: option[0]):
-        if seconds >= least or _fits(estimate(shape, job, plain), budget):
-            break  # offloading makes nothing faster by itself
-        offloading = [replace(plain, offloaded=size) for size in sizes]
-        # The more is offloaded, the less of the GPU and the more time is taken: the first that fits.
-        first = bisect_left(offloading, True, key=lambda s: _fits(estimate(shape, job, s), budget))
-        for settings in offloading[first : first + 1]:
-            seconds = added_seconds(shape, job, settings)
-            if seconds < least and offloaded_bytes(shape, job, settings) <= host:
-                best, least = settings, seconds
-    return best
-
-
-def _is_worthwhile(offloading: Settings, plain: Settings, shape: Shape, job: Job) -> bool:
-    saved = added_seconds(shape, job, plain) - added_seconds(shape, job, offloading)
-    return saved >= WORTHWHILE * (batch_seconds(shape, job) + added_seconds(shape, job, offloading))
+        options += [settings for settings in everything if has_room(settings)]
+    return min(options, key=lambda settings: estimate(shape, job, settings).total)
 
 
 def _options(config: "TrainerModel", shape: Shape) -> Iterator[Settings]:
@@ -589,45 +584,30 @@ def _gib(size: float) -> str:
 # ---- out of memory
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Bytes: allocated to tensors now and at most, reserved by torch, and free and in all by the GPU's own count."""
-
-    allocated: int
-    peak: int
-    reserved: int
-    free: int
-    total: int
-
-
 @contextmanager
 def watched(plan: MemoryPlan, device: torch.device) -> Iterator[None]:
     """Explain running out of the GPU's memory: raise UserError that says what took it, and what would help."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise explain_oom(error, plan, _figures(device)) from error
+        raise explain_oom(error, plan, device) from error
 
 
-def _figures(device: torch.device) -> Figures:
-    stats = torch.cuda.memory_stats(device)
-    allocated, reserved = (stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved"))
-    return Figures(allocated, stats["allocated_bytes.all.peak"], reserved, *torch.cuda.mem_get_info(device))
-
-
-def explain_oom(error: BaseException, plan: MemoryPlan, figures: Figures) -> UserError:
+def explain_oom(error: BaseException, plan: MemoryPlan, device: torch.device) -> UserError:
     """An out-of-memory error in words that help."""
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-    others = max(figures.total - figures.free - figures.reserved, 0)
+    stats, (free, total) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
+    allocated, reserved = (stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved"))
     text = [
         "the GPU is out of memory" + (f" ({asked[1]} more were asked for)" if asked else ""),
-        f"tensors take {_gib(figures.allocated)} GiB (at most {_gib(figures.peak)}), torch holds "
-        f"{_gib(figures.reserved)} of {_gib(figures.total)} GiB, {_gib(others)} are taken by others and by the driver",
+        f"tensors take {_gib(allocated)} GiB (at most {_gib(stats['allocated_bytes.all.peak'])}), torch holds "
+        f"{_gib(reserved)} of {_gib(total)} GiB, {_gib(max(total - free - reserved, 0))} are taken by others and by "
+        "the driver",
     ]
     if plan.job is not None:
         estimated = estimate(plan.shape, plan.job, plan.settings)
-        total, parts = _gib(estimated.total), listed(estimated.parts)
-        text.append(f"a step's estimate is {total} GiB, most of it in {estimated.moment}: {parts}")
+        size, parts = _gib(estimated.total), listed(estimated.parts)
+        text.append(f"a step's estimate is {size} GiB, most of it in {estimated.moment}: {parts}")
         text.append(f"what would help most: {_remedies_listed(plan)}")
     return UserError("; ".join(text))
 

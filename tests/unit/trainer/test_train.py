@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from prime_rl.config.shared import TRAINER_STEPS, WARM_UP
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.trainer import memory
 from prime_rl.trainer import training_loop as loop
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
@@ -269,7 +269,8 @@ def test_out_of_memory(run_training: Run, tied_model: Path, tmp_path: Path, monk
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return train_step(*arguments)
 
-    monkeypatch.setattr(memory, "_figures", lambda device: memory.Figures(1, 2, 3, 4, 5))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: Counter())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4, 5))
     monkeypatch.setattr(loop, "forward_backward", second_fails)
     with pytest.raises(UserError, match=r"the GPU is out of memory \(2.00 GiB more were asked for\)"):
         run_training(support.make_config(tmp_path, tied_model, max_steps=2, async_level=0))
