@@ -100,16 +100,14 @@ class Checkpoints:
         self.run: str | None = None  # tells this run's states from those of others
         self._timeout = config.dist_timeout
         self._pending: tuple[Path, Future[None]] | None = None
-        self._thread: ThreadPoolExecutor | None = None
         self._reservation: Future[None] | None = None
         self._closing = False
         self._scheduled: int | None = None  # the next recovery checkpoint by the clock
         # Of the last save: when it was, and the seconds that it took of the loop and of the thread.
         self._saved_at = self._held_up = self._writing = 0.0
-        if self.recovery_interval is not None or (self.config is not None and self.config.save_async):
-            self._background = background_world(world, config.dist_timeout)
-            self._copy = dcp.HostCopy(self._background)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=self._use_device)
+        self._background = background_world(world, config.dist_timeout)
+        self._copy = dcp.HostCopy(self._background)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=self._use_device)
 
     def choose(self, said_finished: bool = False) -> bool:
         """Decide what to resume from, before anything is loaded or written. Rank 0 hashes it, within `dist_timeout`.
@@ -130,12 +128,27 @@ class Checkpoints:
         on_main(self.world, lambda: self._check_model(source))
 
     def load(self, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
-        """Put the chosen state into model and optimizer, which are the ones that are saved from now on.
+        """Put the chosen state, which is verified, into model and optimizer; they are what is saved from now on.
 
         Raises UserError if the state is damaged, or belongs to another model.
         """
         self.policy, self.optimizer = policy, optimizer
-        return Progress() if self.resumed is None else load(self.resumed, policy, optimizer, self.world)
+        if self.resumed is None:
+            return Progress()
+        directory, world = self.resumed, self.world
+        extra = on_main(world, lambda: read_manifest(directory).extra)
+        state = _state(policy, optimizer)
+        same_ranks = extra["ranks"] == world.size
+        if same_ranks:  # on another number of ranks there is no state to continue; the seed's own then stands
+            state["rng"] = {str(world.rank): _rng(world)}
+        dcp.load(state, directory / _STATE, world)
+        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if same_ranks:
+            rng = state["rng"][str(world.rank)]
+            torch.set_rng_state(rng["cpu"])
+            if world.device.type == "cuda":
+                torch.cuda.set_rng_state(rng["cuda"], world.device)
+        return Progress(**extra["progress"])
 
     def begin(self, versions: WeightPublisher, start: int) -> None:
         """Open an incarnation that goes on from step `start`, and rename or remove what it supersedes."""
@@ -145,7 +158,7 @@ class Checkpoints:
         )
         self.run = on_main(self.world, lambda: incarnations.run_id(self.output_dir))
         on_main(self.world, lambda: self._supersede_after(start))
-        if self._thread is not None:
+        if self.recovery_interval is not None or self._in_background("checkpoint"):
             self._reservation = self._thread.submit(self._copy.reserve, _state(self.policy, self.optimizer))
         self._scheduled = start + _FIRST
 
@@ -185,22 +198,20 @@ class Checkpoints:
         began = time.monotonic()
         self.settle()
         final = self._final(progress.step, kind)
-        if not self._in_background(kind):
-            self._write(self._saved_state(), progress, final, self.world, recorded)
-        else:
-            assert self._thread is not None
+        if self._in_background(kind):
             if self._reservation is not None:  # `take` allocates what is missing, and says why it cannot
                 wait_for_futures([self._reservation], timeout=self._timeout)
             copy = self._copy.take(self._saved_state())
             faults.point(f"saved-copy:step_{progress.step}")
-            self._pending = final, self._thread.submit(self._write_copy, copy, progress, final, recorded)
+            self._pending = final, self._thread.submit(self._write, copy, progress, final, recorded)
+        else:
+            self._write(self._saved_state(), progress, final, recorded)
         self._scheduled, self._saved_at = None, time.monotonic()
         self._held_up = self._saved_at - began
 
     def before_update(self) -> None:
         """To be called before the state changes: the device changes it after it is copied. The host does not wait."""
-        if self._thread is not None:
-            self._copy.before_update()
+        self._copy.before_update()
 
     def look(self, step: int) -> None:
         """At the start of step `step`: take the result of a save that has ended, and schedule recovery checkpoints.
@@ -208,7 +219,7 @@ class Checkpoints:
         Raises what a save failed with, on every rank in the same step. The ranks agree on everything here, in one sum.
         """
         by_clock = self.recovery_interval == "auto"
-        if self._thread is None or (self._pending is None and not by_clock):
+        if self._pending is None and not by_clock:
             return
         saved = None if self._pending is None else self._pending[1]
         ended = saved is None or saved.done()
@@ -245,12 +256,10 @@ class Checkpoints:
         if self.config is None or progress.step == 0 or final == self.resumed:
             return
         if progress.step not in on_main(self.world, self._own):
-            self._write(self._saved_state(), progress, final, self.world)
+            self._write(self._saved_state(), progress, final)
 
     def close(self) -> None:
         """Let the thread finish its work, for at most `dist_timeout`, and log what failed."""
-        if self._thread is None:
-            return
         self._copy.closed = self._closing = True
         self._thread.shutdown(wait=False)
         if self._pending is None:
@@ -385,22 +394,12 @@ class Checkpoints:
             return checkpoints.part_dir(self.root, step, PART)
         return step_dir(self.recovery, step)
 
-    def _write_copy(self, copy: dcp.State, progress: Progress, final: Path, recorded: Callable[[], bool]) -> None:
-        """In the thread."""
-        began = time.monotonic()
-        self._copy.synchronize()
-        self._write(copy, progress, final, self._background, recorded)
-        self._writing = time.monotonic() - began
-
     def _write(
-        self,
-        state: dcp.State,
-        progress: Progress,
-        final: Path,
-        world: World,
-        recorded: Callable[[], bool] = lambda: True,
+        self, state: dcp.State, progress: Progress, final: Path, recorded: Callable[[], bool] = lambda: True
     ) -> None:
         """Write and commit `state`, in any thread. Rank 0 hashes its files within `dist_timeout`; the others wait."""
+        began, world = time.monotonic(), self._background
+        self._copy.synchronize()
         if final.name == PART:
             on_main(world, lambda: self._refuse_another_runs(progress.step, final))
         nonce = broadcast(world, secrets.token_hex(8))
@@ -421,6 +420,7 @@ class Checkpoints:
             stage.abort()
             raise
         on_main(world, lambda: self._tidy(progress.step, final))
+        self._writing = time.monotonic() - began
 
     def _refuse_another_runs(self, step: int, final: Path) -> None:
         if not checkpoints.belongs(self.root, step, self.run):
@@ -471,26 +471,6 @@ def refuse_foreign(weights_dir: Path, root: Path) -> None:
     unread = [version_dir(weights_dir, version) for version in list_steps(weights_dir) if version not in ours]
     if others := [*(path for path in unread if not is_lost(path)), *checkpoints.foreign(root)]:
         raise UserError(f"{others[0]} was not made by this program, or is damaged: move it out of the run directory")
-
-
-def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, world: World) -> Progress:
-    """Put a committed state, whose files have been verified, into model and optimizer. Every rank calls it.
-
-    Raises UserError if it is damaged, or belongs to another model.
-    """
-    extra = on_main(world, lambda: read_manifest(directory).extra)
-    state = _state(policy, optimizer)
-    same_ranks = extra["ranks"] == world.size
-    if same_ranks:  # on another number of ranks there is no state to continue; the seed's own then stands
-        state["rng"] = {str(world.rank): _rng(world)}
-    dcp.load(state, directory / _STATE, world)
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    if same_ranks:
-        rng = state["rng"][str(world.rank)]
-        torch.set_rng_state(rng["cpu"])
-        if world.device.type == "cuda":
-            torch.cuda.set_rng_state(rng["cuda"], world.device)
-    return Progress(**extra["progress"])
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dcp.State:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -25,9 +26,10 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.utils._pytree import KeyPath, tree_leaves, tree_leaves_with_path, tree_map_with_path
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.parallel import World, agree
+from prime_rl.trainer.parallel import World, agree, local_part
 from prime_rl.transport.commit import UNSYNCED_BYTES, disk_error, disk_errors
 
 State = dict[str, Any]
@@ -60,7 +62,8 @@ def save(state: State, directory: Path, group: dist.ProcessGroup | None = None) 
     """
     try:
         with disk_errors(directory):
-            writer = _Writer(directory, per_thread_copy_ahead=10_000_000 if _on_gpu(state) else 0)
+            on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in tree_leaves(state))
+            writer = _Writer(directory, per_thread_copy_ahead=10_000_000 if on_gpu else 0)
             checkpoint.save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         for cause, _ in error.failures.values():
@@ -109,7 +112,8 @@ def read_metadata(directory: Path) -> Metadata:
 
 def misfit(metadata: Metadata, state: State) -> str | None:
     """The first tensor that only the saved or only this model and optimizer have, or that differs in shape, if any."""
-    ours = {place: tuple(tensor.shape) for part in _COMPARED for place, tensor in _tensors(state[part], part)}
+    flat, _ = flatten_state_dict({part: state[part] for part in _COMPARED})  # as DCP names what it saves
+    ours = {place: tuple(tensor.shape) for place, tensor in flat.items() if isinstance(tensor, Tensor)}
     saved = {
         place: tuple(entry.size)
         for place, entry in metadata.state_dict_metadata.items()
@@ -120,14 +124,6 @@ def misfit(metadata: Metadata, state: State) -> str | None:
             theirs, own = (list(side[place]) if place in side else "not there" for side in (saved, ours))
             return f"{place} is {theirs} in the checkpoint and {own} in the model"
     return None
-
-
-def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield place, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(item, f"{place}.{key}")
 
 
 class HostCopy:
@@ -141,25 +137,26 @@ class HostCopy:
     """
 
     def __init__(self, world: World) -> None:
-        self._world, self._buffers = world, dict[str, Tensor]()
+        self._world, self._buffers = world, dict[KeyPath, Tensor]()
         self._copied: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.closed = False  # nothing more is reserved
 
     def reserve(self, state: State) -> None:
         """Allocate the buffers beforehand: page-locking takes about a second for each GB."""
-        for place, tensor in _tensors(state, ""):
+        for place, value in tree_leaves_with_path(state):
             if self.closed:
                 return
-            self._buffer(tensor.to_local() if isinstance(tensor, DTensor) else tensor, place)
+            if isinstance(value, Tensor):
+                self._buffer(place, local_part(value))
 
     def take(self, state: State) -> State:
         """Begin a copy, which is whole after `synchronize`. The next call overwrites it."""
         if self._stream is None:
-            return {key: self._copy(value, f".{key}") for key, value in state.items()}
+            return tree_map_with_path(self._copy, state)
         self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
         with torch.cuda.stream(self._stream):
-            copied = {key: self._copy(value, f".{key}") for key, value in state.items()}
+            copied = tree_map_with_path(self._copy, state)
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
         return copied
@@ -174,24 +171,17 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy(self, value: Any, place: str) -> Any:
-        if isinstance(value, DTensor):
-            local, shape, stride = self._tensor(value.to_local(), place), value.shape, value.stride()
-            return DTensor.from_local(
-                local, self._world.mesh, value.placements, run_check=False, shape=shape, stride=stride
-            )
-        if isinstance(value, Tensor):
-            return self._tensor(value, place)
-        if isinstance(value, dict):
-            return {key: self._copy(item, f"{place}.{key}") for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._copy(item, f"{place}.{i}") for i, item in enumerate(value)]
-        return value  # numbers and words do not change
+    def _copy(self, place: KeyPath, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value  # numbers and words do not change
+        local = local_part(value)
+        copy = self._buffer(place, local).copy_(local.detach(), non_blocking=True)
+        if not isinstance(value, DTensor):
+            return copy
+        shape, stride = value.shape, value.stride()
+        return DTensor.from_local(copy, self._world.mesh, value.placements, run_check=False, shape=shape, stride=stride)
 
-    def _tensor(self, tensor: Tensor, place: str) -> Tensor:
-        return self._buffer(tensor, place).copy_(tensor.detach(), non_blocking=True)
-
-    def _buffer(self, tensor: Tensor, place: str) -> Tensor:
+    def _buffer(self, place: KeyPath, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(place)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -270,13 +260,6 @@ class _Planner(DefaultLoadPlanner):
         for key in path:
             place = place[key]
         place[last] = torch.load(value, weights_only=True)
-
-
-def _on_gpu(state: Any) -> bool:
-    if isinstance(state, Tensor):
-        return state.is_cuda
-    items = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
-    return any(map(_on_gpu, items))
 
 
 def _cause(error: BaseException) -> str:
