@@ -444,14 +444,6 @@ class _Batch:
         return _Batch([parameter for parameter, _ in pairs], [owner for _, owner in pairs], self.ranks)
 
 
-class _Sent(NamedTuple):
-    """A batch on its way to the owners: `inbox` is complete once `arrival` is."""
-
-    batch: _Batch
-    inbox: Tensor
-    arrival: dist.Work | None
-
-
 def _deal(matrices: dict[torch.Size, list[nn.Parameter]]) -> Iterator[_Batch]:
     """Every rank owns as many matrices of a batch as the others; the rest goes where least was to do so far."""
     loads: list[float] = []
@@ -477,67 +469,45 @@ def _cost(shape: torch.Size) -> float:
 
 def _update_matrices(settings: Settings, walk: Iterator[Chunk], batches: list[_Batch]) -> None:
     """One batch travels while the one before it is orthogonalized."""
-    ahead: _Sent | None = None
+    ahead: Iterator[None] = iter(())
     for batch in batches:
         chunk, live = with_grad(next(walk)), batch.live()
-        sent = _send(settings, live, chunk) if live.owners else None
-        if ahead is not None:
-            _finish(settings, ahead)
+        sent = _update_batch(settings, live, chunk) if live.owners else iter(())
+        next(sent, None)
+        next(ahead, None)
         ahead = sent
-    if ahead is not None:
-        _finish(settings, ahead)
+    next(ahead, None)
 
 
-def _send(settings: Settings, batch: _Batch, chunk: Chunk) -> _Sent:
-    grads = [elements.grad() for elements, _ in chunk]
-    outbox = torch.cat(_directions(settings, grads, [states[0] for _, states in chunk]))
-    if batch.ranks == 1:
-        return _Sent(batch, outbox, None)
-    group, rank = _group(batch.parameters[0])
-    rows, columns = batch.parameters[0].shape
-    mine = batch.counts[rank] * columns
-    inbox = outbox.new_empty(mine * rows)
-    arrival = dist.all_to_all_single(
-        inbox,
-        outbox,
-        [mine * (end - start) for start, end in rows_of_ranks(rows, batch.ranks)],
-        [count * (outbox.numel() // len(batch.parameters)) for count in batch.counts],
-        group=group,
-        async_op=True,
-    )
-    return _Sent(batch, inbox, arrival)
-
-
-def _finish(settings: Settings, sent: _Sent) -> None:
-    batch, inbox = sent.batch, sent.inbox
+def _update_batch(settings: Settings, batch: _Batch, chunk: Chunk) -> Iterator[None]:
+    """Begin to send the rows of each matrix to its owner and yield; then orthogonalize, exchange back and update."""
+    grads, momenta = [elements.grad() for elements, _ in chunk], [states[0] for _, states in chunk]
     rows, columns = batch.parameters[0].shape
     locals_ = [local_part(parameter) for parameter in batch.parameters]
-    if sent.arrival is None:
-        update = orthogonalize(inbox.view(-1, rows, columns))
+    outbox = torch.cat(_directions(settings, grads, momenta))
+    if batch.ranks == 1:
+        yield
+        update = orthogonalize(outbox.view(-1, rows, columns))
     else:
-        sent.arrival.wait()  # bounded: by the process group's timeout; on CUDA the stream waits, not the host
-        update = _exchange_back(batch, inbox, locals_[0].shape[0])
+        group, rank = _group(batch.parameters[0])
+        spans, count, local_rows = rows_of_ranks(rows, batch.ranks), batch.counts[rank], locals_[0].shape[0]
+        # Elements exchanged with each rank: rows of the matrices that it owns, its rows of those owned here.
+        theirs = [other * local_rows * columns for other in batch.counts]
+        ours = [count * (end - start) * columns for start, end in spans]
+        inbox = outbox.new_empty(count * rows * columns)
+        arrival = dist.all_to_all_single(inbox, outbox, ours, theirs, group=group, async_op=True)
+        yield
+        arrival.wait()  # bounded: by the process group's timeout; on CUDA the stream waits, not the host
+        outbox = inbox
+        if count:
+            full = orthogonalize(torch.cat([part.view(count, -1, columns) for part in inbox.split(ours)], dim=1))
+            outbox = torch.cat([full[:, start:end].reshape(-1) for start, end in spans])
+        update = inbox.new_empty(len(batch.parameters), local_rows, columns)
+        dist.all_to_all_single(update.view(-1), outbox, theirs, ours, group=group)
     scale = settings["lr"] * update_scale(rows, columns)
     torch._foreach_mul_(locals_, 1 - settings["lr"] * settings["weight_decay"])
     updates = list(update.to(torch.float32, memory_format=torch.contiguous_format).unbind())
     torch._foreach_add_(locals_, updates, alpha=-scale)
-
-
-def _exchange_back(batch: _Batch, inbox: Tensor, local_rows: int) -> Tensor:
-    """Orthogonalize what this rank owns, and get this rank's rows of all: [matrices, local_rows, columns]."""
-    group, rank = _group(batch.parameters[0])
-    rows, columns = batch.parameters[0].shape
-    spans, count = rows_of_ranks(rows, batch.ranks), batch.counts[rank]
-    sizes = [count * (end - start) * columns for start, end in spans]
-    outbox = inbox
-    if count:
-        full = orthogonalize(torch.cat([rows_of.view(count, -1, columns) for rows_of in inbox.split(sizes)], dim=1))
-        outbox = torch.cat([full[:, start:end].reshape(-1) for start, end in spans])
-    update = inbox.new_empty(len(batch.parameters), local_rows, columns)
-    dist.all_to_all_single(
-        update.view(-1), outbox, [other * local_rows * columns for other in batch.counts], sizes, group=group
-    )
-    return update
 
 
 def _update_experts(settings: Settings, elements: Elements, momentum: Tensor, parts: int) -> None:
