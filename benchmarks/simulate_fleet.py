@@ -266,7 +266,7 @@ class Simulation:
     def _commit(self, batch: Any, scored: Any) -> None:
         self.scheduler.verify(self.scheduler.unverified())
         self.servers.keep(self.scheduler.running_or_unverified())
-        self.scheduler.advance(batch, scored.trained, scored.filtered, scored.truncated)
+        self.scheduler.advance(batch.committed(scored.trained, scored.filtered, scored.truncated))
         assert self.issued == self.trained + self.dropped.total() + self.scheduler.held
 
     def _draw_lengths(self) -> Iterator[int]:

@@ -91,9 +91,8 @@ def commit(
 ) -> None:
     """Commit a batch of the ledger's episodes without telling the ledger: what a crash right after the rename leaves."""
     counts = ledger.counts()
-    (opened,) = ledger._db.execute("SELECT value FROM meta WHERE key = 'groups_opened'").fetchone()
     whole = [Group(number, Task("reverse-text", number + 100, f"task-{number}")) for number in groups]
-    extra = batch_extra(Batched(step, groups, trained, filtered), whole, opened, counts)
+    extra = batch_extra(Batched(step, groups, trained, filtered), whole, counts)
     samples = [
         Sample(f"{name}.0", "g", "t", "reverse-text", [0], [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], 1.0, 0.5)
         for name in trained

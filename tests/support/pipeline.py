@@ -119,7 +119,7 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
             trainer_free = max(trainer_free, now) + world.train + (stall[1] if batch.step == stall[0] else 0.0)
             ends.append(trainer_free)
             versions.append((trainer_free, batch.step + 1))
-            core.advance(batch, batch.episodes, ())
+            core.advance(batch.committed(batch.episodes))
     return Course(ends, served, busy / (now * world.engine_rate))
 
 

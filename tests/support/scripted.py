@@ -174,7 +174,7 @@ def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0,
         "groups": [[step, "env", 0, "task"]], "account": account,
     }  # fmt: skip
     state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened)
-    told = {"groups_opened": groups_opened, "ledger": ledger, "state": asdict(state), **extra}
+    told = {"ledger": ledger, "state": asdict(state), **extra}
     with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):
         pass
 

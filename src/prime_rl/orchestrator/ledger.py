@@ -84,7 +84,7 @@ CREATE TABLE episodes (
 ) WITHOUT ROWID;
 CREATE INDEX episodes_batched ON episodes (step) WHERE state = 'batched';
 CREATE TABLE results (id TEXT PRIMARY KEY, data BLOB NOT NULL);
-INSERT INTO meta VALUES ('format', {FORMAT}), ('groups_opened', 0), ('version', 0);
+INSERT INTO meta VALUES ('format', {FORMAT}), ('version', 0);
 COMMIT;
 """
 _KEY = "group_number = ? AND number = ? AND attempt = ?"
@@ -178,7 +178,6 @@ class BatchRecord:
 
     event: Batched
     groups: list[tuple[int, str, int, str]]  # (number, env, task index, task id)
-    groups_opened: int
     counts: dict[str, Counts]  # by environment, with this batch counted as batched
 
 
@@ -192,15 +191,12 @@ class DiscardedGroup:
     rewards: list[float]
 
 
-def batch_extra(
-    event: Batched, groups: Sequence[Group[Any]], opened: int, counts: Mapping[str, Counts]
-) -> dict[str, Any]:
+def batch_extra(event: Batched, groups: Sequence[Group[Any]], counts: Mapping[str, Counts]) -> dict[str, Any]:
     """Make what the manifest of a batch must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it.
 
     Args:
         event: The batch, as it will be recorded once it is committed.
         groups: Its groups.
-        opened: Groups opened so far.
         counts: Of the ledger, without this batch. They are changed: they have it counted as batched.
     """
     env = {group.number: group.task.env for group in groups}
@@ -215,7 +211,7 @@ def batch_extra(
         "groups": [[group.number, group.task.env, group.task.index, group.task.task_id] for group in groups],
         "account": {env: asdict(env_counts) for env, env_counts in sorted(counts.items())},
     }
-    return {"groups_opened": opened, "ledger": ledger | ({"details": dict(event.details)} if event.details else {})}
+    return {"ledger": ledger | ({"details": dict(event.details)} if event.details else {})}
 
 
 def read_batches(rollouts: Path) -> list[BatchRecord]:
@@ -228,14 +224,13 @@ def read_batches(rollouts: Path) -> list[BatchRecord]:
     for step in list_steps(rollouts):
         directory = rollouts / f"step_{step}"
         try:
-            extra = read_manifest(directory).extra
-            data = extra["ledger"]
+            data = read_manifest(directory).extra["ledger"]
             groups = [(int(number), str(env), int(index), str(task)) for number, env, index, task in data["groups"]]
             trained, filtered, truncated = (list(data[name]) for name in ("trained", "filtered", "truncated"))
             numbers, details = [number for number, *_ in groups], dict(data.get("details", {}))
             event = Batched(step, numbers, trained, filtered, truncated, details)
             counts = {env: Counts(**fields) for env, fields in data["account"].items()}
-            records.append(BatchRecord(event, groups, int(extra["groups_opened"]), counts))
+            records.append(BatchRecord(event, groups, counts))
         except CommitError as error:
             if directory.exists():  # else it was pruned since it was listed
                 raise UserError(f"{error}: move the directory away, or put back a good copy") from error
@@ -271,9 +266,8 @@ class Ledger:
             self._db.execute("PRAGMA secure_delete = OFF")  # freed tokens need not be overwritten
             self._db.execute("PRAGMA cache_size = -131072")  # KiB: a step's changes stay in memory until the commit …
             self._db.execute("PRAGMA cache_spill = OFF")  # … so that until then only the journal is written
-            meta = dict(self._db.execute("SELECT key, value FROM meta"))
-        self.groups_opened: int = meta["groups_opened"]  # when it was opened or reconciled
-        self._version = self._stored_version = meta["version"]
+            (version,) = self._db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
+        self._version = self._stored_version = version
 
     def close(self) -> None:
         """Close the file. What was not flushed is lost."""
@@ -334,7 +328,6 @@ class Ledger:
         match event:
             case Opened(group, task):
                 self._change(event, _INSERT_GROUP, group, task.env, task.index, task.task_id)
-                self._raise_groups_opened(group + 1)
             case Issued(start, incarnation):
                 if not self._update(_REISSUE, start.version, incarnation, *start.key):
                     self._change(event, _ISSUE, *start.key, start.version, incarnation)
@@ -381,9 +374,6 @@ class Ledger:
     def _forget_results(self, group: int) -> None:
         self._update("DELETE FROM results WHERE id IN (SELECT id FROM episodes WHERE group_number = ?)", group)
 
-    def _raise_groups_opened(self, opened: int) -> None:
-        self._update("UPDATE meta SET value = MAX(value, ?) WHERE key = 'groups_opened'", opened)
-
     def _count_issued(self, env: str, count: int) -> None:
         add = "ON CONFLICT (env) DO UPDATE SET count = count + excluded.count"
         self._update(f"INSERT INTO issued VALUES (?, ?) {add}", env, count)
@@ -420,6 +410,12 @@ class Ledger:
         if wrong:
             raise UserError(f"{_FAULT}: issued = trained + dropped + in flight does not hold: {'; '.join(wrong)}")
         return counts
+
+    @property
+    def groups_opened(self) -> int:
+        """Groups that were opened, as far as the ledger knows: their numbers count up from 0."""
+        with _file_errors(self.path), self._lock:
+            return self._db.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM groups").fetchone()[0]
 
     def open_groups(self, group_size: int) -> list[Group[EpisodeResult]]:
         """Read the groups that are neither batched nor discarded, in the order of opening. What was in flight is started again, same attempt."""
@@ -485,8 +481,6 @@ class Ledger:
             if step is not None:
                 self._update("UPDATE groups SET step = ?1 WHERE state = 'discarded' AND step > ?1", step)
             self._set_version(version)
-            opened = "SELECT value FROM meta WHERE key = 'groups_opened'"
-            self.groups_opened = self._db.execute(opened).fetchone()[0]
         self._version = self._stored_version = version
         return mended
 
@@ -510,7 +504,6 @@ class Ledger:
             detail = f"the batch of step {step} was committed without it"
             changed += self._update(f"{_CANCEL} WHERE group_number = ? AND state IN ('issued', 'finished')", detail, number)  # fmt: skip
             self._update("UPDATE groups SET state = 'batched', step = ? WHERE number = ?", step, number)
-            self._raise_groups_opened(number + 1)
         if changed:
             mended.append(f"step {step} is committed: {changed} episodes brought to what its manifest says")
         return bool(unknown)
@@ -541,7 +534,6 @@ class Ledger:
                     self._update(f"INSERT INTO carried VALUES (?, ?, ?, ?) {add}", env, state, str(reason), count)
                     self._count_issued(env, count)
                     carried += count
-        self._raise_groups_opened(newest.groups_opened)
         mended.append(
             f"the ledger was rebuilt from the batches' manifests up to step {newest.event.step}; {carried} episodes are known by number only, "
             "those that waited for a batch then are dropped (cancelled)"

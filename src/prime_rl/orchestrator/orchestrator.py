@@ -392,15 +392,16 @@ class Orchestrator:
                 self.scheduler.discard(batch, scored.truncated)
                 self.admission.note_empty_batch(batch.step, set(scored.details.values()))
                 return True
-            metrics = await self._commit(batch, scored)
+            batched = batch.committed(scored.trained, scored.filtered, scored.truncated, scored.details)
+            metrics = await self._commit(batch, scored, batched)
             self._algorithm_state = scored.state
-            self.scheduler.advance(batch, scored.trained, scored.filtered, scored.truncated, scored.details)
+            self.scheduler.advance(batched)
         self._report(batch, metrics)
         return True
 
-    async def _commit(self, batch: Batch[EpisodeResult], scored: ScoredBatch) -> dict[str, float]:
+    async def _commit(self, batch: Batch[EpisodeResult], scored: ScoredBatch, batched: Batched) -> dict[str, float]:
         """Write a batch with its metrics and the state after it; its episodes are flushed to the ledger first."""
-        numbers, opened = [group.number for group in batch.groups], self.scheduler.groups_opened
+        opened = self.scheduler.groups_opened
         counts = await self._check_ledger()
         discarded = await asyncio.to_thread(self.ledger.discarded_groups, batch.step)
         since = groups_since(batch, discarded)
@@ -409,8 +410,7 @@ class Orchestrator:
         pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
         metrics = self._take_metrics(batch, scored, total(counts)) | discard_metrics(batch, discarded, since)
         metrics |= self.curriculum.metrics()
-        event = Batched(batch.step, numbers, scored.trained, scored.filtered, scored.truncated, scored.details)
-        extra = batch_extra(event, batch.groups, opened, counts)  # which counts the batch
+        extra = batch_extra(batched, batch.groups, counts)  # which counts the batch
         self.tally = Tally(total(counts))
         state = OrchestratorState(
             step=batch.step + 1,

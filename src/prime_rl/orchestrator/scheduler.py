@@ -157,6 +157,17 @@ class Batch(Generic[Result]):
         """Its finished episodes."""
         return {finished.start.episode for group in self.groups for finished in group.finished}
 
+    def committed(
+        self,
+        trained: Collection[str],
+        filtered: Collection[str] = (),
+        truncated: Collection[str] = (),
+        details: Mapping[str, str] | None = None,
+    ) -> "Batched":
+        """Make the event of its commit. The arguments are `Batched`'s."""
+        numbers = [group.number for group in self.groups]
+        return Batched(self.step, numbers, list(trained), list(filtered), list(truncated), dict(details or {}))
+
 
 # -- events: what the scheduler emits and the ledger stores. A result that was verified is emitted as `Finished`. ------------------
 
@@ -199,9 +210,12 @@ class Discarded:
 
 @dataclass(frozen=True)
 class Batched:
-    """The batch of `step` was committed, with `groups`. Every finished episode of theirs is trained, filtered or truncated.
+    """The batch of `step` was committed, with `groups`. Every finished episode of theirs is in one of the three lists.
 
     Args:
+        trained: Episodes with samples in it.
+        filtered: Those left out for want of a learning signal, or by a filter.
+        truncated: Those left out because none of their sampled tokens fits a sample.
         details: Which filter left an episode out.
     """
 
@@ -260,8 +274,6 @@ class Scheduler(Generic[Result]):
         self._opened: deque[float] = deque(maxlen=_TURNS * (limits.async_level + 1) * limits.groups_per_batch + 1)
         self._running: dict[str, Start] = {}
         self._unverified: dict[str, Finished[Result]] = {}  # finished since the servers were last verified
-        # Whether finished episodes were checked since the step or the finished set last changed.
-        self._stale_checked = False
 
     def restore(self, groups: Iterable[Group[Result]]) -> None:
         """Go on with the open groups of an earlier orchestrator, in the order of opening. What is finished in them was verified.
@@ -271,6 +283,7 @@ class Scheduler(Generic[Result]):
         for group in groups:
             self._add(group)
             self._settle(group)
+        self._drop_stale()
 
     # -- what may start ------------------------------------------------------------------------------------------------------
 
@@ -336,8 +349,9 @@ class Scheduler(Generic[Result]):
         group.slots[start.number].state = State.FINISHED
         insort(group.finished, finished, key=lambda one: one.start.number)
         self._unverified[episode] = finished
-        self._stale_checked = self._stale_checked and not self._too_old(finished.first)
         self._reindex(group)
+        if self._too_old(finished.first):
+            self._drop_stale()
 
     def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
         """End an episode without a result. Returns whether it will be issued again: with `retry`, up to `max_attempts`."""
@@ -432,10 +446,8 @@ class Scheduler(Generic[Result]):
     def ready_batch(self) -> Batch[Result] | None:
         """The batch of the current step if enough groups are complete, independent of the order in which their episodes came back.
 
-        Finished episodes that are too old are dropped, and groups that the gate turns away; nothing else changes until `advance` or `discard`.
+        Groups that the gate turns away are dropped; nothing else changes until `advance` or `discard`.
         """
-        if not self._stale_checked:
-            self._drop_stale()
         for group in [self._groups[number] for number in sorted(self._complete)]:
             if (reason := self._gate(group)) is None:
                 self._complete.remove(group.number)
@@ -449,26 +461,14 @@ class Scheduler(Generic[Result]):
             return None
         return Batch(self.step, [self._groups[number] for number in sorted(self._admitted)[:count]])
 
-    def advance(
-        self,
-        batch: Batch[Result],
-        trained: Collection[str],
-        filtered: Collection[str],
-        truncated: Collection[str] = (),
-        details: Mapping[str, str] | None = None,
-    ) -> None:
-        """Go on to the next step: the batch is committed.
-
-        Args:
-            trained: Episodes with samples in it.
-            filtered: Those left out for want of a learning signal, or by a filter.
-            truncated: Those left out because none of their sampled tokens fits a sample.
-            details: Which filter left an episode out.
+    def advance(self, batched: Batched) -> None:
+        """Go on to the next step: the batch is committed. What is too old for that step is dropped.
 
         Raises:
             ValueError: these are not all finished episodes of the batch, or one of them is not verified.
         """
-        if {*trained, *filtered, *truncated} != batch.episodes:
+        batch = Batch(batched.step, [self._groups[number] for number in batched.groups])
+        if {*batched.trained, *batched.filtered, *batched.truncated} != batch.episodes:
             raise ValueError(f"step {batch.step}: not every finished episode of the batch is trained or dropped")
         if unverified := batch.episodes & self._unverified.keys():
             raise ValueError(
@@ -477,9 +477,8 @@ class Scheduler(Generic[Result]):
         for group in batch.groups:
             self._remove(group)
         self.step += 1
-        self._stale_checked = False
-        numbers = [group.number for group in batch.groups]
-        self._emit(Batched(batch.step, numbers, list(trained), list(filtered), list(truncated), dict(details or {})))
+        self._emit(batched)
+        self._drop_stale()
 
     def discard(self, batch: Batch[Result], truncated: Collection[str] = ()) -> None:
         """Collect another batch for the same step: this one, whose episodes are verified, carries no learning signal at all."""
@@ -575,12 +574,12 @@ class Scheduler(Generic[Result]):
         self._emit(Discarded(group.number, self.step, reason, detail))
 
     def _drop_stale(self) -> None:
-        self._stale_checked = True
+        """Drop finished episodes that are too old for the step that is collected. What is left of a group is another group."""
         for group in list(self._groups.values()):
             for finished in [one for one in group.finished if self._too_old(one.first)]:
                 self.verify([finished.start.episode])  # the ledger has what is dropped, too
                 group.finished.remove(finished)
-                self._admitted.discard(group.number)  # what is left of it is another group
+                self._admitted.discard(group.number)
                 self._drop(group, finished.start, Drop.STALE, BEYOND_BOUND)
             self._settle(group)
 

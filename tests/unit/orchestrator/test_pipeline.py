@@ -111,7 +111,7 @@ def test_only_what_comes_on_top_of_a_batch_is_paced() -> None:
             core.finish(episode, None)
         core.verify(core.unverified())
         batch = core.ready_batch()
-        core.advance(batch, batch.episodes, ())
+        core.advance(batch.committed(batch.episodes))
 
     assert (started(100.0), core.opens_at) == (4, None)
     train()

@@ -4,7 +4,6 @@ import random
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.checkpoint import OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, open_ledger, restore, total
-from prime_rl.orchestrator.scheduler import Batched, Drop, Limits, Scheduler, Start, Task
+from prime_rl.orchestrator.scheduler import Drop, Limits, Scheduler, Start, Task
 from prime_rl.orchestrator.tasks import Curriculum, task_stream
 from prime_rl.transport.commit import stage
 from prime_rl.transport.protocol import newest_version
@@ -21,15 +20,6 @@ TASKS = {
     "env": [Task("env", i, f"task-{i}") for i in range(5)],
     "other": [Task("other", i, f"o-{i}") for i in range(3)],
 }
-
-
-def extra_of(ledger: Ledger, scheduler, batch, trained, filtered) -> dict[str, Any]:
-    """The manifest of a batch, as the orchestrator writes it."""
-    numbers = [group.number for group in batch.groups]
-    event = Batched(batch.step, numbers, trained, filtered)
-    extra = batch_extra(event, batch.groups, scheduler.groups_opened, ledger.counts())
-    state = OrchestratorState(batch.step + 1, groups_opened=scheduler.groups_opened)
-    return extra | {"state": asdict(state)}
 
 
 class World:
@@ -131,18 +121,22 @@ class World:
         self.ledger.flush()
         if self.random.random() < 0.1:
             return self.crash()
-        extra = extra_of(self.ledger, self.scheduler, batch, trained, filtered)
+        batched = batch.committed(trained, filtered)
+        state = OrchestratorState(batch.step + 1, groups_opened=self.scheduler.groups_opened)
+        extra = batch_extra(batched, batch.groups, self.ledger.counts()) | {"state": asdict(state)}
         place = self.directory / "rollouts" / f"step_{batch.step}"
         with stage(place, step=batch.step, producer="orchestrator", extra=extra):
             pass
         self.batches.append(set(trained))
         if self.random.random() < 0.1:
             return self.crash()
-        self.scheduler.advance(batch, trained, filtered)
+        self.scheduler.advance(batched)
 
     def crash(self) -> None:
         self.crashes += 1
         self.ledger.close()
+        if self.random.random() < 0.1:  # somebody removed a damaged ledger
+            self.ledger.path.unlink()
         if self.random.random() < 0.3:  # both died
             incarnation, back_to = max(self.incarnations) + 1, self.random.choice(sorted(self.versions))
             self.incarnations[incarnation] = back_to
