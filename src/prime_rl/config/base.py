@@ -1,5 +1,6 @@
 """What every configuration class is made of: sections, the settings common to all entrypoints, and two errors."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,16 +9,19 @@ from pydantic.fields import FieldInfo
 
 from prime_rl.config.layers import LayeredTable
 
+_KEY = r"<([a-z][\w.]*)>"
+
 
 class Problem(ValueError):
-    """A contradiction between settings. `keys` are dotted names, relative to the section that raises it.
+    """A contradiction between settings: "<low> 3 is above <high> 2".
 
-    The parser adds where each of the keys came from.
+    What is in angle brackets, and `keys`, are dotted names, relative to the section that raises it. The parser adds where
+    each of them came from.
     """
 
     def __init__(self, message: str, *keys: str) -> None:
-        super().__init__(message)
-        self.keys = keys
+        super().__init__(re.sub(_KEY, r"\1", message))
+        self.keys = tuple(dict.fromkeys([*re.findall(_KEY, message), *keys]))
 
 
 class Problems(ValueError):

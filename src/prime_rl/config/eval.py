@@ -73,7 +73,7 @@ class EvalConfig(BaseConfig, Measure):
             return self
         running = [env for env in self.environments if env.id.partition("@")[0].rpartition("/")[2] == RUNS_CODE]
         if not running:
-            raise Problem(f"unsafe is about {RUNS_CODE}, which is not evaluated", "unsafe", "environments")
+            raise Problem(f"<unsafe> is about {RUNS_CODE}, which is not evaluated", "environments")
         for env in running:
             env.args = {**env.args, "unsafe": True}
         return self
@@ -87,19 +87,14 @@ class EvalConfig(BaseConfig, Measure):
         several = len(client.base_urls) != 1 or client.admin_base_url is not None
         check(
             *(
-                conflict(without and value, f"{key} is about versions: give weights_dir too", key, "weights_dir")
+                conflict(without and value, f"<{key}> is about versions: give weights_dir too")
                 for key, value in of_versions.items()
             ),
             conflict(
-                self.steps and chooses,
-                f"steps names the versions and {chooses} chooses them: give one of them",
-                "steps",
-                chooses,
+                self.steps and chooses, f"<steps> names the versions and <{chooses}> chooses them: give one of them"
             ),
-            conflict(
-                self.hold and not self.follow, "hold is about a run that is followed: give follow too", "hold", "follow"
-            ),
-            *(conflict(step < 0, f"steps: {step} is no version", "steps") for step in self.steps),
+            conflict(self.hold and not self.follow, "<hold> is about a run that is followed: give follow too"),
+            *(conflict(step < 0, f"<steps>: {step} is no version") for step in self.steps),
             conflict(chat and not without, "an API by its chat route takes no weights", "weights_dir", "client.type"),
             conflict(chat and several, "the chat route is asked at one address", "client.base_url", "client.type"),
         )

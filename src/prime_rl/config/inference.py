@@ -90,26 +90,21 @@ class InferenceConfig(BaseConfig):
     def _nodes_fit(self) -> Self:
         """A node that serves, and headless ones that it leads: vLLM would mistake others, or wait for them without end."""
         size, local, start = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_start_rank
-        some = f"data_parallel_size_local {local}"
+        some = f"<data_parallel_size_local> {local}"
         if local is not None and local > size:
-            raise Problem(f"{some} exceeds data_parallel_size {size}", "data_parallel_size_local", "data_parallel_size")
+            raise Problem(f"{some} exceeds <data_parallel_size> {size}")
         if not self.headless:
-            first = "data_parallel_start_rank is for headless nodes: the node that serves has the first replicas"
+            first = "<data_parallel_start_rank> is for headless nodes: the node that serves has the first replicas"
             reach = f"{some} of {size}: the other nodes need data_parallel_address, where they reach this one"
             several = local is not None and local < size
-            check(
-                conflict(start is not None, first, "data_parallel_start_rank"),
-                conflict(several and self.data_parallel_address is None, reach, "data_parallel_address"),
-            )
+            check(conflict(start is not None, first), conflict(several and self.data_parallel_address is None, reach))
         elif size > 1 or "nnodes" not in self.vllm:  # several nodes may also share one replica, by options of vLLM
             keys = ("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address")
             if size == 1:
-                raise Problem("headless runs engines for another node: give data_parallel_size", "headless")
+                raise Problem("<headless> runs engines for another node: give data_parallel_size")
             if missing := [key for key in keys if getattr(self, key) is None]:
-                raise Problem(f"headless needs {', '.join(missing)}, too", "headless", *missing)
+                raise Problem(f"<headless> needs {', '.join(missing)}, too")
             if not 0 < (start or 0) <= size - (local or 0):
-                message = (
-                    f"data_parallel_start_rank {start} with {some}: replicas 1 to {size - 1} are for headless nodes"
-                )
-                raise Problem(message, "data_parallel_start_rank")
+                rest = f"replicas 1 to {size - 1} are for headless nodes"
+                raise Problem(f"<data_parallel_start_rank> {start} with {some}: {rest}")
         return self

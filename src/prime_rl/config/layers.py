@@ -63,9 +63,6 @@ class Layer:
     prefix: Keys = ()
     lines: tuple[str, ...] = ()
 
-    def gives(self, keys: Keys) -> bool:
-        return lookup(self.tree, keys) is not ABSENT
-
     def origin(self, keys: Keys) -> Origin:
         """In a file the line that names the last of `keys`, below those that name the tables around it.
 
@@ -118,8 +115,7 @@ class LayeredTable:
         self.tree: dict[str, Any] = copy.deepcopy(tree or {})
         self.hints: list[str] = []
         self.problems: list[str] = []
-        self._layers: list[Layer] = []
-        self._filled: set[Keys] = set()
+        self._given: dict[Keys, Layer] = {}  # the strongest that gives a key, or something within it
 
     def add(self, layer: Layer) -> None:
         """Put `layer` over those before: tables are merged, anything else is replaced; the text "None" is null."""
@@ -127,9 +123,9 @@ class LayeredTable:
         self.hints += hints
         self.problems += problems
         self.tree = self._merged(self.tree, layer.tree, (), layer)
-        self._layers.append(layer)
 
     def _merged(self, before: Any, value: Any, keys: Keys, layer: Layer) -> Any:
+        self._given[keys] = layer
         if isinstance(value, Items) and not isinstance(before, dict):
             ((key, item),) = value.items()
             number, items = int(key), list(before) if isinstance(before, list) else []
@@ -151,8 +147,8 @@ class LayeredTable:
 
     def _without_other_type(self, before: dict[str, Any], value: Any, keys: Keys, layer: Layer) -> dict[str, Any]:
         """Drop what weaker sources set for another `type`: a setting of the same name means another thing there."""
-        others = [one for one in self._layers if one.kind == layer.kind != "file"]
-        kept = {key: item for key, item in before.items() if any(one.gives((*keys, key)) for one in others)}
+        kinds = {key: one.kind for key in before if (one := self._given.get((*keys, key)))}
+        kept = {key: item for key, item in before.items() if kinds.get(key) == layer.kind != "file"}
         gone = sorted(".".join((*keys, key)) for key in before if key not in kept and key != "type")
         if gone and (setter := self.origin((*keys, "type"))) is not None:
             of = f"set by {setter.text.partition(', line ')[0]} for type '{before['type']}'"
@@ -172,7 +168,7 @@ class LayeredTable:
                 around[key] = {}
             around = around[key]
         around[keys[-1]] = value
-        self._filled.add(keys)
+        self._given.pop(keys, None)
 
     def remove(self, keys: Keys) -> None:
         """Forget `keys` and everything within."""
@@ -181,9 +177,7 @@ class LayeredTable:
 
     def _layer(self, keys: Keys) -> Layer | None:
         """The strongest that gives `keys` or something within; None where nobody gave it or it was filled."""
-        if keys in self._filled or self.get(keys) is ABSENT:
-            return None
-        return next((layer for layer in reversed(self._layers) if layer.gives(keys)), None)
+        return None if self.get(keys) is ABSENT else self._given.get(keys)
 
     def rank(self, keys: Keys) -> int:
         """Rank of the strongest source of `keys` or of something within it; -1 where nobody gave it."""

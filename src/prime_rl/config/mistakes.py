@@ -12,51 +12,36 @@ from prime_rl.config.schema import find, has_mark, nearest, types_with
 from prime_rl.redact import without_password
 
 _SHAPES = {"model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "list_type": "a list", "path_type": "a path"}  # fmt: skip
-# Settings of earlier releases, and what to do instead.
-REMOVED = {
-    "adamw_lr_ratio": "AdamW updates its part at lr",
-    "advertise": "clients list their servers, in client.base_url",
-    "batch_normalize": "the sum is always normalized over the batch",
-    "checkpointed_layers": "a level holds for every layer; auto mixes two as memory asks",
-    "client.discover": "servers are listed: give their addresses in base_url",
-    "filters.off_policy": "max_off_policy_steps bounds the age of every sample",
-    "from_baseline": "others are always compared with an episode that is left out",
-    "log_samples_interval": "a rollout is logged every 10 steps",
-    "match_rms": "updates always have the size of AdamW's",
-    "no_canary": "write --no-logprob-check",
-    "no_stage_weights": "new weights are staged wherever there is memory for them",
-    "recycle_episodes": "where memory runs out the kernel ends workers first, and their episodes run again",
-    "recycle_mib": "where memory runs out the kernel ends workers first, and their episodes run again",
-    "normal_weight": "give easy_weight and hard_weight relative to 1",
-    "gibberish.max_tokens": "one such token leaves an episode out",
-    "optim.betas1": "AdamW beside Muon has 0.9",
-    "optim.betas2": "AdamW beside Muon has 0.95",
-    "optim.nesterov": "the look-ahead is always on",
-    "optim.state": "running means are float32; offload keeps them in host memory",
-    "per_token": "each episode counts once",
-    "prices": "report.json counts the tokens, by which prices can be multiplied",
-    "register_dir": "clients list their servers, in client.base_url",
-    "restart_backoff": "the first restart comes after a second, each further one after twice as long",
-    "stage_weights": "new weights are staged wherever there is memory for them",
-    "weights.canary": "every version's fixed prompt is scored; logprob_check = false of the orchestrator asks no server",
-    "canary": "it is logprob_check",
-}
-# Of those above that changed what a run computes, the one value that means what is always done today.
-_AS_TODAY: dict[str, Any] = {
-    "adamw_lr_ratio": 1.0,
-    "batch_normalize": True,
-    "canary": True,
-    "client.discover": None,
-    "filters.off_policy": None,
-    "from_baseline": False,
-    "gibberish.max_tokens": 0,
-    "match_rms": True,
-    "normal_weight": 1.0,
-    "optim.betas1": 0.9,
-    "optim.betas2": 0.95,
-    "optim.nesterov": True,
-    "optim.state": "float32",
-    "per_token": False,
+# Settings of earlier releases: what to do instead and, of those that changed what a run computes, the one value that
+# means what is always done today.
+_ANY: Any = object()
+REMOVED: dict[str, tuple[str, Any]] = {
+    "adamw_lr_ratio": ("AdamW updates its part at lr", 1.0),
+    "advertise": ("clients list their servers, in client.base_url", _ANY),
+    "batch_normalize": ("the sum is always normalized over the batch", True),
+    "checkpointed_layers": ("a level holds for every layer; auto mixes two as memory asks", _ANY),
+    "client.discover": ("servers are listed: give their addresses in base_url", None),
+    "filters.off_policy": ("max_off_policy_steps bounds the age of every sample", None),
+    "from_baseline": ("others are always compared with an episode that is left out", False),
+    "log_samples_interval": ("a rollout is logged every 10 steps", _ANY),
+    "match_rms": ("updates always have the size of AdamW's", True),
+    "no_canary": ("write --no-logprob-check", _ANY),
+    "no_stage_weights": ("new weights are staged wherever there is memory for them", _ANY),
+    "recycle_episodes": ("where memory runs out the kernel ends workers first, and their episodes run again", _ANY),
+    "recycle_mib": ("where memory runs out the kernel ends workers first, and their episodes run again", _ANY),
+    "normal_weight": ("give easy_weight and hard_weight relative to 1", 1.0),
+    "gibberish.max_tokens": ("one such token leaves an episode out", 0),
+    "optim.betas1": ("AdamW beside Muon has 0.9", 0.9),
+    "optim.betas2": ("AdamW beside Muon has 0.95", 0.95),
+    "optim.nesterov": ("the look-ahead is always on", True),
+    "optim.state": ("running means are float32; offload keeps them in host memory", "float32"),
+    "per_token": ("each episode counts once", False),
+    "prices": ("report.json counts the tokens, by which prices can be multiplied", _ANY),
+    "register_dir": ("clients list their servers, in client.base_url", _ANY),
+    "restart_backoff": ("the first restart comes after a second, each further one after twice as long", _ANY),
+    "stage_weights": ("new weights are staged wherever there is memory for them", _ANY),
+    "weights.canary": ("the fixed prompt is always scored; the orchestrator's logprob_check can be off", _ANY),
+    "canary": ("it is logprob_check", True),
 }
 # Kinds of errors whose message says all there is to say about the value.
 _SELF_EVIDENT = ("missing", "union_tag_invalid", "literal_error")
@@ -112,25 +97,25 @@ def _keys_of_error(details: Any, tree: Any) -> Keys:
 
 def _left_out(table: LayeredTable, keys: Keys) -> bool:
     """Take out, with a hint, a setting that an earlier release wrote into the configs/ of a run, which is to be resumed."""
-    origin, removed = table.origin(keys), _removed(keys)
-    if removed is None or origin is None or table.get(keys) != _AS_TODAY.get(removed, table.get(keys)):
+    origin, (instead, as_today) = table.origin(keys), _removed(keys)
+    if not instead or origin is None or as_today not in (_ANY, table.get(keys)):
         return False
     folder = Path(origin.text).parent
     if origin.kind != "file" or folder.name != "configs" or not (folder.parent / "status").is_dir():
         return False
     table.remove(keys)
-    table.hints.append(f"{'.'.join(keys)} of an earlier release is left out: {REMOVED[removed]}{_where(origin)}")
+    table.hints.append(f"{'.'.join(keys)} of an earlier release is left out: {instead}{_where(origin)}")
     return True
 
 
-def _removed(keys: Keys) -> str | None:
-    """Return the name in `REMOVED` of a setting of earlier releases."""
-    return next((name for name in REMOVED if f".{'.'.join(keys)}".endswith(f".{name}")), None)
+def _removed(keys: Keys) -> tuple[str, Any]:
+    """Return what `REMOVED` says of a setting of earlier releases; "" of any other."""
+    return next((said for name, said in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), ("", _ANY))
 
 
 def _unknown(cls: type[Section], table: LayeredTable, keys: Keys) -> str:
     """Return a line about `keys`, the last of which names nothing in its section."""
-    removed = _removed(keys)
+    instead, _ = _removed(keys)
     types = [f"'{tag}'" for tag in types_with(cls, keys)]
     value = table.get(keys)
     while isinstance(value, dict) and value:
@@ -146,8 +131,8 @@ def _unknown(cls: type[Section], table: LayeredTable, keys: Keys) -> str:
         return f"{unknown}: only `rl` has a section `{keys[0]}`; give {its} to the command `{keys[0]}`"
     if types:
         return f"{unknown} of this type; it belongs to type {', '.join(types)}"
-    if removed is not None:
-        return f"{unknown} any more: {REMOVED[removed]}"
+    if instead:
+        return f"{unknown} any more: {instead}"
     near = nearest(cls, keys)
     return unknown if near is None else f"{unknown}; did you mean {spell(near, kind)}?"
 

@@ -41,8 +41,8 @@ class OverlongPenalty(Section):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        message = f"cache {self.cache} is more than max_tokens {self.max_tokens}"
-        check(conflict(self.cache > self.max_tokens, message, "cache", "max_tokens"))
+        message = f"<cache> {self.cache} is more than <max_tokens> {self.max_tokens}"
+        check(conflict(self.cache > self.max_tokens, message))
         return self
 
 
@@ -148,10 +148,10 @@ class GDPO(ByReward):
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
         if self.weights and not any(self.weights.values()):
-            raise Problem("weights are all zero, and so would be every advantage", "weights")
+            raise Problem("<weights> are all zero, and so would be every advantage")
         if self.length_penalty is None:
             return self
-        raise Problem("length_penalty has no effect: gdpo reads the rewards of single functions", "length_penalty")
+        raise Problem("<length_penalty> has no effect: gdpo reads the rewards of single functions")
 
 
 class CustomAlgorithm(ByReward):
@@ -170,7 +170,7 @@ class Distillation(Algorithm):
     @model_validator(mode="after")
     def _has_a_teacher(self) -> Self:
         if self.teacher is None:
-            raise Problem(f"{type(self).__name__.lower()} needs a teacher: give teacher.base_url", "teacher")
+            raise Problem(f"{type(self).__name__.lower()} needs a <teacher>: give teacher.base_url")
         return self
 
 
@@ -206,7 +206,7 @@ class OPSD(Algorithm):
     @model_validator(mode="after")
     def _shows_it(self) -> Self:
         if "{demonstration}" not in self.template:
-            raise Problem("template has no {demonstration} in it", "template")
+            raise Problem("<template> has no {demonstration} in it")
         return self
 
 
@@ -223,9 +223,9 @@ class Echo(ByReward):
     def _roles_are_known(self) -> Self:
         known = ("system", "user", "assistant", "tool")
         if unknown := sorted(self.weights.keys() - set(known)):
-            raise Problem(f"weights: no message has the role {unknown[0]!r} (roles: {', '.join(known)})", "weights")
+            raise Problem(f"<weights>: no message has the role {unknown[0]!r} (roles: {', '.join(known)})")
         if negative := [role for role, weight in self.weights.items() if weight < 0]:
-            raise Problem(f"weights: {negative[0]} is below zero", "weights")
+            raise Problem(f"<weights>: {negative[0]} is below zero")
         return self
 
 
@@ -268,7 +268,7 @@ class DifficultyFilter(Section):
     def _in_order(self) -> Self:
         if self.low < self.high:
             return self
-        raise Problem(f"low {self.low} is not below high {self.high}: every group would be turned away", "low", "high")
+        raise Problem(f"<low> {self.low} is not below <high> {self.high}: every group would be turned away")
 
 
 class CustomFilter(Section):
@@ -302,7 +302,7 @@ class CurriculumConfig(Section):
     def _in_order(self) -> Self:
         if self.hard < self.easy:
             return self
-        raise Problem(f"hard {self.hard} is not below easy {self.easy}: a task would be both", "hard", "easy")
+        raise Problem(f"<hard> {self.hard} is not below <easy> {self.easy}: a task would be both")
 
 
 class TrainingEnv(EnvConfig):
@@ -362,34 +362,19 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        longest = self.sampling.max_tokens or 0
+        longest, groups = self.sampling.max_tokens or 0, self.rollouts_per_example
+        sizes = f"<rollouts_per_example> {groups} does not divide <batch_size> {self.batch_size}"
+        ages = f"<max_off_policy_steps> {self.max_off_policy_steps} is below <async_level> {self.async_level}"
+        room = f"<sampling.max_tokens> {longest} leaves no room for a prompt within <seq_len> {self.seq_len}"
+        greedy = "temperature 0 samples greedily: there is no distribution to train on (evaluations may use it)"
         check(
             conflict(not self.environments, "no environment: give [environment] with an `id`", "environment"),
-            conflict(
-                self.batch_size % self.rollouts_per_example,
-                f"rollouts_per_example {self.rollouts_per_example} does not divide batch_size {self.batch_size}",
-                "rollouts_per_example",
-                "batch_size",
-            ),
+            conflict(self.batch_size % groups, sizes),
             *(self._can_compare(algorithm, key) for algorithm, key in self.algorithms()),
-            conflict(
-                self.max_off_policy_steps < self.async_level,
-                f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}",
-                "max_off_policy_steps",
-                "async_level",
-            ),
-            conflict(
-                longest >= self.seq_len,
-                f"sampling.max_tokens {longest} leaves no room for a prompt within seq_len {self.seq_len}",
-                "sampling.max_tokens",
-                "seq_len",
-            ),
+            conflict(self.max_off_policy_steps < self.async_level, ages),
+            conflict(longest >= self.seq_len, room),
             *(
-                conflict(
-                    sampling.temperature == 0,
-                    "temperature 0 samples greedily: there is no distribution to train on (evaluations may use it)",
-                    f"{key}.temperature",
-                )
+                conflict(sampling.temperature == 0, greedy, f"{key}.temperature")
                 for sampling, key in [(self.sampling, "sampling"), *map(self._sampling_of, self.environments)]
             ),
             *(self._can_be_scored(env) for env in self.environments),
@@ -436,14 +421,11 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
 
     def _can_compare(self, algorithm: AlgorithmConfig, key: str) -> Problem | None:
         if algorithm.type == "reinforce_pp" and self.batch_size == 1:
-            message = "reinforce_pp compares the episodes of a batch: with batch_size 1 every advantage would be zero"
-            return Problem(message, f"{key}.type", "batch_size")
-        return conflict(
-            self.rollouts_per_example == 1 and algorithm.group_relative,
-            f"{algorithm.type} compares attempts at one task: with rollouts_per_example 1 every advantage would be zero",
-            f"{key}.type",
-            "rollouts_per_example",
-        )
+            alone = "compares the episodes of a batch: with <batch_size> 1 every advantage would be zero"
+            return Problem(f"reinforce_pp {alone}", f"{key}.type")
+        alone = "compares attempts at one task: with <rollouts_per_example> 1 every advantage would be zero"
+        useless = self.rollouts_per_example == 1 and algorithm.group_relative
+        return conflict(useless, f"{algorithm.type} {alone}", f"{key}.type")
 
     def _can_be_scored(self, env: TrainingEnv) -> Problem | None:
         component, (sampling, key) = self.algorithm_of(env.name).component, self._sampling_of(env)

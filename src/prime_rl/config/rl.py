@@ -53,43 +53,37 @@ class RLConfig(BaseConfig):
         trainer, orchestrator, loss = self.trainer, self.orchestrator, self.trainer.loss
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
         penalty = "kl_coef" if loss.kl_coef else "entropy_coef" if loss.entropy_coef else ""
-        key = f"trainer.loss.{penalty}"
+        key = f"<trainer.loss.{penalty}>"
         by_reward = any(algorithm.component == "rl" for algorithm, _ in orchestrator.algorithms())
         reference = orchestrator.reference is not None
         filters_zero = orchestrator.filter_zero_advantage
-        lengths = f"orchestrator.seq_len {orchestrator.seq_len} exceeds trainer.seq_len {trainer.seq_len}"
+        lengths = f"<orchestrator.seq_len> {orchestrator.seq_len} exceeds <trainer.seq_len> {trainer.seq_len}"
         check(
-            conflict(
-                orchestrator.seq_len > trainer.seq_len,
-                f"{lengths}: samples would not fit a micro-batch",
-                *("orchestrator.seq_len", "trainer.seq_len"),
-            ),
+            conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch"),
             nothing_to_clean(self.clean, self.recover, self.ckpt),
             conflict(
                 self.recover and resumes and not self.clean,
-                "recover goes on from the newest state, ckpt.resume_step from a checkpoint: give one of them",
-                *("recover", "ckpt.resume_step"),
+                "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them",
             ),
             conflict(
                 penalty and not by_reward,
-                f"{penalty} has no effect: nothing is trained by reward",
-                *(key, "orchestrator.algorithm.type"),
+                f"{key} has no effect: nothing is trained by reward",
+                "orchestrator.algorithm.type",
             ),
             conflict(
                 reference and not loss.kl_coef and not (penalty and not by_reward),
-                "a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef",
-                *("orchestrator.reference", "trainer.loss.kl_coef"),
+                "a reference model has no effect where the loss does not ask for it: give <trainer.loss.kl_coef>",
+                "orchestrator.reference",
             ),
             conflict(
                 loss.kl_coef and by_reward and not reference and not self.bench,
-                "the divergence from a reference model needs one: give orchestrator.reference.base_url",
-                *("trainer.loss.kl_coef", "orchestrator.reference"),
+                "the divergence from a reference model needs one: give <orchestrator.reference>.base_url",
+                "trainer.loss.kl_coef",
             ),
             # They are meant for all that the policy samples. What a batch leaves out is for the orchestrator alone to say.
             conflict(
                 penalty and filters_zero,
-                f"{penalty} would not reach samples of advantage zero: set orchestrator.filter_zero_advantage = false",
-                *(key, "orchestrator.filter_zero_advantage"),
+                f"{key} would not reach samples of advantage zero: set <orchestrator.filter_zero_advantage> = false",
             ),
         )
         return self

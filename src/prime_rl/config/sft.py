@@ -45,11 +45,8 @@ class SFTData(Section):
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Self:
         if self.batch_size % self.micro_batch_size:
-            raise Problem(
-                f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}",
-                "micro_batch_size",
-                "batch_size",
-            )
+            sizes = f"<micro_batch_size> {self.micro_batch_size} does not divide <batch_size> {self.batch_size}"
+            raise Problem(sizes)
         return self
 
 
@@ -79,5 +76,5 @@ class SFTConfig(TrainingConfig):
     @model_validator(mode="after")
     def _has_use_for_a_server(self) -> Self:
         if self.inference is not None and self.eval is None:
-            raise Problem("inference starts a server for evaluations, and there is no [eval]", "inference", "eval")
+            raise Problem("<inference> starts a server for evaluations, and there is no [eval]")
         return self

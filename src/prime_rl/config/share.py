@@ -59,6 +59,10 @@ def _same(one: Any, other: Any) -> bool:
     return one == other or str(one) == str(other)  # A path may be given as Path or as text.
 
 
+def _value_or_on(value: Any) -> Any:
+    return "on" if isinstance(value, dict) else value
+
+
 def _keys(key: str) -> tuple[str, ...]:
     return tuple(key.split("."))
 
@@ -90,33 +94,28 @@ class _Sharing:
         return Problem(message, one, other)
 
     def unify(self, keys: list[str]) -> Problem | None:
-        """Give all `keys` the value that the strongest source gave one of them; the Problem if it gave several."""
-        assigned = [key for key in keys if self.get(key) is not ABSENT]
-        if not assigned:
+        """Give all `keys` the value that the strongest source gave one of them; the Problem if it gave several.
+
+        Of a section it is whether it is on: its settings are unified one by one.
+        """
+        values = {key: _value_or_on(self.get(key)) for key in keys if self.get(key) is not ABSENT}
+        if not values:
             return None
-        strongest = self._rank(*assigned)
-        first, *others = [key for key in assigned if self._rank(key) == strongest]
-        value = self.get(first)
+        strongest = self._rank(*values)
+        first, *others = [key for key in values if self._rank(key) == strongest]
         for key in others:
-            if not _same(value, self.get(key)):
-                return self._contradiction(first, value, key, self.get(key))
+            if not _same(values[first], values[key]):
+                return self._contradiction(first, values[first], key, values[key])
         for key in keys:
-            if key not in (first, *others):
-                self.set(key, value)
+            if key not in values or not _same(values[first], values[key]):
+                self.set(key, {} if isinstance(self.get(first), dict) else values[first])
         return None
 
     def ckpt(self, keys: list[str]) -> list[Problem | None]:
         """Switch checkpoints on or off in all `keys`, with the same settings: processes checkpoint together."""
-        assigned = [key for key in keys if self.get(key) is not ABSENT]
-        on = [key for key in assigned if self.get(key) is not None]
-        off = [key for key in assigned if key not in on]
-        stronger_on = self._rank(*on) > self._rank(*off)
-        if on and off and self._rank(*on) == self._rank(*off):
-            return [Problem(f"{on[0]} is on but {off[0]} is off: processes checkpoint together", on[0], off[0])]
-        for key in keys if assigned else []:
-            if key not in (on if stronger_on else off):
-                self.set(key, {} if stronger_on else None)
-        return [self.unify([f"{key}.{name}" for key in keys]) for name in CkptConfig.model_fields if stronger_on]
+        problem = self.unify(keys)
+        on = problem is None and isinstance(self.get(keys[0]), dict)
+        return [problem, *(self.unify([f"{key}.{name}" for key in keys]) for name in CkptConfig.model_fields if on)]
 
     def seq_len(self, keys: list[str]) -> list[Problem | None]:
         """Share as a common setting, unless a section's source is stronger than the top's: micro-batches may be longer."""

@@ -81,9 +81,9 @@ class CkptConfig(Section):
 def nothing_to_clean(clean: bool, recover: bool, ckpt: CkptConfig | None) -> Problem | None:
     """What --clean would remove cannot be gone on with."""
     if clean and ckpt is not None and ckpt.resume_step is not None:
-        return Problem("clean would remove the checkpoint that ckpt.resume_step names", "clean", "ckpt.resume_step")
+        return Problem("<clean> would remove the checkpoint that <ckpt.resume_step> names")
     if clean and recover:
-        return Problem("clean would remove what recover goes on from", "clean", "recover")
+        return Problem("<clean> would remove what <recover> goes on from")
     return None
 
 
@@ -159,12 +159,10 @@ class ClientConfig(Section):
 
     @model_validator(mode="after")
     def _one_router(self) -> Self:
-        keys = ("admin_base_url", "base_url")
         if self.admin_roots and len(self.base_urls) != 1:
-            raise Problem("admin_base_url names the servers behind one router: base_url has to name that one", *keys)
+            raise Problem("<admin_base_url> names the servers behind one router: <base_url> has to name that one")
         if same_server(self.base_urls[0]) in map(same_server, self.admin_roots):
-            message = "base_url is one of the servers in admin_base_url, not a router: list them in base_url"
-            raise Problem(message, *keys)
+            raise Problem("<base_url> is one of the servers in <admin_base_url>, not a router: list them in base_url")
         return self
 
     @property
@@ -251,21 +249,15 @@ class EnvConfig(Section):
     def _consistent(self) -> Self:
         self.name = self.name or self.id
         workers, place = self.workers, key_in(self.args)  # settings are written to configs/; keys travel as variables
-        both = "python names an interpreter and requirements make one: give one of them"
-        unused = f"max_workers has no effect with workers = {workers}: leave one of them out"
-        key = (
-            f"args.{place} holds a key, which would be written to configs/: put it into a variable that the environment"
-        )
+        word = "an environment cannot be named 'all', metrics' word for all of them: give another `<name>`"
+        both = "<python> names an interpreter and <requirements> make one: give one of them"
+        unused = f"<max_workers> has no effect with <workers> = {workers}: leave one of them out"
+        key = f"<args>.{place} holds a key, which would be written to configs/: put it into a variable"
         check(
-            conflict(
-                self.name == "all",
-                "an environment cannot be named 'all', metrics' word for all of them: give another `name`",
-                "name",
-                "id",
-            ),
-            conflict(self.python is not None and self.requirements, both, "python", "requirements"),
-            conflict(self.max_workers is not None and workers != "auto", unused, "max_workers", "workers"),
-            conflict(place, f"{key} reads, and name that in `secrets`", "args"),
+            conflict(self.name == "all", word, "id"),
+            conflict(self.python is not None and self.requirements, both),
+            conflict(self.max_workers is not None and workers != "auto", unused),
+            conflict(place, f"{key} that the environment reads, and name that in `secrets`"),
         )
         return self
 
@@ -286,7 +278,7 @@ class Environments(Section, Generic[Env]):
     def _one_form(self) -> Self:
         if self.environment is not None:
             if self.environments:
-                raise Problem("give either [environment] or [[environments]], not both", "environment", "environments")
+                raise Problem("give either [<environment>] or [[<environments>]], not both")
             self.environments, self.environment = [self.environment], None
         (of,) = get_args(type(self).model_fields["environments"].annotation)
         self.environments = [*self.environments, *(of(id=name) for name in self.environment_ids)]

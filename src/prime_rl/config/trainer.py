@@ -83,12 +83,12 @@ SchedulerConfig = ConstantScheduler | LinearScheduler | CosineScheduler
 def schedule_within(max_steps: int | None, scheduler: SchedulerConfig) -> Problem | None:
     """Warm-up and decay fit into the run, and a decay has an end to be counted back from."""
     if max_steps is None:
-        message = f"scheduler.type '{scheduler.type}' needs max_steps, to end at"
-        return conflict(scheduler.type != "constant", message, "scheduler.type", "max_steps")
+        message = f"<scheduler.type> '{scheduler.type}' needs <max_steps>, to end at"
+        return conflict(scheduler.type != "constant", message)
     decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler) else 0
-    parts = f"scheduler.warmup_steps {scheduler.warmup_steps}" + (f" + scheduler.decay_steps {decay}" if decay else "")
-    keys = ("scheduler.warmup_steps", "scheduler.decay_steps", "max_steps")
-    return conflict(scheduler.warmup_steps + decay > max_steps, f"{parts} exceeds max_steps {max_steps}", *keys)
+    parts = f"<scheduler.warmup_steps> {scheduler.warmup_steps}"
+    parts += f" + <scheduler.decay_steps> {decay}" if decay else ""
+    return conflict(scheduler.warmup_steps + decay > max_steps, f"{parts} exceeds <max_steps> {max_steps}")
 
 
 Level = Literal["token", "sequence", "geometric"]
@@ -111,11 +111,9 @@ class PolicyLoss(Section):
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
         fixed = self.fixed_length
-        needs = "normalization fixed needs fixed_length, the tokens that every sequence is divided by"
-        message = needs if fixed is None else f"fixed_length has no effect: normalization is {self.normalization}"
-        check(
-            conflict((self.normalization == "fixed") != (fixed is not None), message, "normalization", "fixed_length")
-        )
+        needs = "<normalization> fixed needs fixed_length, the tokens that every sequence is divided by"
+        message = needs if fixed is None else f"<fixed_length> has no effect: <normalization> is {self.normalization}"
+        check(conflict((self.normalization == "fixed") != (fixed is not None), message))
         return self
 
 
@@ -156,8 +154,7 @@ class PPOClipLoss(GRPOLoss):
     def _in_order(self) -> Self:
         if self.dual_clip > 1 + self.clip_high:
             return self
-        message = f"dual_clip {self.dual_clip} is not above 1 + clip_high {self.clip_high}"
-        raise Problem(message, "dual_clip", "clip_high")
+        raise Problem(f"<dual_clip> {self.dual_clip} is not above 1 + <clip_high> {self.clip_high}")
 
 
 class GSPOLoss(PolicyLoss):
@@ -215,15 +212,13 @@ class ReinforceLoss(PolicyLoss):
 
     @model_validator(mode="after")
     def _bounds_have_an_effect(self) -> Self:
-        unused = f"has no effect: importance is {self.importance}"
+        unused = f"has no effect: <importance> is {self.importance}"
         mask, none = self.importance == "mask", self.importance == "none"
         check(
-            conflict(
-                mask and self.least >= self.most, f"low {self.least} is not below high {self.most}", "low", "high"
-            ),
-            conflict(not mask and self.low is not None, f"low {unused}", "low", "importance"),
-            conflict(none and self.high is not None, f"high {unused}", "high", "importance"),
-            conflict(none and self.level != "token", f"level {self.level} {unused}", "level", "importance"),
+            conflict(mask and self.least >= self.most, f"<low> {self.least} is not below <high> {self.most}"),
+            conflict(not mask and self.low is not None, f"<low> {unused}"),
+            conflict(none and self.high is not None, f"<high> {unused}"),
+            conflict(none and self.level != "token", f"<level> {self.level} {unused}"),
         )
         return self
 
@@ -286,11 +281,9 @@ class WeightsConfig(ExportConfig):
     @model_validator(mode="after")
     def _tmpfs_holds_files(self) -> Self:
         if self.keep is None and self.tmpfs is not None:
-            raise Problem(
-                f"keep None keeps all versions, which {self.tmpfs} has no room for: say how many", "keep", "tmpfs"
-            )
+            raise Problem(f"<keep> None keeps all versions, which {self.tmpfs} has no room for: say how many", "tmpfs")
         if self.transport == "memory" and self.tmpfs is not None:
-            raise Problem("tmpfs is for files, and transport memory writes none for servers", "tmpfs", "transport")
+            raise Problem("<tmpfs> is for files, and <transport> memory writes none for servers")
         return self
 
 
@@ -352,9 +345,7 @@ class TrainerConfig(TrainingConfig):
         check(nothing_to_clean(self.clean, self.recover, None))
         fake = self.data.fake
         if fake is not None and fake.seq_len is not None and fake.seq_len > self.seq_len:
-            raise Problem(
-                f"data.fake.seq_len {fake.seq_len} exceeds seq_len {self.seq_len}", "data.fake.seq_len", "seq_len"
-            )
+            raise Problem(f"<data.fake.seq_len> {fake.seq_len} exceeds <seq_len> {self.seq_len}")
         return self
 
 
@@ -362,6 +353,4 @@ def resume_within(max_steps: int | None, ckpt: CkptConfig | None) -> Problem | N
     """A run cannot resume beyond its own end."""
     if max_steps is None or ckpt is None or ckpt.resume_step is None or max_steps >= ckpt.resume_step:
         return None
-    return Problem(
-        f"max_steps {max_steps} is below ckpt.resume_step {ckpt.resume_step}", "max_steps", "ckpt.resume_step"
-    )
+    return Problem(f"<max_steps> {max_steps} is below <ckpt.resume_step> {ckpt.resume_step}")

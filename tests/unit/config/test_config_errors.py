@@ -120,19 +120,20 @@ $ inference --data-parallel-size 4 --headless --data-parallel-size-local 2
 $ inference --data-parallel-size 4 --headless --data-parallel-size-local 2 --data-parallel-address 10.0.0.1
 $   --data-parallel-start-rank 3
   data_parallel_start_rank 3 with data_parallel_size_local 2: replicas 1 to 3 are for headless nodes
-  (data_parallel_start_rank: --data-parallel-start-rank)
+  (data_parallel_start_rank: --data-parallel-start-rank, data_parallel_size_local: --data-parallel-size-local)
 $ inference --data-parallel-size 4 --data-parallel-start-rank 2
   data_parallel_start_rank is for headless nodes: the node that serves has the first replicas
   (data_parallel_start_rank: --data-parallel-start-rank)
 $ inference --data-parallel-size 4 --data-parallel-size-local 2
   data_parallel_size_local 2 of 4: the other nodes need data_parallel_address, where they reach this one
+  (data_parallel_size_local: --data-parallel-size-local)
 $ eval --environment-ids x --client.base-url http://r:1 http://q:1 --client.admin-base-url http://a:1
   client: admin_base_url names the servers behind one router: base_url has to name that one (admin_base_url:
   --client.admin-base-url, base_url: --client.base-url)
 $ eval --environment-ids x --client.base-url http://a:1 --client.admin-base-url http://a:1/v1
 $   http://b:1
   client: base_url is one of the servers in admin_base_url, not a router: list them in base_url
-  (admin_base_url: --client.admin-base-url, base_url: --client.base-url)
+  (base_url: --client.base-url, admin_base_url: --client.admin-base-url)
 $ eval --environment-ids x --client.base-url http://r:1 --client.admin-base-url http://u:p@a:1
   client.admin_base_url: holds a password, which would be written and shown: put the key into the variable
   api_key_var, got ['http://a:1'] (--client.admin-base-url)

@@ -1,5 +1,6 @@
 """Contract: what processes share is given once, reaches every section that needs it, and cannot be contradicted."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_different_values_are_an_error_that_names_both(
     at_top: bool, key: str, text: str, other: str, _expected: object, sections: tuple[str, ...]
 ) -> None:
     if key == "seq_len" and not at_top:
-        return  # see test_micro_batches_may_be_longer_than_samples
+        return  # micro-batches may be longer than samples
     one, two = key if at_top else f"{sections[0]}.{key}", f"{sections[-1]}.{key}"
     line = problem("--inference", f"--{one}", text, f"--{two}", other)
     assert f"{two} is {other} but {one} is {text}" in line
@@ -86,24 +87,164 @@ def test_different_values_are_an_error_that_names_both(
     assert f"{two}: --{two}" in line
 
 
-def test_micro_batches_may_be_longer_than_samples() -> None:
-    config = rl("--trainer.seq-len", "4096", "--orchestrator.seq-len", "1024")
-    assert (config.seq_len, config.trainer.seq_len, config.orchestrator.seq_len) == (None, 4096, 1024)
+FILES = {
+    "train20": "\nmax_steps = 20\n[ckpt]\nresume_step = 10",
+    "orch30": "max_steps = 30",
+    "top1": "max_steps = 1",
+    "section2": "trainer.max_steps = 2",
+    "seq256": "seq_len = 256",
+    "own256": "trainer.seq_len = 256\norchestrator.seq_len = 256",
+    "alone": "trainer = false",
+    "on": "[ckpt]\ninterval = 3",
+    "off": 'ckpt = "None"',
+    "wandb": '[wandb]\nproject = "p"',
+    "monitor": '[monitor.wandb]\nproject = "p"\nname = "n"',
+    "near": '[orchestrator.client]\nbase_url = "http://localhost:1"\n[inference.server]\nport = 2',
+    "far": '[orchestrator.client]\nbase_url = "http://far:1"\n[inference.server]\nport = 2',
+    "here": '[orchestrator.client]\nbase_url = "http://far:1"\n[inference.server]\nhost = "here"',
+    "portless": '[orchestrator.client]\nbase_url = "http://localhost:1"\n[inference.server]',
+}
+GIVEN = """
+# Micro-batches may be longer than samples.
+--trainer.seq-len 4096 --orchestrator.seq-len 1024
+  seq_len=None trainer.seq_len=4096 orchestrator.seq_len=1024
+# Over files that give every section its own length an option concerns one; over the top of a file it is the length.
+@ seq256 --trainer.seq-len 512
+  trainer.seq_len=512 orchestrator.seq_len=512
+@ own256 --trainer.seq-len 512
+  trainer.seq_len=512 orchestrator.seq_len=256
+# A later file wins wherever the setting stands; an option of the top or of any section decides between files.
+@ top1 @ section2
+  max_steps=2 trainer.max_steps=2 orchestrator.max_steps=2
+@ section2 @ top1
+  max_steps=1 trainer.max_steps=1 orchestrator.max_steps=1
+--trainer @ train20 --orchestrator @ orch30 --max-steps 50
+  max_steps=50 trainer.max_steps=50 orchestrator.max_steps=50
+--trainer @ train20 --orchestrator @ orch30 --trainer.max-steps 50
+  max_steps=50 trainer.max_steps=50 orchestrator.max_steps=50
+--trainer @ train20 --orchestrator @ orch30 --orchestrator.max-steps 50
+  max_steps=50 trainer.max_steps=50 orchestrator.max_steps=50
+# What is for one start concerns the launcher; `rl` starts a trainer whatever the orchestrator's own file says.
+--dry-run --trainer.clean --inference
+  dry_run=True clean=True trainer.dry_run=False orchestrator.dry_run=False inference.dry_run=False
+--orchestrator @ alone
+  orchestrator.trainer=True
+# Checkpoints are on or off everywhere; a stronger source switches them.
+--trainer @ on --no-ckpt
+  ckpt=None trainer.ckpt=None orchestrator.ckpt=None
+--trainer @ on --orchestrator.no-ckpt
+  ckpt=None trainer.ckpt=None orchestrator.ckpt=None
+--trainer @ off --ckpt.keep 2
+  ckpt.keep=2 trainer.ckpt.keep=2 orchestrator.ckpt.keep=2
+--trainer @ off --orchestrator.ckpt.keep 2
+  ckpt.keep=2 trainer.ckpt.keep=2 orchestrator.ckpt.keep=2
+# W&B has a run for each side, under a name of its own; a section may differ by a stronger source.
+--wandb.project p --wandb.name run --wandb.id abc --wandb.dir w --wandb.offline
+  trainer.monitor.wandb.project=p trainer.monitor.wandb.dir=w trainer.monitor.wandb.offline=True
+  trainer.monitor.wandb.name=run-trainer trainer.monitor.wandb.id=abc-trainer
+  orchestrator.monitor.wandb.project=p orchestrator.monitor.wandb.dir=w orchestrator.monitor.wandb.offline=True
+  orchestrator.monitor.wandb.name=run-orchestrator orchestrator.monitor.wandb.id=abc-orchestrator
+--wandb
+  trainer.monitor.wandb.name=None orchestrator.monitor.wandb.name=None
+--trainer.monitor.wandb.project p
+  trainer.monitor.wandb.project=p orchestrator.monitor.wandb=None
+--trainer @ monitor --wandb.name run
+  trainer.monitor.wandb.project=p trainer.monitor.wandb.name=run-trainer
+  orchestrator.monitor.wandb.name=run-orchestrator
+--trainer @ monitor --no-wandb
+  trainer.monitor.wandb=None orchestrator.monitor.wandb=None
+@ wandb --trainer.monitor.wandb.project q
+  trainer.monitor.wandb.project=q orchestrator.monitor.wandb.project=p
+@ wandb --trainer.monitor.no-wandb
+  trainer.monitor.wandb=None orchestrator.monitor.wandb.project=p
+# Client and server find each other; the stronger source gives the address.
+--seed 1
+  orchestrator.client.base_url=http://localhost:8000/v1
+--inference.server.port 8001
+  orchestrator.client.base_url=http://localhost:8001/v1
+--inference.server.host 0.0.0.0
+  orchestrator.client.base_url=http://localhost:8000/v1
+--inference.server.host 10.0.0.1
+  orchestrator.client.base_url=http://10.0.0.1:8000/v1
+--inference.server.host fe80::1
+  orchestrator.client.base_url=http://[fe80::1]:8000/v1
+--orchestrator.client.base-url https://far/v1
+  orchestrator.client.base_url=https://far/v1
+--inference --orchestrator.client.base-url http://127.0.0.1:8001
+  inference.server.port=8001
+@ near --inference.server.port 3
+  orchestrator.client.base_url=http://localhost:3/v1 inference.server.port=3
+@ near --orchestrator.client.base-url http://localhost:3
+  orchestrator.client.base_url=http://localhost:3 inference.server.port=3
+@ far --inference.server.port 3
+  orchestrator.client.base_url=http://localhost:3/v1 inference.server.port=3
+@ here --inference.server.host there
+  orchestrator.client.base_url=http://there:8000/v1 inference.server.port=8000
+@ portless --inference.server.host 0.0.0.0
+  orchestrator.client.base_url=http://localhost:1 inference.server.port=1
+# A benchmark measures the trainer on random samples.
+--bench --orchestrator.batch-size 32
+  trainer.bench=True orchestrator.bench=True trainer.data.fake.batch_size=32
+--bench --trainer.data.fake.batch-size 8
+  trainer.data.fake.batch_size=8
+"""
+CONTRADICTIONS = """
+# File and line are named; what a stronger source replaced is not.
+--trainer @ train20 --orchestrator @ orch30
+  decide by --max-steps | trainer.max_steps: train20, line 2 | orchestrator.max_steps: orch30, line 1
+@ top1 --trainer @ train20
+  trainer.max_steps is 20 but max_steps is 1
+--trainer @ train20 --max-steps 5
+  (max_steps: --max-steps, ckpt.resume_step: train20, line 4)
+@ on --trainer @ off
+  trainer.ckpt is None but ckpt is on | decide by --ckpt
+--wandb.project p --trainer.monitor.wandb.project q
+  trainer.monitor.wandb.project is q but wandb.project is p
+--wandb.project p --trainer.monitor.wandb None
+  wandb is on but trainer.monitor.wandb is off
+--no-wandb --trainer.monitor.wandb
+  wandb is off but trainer.monitor.wandb is on
+--inference.server.port 8001 --orchestrator.client.base-url http://localhost:8002/v1
+  orchestrator.client.base_url is http://localhost:8002/v1 but inference.server listens on localhost:8001
+--inference --orchestrator.client.base-url http://10.0.0.1:8000/v1
+  orchestrator.client.base_url is http://10.0.0.1:8000/v1 but inference.server listens on localhost:8000
+--inference.server.host 10.0.0.1 --orchestrator.client.base-url http://10.0.0.2:8000
+  orchestrator.client.base_url is http://10.0.0.2:8000 but inference.server listens on 10.0.0.1:8000
+# A server that was named is never ignored.
+--orchestrator.client.base-url http://a:1 http://b:1 --inference.max-model-len 64
+  names 2 servers, but [inference] starts its own
+--orchestrator.client.base-url http://r:1 --orchestrator.client.admin-base-url http://a:1 --inference.max-model-len 64
+  behind a router, but [inference] starts its own
+"""
 
 
-def test_a_contradiction_between_files_names_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an option of the top or of any section decides it."""
+def rows(text: str) -> list[tuple[str, str]]:
+    """Command lines, each with the indented lines below it."""
+    return [
+        (line, " ".join(below.split())) for line, below in re.findall(r"^([@-].*)\n((?:  .*\n)+)", text, re.MULTILINE)
+    ]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.toml").write_text("\nmax_steps = 20")
-    Path("orch.toml").write_text("max_steps = 30")
-    files = ("--trainer", "@", "train.toml", "--orchestrator", "@", "orch.toml")
-    line = problem(*files)
-    assert "decide by --max-steps" in line
-    assert "trainer.max_steps: train.toml, line 2" in line
-    assert "orchestrator.max_steps: orch.toml, line 1" in line
-    for option in ("--max-steps", "--trainer.max-steps", "--orchestrator.max-steps"):
-        config = rl(*files, option, "5")
-        assert (config.max_steps, config.trainer.max_steps, config.orchestrator.max_steps) == (5, 5, 5)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(("line", "expected"), rows(GIVEN))
+def test_what_is_given_reaches_whom_it_concerns(line: str, expected: str) -> None:
+    config = rl(*line.split())
+    keys = [pair.partition("=")[0] for pair in expected.split()]
+    assert " ".join(f"{key}={value(config, key)}" for key in keys) == expected
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(("line", "expected"), rows(CONTRADICTIONS))
+def test_a_contradiction_is_one_line(line: str, expected: str) -> None:
+    shown = problem(*line.split())
+    assert [part for part in expected.split(" | ") if part not in shown] == []
 
 
 SOURCES = ("variable", "file", "option")
@@ -140,67 +281,6 @@ def test_the_stronger_source_wins_between_the_top_and_a_section(
         assert value(config, f"{section}.{key}") == expected
 
 
-@pytest.mark.parametrize("files", [("top", "section"), ("section", "top")])
-def test_a_later_file_wins_wherever_the_setting_stands(tmp_path: Path, files: tuple[str, str]) -> None:
-    """As it does for the same key. A file for one section is beside the last of them: there neither wins."""
-    (tmp_path / "top").write_text("max_steps = 1")
-    (tmp_path / "section").write_text("trainer.max_steps = 2")
-    config = rl(*(token for name in files for token in ("@", str(tmp_path / name))))
-    assert config.max_steps == config.orchestrator.max_steps == (2 if files[-1] == "section" else 1)
-    (tmp_path / "train").write_text("max_steps = 3")
-    assert "max_steps is 3" in problem("@", str(tmp_path / "top"), "--trainer", "@", str(tmp_path / "train"))
-
-
-def test_what_a_stronger_source_replaced_is_not_named_in_errors(tmp_path: Path) -> None:
-    (tmp_path / "train.toml").write_text("max_steps = 20\n[ckpt]\nresume_step = 10")
-    line = problem("--trainer", "@", str(tmp_path / "train.toml"), "--max-steps", "5")
-    assert "max_steps: --max-steps" in line
-    assert f"ckpt.resume_step: {tmp_path / 'train.toml'}, line 3" in line
-
-
-def test_lengths_that_an_option_gives_one_section(tmp_path: Path) -> None:
-    """Over files that give every section its own it concerns that section; over the top of a file it is the length."""
-    (tmp_path / "run.toml").write_text("seq_len = 256")
-    top = rl("@", str(tmp_path / "run.toml"), "--trainer.seq-len", "512")
-    assert (top.trainer.seq_len, top.orchestrator.seq_len) == (512, 512)
-    (tmp_path / "run.toml").write_text("[trainer]\nseq_len = 256\n[orchestrator]\nseq_len = 256")
-    own = rl("@", str(tmp_path / "run.toml"), "--trainer.seq-len", "512")
-    assert (own.trainer.seq_len, own.orchestrator.seq_len) == (512, 256)
-
-
-def test_a_stronger_source_switches_checkpoints_on_and_off(tmp_path: Path) -> None:
-    on, off = tmp_path / "on.toml", tmp_path / "off.toml"
-    on.write_text("[ckpt]\ninterval = 3")
-    off.write_text('ckpt = "None"')
-    for place in ("ckpt", "orchestrator.ckpt"):
-        *section, name = place.split(".")
-        config = rl("--trainer", "@", str(on), f"--{'.'.join([*section, f'no-{name}'])}")
-        assert (config.ckpt, config.trainer.ckpt, config.orchestrator.ckpt) == (None, None, None)
-        config = rl("--trainer", "@", str(off), f"--{place}.keep", "2")
-        assert config.ckpt is not None
-        assert config.ckpt == config.trainer.ckpt == config.orchestrator.ckpt
-    assert parse(RLConfig, [*ORCH, "@", str(on)], {"PRIME_ORCHESTRATOR__CKPT": "false"}).orchestrator.ckpt is not None
-    assert "ckpt is on but trainer.ckpt is off" in problem("@", str(on), "--trainer", "@", str(off))
-
-
-def test_wandb_of_a_stronger_source(tmp_path: Path) -> None:
-    (tmp_path / "train.toml").write_text('[monitor.wandb]\nproject = "p"\nname = "n"')
-    file = ("--trainer", "@", str(tmp_path / "train.toml"))
-    config = rl(*file, "--wandb.name", "run")
-    trainer, orchestrator = config.trainer.monitor.wandb, config.orchestrator.monitor.wandb
-    assert trainer is not None
-    assert orchestrator is not None
-    assert (trainer.project, trainer.name, orchestrator.name) == ("p", "run-trainer", "run-orchestrator")
-    assert rl(*file, "--no-wandb").trainer.monitor.wandb is None
-    (tmp_path / "run.toml").write_text('[wandb]\nproject = "p"')
-    config = rl("@", str(tmp_path / "run.toml"), "--trainer.monitor.wandb.project", "q")
-    assert config.trainer.monitor.wandb is not None
-    assert config.orchestrator.monitor.wandb is not None
-    assert (config.trainer.monitor.wandb.project, config.orchestrator.monitor.wandb.project) == ("q", "p")
-    config = rl("@", str(tmp_path / "run.toml"), "--trainer.monitor.no-wandb")
-    assert (config.trainer.monitor.wandb, config.orchestrator.monitor.wandb is None) == (None, False)
-
-
 @pytest.mark.parametrize(
     "argv",
     [["--trainer.monitor.wandb.project", "q"], ["--trainer.monitor.no-wandb"], ["--trainer.monitor.wandb.id", "i"]],
@@ -211,25 +291,6 @@ def test_a_monitor_of_its_own_is_written_and_fed_back(tmp_path: Path, argv: list
     config = rl("@", str(tmp_path / "run.toml"), *argv)
     write_toml(config, tmp_path / "resolved.toml")
     assert parse(RLConfig, ["@", str(tmp_path / "resolved.toml")], {}) == config
-
-
-@pytest.mark.parametrize(
-    ("orch", "infer", "option", "text", "url", "port"),
-    [
-        ("http://localhost:1", "port = 2", "--inference.server.port", "3", "http://localhost:3/v1", 3),
-        ("http://localhost:1", "port = 2", "--orchestrator.client.base-url", "http://localhost:3", "http://localhost:3", 3),
-        ("http://far:1", "port = 2", "--inference.server.port", "3", "http://localhost:3/v1", 3),
-        ("http://far:1", 'host = "here"', "--inference.server.host", "there", "http://there:8000/v1", 8000),
-        ("http://localhost:1", "", "--inference.server.host", "0.0.0.0", "http://localhost:1", 1),
-    ],
-)  # fmt: skip
-def test_the_stronger_source_gives_the_address(
-    tmp_path: Path, orch: str, infer: str, option: str, text: str, url: str, port: int
-) -> None:
-    (tmp_path / "run.toml").write_text(f'[orchestrator.client]\nbase_url = "{orch}"\n[inference.server]\n{infer}')
-    config = rl("@", str(tmp_path / "run.toml"), option, text)
-    assert config.inference is not None
-    assert (config.orchestrator.client.base_url, config.inference.server.port) == (url, port)
 
 
 def test_a_shared_setting_given_beside_the_resolved_file_reaches_every_section(tmp_path: Path) -> None:
@@ -261,99 +322,6 @@ def test_the_debug_files_make_a_run_once_they_share_a_directory(monkeypatch: pyt
     assert config.trainer.data.fake is None
     assert fake.startswith("trainer.data.fake (examples/debug/rl/train.toml, line ")
     assert trainer.startswith("orchestrator.trainer is left out")
-
-
-def test_wandb_reaches_both_monitors_under_names_of_their_own() -> None:
-    argv = ["--wandb.project", "p", "--wandb.name", "run", "--wandb.id", "abc", "--wandb.dir", "w", "--wandb.offline"]
-    config = rl(*argv)
-    for section in (config.trainer, config.orchestrator):
-        wandb = section.monitor.wandb
-        assert wandb is not None
-        assert (wandb.project, wandb.dir, wandb.offline) == ("p", Path("w"), True)
-    assert config.trainer.monitor.wandb.name == "run-trainer"  # type: ignore[union-attr]
-    assert config.orchestrator.monitor.wandb.name == "run-orchestrator"  # type: ignore[union-attr]
-    assert config.trainer.monitor.wandb.id == "abc-trainer"  # type: ignore[union-attr]
-    assert rl("--wandb").trainer.monitor.wandb.name is None  # type: ignore[union-attr]
-
-
-def test_clean_of_a_section_is_that_of_the_run() -> None:
-    assert rl("--trainer.clean").clean
-
-
-def test_wandb_of_one_process_alone_stays_there() -> None:
-    config = rl("--trainer.monitor.wandb.project", "p")
-    assert config.trainer.monitor.wandb is not None
-    assert config.orchestrator.monitor.wandb is None
-
-
-def test_wandb_contradicted() -> None:
-    line = problem("--wandb.project", "p", "--trainer.monitor.wandb.project", "q")
-    assert "trainer.monitor.wandb.project is q but wandb.project is p" in line
-
-
-@pytest.mark.parametrize(
-    ("argv", "states"),
-    [
-        (["--wandb.project", "p", "--trainer.monitor.wandb", "None"], ("on", "off")),
-        (["--no-wandb", "--trainer.monitor.wandb"], ("off", "on")),
-    ],
-)
-def test_wandb_on_and_off_by_equally_strong_sources(argv: list[str], states: tuple[str, str]) -> None:
-    assert f"wandb is {states[0]} but trainer.monitor.wandb is {states[1]}" in problem(*argv)
-
-
-@pytest.mark.parametrize(
-    ("argv", "url"),
-    [
-        ([], "http://localhost:8000/v1"),
-        (["--inference"], "http://localhost:8000/v1"),
-        (["--inference.server.port", "8001"], "http://localhost:8001/v1"),
-        (["--inference.server.host", "0.0.0.0"], "http://localhost:8000/v1"),
-        (["--inference.server.host", "10.0.0.1"], "http://10.0.0.1:8000/v1"),
-        (["--inference.server.host", "fe80::1"], "http://[fe80::1]:8000/v1"),
-        (["--orchestrator.client.base-url", "https://far/v1"], "https://far/v1"),
-    ],
-)
-def test_the_client_finds_the_server(argv: list[str], url: str) -> None:
-    assert rl(*argv).orchestrator.client.base_url == url
-
-
-def test_the_server_takes_the_port_of_the_client() -> None:
-    config = rl("--inference", "--orchestrator.client.base-url", "http://127.0.0.1:8001")
-    assert config.inference is not None
-    assert config.inference.server.port == 8001
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--inference.server.port", "8001", "--orchestrator.client.base-url", "http://localhost:8002/v1"],
-        ["--inference", "--orchestrator.client.base-url", "http://10.0.0.1:8000/v1"],
-        ["--inference.server.host", "10.0.0.1", "--orchestrator.client.base-url", "http://10.0.0.2:8000"],
-    ],
-)
-def test_client_and_server_that_disagree(argv: list[str]) -> None:
-    line = problem(*argv)
-    assert line.startswith("orchestrator.client.base_url is http://")
-    assert "but inference.server listens on" in line
-
-
-def test_bench_measures_the_trainer_on_random_samples() -> None:
-    config = rl("--bench", "--orchestrator.batch-size", "32")
-    assert config.trainer.bench
-    assert config.orchestrator.bench
-    assert config.trainer.data.fake is not None
-    assert config.trainer.data.fake.batch_size == 32
-    own = rl("--bench", "--trainer.data.fake.batch-size", "8").trainer.data.fake
-    assert own is not None
-    assert own.batch_size == 8
-
-
-def test_dry_run_and_clean_concern_the_launcher_alone() -> None:
-    config = rl("--dry-run", "--clean", "--inference")
-    assert config.dry_run
-    assert config.inference is not None
-    assert not any(section.dry_run for section in (config.trainer, config.orchestrator, config.inference))
 
 
 def test_sections_made_in_python_share_as_well() -> None:
@@ -431,14 +399,6 @@ def test_a_router_is_none_of_the_servers_behind_it() -> None:
         ClientConfig(base_url="http://localhost:1", admin_base_url=["http://127.0.0.1:1/v1", "http://a:1"])
 
 
-def test_servers_are_named_or_started_not_both() -> None:
-    """Contract: it never ignores a server that was named."""
-    urls = ("--orchestrator.client.base-url", "http://a:1", "http://b:1")
-    assert "names 2 servers, but [inference] starts its own" in problem(*urls, "--inference.max-model-len", "64")
-    behind = ("--orchestrator.client.base-url", "http://r:1", "--orchestrator.client.admin-base-url", "http://a:1")
-    assert "behind a router, but [inference] starts its own" in problem(*behind, "--inference.max-model-len", "64")
-
-
 @pytest.mark.parametrize(
     ("cls", "given", "today", "expected"),
     [
@@ -476,13 +436,6 @@ def test_an_older_spelling_beside_todays_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(TrainerConfig, ["@", str(path)], {})
     assert refused.value.problems == [line]
-
-
-def test_a_file_for_an_orchestrator_alone_serves_in_a_whole_run(tmp_path: Path) -> None:
-    """Contract: `rl` starts a trainer, whatever the orchestrator's own file says of one."""
-    (tmp_path / "orch.toml").write_text("trainer = false")
-    assert not parse(OrchestratorConfig, ["@", str(tmp_path / "orch.toml"), "--environment.id", "x"], {}).trainer
-    assert rl("--orchestrator", "@", str(tmp_path / "orch.toml")).orchestrator.trainer
 
 
 @pytest.mark.parametrize("kind", [RLConfig, TrainerConfig, OrchestratorConfig, SFTConfig])

@@ -1,12 +1,14 @@
-"""Contract: a resolved configuration, written and fed back with `@`, is the identical configuration."""
+"""Contract: whatever is given, parsing ends in a ConfigError, or in a configuration that, written and fed back, is the same."""
 
 import errno
 import json
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,93 +25,102 @@ from prime_rl.config import (
     to_toml,
     write_toml,
 )
+from prime_rl.config.base import Section
+from prime_rl.config.layers import OLDER, Keys
 from prime_rl.config.loader import resolve
-from prime_rl.config.schema import Setting, type_tag
 from prime_rl.config.schema import settings as every_setting
+from prime_rl.config.schema import type_tag
 from prime_rl.errors import UserError
 
+# What each entrypoint needs at least.
 LEAST: dict[type[BaseConfig], list[str]] = {
     TrainerConfig: [],
     OrchestratorConfig: ["--environment.id", "x"],
     InferenceConfig: [],
     SFTConfig: [],
     EvalConfig: ["--environment-ids", "x"],
+    RLConfig: ["--orchestrator.environment.id", "x"],
 }
-TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8).filter(lambda t: t != "None")
+ODD_WORDS = (
+    "None true 0 -1 1.5 nan 1e400 ² @ @x.toml x.toml -- -x a,b 1+2j [] {} [3] [[{}]] {1:2} http://[::1 http://h:99999"
+)
+ODD = [*ODD_WORDS.split(), "", '[{"id": "y"}]', '{"type": []}', '{"type": {"a": 1}}', '{"": 1}']
+PLAUSIBLE = [True, 1, 0.5, 8001, "x", "sgd", "http://h:8001", "http://localhost:8000/v1", ["x"], [{"id": "y"}], {"any": 1}, {}]  # fmt: skip
+# These are compared and filled between sections before the last validation.
+SHARED_NAMES = "base_url admin_base_url server wandb ckpt seq_len fake bench clean model eval inference trainer type"
+SHARED = {*SHARED_NAMES.split()}
 
 
-def values(setting: Setting) -> list[Any]:
-    """Values that a setting may be given, by its type; what others must fit is refused and not written."""
-    found: list[Any] = ["None"] if setting.nullable else []
-    found += [{}, *({"type": type_tag(one)} for one in setting.sections if "type" in one.model_fields)]
-    found += [*setting.choices, True, False, 2, 0.25, "http://h:1", ["a", "b"], {"a": 1, "b": ["None", {"c": 0.5}]}]
+@cache
+def paths(section: type[Section]) -> dict[Keys, list[Any]]:
+    """Every key of `section`, older ones too, each with words that it may have."""
+    found: dict[Keys, list[Any]] = {older: [] for older in OLDER}
+    for setting in every_setting(section):
+        tags = [type_tag(one) for one in setting.sections if "type" in one.model_fields]
+        for number in ("0", "1", "²") if "N" in setting.keys else ("",):
+            keys = tuple(number if key == "N" else key for key in setting.keys)
+            found[keys] = [*setting.choices, *tags, *({"type": tag} for tag in tags)]
     return found
 
 
-@pytest.mark.parametrize("cls", LEAST)
+@st.composite
+def assignments(draw: st.DrawFn, cls: type[BaseConfig]) -> tuple[Keys, Any]:
+    """A real key, or one that ends early or goes on below a scalar, and a value that may or may not fit."""
+    every = paths(cls)
+    keys = draw(st.sampled_from(list(every)) | st.sampled_from([one for one in every if SHARED & {*one}]))
+    value = draw(st.sampled_from([*every[keys], *PLAUSIBLE, *ODD]))
+    change = draw(st.sampled_from([""] * 9 + ["longer", "shorter", "no"]))
+    if change == "longer":
+        keys = (*keys, draw(st.sampled_from(["0", "type", "no_x", "x"])))
+    if change == "shorter":
+        keys = keys[: draw(st.integers(1, len(keys)))]
+    return ((*keys[:-1], "no_" + keys[-1]) if change == "no" else keys), value
+
+
+@pytest.mark.parametrize("cls", [cls for cls in LEAST if cls is not RLConfig])  # its sections are the others'
 def test_each_setting_is_written_and_fed_back(cls: type[BaseConfig]) -> None:
-    """Contract: whatever is accepted for a setting comes back equal."""
-    for setting in {one.keys: one for one in every_setting(cls) if "N" not in one.keys}.values():
-        for value in values(setting):
-            text = value if isinstance(value, str) else json.dumps(value)
-            try:
-                config = parse(cls, [*LEAST[cls], f"--{'.'.join(setting.keys)}", text], {})
-            except ConfigError:
-                continue
-            assert_same_when_fed_back(config)
+    """Contract: whatever is accepted for a setting, alone, comes back equal."""
+    values = ["None", {}, True, False, 2, 0.25, "http://h:1", ["a", "b"], {"a": 1, "b": ["None", {"c": 0.5}]}]
+    for keys, words in paths(cls).items():
+        for value in () if {"0", "1", "²"} & {*keys} else (*words, *values):
+            option = ["--" + ".".join(keys), value if isinstance(value, str) else json.dumps(value)]
+            assert_same_when_fed_back(cls, [*LEAST[cls], *option], {})
 
 
-LOSSES: list[dict[str, Any]] = [
-    {"type": "grpo"},
-    {"kl_tau": 0.5},
-    {"type": "reinforce", "importance": "mask", "level": "geometric", "low": 0.5},
-    {"type": "reinforce", "importance": "none"},
-    {"normalization": "group"},
-]
-SHARED_TOP = st.fixed_dictionaries(
-    {},
-    optional={
-        "seed": st.integers(0, 9),
-        "output_dir": TEXT,
-        "max_steps": st.none() | st.integers(1, 9),
-        "async_level": st.integers(0, 3),
-        "seq_len": st.none() | st.integers(32, 64),
-        "model": st.fixed_dictionaries({}, optional={"name": TEXT}),
-        "ckpt": st.none() | st.fixed_dictionaries({}, optional={"interval": st.none() | st.integers(1, 9)}),
-        "wandb": st.none() | st.fixed_dictionaries({}, optional={"name": TEXT, "offline": st.booleans()}),
-        "log": st.fixed_dictionaries({}, optional={"level": st.sampled_from(["debug", "info"])}),
-        "device": st.sampled_from(["auto", "cpu", "cuda"]),
-        "bench": st.booleans(),
-        "inference": st.none()
-        | st.fixed_dictionaries(
-            {}, optional={"server": st.fixed_dictionaries({}, optional={"port": st.integers(1, 9)})}
-        ),
-        "trainer": st.fixed_dictionaries({}, optional={"loss": st.sampled_from(LOSSES)}),
-    },
-)
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(st.data())
+def test_any_input_ends_in_a_configuration_or_in_mistakes(data: st.DataObject) -> None:
+    cls = data.draw(st.sampled_from(list(LEAST)))
+    given_by = {kind: data.draw(st.lists(assignments(cls), max_size=3)) for kind in ("option", "file", "variable")}
+    argv, env, table = list(LEAST[cls]), {}, dict[str, Any]()
+    for keys, value in given_by["option"]:
+        argv += ["--" + ".".join(keys), value if isinstance(value, str) else json.dumps(value)]
+    for keys, value in given_by["variable"]:
+        env["PRIME_" + "__".join(keys).upper()] = value if isinstance(value, str) else json.dumps(value)
+    for keys, value in given_by["file"]:
+        around = table
+        for key in keys[:-1]:
+            if not isinstance(around.get(key), dict):
+                around[key] = {}
+            around = around[key]
+        around[keys[-1]] = value
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "x.toml")
+        file.write_text(tomli_w.dumps(table))
+        assert_same_when_fed_back(cls, ["@", str(file), *argv], env)
 
 
-@settings(max_examples=100, deadline=None)
-@given(table=SHARED_TOP)
-def test_a_whole_run_written_and_fed_back_is_equal(table: dict[str, Any]) -> None:
-    """Also each of its processes: `trainer @ outputs/configs/trainer.toml` is the trainer of the run."""
-    config = RLConfig.model_validate({**table, "orchestrator": {"environments": [{"id": "x"}]}})
-    assert_same_when_fed_back(config)
-    assert_same_when_fed_back(config.trainer)
-    assert_same_when_fed_back(config.orchestrator)
-    if config.inference is not None:
-        assert_same_when_fed_back(config.inference)
-
-
-def assert_same_when_fed_back(config: BaseConfig) -> None:
-    one_time = ("dry_run", "recover", "clean")  # meant for one start alone: never written
-    expected = config.model_copy(update={name: False for name in one_time if name in type(config).model_fields})
-    if isinstance(expected, InferenceConfig):
-        expected.api_key = None
-    with TemporaryDirectory() as directory:
-        path = Path(directory) / "config.toml"
-        write_toml(config, path)
-        assert parse(type(config), ["@", str(path)], {}) == expected
+def assert_same_when_fed_back(cls: type[BaseConfig], argv: list[str], env: dict[str, str]) -> None:
+    """What is accepted, at least; also each process of a run: `trainer @ outputs/configs/trainer.toml`."""
+    try:
+        config: Any = parse(cls, argv, env)
+    except ConfigError:
+        return
+    parts = (config.trainer, config.orchestrator, config.inference) if isinstance(config, RLConfig) else ()
+    with TemporaryDirectory() as folder:
+        for part in (config, *filter(None, parts)):
+            write_toml(part, Path(folder, "c.toml"))
+            assert to_toml(parse(type(part), ["@", str(Path(folder, "c.toml"))], {})) == to_toml(part)
 
 
 def test_nothing_is_left_of_what_the_disk_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
