@@ -10,14 +10,12 @@ from prime_rl.monitor import read_status
 from prime_rl.processes import identify
 from support.launching import Launch, all_gone, launch
 
-PORT = 8250
-
 __all__ = ["launch"]  # a fixture
 
 
 def test_success_stops_the_server_and_prints_the_steps(launch: Callable[..., Launch]) -> None:
     """Both jobs end well: the server is stopped with SIGTERM, exit 0, phases and one line per step were shown."""
-    run = launch("inference=serves", "trainer=steps", "orchestrator=steps", port=PORT)
+    run = launch("inference=serves", "trainer=steps", "orchestrator=steps")
     status, out = run.wait()
     assert status == 0, out
     assert "inference ready in" in out
@@ -48,7 +46,7 @@ def test_a_service_that_stops_is_a_failure(launch: Callable[..., Launch]) -> Non
 
 def test_a_server_that_never_comes_up_is_reported(launch: Callable[..., Launch]) -> None:
     """The wait for readiness has a deadline that is said."""
-    run = launch("inference=waits", "trainer=waits", port=PORT + 1)
+    run = launch("inference=waits", "trainer=waits", ready=5.0)
     status, out = run.wait()
     assert status == 1
     assert "inference is not ready after 5 s" in out
@@ -70,7 +68,7 @@ def test_no_orphans_after_kill_9_of_the_launcher(launch: Callable[..., Launch]) 
 
 def test_ctrl_c_drains(launch: Callable[..., Launch]) -> None:
     """The first Ctrl-C asks the jobs, and a torchrun's ranks, to finish; the server goes last; exit 130."""
-    run = launch("inference=serves", "trainer=agent", "orchestrator=drains", port=PORT + 2)
+    run = launch("inference=serves", "trainer=agent", "orchestrator=drains")
     run.up("inference", "trainer", "orchestrator")
     run.popen.send_signal(signal.SIGINT)
     status, out = run.wait()

@@ -10,7 +10,6 @@ from prime_rl.monitor import read_status
 from prime_rl.processes import identify
 from support.launching import Launch, all_gone, launch, until
 
-PORT = 8254
 PATIENT = {"max_restarts": 2, "backoff": 0.2, "heartbeat_timeout": 3.0, "stall_timeout": 600.0}
 
 __all__ = ["launch"]  # a fixture
@@ -113,7 +112,7 @@ def test_ctrl_c_during_backoff_drains_the_others(launch: Start) -> None:
 
 def test_an_own_server_is_started_again_and_nobody_else(launch: Start) -> None:
     """Dead or halted: it comes back under the same address, is awaited, and the jobs have gone on meanwhile."""
-    run = launch("inference=serves", "trainer=after", port=PORT, policy=PATIENT)
+    run = launch("inference=serves", "trainer=after", policy=PATIENT)
     run.up("inference")
     for incarnation, number in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
         served = f"serves in incarnation {incarnation + 1}"
@@ -130,7 +129,7 @@ def test_an_own_server_is_started_again_and_nobody_else(launch: Start) -> None:
 
 def test_a_run_goes_on_without_a_server_that_cannot_be_started(launch: Start) -> None:
     """One of several that fails again and again is given up alone; the last one is not."""
-    run = launch("inference=serves", "inference-1=always-raises", "trainer=after", port=PORT + 22, policy=PATIENT)
+    run = launch("inference=serves", "inference-1=always-raises", "trainer=after", policy=PATIENT)
     file = run.base / "inference-1.incarnations"
     until(lambda: file.exists() and file.read_text() == "xxx", "the last incarnation of the server")
     time.sleep(1.0)  # the launcher gives it up meanwhile

@@ -11,7 +11,7 @@ import pytest
 
 from prime_rl.processes import identify
 
-# argv = output_dir, drain seconds, port, policy as JSON, then name=kind pairs.
+# argv = output_dir, drain seconds, seconds until a server must be ready, policy as JSON, then name=kind pairs.
 DRIVER = """
 import json, sys
 from pathlib import Path
@@ -21,13 +21,12 @@ from prime_rl.launcher.console import Console
 from prime_rl.launcher.plan import ProcessSpec, ServerSpec
 from prime_rl.launcher.supervise import RestartPolicy, Supervisor
 
-root, drain, port = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+root, drain, ready = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 processes = []
 for pair in sys.argv[5:]:
     name, _, kind = pair.partition("=")
-    own_port, url = port + (name == "inference-1"), f"http://localhost:{port + (name == 'inference-1')}"
-    argv = (sys.executable, "-c", (root.parent / "child.py").read_text(), kind, str(root), name, str(own_port))
-    server = ServerSpec(url, 5.0 if port else 600.0, "127.0.0.1", own_port) if name.startswith("inference") else None
+    argv = (sys.executable, "-c", (root.parent / "child.py").read_text(), kind, str(root), name)
+    server = ServerSpec("http://localhost:1", ready) if name.startswith("inference") else None
     processes.append(ProcessSpec(name, argv, root / "logs" / f"{name}.log", server=server,
                              drain_children=kind == "agent", after="trainer" if kind == "late" else None))
 try:
@@ -44,11 +43,11 @@ sys.exit(status)
 """
 
 CHILD = """
-import http.server, json, os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from prime_rl import lifeline
 lifeline.watch()
-kind, root, name, port, options = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:]
+kind, root, name, options = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
 (root.parent / f"{name}.pid").write_text(str(os.getpid()))
 incarnations = root.parent / f"{name}.incarnations"
 incarnations.open("a").write("x")
@@ -102,19 +101,11 @@ elif kind == "agent":
     (root.parent / "rank.pid").write_text(str(child.pid))
     sys.exit(child.wait())
 elif kind == "serves":
-    class Health(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-        def log_message(self, *args):
-            pass
-    server = http.server.HTTPServer(("127.0.0.1", port), Health)
     from prime_rl.monitor import Status
-    Status(root, name).ready()
-    say_up()
-    note(f"serves in incarnation {incarnation}")
     signal.signal(signal.SIGTERM, finish)
-    server.serve_forever()
+    Status(root, name).ready()
+    note(f"serves in incarnation {incarnation}")
+    sleep_forever()
 elif kind == "fails":
     time.sleep(0.5)
     print("loading")
@@ -182,11 +173,16 @@ class Launch:
     """A launcher in a session of its own, as a terminal would run it."""
 
     def __init__(
-        self, root: Path, *children: str, drain: float = 20.0, port: int = 0, policy: dict[str, float] | None = None
+        self,
+        root: Path,
+        *children: str,
+        drain: float = 20.0,
+        ready: float = 600.0,
+        policy: dict[str, float] | None = None,
     ) -> None:
         self.base = root
         (root / "child.py").write_text(CHILD)
-        arguments = [str(root / "run"), str(drain), str(port), json.dumps(policy or {}), *children]
+        arguments = [str(root / "run"), str(drain), str(ready), json.dumps(policy or {}), *children]
         self.popen = subprocess.Popen(
             [sys.executable, "-c", DRIVER, *arguments],
             stdout=subprocess.PIPE,

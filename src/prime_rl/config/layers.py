@@ -115,7 +115,7 @@ class LayeredTable:
         self.tree: dict[str, Any] = copy.deepcopy(tree or {})
         self.hints: list[str] = []
         self.problems: list[str] = []
-        self._given: dict[Keys, Layer] = {}  # the strongest that gives a key, or something within it
+        self._sources: dict[Keys, Layer] = {}  # the strongest that gives a key, or something within it
 
     def add(self, layer: Layer) -> None:
         """Put `layer` over those before: tables are merged, anything else is replaced; the text "None" is null."""
@@ -125,7 +125,7 @@ class LayeredTable:
         self.tree = self._merged(self.tree, layer.tree, (), layer)
 
     def _merged(self, before: Any, value: Any, keys: Keys, layer: Layer) -> Any:
-        self._given[keys] = layer
+        self._sources[keys] = layer
         if isinstance(value, Items) and not isinstance(before, dict):
             ((key, item),) = value.items()
             number, items = int(key), list(before) if isinstance(before, list) else []
@@ -147,7 +147,7 @@ class LayeredTable:
 
     def _without_other_type(self, before: dict[str, Any], value: Any, keys: Keys, layer: Layer) -> dict[str, Any]:
         """Drop what weaker sources set for another `type`: a setting of the same name means another thing there."""
-        kinds = {key: one.kind for key in before if (one := self._given.get((*keys, key)))}
+        kinds = {key: one.kind for key in before if (one := self._sources.get((*keys, key)))}
         kept = {key: item for key, item in before.items() if kinds.get(key) == layer.kind != "file"}
         gone = sorted(".".join((*keys, key)) for key in before if key not in kept and key != "type")
         if gone and (setter := self.origin((*keys, "type"))) is not None:
@@ -168,7 +168,7 @@ class LayeredTable:
                 around[key] = {}
             around = around[key]
         around[keys[-1]] = value
-        self._given.pop(keys, None)
+        self._sources.pop(keys, None)
 
     def remove(self, keys: Keys) -> None:
         """Forget `keys` and everything within."""
@@ -177,7 +177,7 @@ class LayeredTable:
 
     def _layer(self, keys: Keys) -> Layer | None:
         """The strongest that gives `keys` or something within; None where nobody gave it or it was filled."""
-        return None if self.get(keys) is ABSENT else self._given.get(keys)
+        return None if self.get(keys) is ABSENT else self._sources.get(keys)
 
     def rank(self, keys: Keys) -> int:
         """Rank of the strongest source of `keys` or of something within it; -1 where nobody gave it."""

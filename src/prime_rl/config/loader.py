@@ -20,6 +20,7 @@ from prime_rl.config.layers import OLDER, PREFIX, ConfigError, Keys, Layer, Laye
 from prime_rl.config.mistakes import got, problem_line, validation_lines
 from prime_rl.config.schema import Setting, find, has_mark
 from prime_rl.errors import UserError
+from prime_rl.redact import without_password
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -228,7 +229,8 @@ def _file(token: str, following: deque[str], after: str) -> Path:
 def _stray(token: str, option: str = "") -> str:
     if token.endswith(".toml") or os.path.isfile(token):
         return f"to read the file {token}, write: {option}@ {token}"
-    return f"unexpected argument '{token}'" + (": options start with --" if token.startswith("-") else "")
+    hint = ": options start with --" if token.startswith("-") else ""
+    return f"unexpected argument '{without_password(token)}'{hint}"
 
 
 def _value(name: str, texts: list[str], setting: Setting | None) -> Any:
