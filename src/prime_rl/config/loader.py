@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import errno
 import json
 import os
 import sys
@@ -71,27 +72,29 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> t
     table = sources.table
     problems = sources.problems + table.problems
     # Once as given, for what is unknown or of a wrong type, and once with the settings that sections share.
-    try:
-        cls.model_validate(table.tree, context=LOADED)
-    except ValidationError as error:
-        problems += validation_lines(error, cls, table, shared=False)
-    if problems:
-        raise ConfigError(problems)
-    try:
-        cls.share(table)
-        return cls.model_validate(table.tree, context=LOADED), table.hints
-    except Problems as error:
-        raise ConfigError([problem_line(problem, (), table) for problem in error.problems]) from None
-    except ValidationError as error:
-        raise ConfigError(validation_lines(error, cls, table, shared=True)) from None
+    for shared in (False, True):
+        try:
+            if shared:
+                cls.share(table)
+            config = cls.model_validate(table.tree, context=LOADED)
+        except Problems as error:
+            problems += [problem_line(problem, (), table) for problem in error.problems]
+        except ValidationError as error:
+            problems += validation_lines(error, cls, table, shared)
+        if problems:
+            raise ConfigError(problems)
+    return config, table.hints
 
 
 def say(text: str) -> None:
-    """Print a text whose reader may close the pipe early (`--help | head`)."""
+    """Print. Once the terminal or pipe is closed (`rl … | head`) lines are dropped, and the run goes on."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # nor may the interpreter report the broken pipe at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
+            raise
+        with open(os.devnull, "w") as nowhere:  # nor may the interpreter report the broken pipe at exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _report(kind: str, lines: list[str]) -> None:

@@ -389,6 +389,10 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
             return self.sampling, "sampling"
         return env.sampling.over(self.sampling), f"environments.{env.name}.sampling"
 
+    def all_environments(self) -> list[EnvConfig]:
+        """Those that are trained on, and those of evaluations."""
+        return [*self.environments, *(self.eval.environments if self.eval else [])]
+
     def algorithm_of(self, env: str) -> AlgorithmConfig:
         """The algorithm of the environment of that name."""
         return self._named(env).algorithm or self.algorithm

@@ -29,8 +29,7 @@ def run(config: OrchestratorConfig) -> None:
     check_model(config.model.name)
     if config.bench:
         config = separate_bench(config, logger.info)
-    environments = [*config.environments, *(config.eval.environments if config.eval else [])]
-    for env in environments:
+    for env in config.all_environments():
         check_environment(env)
     if not (config.dry_run or config.bench or config.clean):
         progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
@@ -44,7 +43,7 @@ def run(config: OrchestratorConfig) -> None:
             f"batches to {config.output_dir / 'rollouts'}, weights from {config.output_dir / 'weights'}",
         )
         return
-    prepare(environments)
+    prepare(config.all_environments())
     with cleaned(config.output_dir, "orchestrator") if config.clean else nullcontext():
         agree(config, "orchestrator")
     log.setup(config.log.level, "orchestrator", config.output_dir)

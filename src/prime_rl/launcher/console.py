@@ -1,8 +1,6 @@
 """The lines that `rl` prints: start-up phases, long waits, a line per step, a summary."""
 
-import errno
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
+from prime_rl.config.loader import say
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import Limit, LimitWatch, Row, limit_of
 from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
@@ -47,15 +46,8 @@ class Console:
         self._waits_shown: set[tuple[str, str, float]] = set()
 
     def say(self, text: str) -> None:
-        """Print a line. Once the terminal or pipe is closed (`rl … | head`) lines are dropped, and the run goes on."""
-        try:
-            print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.EPIPE):
-                raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+        """Print a line."""
+        say(f"{time.strftime('%H:%M:%S')} {text}")
 
     def tick(self) -> None:
         """Look at the files, four times a second however often it is called."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.base import BaseConfig
-from prime_rl.config.shared import EnvConfig, how_to_start
+from prime_rl.config.shared import how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import check_port, model_size
@@ -19,7 +19,7 @@ from prime_rl.launcher.console import Console, bench_table, minutes, summary
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, memory_gib, visible_gpus
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
-from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
+from prime_rl.orchestrator.checkpoint import checkpoints_root, refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
 from prime_rl.transport.settings import dry_path
 from prime_rl.transport.weights import check_writable
@@ -46,7 +46,7 @@ def run(config: RLConfig) -> int:
     sections = {path: config if path.stem == "rl" else section for path, section in plan.configs.items()}
     if config.dry_run:
         return _show(config, plan, sections)
-    venv.prepare(_environments(config))
+    venv.prepare(config.orchestrator.all_environments())
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
         _check_ports(plan, _PORT_SECONDS)
@@ -93,7 +93,7 @@ def resume_at(config: RLConfig) -> RLConfig:
     ckpt = config.trainer.ckpt
     if ckpt is None or ckpt.resume_step != -1:
         return config
-    root = _checkpoints_root(config)
+    root = checkpoints_root(config.output_dir, ckpt)
     step = checkpoints.find(root, -1, "trainer", config.trainer.max_steps)
     if checkpoints.part_dir(root, step, "orchestrator").exists():
         checkpoints.check(root, step, "orchestrator")
@@ -103,11 +103,6 @@ def resume_at(config: RLConfig) -> RLConfig:
         resolved = section.ckpt.model_copy(update={"resume_step": step})
         sections[name] = section.model_copy(update={"ckpt": resolved})
     return config.model_copy(update=sections)
-
-
-def _checkpoints_root(config: RLConfig) -> Path:
-    ckpt = config.trainer.ckpt
-    return ((ckpt and ckpt.output_dir) or config.output_dir) / "checkpoints"
 
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Console) -> RunOutcome:
@@ -148,7 +143,7 @@ def ways_on(config: RLConfig) -> str:
     """Say how to go on with a run that ended too early."""
     text = f"to go on: the same command {'without --clean and ' if config.clean else ''}with --recover"
     with suppress(UserError):  # the file system is unavailable
-        if checkpoints.complete_steps(_checkpoints_root(config)):
+        if checkpoints.complete_steps(checkpoints_root(config.output_dir, config.trainer.ckpt)):
             text += ", or from a checkpoint with --ckpt.resume-step -1"
     return text
 
@@ -182,13 +177,8 @@ def _check(config: RLConfig) -> None:
     orchestrator = config.orchestrator
     progress = resume_point(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
     refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing
-    for environment in _environments(config):
+    for environment in orchestrator.all_environments():
         preflight.check_environment(environment)
-
-
-def _environments(config: RLConfig) -> list[EnvConfig]:
-    evaluated = config.orchestrator.eval
-    return [*config.orchestrator.environments, *(evaluated.environments if evaluated else [])]
 
 
 def _check_ports(plan: Plan, seconds: float = 0.0) -> None:

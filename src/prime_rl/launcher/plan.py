@@ -12,13 +12,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import SERVER, server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
-from prime_rl.inference.checks import ModelSize
+from prime_rl.inference.checks import ModelSize, gpu_count
 
 RECOVER = "--recover"  # makes a job go on from what is committed
 _SHARED_GPU_FRACTION = 0.4  # of a GPU's memory, where it is shared and nothing is said
@@ -36,7 +37,6 @@ _SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say
 _LAST_PORT = 65_535
 _CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
 _EPISODES_A_SERVER = 64  # in flight: fewer keep an engine's Python little busy
-_PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -129,45 +129,34 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     configs = {name: config.output_dir / "configs" / f"{name}.toml" for name in sections}
     api_key = None if inference is None else inference.api_key
 
-    def argv(name: str, *module: str) -> tuple[str, ...]:
+    def process(
+        name: str, module: Sequence[str], gpus: tuple[str, ...] = (), key_variable: str | None = None, **more: Any
+    ) -> ProcessSpec:
         recover = [RECOVER] if config.recover and name in PAIR else []
-        return (sys.executable, *module, "@", str(configs[name]), *recover)
-
-    def env(name: str, gpus: Sequence[str], key_variable: str | None = None) -> dict[str, str]:
+        argv = (sys.executable, "-m", *module, "@", str(configs[name]), *recover)
         key = {} if api_key is None or key_variable is None else {key_variable: api_key}
-        return _environment(gpus, name, threads, machine) | key
-
-    def log(name: str) -> Path:
-        return config.output_dir / "logs" / f"{name}.log"
+        env = _environment(gpus, name, threads, machine) | key
+        return ProcessSpec(name, argv, config.output_dir / "logs" / f"{name}.log", env, gpus, **more)
 
     processes = [
-        ProcessSpec(
-            name, argv(name, "-m", "prime_rl.entrypoints.inference"), log(name), env(name, gpus, "VLLM_API_KEY"), gpus,
-            server=server,
-        )
+        process(name, ["prime_rl.entrypoints.inference"], gpus, "VLLM_API_KEY", server=server)
         for name, gpus, server in zip(names, layout.servers, servers, strict=True)
-    ]  # fmt: skip
+    ]
     ranks = config.trainer_ranks or max(1, len(layout.trainer))
-    train: tuple[str, ...] = ("-m", "prime_rl.entrypoints.trainer")
+    train = ["prime_rl.entrypoints.trainer"]
     if ranks > 1:
         # Port 0: torchrun picks a free one, so that two runs on one host never meet.
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--role", "trainer")
         torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous)
-        train = ("-m", "prime_rl.lifeline", *torchrun, "-m", "prime_rl.trainer.rl.train")
+        train = ["prime_rl.lifeline", *torchrun, "-m", "prime_rl.trainer.rl.train"]
+    # A server that measures what is free of the GPU must be alone with it.
+    alone = names if layout.training_gib and layout.cache_gib is None else ()
+    # Server and trainer fill two cores while they import; the orchestrator is needed last.
+    last = "trainer" if machine.cores <= 2 else None
     processes += [
-        ProcessSpec(
-            "trainer", argv("trainer", *train), log("trainer"), env("trainer", layout.trainer), layout.trainer,
-            drain_children=ranks > 1,
-            # A server that measures what is free of the GPU must be alone with it.
-            after_ready=names if layout.training_gib and layout.cache_gib is None else (),
-        ),
-        ProcessSpec(
-            "orchestrator", argv("orchestrator", "-m", "prime_rl.entrypoints.orchestrator"), log("orchestrator"),
-            env("orchestrator", (), client.api_key_var),
-            # Server and trainer fill two cores while they import; the orchestrator is needed last.
-            after="trainer" if machine.cores <= 2 else None,
-        ),
-    ]  # fmt: skip
+        process("trainer", train, layout.trainer, drain_children=ranks > 1, after_ready=alone),
+        process("orchestrator", ["prime_rl.entrypoints.orchestrator"], (), client.api_key_var, after=last),
+    ]
     files = {configs[name]: section for name, section in sections.items()}
     external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
     return Plan(tuple(processes), files, tuple(servers) or (external,), config.output_dir)
@@ -482,31 +471,22 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those."""
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return parse_visible(visible)
-    # nvidia-smi sees what a container was given; /proc shows the whole host and serves where the tool is missing.
-    if shutil.which("nvidia-smi") is None:
-        count = len(list(_PROC_GPUS.iterdir())) if _PROC_GPUS.is_dir() else 0
-    else:
-        count = sum(line.startswith("GPU ") for line in _nvidia_smi("-L"))
-    return [str(index) for index in range(count)]
+    return [str(index) for index in range(gpu_count())]
 
 
 def memory_gib(gpus: Sequence[str]) -> float | None:
-    """Return the memory of the smallest of these GPUs, in GiB; None where nvidia-smi does not say."""
-    query = (f"--id={','.join(gpus)}", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    return min((int(line) for line in _nvidia_smi(*query) if line.isdigit()), default=0) / 1024 or None
+    """Return the memory of the smallest of these GPUs, in GiB; None where nvidia-smi is missing or hangs."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return None
+    query = [tool, f"--id={','.join(gpus)}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    except subprocess.TimeoutExpired:
+        return None
+    return min((int(line) for line in lines if line.isdigit()), default=0) / 1024 or None
 
 
 def parse_visible(value: str) -> list[str]:
     """Read the list up to the first invalid entry, such as -1, as CUDA does."""
     items = [item.strip() for item in value.split(",")]
     return list(itertools.takewhile(lambda item: item and not item.startswith("-"), items))
-
-
-def _nvidia_smi(*arguments: str) -> list[str]:
-    """Return the lines that the tool prints; none where it is missing or hangs."""
-    if (tool := shutil.which("nvidia-smi")) is None:
-        return []
-    try:
-        return subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=30).stdout.splitlines()
-    except subprocess.TimeoutExpired:
-        return []

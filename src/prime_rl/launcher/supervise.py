@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
@@ -75,19 +75,6 @@ class RestartPolicy:
     backoff: float = 1.0
     heartbeat_timeout: float = 60.0
     stall_timeout: float = 1800.0
-
-
-@dataclass(frozen=True)
-class Restart:
-    """One line of `logs/restarts.jsonl`. `time` is unix seconds; `lived` and `after` are durations in seconds."""
-
-    time: float
-    process: str
-    reason: str
-    number: int
-    after: float
-    lived: float
-    recover: bool
 
 
 class RestartBudget:
@@ -425,15 +412,17 @@ class Supervisor:
         reason = failure.reason
         if reason.startswith("failed") and failure.last_words:
             reason += f" ({failure.last_words[-1].strip()})"
-        restart = Restart(time.time(), name, reason, number, seconds, self._now - child.began, recover)
         self._say(
             f"{name} {reason}: starting it again in {seconds:g} s "
             f"(restart {number} of at most {most} an hour{', recovering' if recover else ''})"
         )
+        # Unix seconds, the wait before the restart, and how long the incarnation lived.
+        times = {"time": time.time(), "after": seconds, "lived": self._now - child.began}
+        row = {"process": name, "reason": reason, "number": number, "recover": recover, **times}
         path = self._output_dir / "logs" / "restarts.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with unless_full(), path.open("a") as file:
-            file.write(json.dumps(asdict(restart)) + "\n")
+            file.write(json.dumps(row) + "\n")
         return True
 
     def _does_without(self, child: SupervisedChild) -> bool:

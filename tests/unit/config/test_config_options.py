@@ -171,18 +171,6 @@ def test_text_settings_are_not_read_as_numbers() -> None:
     assert parse(TrainerConfig, ["--model.name", "1234", "--monitor.wandb.id", "0042"], {}).monitor.wandb.id == "0042"  # type: ignore[union-attr]
 
 
-def test_node_options_of_the_inference_page() -> None:
-    argv = [
-        *("--server.host", "0.0.0.0", "--server.port", "8001", "--api-key", "k", "--max-model-len", "2048"),
-        *("--gpu-memory-utilization", "0.5", "--tensor-parallel-size", "4", "--pipeline-parallel-size", "2"),
-        *("--data-parallel-size", "4", "--data-parallel-size-local", "2", "--data-parallel-address", "10.0.0.1"),
-        *("--data-parallel-rpc-port", "13345", "--data-parallel-start-rank", "2", "--headless"),
-    ]
-    config = parse(InferenceConfig, argv, {})
-    assert (config.data_parallel_size, config.data_parallel_size_local, config.headless) == (4, 2, True)
-    assert (config.api_key, config.server.host) == ("k", "0.0.0.0")
-
-
 def test_transports_of_weights() -> None:
     """Contract: chosen by what is there unless something is asked for; what would fill the memory, or has no effect, is refused."""
     assert parse(TrainerConfig, [], {}).weights.transport == "auto"

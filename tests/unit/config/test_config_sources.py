@@ -163,18 +163,6 @@ def test_the_log_level_variable() -> None:
     assert parse(TrainerConfig, ["--log.level", "info"], {"PRIME_LOG_LEVEL": "debug"}).log.level == "info"
 
 
-def test_the_precedence_that_readmes_show(write: Write) -> None:
-    """PRIME_MODEL__NAME=… inference @qwen8b.toml @qwen14b.toml --model.name …, and without each of them in turn."""
-    env = {"PRIME_MODEL__NAME": "Qwen/Qwen3-4B"}
-    one = "@" + write("qwen8b.toml", '[model]\nname = "Qwen/Qwen3-8B"')
-    two = "@" + write("qwen14b.toml", '[model]\nname = "Qwen/Qwen-14B"')
-    option = ["--model.name", "Qwen/Qwen3-32B"]
-    cases = [([one, two, *option], "3-32B"), ([one, two], "-14B"), ([one], "3-8B"), ([], "3-4B")]
-    for argv, name in cases:
-        assert parse(InferenceConfig, argv, env).model.name == f"Qwen/Qwen{name}"
-    assert parse(InferenceConfig, [], {}).model.name == "Qwen/Qwen3-0.6B"
-
-
 def test_a_child_sees_no_variable_that_was_meant_as_a_setting() -> None:
     """A child gets a complete file; PRIME_TRAINER__SEED, right for `rl`, would be an error in the trainer."""
     env = {"PRIME_TRAINER__SEED": "1", "PRIME_LOG_LEVEL": "debug", "PRIME_VLLM": "{'a': 1}"}
