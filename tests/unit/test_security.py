@@ -12,12 +12,9 @@ from pydantic import ValidationError
 
 from prime_rl.config import (
     BaseConfig,
-    EvalConfig,
     InferenceConfig,
     OrchestratorConfig,
     RLConfig,
-    SFTConfig,
-    TrainerConfig,
     parse,
     to_toml,
 )
@@ -27,10 +24,10 @@ from prime_rl.config.shared import ClientConfig, EnvConfig, MonitorConfig, Wandb
 from prime_rl.launcher.plan import HostResources, describe, make_plan
 from prime_rl.monitor.monitor import Monitor
 from prime_rl.redact import HIDDEN, is_secret
+from support.configs import CLASSES
 from support.processes import run_forked
 
 ROOT = Path(__file__).parents[2]
-CLASSES = [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig]
 KEY = "a-key-nobody-may-see"
 
 # What runs, or may run, code that comes as data.

@@ -18,7 +18,8 @@ PAIR = ("trainer", "orchestrator")
 # The same in every process, wherever it is given: at the top, or in a section, whose value then reaches the others.
 COMMON: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("output_dir", "seed", "log.level", "model.name", "model.trust_remote_code"), ALL),
-    **dict.fromkeys(("max_steps", "async_level", "bench", "clean"), PAIR),
+    **dict.fromkeys(("max_steps", "async_level", "bench", "clean", "ckpt"), PAIR),
+    **dict.fromkeys((f"ckpt.{name}" for name in CkptConfig.model_fields), PAIR),
     "device": ("trainer", "inference"),
 }
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None})
@@ -40,7 +41,6 @@ def share(table: LayeredTable) -> None:
             run.unify([key, *(f"{section}.{key}" for section in sections if section in present)])
             for key, sections in COMMON.items()
         ),
-        *run.ckpt(["ckpt", *(f"{section}.ckpt" for section in pair)]),
         *run.seq_len([f"{section}.seq_len" for section in pair]),
         *run.wandb(pair),
         run.address("orchestrator.client") if {"inference", "orchestrator"} <= set(present) else None,
@@ -110,12 +110,6 @@ class _Sharing:
             if key not in values or not _same(values[first], values[key]):
                 self.set(key, {} if isinstance(self.get(first), dict) else values[first])
         return None
-
-    def ckpt(self, keys: list[str]) -> list[Problem | None]:
-        """Switch checkpoints on or off in all `keys`, with the same settings: processes checkpoint together."""
-        problem = self.unify(keys)
-        on = problem is None and isinstance(self.get(keys[0]), dict)
-        return [problem, *(self.unify([f"{key}.{name}" for key in keys]) for name in CkptConfig.model_fields if on)]
 
     def seq_len(self, keys: list[str]) -> list[Problem | None]:
         """Share as a common setting, unless a section's source is stronger than the top's: micro-batches may be longer."""

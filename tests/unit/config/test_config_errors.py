@@ -4,7 +4,6 @@ Some more are in docs/reference/config-errors.md.
 """
 
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,20 +22,10 @@ from prime_rl.config import (
     load,
     parse,
 )
+from support.configs import ENV, ORCH, command_line
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 Write = Callable[[str], str]
-ENV = ["--environment.id", "x"]
-EVAL = ["--environment-ids", "x"]
-COMMANDS: dict[str, type[BaseConfig]] = {
-    "rl": RLConfig,
-    "trainer": TrainerConfig,
-    "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
-    "sft": SFTConfig,
-    "eval": EvalConfig,
-}
-ORCH = ["--orchestrator.environment.id", "x"]
 
 
 @pytest.fixture
@@ -169,12 +158,6 @@ def transcript(text: str) -> list[tuple[str, str]]:
         elif line.startswith("$ "):
             found.append([line[2:], ""])
     return [(command, printed.strip()) for command, printed in found]
-
-
-def command_line(command: str) -> tuple[type[BaseConfig], list[str], dict[str, str]]:
-    words = shlex.split(command)
-    variables = dict(words.pop(0).split("=") for word in words[:] if word.startswith("PRIME_"))
-    return COMMANDS[words[0]], words[1:], variables
 
 
 @pytest.mark.parametrize(("command", "line"), transcript(MISTAKES))

@@ -8,19 +8,16 @@ import pytest
 
 from prime_rl.config import (
     BaseConfig,
-    EvalConfig,
-    InferenceConfig,
     OrchestratorConfig,
     RLConfig,
-    SFTConfig,
     TrainerConfig,
     load,
 )
 from prime_rl.config.help import SHELLS, help_text
 from prime_rl.config.layers import spell
 from prime_rl.config.schema import settings
+from support.configs import CLASSES, COMMANDS
 
-CLASSES = [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig]
 HEAVY = ("torch", "vllm", "verifiers", "transformers", "datasets", "numpy", "pyarrow", "wandb", "rich", "httpx")
 
 
@@ -133,7 +130,7 @@ def test_parsing_imports_nothing_heavy() -> None:
     assert imported(parse) == []
 
 
-@pytest.mark.parametrize("name", ["rl", "sft", "trainer", "orchestrator", "inference", "eval"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_each_entrypoint_imports_nothing_heavy(name: str) -> None:
     """`rl --help` and the others answer before any large package is imported."""
     code = (

@@ -15,8 +15,7 @@ from prime_rl.config import (
 )
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.trainer import AdamW, GRPOLoss, LinearScheduler, Muon
-
-ENV = ["--environment.id", "x"]
+from support.configs import ENV
 
 
 @pytest.mark.parametrize(

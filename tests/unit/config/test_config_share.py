@@ -22,8 +22,7 @@ from prime_rl.config import (
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.loader import resolve
 from prime_rl.config.shared import ClientConfig
-
-ORCH = ["--orchestrator.environment.id", "x"]
+from support.configs import LEAST, ORCH
 
 
 def rl(*argv: str) -> RLConfig:
@@ -419,7 +418,6 @@ def test_an_older_spelling_beside_todays_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [RLConfig, TrainerConfig, OrchestratorConfig, SFTConfig])
 def test_what_is_gone_on_with_is_not_cleaned(kind: type[BaseConfig]) -> None:
     """Contract: every command refuses to remove what it is told to resume from."""
-    needed = {RLConfig: ORCH, OrchestratorConfig: ["--environment.id", "x"]}.get(kind, [])
     for option in (["--ckpt.resume-step", "2"], *([["--recover"]] if kind is not SFTConfig else [])):
         with pytest.raises(ConfigError, match="clean would remove"):
-            parse(kind, [*needed, "--clean", *option], {})
+            parse(kind, [*LEAST[kind], "--clean", *option], {})

@@ -12,16 +12,14 @@ from prime_rl.config import (
     InferenceConfig,
     OrchestratorConfig,
     RLConfig,
-    SFTConfig,
     TrainerConfig,
     child_env,
     parse,
 )
 from prime_rl.config.loader import resolve
+from support.configs import CLASSES, ENV, LEAST, ORCH
 
 Write = Callable[[str, str], str]
-ENV = ["--environment.id", "x"]
-ORCH = ["--orchestrator.environment.id", "x"]
 
 
 @pytest.fixture
@@ -190,11 +188,10 @@ def test_every_combination_of_layers(write: Write, given: int) -> None:
     assert parse(RLConfig, argv, env).trainer.optim.lr == number[chosen[-1]]
 
 
-@pytest.mark.parametrize("cls", [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig])
+@pytest.mark.parametrize("cls", CLASSES)
 def test_every_entrypoint_has_the_common_options(cls: type[BaseConfig]) -> None:
-    needed = {RLConfig: ORCH, OrchestratorConfig: ENV, EvalConfig: ENV}.get(cls, [])
     options = ["--output-dir", "elsewhere", "--seed", "4", "--dry-run", "--log.level", "warning"]
-    config = parse(cls, [*needed, *options], {})
+    config = parse(cls, [*LEAST[cls], *options], {})
     assert (config.output_dir, config.seed, config.dry_run, config.log.level) == (Path("elsewhere"), 4, True, "warning")
 
 

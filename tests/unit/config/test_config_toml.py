@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 from prime_rl.config import (
     BaseConfig,
     ConfigError,
-    EvalConfig,
     InferenceConfig,
-    OrchestratorConfig,
     RLConfig,
-    SFTConfig,
     TrainerConfig,
     parse,
     to_toml,
@@ -31,16 +28,8 @@ from prime_rl.config.loader import resolve
 from prime_rl.config.schema import settings as every_setting
 from prime_rl.config.schema import type_tag
 from prime_rl.errors import UserError
+from support.configs import LEAST
 
-# What each entrypoint needs at least.
-LEAST: dict[type[BaseConfig], list[str]] = {
-    TrainerConfig: [],
-    OrchestratorConfig: ["--environment.id", "x"],
-    InferenceConfig: [],
-    SFTConfig: [],
-    EvalConfig: ["--environment-ids", "x"],
-    RLConfig: ["--orchestrator.environment.id", "x"],
-}
 ODD_WORDS = (
     "None true 0 -1 1.5 nan 1e400 ² @ @x.toml x.toml -- -x a,b 1+2j [] {} [3] [[{}]] {1:2} http://[::1 http://h:99999"
 )
