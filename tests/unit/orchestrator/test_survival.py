@@ -27,6 +27,9 @@ STEPS = 5
 EVERYTHING = {
     "batch_size": 4, "max_steps": STEPS, "ckpt": {"interval": 2}, "max_error_rate": 1.0,
     "eval": {"interval": 2, "environments": [{"id": "env", "name": "held-out"}]},
+    "algorithm": {"type": "rae"},
+    "curriculum": {"easy": 1.0, "hard": -0.5, "easy_weight": 2.0, "hard_weight": 2.0},
+    "filters": {"difficulty": {"low": -0.7, "high": 1.2}, "truncated": {}},
 }  # fmt: skip
 
 
@@ -37,11 +40,15 @@ def _quick_looks(monkeypatch):
 
 
 class MixedPool(ScriptedPool):
-    """What an episode gives is a function of its place, its attempt and the version: some fail for good, some are worth another attempt, some
-    groups and one whole batch carry no signal, some samples do not fit."""
+    """What an episode gives is a function of its place, its attempt, its task and the version, and how long it takes of its name: some fail for good,
+    some are worth another attempt, some groups carry no signal, some samples do not fit; there are tasks of all difficulties."""
 
-    async def run(self, *, episode_id: str, policy_version: int, env: str, **rest) -> EpisodeResult:
-        result = await super().run(episode_id=episode_id, policy_version=policy_version, env=env, **rest)
+    def tasks(self, env: str) -> list[TaskInfo]:
+        return [TaskInfo(f"task-{i}", i) for i in range(12)]
+
+    async def run(self, *, episode_id: str, env: str, task_index: int, **rest) -> EpisodeResult:
+        await asyncio.sleep(xxhash.xxh3_64_intdigest(episode_id.encode()) % 50 / 1000)
+        result = await super().run(episode_id=episode_id, env=env, task_index=task_index, **rest)
         if episode_id.startswith("eval"):
             return result
         group, number, attempt = map(int, episode_id.split("."))
@@ -53,6 +60,8 @@ class MixedPool(ScriptedPool):
             result.reward = 0.5
         if (group, number) == (9, 0):
             result.samples = [SampleTokens.of([1, 2, 3], [False, False, True], [0.0, 0.0, -1.0], 2, 0.0)]
+        result.reward += task_index % 4 - 1.5
+        result.is_truncated = (group, number) == (4, 1)
         return result
 
 
@@ -91,7 +100,7 @@ async def finish(world: World, **train_arguments) -> None:
 
 
 def check(world: World, reference: World | None = None) -> None:
-    """Everything that the run directory must say at the end."""
+    """Everything that the run directory must say at the end: with a reference also which tasks were drawn, and what pools and algorithm remember."""
     run = world.directory
     assert list(audit._ledger(run, STEPS)) == []
     assert list(audit._leftovers(run)) == []
@@ -102,22 +111,51 @@ def check(world: World, reference: World | None = None) -> None:
     assert sorted(row["step"] for row in lines if "eval/held-out/time" in row) == [0, 2, 4, 5]
     if reference is not None:
         assert audit.differences(run, reference.directory, attempts=True) == []
+        assert drawn(world) == drawn(reference)
+        assert states(world) == states(reference)
+
+
+def drawn(world: World) -> list[tuple[int, int, str, int | None]]:
+    """Number, task, end and step of every group."""
+    with open_copy(world.directory / "ledger.sqlite") as db:
+        return db.execute("SELECT number, task_index, state, step FROM groups ORDER BY number").fetchall()
+
+
+def states(world: World) -> list[tuple[dict, dict]]:
+    """Difficulty pools, and what the algorithm remembers, after every step."""
+    found = [read_state(world.directory / "rollouts", step) for step in range(STEPS)]
+    return [(one.curriculum, one.algorithm) for one in found]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> World:
-    """The run that nothing disturbed."""
+    """The run that nothing disturbed: all pools are drawn from, and the gate turns groups away at several steps."""
     world = make_world(tmp_path_factory.mktemp("reference") / "run")
     asyncio.run(finish(world))
     check(world)
+    groups = drawn(world)
+    assert len({step for *_, state, step in groups if state == "discarded"}) >= 3
+    assert len({task for _, task, *_ in groups}) < len(groups)
+    assert states(world)[-1][1]["env"][""]
+    rows = read_metrics(world.directory / "metrics" / "orchestrator.jsonl")
+    for name in ("turned_away/difficulty", "filtered/truncated"):
+        assert sum(row.get(name, 0) for row in rows) > 0
     return world
 
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_synchronous_run_that_is_killed_at_random_moments_ends_like_one_that_is_not(tmp_path, reference, seed):
-    """Ledger, batches, weights, checkpoints, evaluations and metrics are equal but for times, whenever it is cut off."""
+    """Ledger, batches, weights, checkpoints, evaluations and metrics are equal but for times, and so are draws, pools and moving averages, whenever
+    it is cut off, eight times here."""
     world = make_world(tmp_path / "run")
-    await kill_at_random_moments(world, seed)
+    chance, trainer, threads = random.Random(seed), asyncio.create_task(train(world)), new_threads()
+    for _ in range(8):
+        run = asyncio.create_task(world.orchestrator().run())
+        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.35))
+        threads = await cut_off(run, threads)
+        world.config = world.config.model_copy(update={"recover": True})
+    await world.orchestrator().run()
+    await trainer
     check(world, reference)
 
 
@@ -132,18 +170,6 @@ async def die_and_go_on(world: World) -> None:
     await asyncio.wait([run], timeout=30)
     assert isinstance(run.exception(), Killed)
     world.config = world.config.model_copy(update={"recover": True})
-    await world.orchestrator().run()
-    await trainer
-
-
-async def kill_at_random_moments(world: World, seed: int) -> None:
-    """A run whose orchestrator is cut off eight times."""
-    chance, trainer, threads = random.Random(seed), asyncio.create_task(train(world)), new_threads()
-    for _ in range(8):
-        run = asyncio.create_task(world.orchestrator().run())
-        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.25))
-        threads = await cut_off(run, threads)
-        world.config = world.config.model_copy(update={"recover": True})
     await world.orchestrator().run()
     await trainer
 
@@ -321,78 +347,12 @@ def new_threads() -> ThreadPoolExecutor:
     return threads
 
 
-class PoolsOfTasks(MixedPool):
-    """Tasks of all difficulties; how long an episode takes is a function of its name and `haste`."""
-
-    haste = 0
-
-    def tasks(self, env: str) -> list[TaskInfo]:
-        return [TaskInfo(f"task-{i}", i) for i in range(12)]
-
-    async def run(self, *, episode_id: str, env: str, task_index: int, **rest) -> EpisodeResult:
-        await asyncio.sleep(xxhash.xxh3_64_intdigest(f"{self.haste}/{episode_id}".encode()) % 50 / 1000)
-        result = await super().run(episode_id=episode_id, env=env, task_index=task_index, **rest)
-        if not episode_id.startswith("eval"):
-            result.reward += task_index % 4 - 1.5
-            result.is_truncated = result.ok and episode_id.startswith("4.1.")
-        return result
-
-
-BY_DIFFICULTY = {
-    "algorithm": {"type": "rae"},
-    "curriculum": {"easy": 1.0, "hard": -0.5, "easy_weight": 2.0, "hard_weight": 2.0},
-    "filters": {"difficulty": {"low": -0.7, "high": 1.2}, "truncated": {}},
-}
-
-
-def make_pools_world(directory, haste: int = 0, **settings) -> World:
-    world = make_world(directory, **(BY_DIFFICULTY | settings))
-    world.pool = PoolsOfTasks(world.engine)
-    world.pool.haste = haste
-    return world
-
-
-def drawn(world: World) -> list[tuple[int, int, str]]:
-    """Number, task and end of every group."""
-    with open_copy(world.directory / "ledger.sqlite") as db:
-        return db.execute("SELECT number, task_index, state FROM groups ORDER BY number").fetchall()
-
-
-def states(world: World) -> list[tuple[dict, dict]]:
-    """Difficulty pools, and what the algorithm remembers, after every step."""
-    found = [read_state(world.directory / "rollouts", step) for step in range(STEPS)]
-    return [(one.curriculum, one.algorithm) for one in found]
-
-
-def check_pools(world: World, reference: World) -> None:
-    check(world, reference)
-    assert drawn(world) == drawn(reference)
-    assert states(world) == states(reference)
-
-
-@pytest.fixture(scope="module")
-def by_difficulty(tmp_path_factory) -> World:
-    """A run by difficulty that nothing disturbed: all pools are drawn from, and the gate turns groups away at several steps."""
-    world = make_pools_world(tmp_path_factory.mktemp("by-difficulty") / "run")
-    asyncio.run(finish(world))
-    check(world)
-    with open_copy(world.directory / "ledger.sqlite") as db:
-        steps = db.execute("SELECT DISTINCT step FROM groups WHERE state = 'discarded'").fetchall()
-    assert len(steps) >= 3
-    assert len({task for _, task, _ in drawn(world)}) < len(drawn(world))
-    assert read_state(world.directory / "rollouts", STEPS - 1).algorithm["env"][""]
-    rows = read_metrics(world.directory / "metrics" / "orchestrator.jsonl")
-    for name in ("turned_away/difficulty", "filtered/truncated"):
-        assert sum(row.get(name, 0) for row in rows) > 0
-    return world
-
-
 @pytest.mark.parametrize("turned_away", [1, 2, 4, 6])
 async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
-    tmp_path, by_difficulty, monkeypatch, turned_away
+    tmp_path, reference, monkeypatch, turned_away
 ):
     """The ledger has closed them, and no manifest tells of them yet: the pools and all later draws are those of an undisturbed run."""
-    world, killed = make_pools_world(tmp_path / "run"), []
+    world, killed = make_world(tmp_path / "run"), []
 
     def kill(name, file=None):
         if name == "ledger:committed" and not killed:
@@ -405,14 +365,4 @@ async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
     monkeypatch.setattr(orchestrator, "FLUSH_SECONDS", 0.02)
     monkeypatch.setattr(faults, "point", kill)
     await die_and_go_on(world)
-    check_pools(world, by_difficulty)
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_what_pools_algorithms_and_filters_remember_survives_kills_at_random_moments(
-    tmp_path, by_difficulty, seed
-):
-    """Tasks drawn by how hard they are, moving averages, groups turned away, filtered episodes: draws, pools and batches are as undisturbed."""
-    world = make_pools_world(tmp_path / "run")
-    await kill_at_random_moments(world, seed)
-    check_pools(world, by_difficulty)
+    check(world, reference)

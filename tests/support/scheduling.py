@@ -1,0 +1,258 @@
+"""A scheduler in a random world without clock or network, alone or with its ledger."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.orchestrator.checkpoint import OrchestratorState, resume_point
+from prime_rl.orchestrator.ledger import Ledger, batch_extra, open_ledger, restore
+from prime_rl.orchestrator.scheduler import (
+    Batch,
+    Batched,
+    Discarded,
+    Drop,
+    Dropped,
+    Event,
+    Finished,
+    Issued,
+    Limits,
+    Opened,
+    Scheduler,
+    Start,
+    Task,
+)
+from prime_rl.orchestrator.tasks import Curriculum, task_stream
+from prime_rl.transport.commit import stage
+from prime_rl.transport.protocol import newest_version
+
+TASKS = {
+    "env": [Task("env", i, f"task-{i}") for i in range(5)],
+    "other": [Task("other", i, f"o-{i}") for i in range(3)],
+}
+
+
+def endless_tasks() -> Iterator[Task]:
+    return (Task("env", i, f"task-{i}") for i in itertools.count())
+
+
+class Counted(Scheduler[Any]):
+    """A scheduler whose events are counted, as a ledger would."""
+
+    def __init__(self, limits: Limits, tasks: Iterator[Task] | None = None, emit: Callable[[Event], None] | None = None, **kwargs: Any) -> None:  # fmt: skip
+        self.issued, self.trained, self.dropped = 0, 0, Counter[str]()
+        self.discards: list[tuple[int, str, str]] = []
+        self.open: dict[int, set[str]] = {}  # verified and finished episodes by group
+        self.standing: list[int] = []  # groups that are neither in a batch nor discarded
+        self.planned: dict[
+            str, int
+        ] = {}  # the step that each episode was started for, by how many groups stood before its own
+        self._store = emit
+        super().__init__(limits, tasks or endless_tasks(), emit=self.count, **kwargs)
+
+    def count(self, event: Event) -> None:
+        match event:
+            case Opened(group):
+                self.standing.append(group)
+            case Issued(start):
+                self.issued += 1
+                if start.group in self.standing:  # else an earlier orchestrator opened it
+                    before = self.standing.index(start.group)
+                    self.planned[start.episode] = self.step + before // self.limits.groups_per_batch
+            case Finished(start):
+                self.open.setdefault(start.group, set()).add(start.episode)
+            case Dropped(start, reason):
+                self.open.get(start.group, set()).discard(start.episode)
+                self.dropped[reason] += 1
+            case Discarded(group, _, reason, detail):
+                self.dropped[reason] += len(self.open.pop(group, ()))
+                self.discards.append((group, str(reason), detail))
+                self.standing = [number for number in self.standing if number != group]
+            case Batched(_, groups):
+                self.trained += len(event.trained)
+                self.dropped[Drop.FILTERED] += len(event.filtered)
+                self.dropped[Drop.TRUNCATED] += len(event.truncated)
+                self.standing = [number for number in self.standing if number not in groups]
+        if self._store is not None:
+            self._store(event)
+
+    def check_conservation(self) -> None:
+        assert self.issued == self.trained + self.dropped.total() + self.held
+
+
+class World:
+    """A trainer, a fleet and an orchestrator in one thread, driven by chance.
+
+    With a `directory` the scheduler has a ledger there, and batches are committed there; a crash forgets all that is not in it.
+    """
+
+    def __init__(self, limits: Limits, seed: int, failure_rate: float, turned_away: float, directory: Path | None = None) -> None:  # fmt: skip
+        self.limits, self.random, self.directory = limits, random.Random(seed), directory
+        self.failure_rate, self.turned_away = failure_rate, turned_away
+        self.clock = 0.0
+        self.incarnations, self.versions = {0: 0}, {0: 0}
+        self.batches: list[tuple[Batch[EpisodeResult], set[str]]] = []  # each with what is trained of it
+        self.crashes = 0
+        self.ledger: Ledger | None = None
+        self.start()
+
+    @property
+    def newest(self) -> int:
+        version = newest_version(self.versions, self.incarnations)
+        assert version is not None
+        return version
+
+    def start(self) -> None:
+        """A new incarnation of the orchestrator."""
+        self.running: dict[str, Start] = {}
+
+        def gate(group: object) -> str | None:
+            return "dull" if self.random.random() < self.turned_away else None
+
+        if self.directory is None:
+            self.scheduler = Counted(self.limits, gate=gate)
+            return
+        progress = resume_point(self.directory, None, recover=self.crashes > 0)
+        self.ledger = open_ledger(self.directory, 0, progress)
+        stream = task_stream(TASKS, {"env": 2.0, "other": 1.0}, 0)
+        self.scheduler = Counted(
+            self.limits, stream, self.ledger.record, gate=gate, step=progress.step, version=self.newest, incarnation=max(self.incarnations)
+        )  # fmt: skip
+        rollouts = self.directory / "rollouts"
+        restore(self.scheduler, self.ledger, rollouts, progress, stream, self.newest, Curriculum({}, {}, 0))
+        self.scheduler.begin_incarnation(max(self.incarnations), self.incarnations)
+        self.check()
+
+    def check(self) -> None:
+        """Nothing is lost or counted twice, as the scheduler and, once it is written, the ledger have it."""
+        assert self.scheduler.in_flight <= self.limits.max_concurrent
+        if self.ledger is None:
+            self.scheduler.check_conservation()
+        else:
+            self.ledger.flush()
+            self.ledger.check(self.scheduler.held)
+
+    def run(self) -> None:
+        weights = {"land": 10, "prove": 2, "train": 2, "serve": 3, "ship": 3, "doubt": 0.3, "rewind": 0.3}
+        weights |= {"flush": 2, "crash": 0.6} if self.directory is not None else {}
+        actions = [getattr(self, name) for name in weights]
+        for _ in range(20_000):
+            if self.scheduler.done:
+                return
+            self.fill()
+            self.random.choices(actions, list(weights.values()))[0]()
+            if self.ledger is None or self.random.random() < 0.3:  # what is not written when it crashes is lost
+                self.check()
+        raise AssertionError("the run did not end: it is stuck")
+
+    def fill(self) -> None:
+        """Start what may start: each on a version that the async level allows for its step (DESIGN, "async level")."""
+        self.clock += self.random.choice([0.0, 0.1, 1.0, 30.0])
+        while (start := self.scheduler.next_start(self.clock)) is not None:
+            assert start.episode not in self.running
+            self.running[start.episode] = start
+            if (planned := self.scheduler.planned.get(start.episode)) is not None and not self.crashes:
+                assert start.version >= max(0, planned - self.limits.async_level)
+                assert planned < (self.limits.max_steps or 0)
+
+    def land(self) -> None:
+        if not self.running:
+            return
+        episode = self.random.choice(sorted(self.running))
+        self.running.pop(episode)
+        if self.random.random() < self.failure_rate:
+            self.scheduler.fail(episode, Drop.ERRORED, retry=self.random.random() < 0.5)
+        else:
+            tokens = SampleTokens.of([1, 2], [False, True], [0.0, -1.0], 1, 0.0)
+            self.scheduler.finish(episode, EpisodeResult(episode, "env", "t", Outcome.OK, reward=0.5, samples=[tokens]))
+
+    def prove(self) -> None:
+        self.scheduler.verify(self.scheduler.unverified())
+
+    def doubt(self) -> None:
+        """A server was started again, the only one or one of several: what it sampled and is not verified is made again."""
+        several = self.random.random() < 0.5
+        others = {name for name in self.running if several and self.random.random() < 0.5}
+        lost = self.scheduler.invalidate("gone", self.scheduler.running_or_unverified() - others)
+        assert {start.episode for start in lost} == self.running.keys() - others
+        self.forget(lost)
+        if not several:
+            self.scheduler.retract()
+
+    def flush(self) -> None:
+        assert self.ledger is not None
+        self.ledger.flush()
+
+    def train(self) -> None:
+        """The trainer commits a version, if there is a batch for it."""
+        if self.newest < len(self.batches):
+            self.versions[self.newest + 1] = max(self.incarnations)
+
+    def serve(self) -> None:
+        if self.ledger is not None:
+            self.ledger.trained_through(self.newest)
+        if self.newest > self.scheduler.version and not self.scheduler.must_go_back:
+            self.forget(self.scheduler.serve(self.newest))
+
+    def trainer_dies(self) -> int:
+        """It goes on from an earlier version."""
+        incarnation, back_to = max(self.incarnations) + 1, self.random.choice(sorted(self.versions))
+        self.incarnations[incarnation] = back_to
+        self.versions = {version: made for version, made in self.versions.items() if version <= back_to}
+        return back_to
+
+    def rewind(self) -> None:
+        """The orchestrator notices a new incarnation."""
+        back_to = self.trainer_dies()
+        self.forget(self.scheduler.begin_incarnation(max(self.incarnations), self.incarnations))
+        if self.ledger is not None:
+            self.ledger.rewound(back_to)
+        if self.scheduler.must_go_back:
+            self.scheduler.go_back(back_to)
+
+    def ship(self) -> None:
+        """Cut a batch and commit it; a crash may come at any point of that."""
+        batch = self.scheduler.ready_batch()
+        if batch is None:
+            return
+        self.prove()
+        names = sorted(batch.episodes)
+        filtered = names[: self.random.randint(0, len(names) - 1)]
+        batched = batch.committed(names[len(filtered) :], filtered)
+        if self.crashed():
+            return
+        if self.directory is not None and self.ledger is not None:
+            self.ledger.flush()
+            if self.crashed():
+                return
+            state = OrchestratorState(batch.step + 1, groups_opened=self.scheduler.groups_opened)
+            extra = batch_extra(batched, batch.groups, self.ledger.counts()) | {"state": asdict(state)}
+            place = self.directory / "rollouts" / f"step_{batch.step}"
+            with stage(place, step=batch.step, producer="orchestrator", extra=extra):
+                pass
+        self.batches.append((batch, set(batched.trained)))
+        if not self.crashed():
+            self.scheduler.advance(batched)
+
+    def crashed(self) -> bool:
+        if crash := self.directory is not None and self.random.random() < 0.1:
+            self.crash()
+        return crash
+
+    def crash(self) -> None:
+        assert self.ledger is not None
+        self.crashes += 1
+        self.ledger.close()
+        if self.random.random() < 0.1:  # somebody removed a damaged ledger
+            self.ledger.path.unlink()
+        if self.random.random() < 0.3:  # both died
+            self.trainer_dies()
+        self.start()
+
+    def forget(self, starts: list[Start]) -> None:
+        for start in starts:
+            del self.running[start.episode]
