@@ -24,7 +24,7 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 from mcp.shared.exceptions import MCPError
 from verifiers.v1 import runtimes
-from verifiers.v1.harnesses.utils.mcp import mcp_client
+from verifiers.v1.harnesses.utils.mcp import MCPConnection
 from verifiers.v1.mcp.launch import log_tail
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils.paths import CACHE_DIR
@@ -38,7 +38,6 @@ MALFORMED_CALL = "malformed_call"  # name of what was meant to be a call, its te
 CALL_SECONDS = 60.0
 CONNECT_SECONDS = 30.0
 ALIVE_SECONDS = 5.0
-CLOSE_SECONDS = 2.0
 SERVER_SECONDS = 180.0  # from its start until it listens: as long as verifiers waits
 POLL_SECONDS = 0.05
 PORT_SECONDS = 1.0  # for one try to connect to a server that starts
@@ -60,20 +59,18 @@ class ToolAnswer:
 
 
 class ToolServer:
-    """One session with an MCP server, held by a task of its own: the client's contexts must be left where they were entered."""
+    """A session with an MCP server, opened when it is asked for something, and anew after a failure."""
 
     def __init__(self, name: str, url: str) -> None:
         self._name = name
         self._url = url
-        self._holder: asyncio.Task[None] | None = None
-        self._client: Any = None
-        self._leave = asyncio.Event()
+        self._connection = MCPConnection({"url": url, "timeout": CALL_SECONDS})
 
     async def tools(self) -> list[Any]:
         """Its tools, as MCP describes them. Raises vf.ToolsetError."""
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                return list((await (await self._session()).list_tools()).tools)
+                return list((await self._connection._run(lambda client: client.list_tools())).tools)
         except (*_BROKEN, TimeoutError) as error:
             raise vf.ToolsetError(f"tool server {self._name!r} does not list its tools: {_cause(error)}") from error
 
@@ -81,62 +78,29 @@ class ToolServer:
         """Raises vf.ToolsetError when the server is gone, or so busy that it does not answer at all."""
         try:
             async with asyncio.timeout(seconds):
-                result = await (await self._session()).call_tool(tool, arguments)
+                # Not its `run`, which would repeat a call that may have done something.
+                result = await self._connection._run(lambda client: client.call_tool(tool, arguments))
         except TimeoutError:
-            await self._still_there("a call took too long")
+            await self.alive("a call took too long")
             return ToolAnswer(f"Error: no result within {seconds:g} seconds", failed=True)
         except _BROKEN as error:
-            await self._still_there(_cause(error))
+            await self.alive(_cause(error))
             return ToolAnswer(f"Error: {_cause(error)}", failed=True)
         text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
         return ToolAnswer(text[:ANSWER_LIMIT], failed=result.is_error)
 
     async def close(self) -> None:
-        holder, self._holder = self._holder, None
-        if holder is None:
-            return
-        self._leave.set()
-        done, _ = await asyncio.wait({holder}, timeout=CLOSE_SECONDS)
-        if not done:
-            holder.cancel()
-            await asyncio.wait({holder}, timeout=CLOSE_SECONDS)
+        await self._connection.aclose(abort=True)
 
-    async def _session(self) -> Any:
-        if self._holder is not None and not self._holder.done():
-            return self._client
-        self._leave = asyncio.Event()
-        opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._holder = asyncio.create_task(self._hold(opened))
-        await asyncio.wait({opened, self._holder}, timeout=CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if not opened.done():
-            error = self._holder.exception() if self._holder.done() else None
-            raise ConnectionError(
-                _cause(error) if error else f"no session within {CONNECT_SECONDS:g} seconds"
-            ) from error
-        self._client = opened.result()
-        return self._client
-
-    async def _hold(self, opened: "asyncio.Future[Any]") -> None:
-        async with mcp_client({"url": self._url, "timeout": CALL_SECONDS}) as client:
-            opened.set_result(client)
-            await self._leave.wait()  # bounded: by the conversation's end, which closes or cancels it
-
-    async def alive(self) -> None:
-        """Whether it answers anything. Raises vf.ToolsetError."""
+    async def alive(self, failure: str = "") -> None:
+        """Whether it answers anything, after a `failure` of something else. Raises vf.ToolsetError."""
         timeout = aiohttp.ClientTimeout(total=ALIVE_SECONDS)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url):
                 return
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise vf.ToolsetError(f"tool server {self._name!r} does not answer: {_cause(error)}") from error
-
-    async def _still_there(self, cause: str) -> None:
-        """After a failure: a fresh session next time if the server answers, else the end of the episode."""
-        await self.close()
-        try:
-            await self.alive()
-        except vf.ToolsetError as error:
-            raise vf.ToolsetError(f"{error}, after: {cause}") from error
+            after = f", after: {failure}" if failure else ""
+            raise vf.ToolsetError(f"tool server {self._name!r} does not answer: {_cause(error)}{after}") from error
 
 
 @dataclass
