@@ -35,7 +35,7 @@ VOCABULARY = {
     "publish": "tell tells told lent lend",
     "durable": "lasting",
     "superseded": "aside",
-    "WorkerPool, Worker, slot": "crew crews employer hire hires hired seat seats staff staffing",
+    "EnvPool, Worker, slot": "crew crews employer hire hires hired seat seats staff staffing",
     "attribution, offending episode": "blame blames blamed culprit culprits obituary obituaries",
     "Watchdog, stalled": "vigil vigils marks",
     "EvalSidecar": "companion companions",

@@ -17,7 +17,6 @@ import pytest
 
 from faults import audit as finished_run
 from prime_rl.envs import pool as pool_module
-from prime_rl.envs import worker_pool as worker_pool_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.audit import audit
@@ -75,8 +74,8 @@ async def train(world: World, steps: int) -> None:
 
 async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, seed: int, pause: float) -> Witness:
     """One run of so many steps."""
-    monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 8.0)
-    monkeypatch.setattr(worker_pool_module, "MAX_DEATHS", 20)  # of which two thirds are ours
+    monkeypatch.setattr(pool_module, "HEARTBEAT_TIMEOUT", 8.0)
+    monkeypatch.setattr(pool_module, "MAX_DEATHS", 20)  # of which two thirds are ours
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 2.0)
     monkeypatch.setenv(MARK, str(directory))
     world = World(

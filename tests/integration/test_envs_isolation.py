@@ -22,7 +22,6 @@ import zmq.asyncio
 from prime_rl import faults
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import pool as pool_module
-from prime_rl.envs import worker_pool as worker_pool_module
 from prime_rl.envs import worker_process
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
@@ -35,8 +34,8 @@ SECONDS = 120.0  # until something that should happen counts as not happening
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool_module, "BACKOFF_SECONDS", 0.1)
-    monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 5.0)
+    monkeypatch.setattr(pool_module, "BACKOFF_SECONDS", 0.1)
+    monkeypatch.setattr(pool_module, "HEARTBEAT_TIMEOUT", 5.0)
 
 
 def stub(directory: Path, args: dict[str, Any] | None = None, **settings: Any) -> EnvConfig:
@@ -92,7 +91,7 @@ async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
         stubs = pool.sets["stub"]
         filling = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2)]
         await until(lambda: sum(len(process.pending) for process in pool.of(stubs)) == 2)
-        await asyncio.sleep(3 * worker_pool_module.WATCH_SECONDS)
+        await asyncio.sleep(3 * pool_module.WATCH_SECONDS)
         assert stubs.target == 1
         more = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2, 9)]
         await until(lambda: sum(len(process.pending) for process in pool.of(stubs)) == 6)
@@ -108,8 +107,8 @@ async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
 
 async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the workers are busy and there are more cores than workers, more start, though slots are free; what is not needed any more ends, its episodes first."""
-    monkeypatch.setattr(worker_pool_module, "cores", lambda: 4)
-    monkeypatch.setattr(worker_pool_module, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(pool_module, "cores", lambda: 4)
+    monkeypatch.setattr(pool_module, "IDLE_SECONDS", 1.0)
     env = stub(tmp_path, {"blocks": 0.02, "slow": 10.0}, max_concurrent=64, max_workers=3)
     async with serving(tmp_path, env) as pool:
         stubs = pool.sets["stub"]
@@ -370,7 +369,7 @@ async def test_a_worker_gets_the_secrets_that_it_was_promised(tmp_path: Path, mo
 
 async def test_crash_loop_ends_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that keeps dying without finishing an episode is an error of the run, which quotes the log."""
-    monkeypatch.setattr(worker_pool_module, "MAX_DEATHS", 2)
+    monkeypatch.setattr(pool_module, "MAX_DEATHS", 2)
     async with serving(tmp_path, stub(tmp_path)) as pool:
         for _ in range(2):
             tell(tmp_path, "stub", "exit")

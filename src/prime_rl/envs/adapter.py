@@ -46,6 +46,9 @@ def load(setup: Setup) -> Adapter:
     """
     check_version(setup.env_id)
     kind = kind_of(setup.env_id) if setup.adapter == "auto" else setup.adapter
+    if kind != "verifiers" and (setup.demonstration or setup.chat):
+        wish = "demonstrated to a teacher" if setup.demonstration else "evaluated on APIs by their chat route"
+        raise LoadError(f"environment {setup.env_id!r}: tasks of {kind} environments cannot be {wish}")
     if kind == "python":
         with quick_imports():
             from prime_rl.envs.plain import PlainEnv

@@ -48,12 +48,6 @@ class ClassicEnv:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         env = f"environment {setup.env_id!r}"
-        if setup.demonstration:
-            raise LoadError(f"{env}: tasks of classic environments cannot be demonstrated to a teacher")
-        if setup.chat:
-            raise LoadError(
-                f"{env}: classic environments are evaluated on our servers, not on APIs by their chat route"
-            )
         load = vars(import_module(setup.env_id)).get("load_environment")
         if load is None:
             raise LoadError(f"{env} is not classic: {module_name(setup.env_id)} has no load_environment")

@@ -121,14 +121,6 @@ class PlainEnv:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        if setup.demonstration:
-            raise LoadError(
-                f"environment {setup.env_id!r}: tasks of plain Python environments cannot be demonstrated to a teacher"
-            )
-        if setup.chat:
-            raise LoadError(
-                f"environment {setup.env_id!r}: plain Python environments are evaluated on our servers, not on APIs by their chat route"
-            )
         module = import_module(setup.env_id)
         made, self._rollout, self._tasks = _parts(module, setup)
         self.task_ids = unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks)

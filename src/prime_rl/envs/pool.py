@@ -1,27 +1,116 @@
-"""Episodes on environment workers: what is sent to a worker, and the deadline of its answer."""
+"""Episodes on environment workers: the processes of all environments and their slots; start, scale, watch and replace them.
+
+An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails its episodes with `worker_died` and is
+started again with backoff; an environment whose workers keep dying without finishing an episode fails the pool with a UserError that quotes its log.
+`_adjust` compares the workers of an environment with its target, which follows the load, and starts and drains until they match; nothing else does.
+"""
 
 import asyncio
+import itertools
+import math
 import os
+import shutil
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import zmq
+import zmq.asyncio
+from loguru import logger
+
+import prime_rl
+from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
+from prime_rl.envs import worker_process
 from prime_rl.envs.protocol import (
+    VERSION,
     Cancel,
     EpisodeResult,
+    FirstTasks,
+    Heartbeat,
+    Hello,
+    LoadFailed,
+    Message,
     Outcome,
+    ProtocolError,
+    Ready,
+    Result,
     Run,
     Setup,
     TaskInfo,
+    decode,
+    encode,
 )
-from prime_rl.envs.worker_pool import WorkerGone, WorkerPool, WorkerSet, worker_range
-from prime_rl.envs.worker_process import passed_on, worker_variables
+from prime_rl.envs.worker_process import Worker, WorkerState, passed_on, worker_variables
 from prime_rl.errors import UserError
+from prime_rl.host_memory import available_bytes
+from prime_rl.lifeline import Lifeline
+from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
 
+WATCH_SECONDS = 0.5
+ADJUST_SECONDS = 1.0
+IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
+HEARTBEAT_TIMEOUT = 30.0
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
+BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that finished nothing
+MAX_BACKOFF_SECONDS = 15.0
+MAX_DEATHS = 5  # in a row, for each worker of an environment, without one finished episode of the environment
+LAST_WORDS_SECONDS = 5.0
+CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS + processes.DEATH_SECONDS
+# Mean use of a core by a worker: above, more are started; below, some are drained; aim.
+HIGH, LOW, TARGET = 0.7, 0.35, 0.5
+_WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
+
+Slot = tuple[Worker, int]  # and the number of the request there
+
+
+class WorkerGone(Exception):
+    """The worker that ran the episode is dead or was ended; `outcome` says whether the episode was at fault."""
+
+    def __init__(self, message: str, outcome: Outcome = Outcome.WORKER_DIED) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a worker process ended."""
+
+    why: str
+    hopeless: bool = False  # by itself, before it was ready: another one can be expected to end the same way
+    offending_request: int = 0  # the request in whose code it died
+    deaf: bool = False  # it is stopped or blocked, and handles no signal
+
+
+@dataclass(eq=False)
+class WorkerSet:
+    """The workers of one environment, and the episodes that wait for a slot."""
+
+    config: EnvConfig
+    setup: Setup
+    variables: Mapping[str, str]
+    withheld: Sequence[str]  # names of variables that its workers do not get
+    log: Path
+    least: int
+    most: int
+    target: int = 0  # workers that it should have
+    tasks: list[TaskInfo] = field(default_factory=list)
+    loaded: bool = False  # by some worker: its tasks are known
+    departures: int = 0  # slots that were taken, and are not any more
+    deaths: int = 0  # of workers, since an episode was finished
+    setbacks: int = 0  # workers in a row that ended without finishing an episode
+    no_start_before: float = 0.0
+    idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers than `target` suffice
+    wanted_since: int = 0  # most workers that were wanted at a time since then
+    waiting: dict[asyncio.Future[Slot], None] = field(default_factory=dict)  # in the order in which they asked
+
+    def __post_init__(self) -> None:
+        # With `auto` one shows whether the environment can be loaded, before the others start.
+        self.target = 1 if self.config.workers == "auto" else self.least
 
 
 @dataclass(frozen=True)
@@ -41,7 +130,7 @@ class Demonstration:
     template: str
 
 
-class EnvPool(WorkerPool):
+class EnvPool:
     """Workers for several environments, and the episodes that they run. Environments that differ in their names alone share workers.
 
     pool = EnvPool(envs, model=…, base_url=…, api_key=…, renderer="auto", output_dir=…)
@@ -49,6 +138,11 @@ class EnvPool(WorkerPool):
     result = await pool.run(env="reverse-text", task_index=0, sampling={…}, policy_version=0,
                             episode_id="…", deadline=time.monotonic() + 300)
     await pool.close()
+
+    Attributes:
+        workers: All processes that are up, by their identities: `environment/number`.
+        sets: What belongs to each environment, by its name; those that are alike share one.
+        restarts: How many processes died and were replaced.
     """
 
     def __init__(
@@ -81,7 +175,7 @@ class EnvPool(WorkerPool):
         self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
         self._samplers = samplers or {}
         names = [config.name for config in envs]
-        self._sets: dict[str, WorkerSet] = {}  # by the name of each environment, those that share one too
+        self.sets: dict[str, WorkerSet] = {}
         if twice := {name for name in names if names.count(name) > 1}:
             raise UserError(f"two environments are named {sorted(twice)[0]!r}: give each a `name` of its own")
         for config in envs:
@@ -115,12 +209,101 @@ class EnvPool(WorkerPool):
             log = Path(output_dir) / "logs" / "envs" / f"{config.name.replace('/', '--')}.log"
             least, most = worker_range(config.workers, config.max_workers, len(envs))
             own = WorkerSet(config, setup, variables, withheld, log, least, most)
-            self._sets[config.name] = next((other for other in self._sets.values() if _alike(own, other)), own)
-        super().__init__(list(dict.fromkeys(self._sets.values())), hang_timeout)
+            self.sets[config.name] = next((other for other in self.sets.values() if _alike(own, other)), own)
+        self.workers: dict[str, Worker] = {}
+        self.restarts = 0
+        self._hang_timeout, self._start_timeout = hang_timeout, 0.0
+        self._numbers = itertools.count()
+        self._services: list[asyncio.Task[None]] = []
+        self._supervisors: set[asyncio.Task[None]] = set()  # one of each process
+        self._failure: UserError | None = None
+        self._exit_stack = ExitStack()
+
+    async def start(self, timeout: float = 300.0) -> None:
+        """Start the workers and wait until all are ready. `timeout` (seconds) also bounds later restarts.
+
+        Raises:
+            UserError: not found, failing to import or load, bad arguments, no chat template, not ready in time.
+        """
+        self._start_timeout = timeout
+        self._lifeline = self._exit_stack.enter_context(Lifeline())
+        self._directory = Path(tempfile.mkdtemp(prefix="prime-envs-"))  # short: socket paths are limited to 107 bytes
+        self._exit_stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        self._address = f"ipc://{self._directory}/pool"
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._exit_stack.callback(self._socket.close)
+        for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.LINGER, 0), (zmq.SNDHWM, 0)):
+            self._socket.setsockopt(option, value)
+        self._socket.bind(self._address)
+        for each in dict.fromkeys(self.sets.values()):
+            withheld = ", ".join(each.withheld) or "none"
+            worker_process.note(
+                each.log, f"variables withheld from this environment (`secrets` passes them): {withheld}"
+            )
+            self._adjust(each)
+        self._services = [self._create_task(self._receive()), self._create_task(self._keep_adjusting())]
+        try:
+            for each, workers in [(each, each.target) for each in dict.fromkeys(self.sets.values())]:
+                await self._await_ready(each, workers)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
+        self._fail(UserError("the environment pool was closed"))
+        for task in self._services:
+            task.cancel()
+        for worker in self.workers.values():
+            worker.die("the pool was closed")
+        if tasks := {*self._services, *self._supervisors}:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        self._exit_stack.close()
+
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task whose failure is the pool's."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._supervisors.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.opt(exception=error).error("the environment pool failed")
+                self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        return task
+
+    def _fail(self, error: UserError) -> None:
+        """Stop the pool: every caller, waiting or coming, gets this error."""
+        if self._failure is None:
+            self._failure = error
+            for waiter in [waiter for each in self.sets.values() for waiter in each.waiting]:
+                if not waiter.done():
+                    waiter.set_exception(error)
+
+    async def _await_ready(self, own: WorkerSet, workers: int) -> None:
+        def all_ready() -> bool:
+            if self._failure is not None:
+                raise self._failure
+            return len(self._ready(own)) >= workers
+
+        await wait_async(
+            all_ready, subject="ready worker", owner=f"environment {own.config.name!r}", poll=LEAST_POLL_SECONDS,
+            seconds=self._start_timeout + HEARTBEAT_TIMEOUT,
+        )  # fmt: skip
+
+    def of(self, own: WorkerSet) -> list[Worker]:
+        """The workers of an environment that are up."""
+        return [worker for worker in self.workers.values() if worker.env == own.config.name]
+
+    def _ready(self, own: WorkerSet) -> list[Worker]:
+        return [worker for worker in self.of(own) if worker.state is WorkerState.READY]
+
+    # ---- episodes
 
     def tasks(self, env: str) -> list[TaskInfo]:
         """The tasks of an environment, in its own order."""
-        return self._sets[env].tasks
+        return self.sets[env].tasks
 
     @property
     def busiest(self) -> float:
@@ -148,7 +331,7 @@ class EnvPool(WorkerPool):
         Raises:
             UserError: the pool has failed.
         """
-        own = self._sets[env]
+        own = self.sets[env]
         task = own.tasks[task_index]
 
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
@@ -182,6 +365,264 @@ class EnvPool(WorkerPool):
         finally:
             self.leave(worker, request)
 
+    # ---- slots
+
+    async def place(self, own: WorkerSet, seconds: float) -> Slot | None:
+        """Wait for a slot; they are given in the order in which they were asked for. None when for so many seconds no episode has left one.
+
+        Raises:
+            UserError: the pool has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not own.waiting and (worker := self._least_busy(own)) is not None:
+            return worker, worker.enter()
+        waiter: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+        own.waiting[waiter] = None
+        self._adjust(own)
+        departures = -1
+        try:
+            while not waiter.done() and departures != own.departures:  # bounded: those that came before leave in time
+                departures = own.departures
+                await asyncio.wait({waiter}, timeout=seconds)
+        except asyncio.CancelledError:
+            if (
+                waiter.done() and waiter.exception() is None
+            ):  # a slot became free at the very moment of the cancellation
+                self.leave(*waiter.result())
+            raise
+        finally:
+            own.waiting.pop(waiter, None)
+        return waiter.result() if waiter.done() else None
+
+    def leave(self, worker: Worker, request: int) -> None:
+        """Free the slot of a request."""
+        if (future := worker.pending.pop(request, None)) is not None:
+            future.cancel()
+        own = self.sets[worker.env]
+        own.departures += 1
+        self._fill(own)
+
+    def _fill(self, own: WorkerSet) -> None:
+        """Give free slots to waiting episodes."""
+        while own.waiting and (worker := self._least_busy(own)) is not None:
+            waiter = next(iter(own.waiting))
+            del own.waiting[waiter]
+            if not waiter.done():
+                waiter.set_result((worker, worker.enter()))
+
+    def _least_busy(self, own: WorkerSet) -> Worker | None:
+        free = [each for each in self.of(own) if each.serves and len(each.pending) < own.config.max_concurrent]
+        return min(free, key=lambda worker: len(worker.pending), default=None)
+
+    # ---- how many
+
+    async def _keep_adjusting(self) -> None:
+        while True:  # bounded: `close` cancels it
+            await asyncio.sleep(ADJUST_SECONDS)
+            # The environment with the fewest workers takes free cores first.
+            for own in sorted(dict.fromkeys(self.sets.values()), key=lambda own: own.target):
+                worker_process.shorten(own.log)
+                self._adjust(own)
+
+    def _adjust(self, own: WorkerSet) -> None:
+        """Follow the load, then start and drain workers until there are as many as there should be."""
+        if self._failure is not None:
+            return
+        if own.loaded:
+            self._set_target(own)
+        idlest = sorted(self._ready(own), key=lambda worker: len(worker.pending))
+        for worker in idlest[: max(0, len(idlest) - own.target)]:
+            worker.state = WorkerState.DRAINING
+            logger.info(
+                "worker {} is not needed any more: it ends after its {} episodes", worker.identity, len(worker.pending)
+            )
+        # One that has died counts until it is gone: `_handle_death` says when another may take its place.
+        staying = [worker for worker in self.of(own) if worker.state is not WorkerState.DRAINING]
+        for _ in range(own.target - len(staying)):
+            if time.monotonic() < own.no_start_before:
+                return
+            self._start_worker(own)
+
+    def _set_target(self, own: WorkerSet) -> None:
+        ready = self._ready(own)
+        starting = max(0, own.target - len(ready))
+        wanted = workers_wanted(
+            workers=own.target, starting=starting, use=sum(worker.use for worker in ready),
+            episodes=sum(len(worker.pending) for worker in ready) + len(own.waiting), slots=own.config.max_concurrent,
+            least=own.least, most=own.most, free=max(0, cores() - len(self.workers)),
+        )  # fmt: skip
+        now = time.monotonic()
+        own.wanted_since = max(own.wanted_since, wanted)
+        if wanted > own.target and now >= own.no_start_before:
+            resident = [each.resident for worker in ready if (each := processes.read(worker.pid)) is not None]
+            # Growth leaves half of the available memory alone.
+            room = min(cores(), available_bytes() // (2 * max(resident, default=1))) - starting
+            if (more := min(wanted - own.target, room)) > 0:
+                logger.info("environment {}: starting {} more workers for the load", own.config.name, more)
+                own.target += more
+        if wanted >= own.target:
+            own.idle_since, own.wanted_since = now, 0
+        elif now - own.idle_since > IDLE_SECONDS:
+            own.target, own.idle_since, own.wanted_since = own.wanted_since, now, 0
+
+    # ---- supervision
+
+    def _start_worker(self, own: WorkerSet) -> None:
+        """Start a process and its supervisor; one that cannot be executed counts as a death."""
+        variables, python, number = own.variables, own.config.python, next(self._numbers)
+        identity = f"{own.config.name}/{number}"
+        if python is not None:  # it finds prime_rl, and nothing else of ours
+            (self._directory / "path").mkdir(exist_ok=True)
+            with suppress(FileExistsError):
+                (self._directory / "path" / "prime_rl").symlink_to(Path(prime_rl.__file__).parent)
+            variables = {**variables, "PYTHONPATH": str(self._directory / "path")}
+        try:
+            worker = worker_process.spawn(
+                identity, own.config.name, self._address, python, variables, lifeline=self._lifeline, log=own.log,
+                page=self._directory / f"{number}.page", hang_timeout=self._hang_timeout,
+            )  # fmt: skip
+        except OSError as error:
+            self._handle_death(own, None, identity, Ending(f"cannot be started: {error}", hopeless=True))
+            return
+        self.workers[identity] = worker
+        self._supervisors.add(self._create_task(self._supervise(own, worker)))
+
+    async def _supervise(self, own: WorkerSet, worker: Worker) -> None:
+        """Watch a process to its end, fail its episodes, end all it has started, and have another one take its place."""
+        ending = await self._watch(worker)
+        worker.die(ending.why)
+        for request, future in worker.pending.items():
+            if request == ending.offending_request and not future.done():
+                why = f"in this episode's code its worker {ending.why}"
+                future.set_exception(WorkerGone(why, Outcome.ERRORED))
+            elif not future.done():
+                future.set_exception(WorkerGone(ending.why))
+        if strays := await worker_process.end(worker, ending.deaf):
+            logger.warning("worker {} had left {} processes outside its group; they are ended", worker.identity, strays)
+        del self.workers[worker.identity]
+        if worker.state is not WorkerState.DRAINING:
+            self._handle_death(own, worker, worker.identity, ending)
+        self._adjust(own)
+
+    def _handle_death(self, own: WorkerSet, worker: Worker | None, identity: str, ending: Ending) -> None:
+        """Count a death, and say when another worker may start; too many fail the pool."""
+        if self._failure is not None:
+            return
+        own.setbacks = 1 if worker is not None and worker.finished else own.setbacks + 1
+        pause = processes.backoff_seconds(own.setbacks - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+        if self._ready(own) and (worker is None or not worker.loaded):  # the environment can do without it
+            pause = 4 * max(pause, BACKOFF_SECONDS)
+            action = f"the others go on, and another one is started in {pause:.0f} s"
+        else:
+            own.deaths += 1
+            if (ending.hopeless and not own.loaded) or own.deaths >= MAX_DEATHS * own.target:
+                self._fail(UserError(_why_failed(own, ending.why)))
+                return
+            self.restarts += 1
+            action = "starting it again"
+        logger.warning("worker {}: {}; {} (log: {})", identity, ending.why, action, own.log)
+        own.no_start_before = time.monotonic() + pause
+        asyncio.get_running_loop().call_later(pause, self._adjust, own)
+
+    async def _watch(self, worker: Worker) -> Ending:
+        """Wait for the end of a process."""
+        exited = asyncio.create_task(worker_process.exited(worker))
+        try:
+            while True:  # bounded: by the end of the process; one that is stuck is `unhealthy`
+                before = time.monotonic()
+                either: set[asyncio.Future[Any]] = {exited, worker.death}
+                await asyncio.wait(either, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if exited.done() and not worker.loaded and exited.result() == 0:
+                    # Its reason may not have been read yet.
+                    await asyncio.wait({worker.death}, timeout=LAST_WORDS_SECONDS)
+                if worker.death.done():
+                    return Ending(worker.death.result(), not worker.loaded)
+                if exited.done():
+                    return self._exited(worker, exited.result())
+                if worker.state is WorkerState.DRAINING and not worker.pending:
+                    return Ending("was not needed any more")
+                if time.monotonic() - before > 4 * WATCH_SECONDS:
+                    worker.heard = time.monotonic()  # it was we who did not listen
+                elif why := worker.unhealthy(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout):
+                    current = processes.read(worker.pid)
+                    offending = 0 if current and current.stopped else worker.offending_request()
+                    never_ready = worker.state is WorkerState.STARTING and not worker.silent(HEARTBEAT_TIMEOUT)
+                    return Ending(why, never_ready, offending, deaf=True)
+        finally:
+            exited.cancel()
+
+    def _exited(self, worker: Worker, status: int) -> Ending:
+        # The kernel sends SIGKILL for want of memory, whoever's code runs.
+        offending = 0 if -status in worker_process.SENT_BY_OTHERS else worker.offending_request()
+        return Ending(processes.describe_exit(status), not worker.loaded and status >= 0, offending)
+
+    # ---- messages
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()  # bounded: owed by no one; `_watch` judges who sends nothing
+            identity, frame = frames[0], frames[-1]
+            worker = self.workers.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
+            if worker is None or worker.death.done():
+                continue
+            try:
+                message = decode(frame)
+            except ProtocolError as error:
+                worker.die(f"sent a broken message: {error}")
+                continue
+            worker.heard = time.monotonic()
+            await self._handle(self.sets[worker.env], worker, message)
+
+    async def _handle(self, own: WorkerSet, worker: Worker, message: Message) -> None:
+        match message:
+            case Heartbeat():
+                worker.heartbeat, worker.use = message, (worker.use + message.use) / 2
+                self._fill(own)
+            case Hello() if message.version != VERSION:
+                spoken = f"speaks protocol {message.version}, this is {VERSION}"
+                self._fail(
+                    UserError(f"the worker of {worker.env!r} {spoken}: its Python environment holds another prime-rl")
+                )
+                worker.die("protocol version")
+            case Hello():
+                await self._send(worker, own.setup)
+            case Result():
+                future = worker.pending.get(message.request)
+                if future is not None and not future.done():  # else it comes too late, or twice
+                    worker.finished += 1
+                    own.deaths = 0
+                    future.set_result(message.episode)
+            case Ready():
+                worker.loaded, worker.state = True, WorkerState.READY
+                if not own.loaded:
+                    own.loaded = True
+                    tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
+                    own.tasks = tasks if message.bounded else FirstTasks(tasks)
+                self._fill(own)
+                self._adjust(own)
+            case LoadFailed():
+                self._not_loaded(own, worker, message.message)
+            case _:
+                worker.die(f"sent an unexpected {message.kind!r}")
+
+    def _not_loaded(self, own: WorkerSet, worker: Worker, why: str) -> None:
+        if (python := own.config.python) is not None:
+            why += f"; its Python is {python} (`uv pip install --python {python} …`)"
+        if not own.loaded:  # it never loaded: no use trying again
+            withheld = f"; not passed to it: {', '.join(own.withheld)} (see its `secrets`)" if own.withheld else ""
+            self._fail(UserError(f"{why} (log: {own.log}){withheld}"))
+        worker.die(why)
+
+    async def _send(self, worker: Worker, message: Message) -> None:
+        if worker.death.done():
+            return
+        try:
+            frames = [worker.identity.encode(), encode(message)]
+            await self._socket.send_multipart(frames)  # bounded: it has room for any number (SNDHWM 0)
+        except zmq.ZMQError as error:  # ROUTER_MANDATORY: the peer is gone
+            worker.die(f"unreachable: {error}")
+
 
 def _alike(one: WorkerSet, other: WorkerSet) -> bool:
     """Whether the workers of two environments do the same: a training environment that is evaluated as well is loaded once."""
@@ -194,3 +635,61 @@ def _alike(one: WorkerSet, other: WorkerSet) -> bool:
 
 def _v1(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + "/v1"
+
+
+def _why_failed(own: WorkerSet, why: str) -> str:
+    times = (
+        "died before it was ready"
+        if own.deaths < 2
+        else f"died {own.deaths} times in a row without finishing an episode"
+    )
+    return f"worker of environment {own.config.name!r} {times}: {why}\n{worker_process.tail(own.log)}"
+
+
+# ---- how many workers
+
+
+def workers_wanted(
+    *, workers: int, starting: int, use: float, episodes: int, slots: int, least: int, most: int, free: int
+) -> int:
+    """Decide how many workers an environment should have.
+
+    Enough slots for all episodes; and where the workers are busy, more of them, so that each is about half busy. A worker that is
+    always busy says only that one is too few: one round of growth at most doubles their number, and waits for those that are starting.
+
+    Args:
+        workers: Ready or starting.
+        starting: Of these.
+        use: Cores: the sum over the ready ones of the part of the last seconds in which each one's event loop or threads were busy.
+        episodes: In flight, and waiting for a slot.
+        slots: Episodes that one worker runs at a time.
+        least, most: Bounds of the result.
+        free: Cores without a worker of any environment. Slots are given without: waiting for an engine takes no core.
+    """
+    ready, wanted = workers - starting, workers
+    if not starting and use > HIGH * ready:
+        wanted = ready + min(math.ceil(use / TARGET) - ready, free)
+    elif not starting and use < LOW * (ready - 1):
+        wanted = math.ceil(use / TARGET)
+    return min(max(wanted, -(-episodes // slots), least), most)
+
+
+def worker_range(workers: int | Literal["auto"], max_workers: int | None, environments: int = 1) -> tuple[int, int]:
+    """Return the least and the most workers that an environment has, by its settings.
+
+    Episodes of a batch start together and often end together: one worker would take them one after the other, though it is idle between. A host with
+    cores to spare soon has several.
+    """
+    if workers != "auto":
+        return workers, workers
+    most = max_workers or cores()
+    return min(most, max(1, min(_WORKERS, cores() // _CORES_A_WORKER) // environments)), most
+
+
+def cores() -> int:
+    """Count the processor cores that this process and its children may use."""
+    available = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no such control group, or no limit ("max")
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        available = min(available, max(1, int(quota) // int(period)))
+    return available

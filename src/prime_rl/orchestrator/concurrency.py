@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from loguru import logger
 
-from prime_rl.envs.worker_pool import worker_range
+from prime_rl.envs.pool import worker_range
 from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.orchestrator.scheduler import Limits, Scheduler
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.envs import worker_pool
-from prime_rl.envs.worker_pool import worker_range, workers_wanted
+from prime_rl.envs import pool
+from prime_rl.envs.pool import worker_range, workers_wanted
 
 counts = st.integers(0, 200)
 sizes = st.integers(1, 64)
@@ -67,7 +67,7 @@ def test_by_hand(workers: int, starting: int, use: float, episodes: int, free: i
 @pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 2, 2), (16, 9, 1)])
 def test_settings(monkeypatch: pytest.MonkeyPatch, cores: int, environments: int, least: int) -> None:
     """A number is kept to; `auto` begins with one, or with some where there are cores for all environments, and never with more than it may have."""
-    monkeypatch.setattr(worker_pool, "cores", lambda: cores)
+    monkeypatch.setattr(pool, "cores", lambda: cores)
     assert worker_range(3, None) == (3, 3)
     assert worker_range("auto", None, environments) == (least, cores)
     assert worker_range("auto", 1, environments) == (1, 1)
