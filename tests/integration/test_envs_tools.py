@@ -18,6 +18,7 @@ from fake_engine import FakeEngine, make_tokenizer
 from tool_environments import write_tool_environments
 from verifiers.v1.runtimes.subprocess import SubprocessConfig
 
+from prime_rl.envs.ids import Broken, LoadError
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -136,7 +137,6 @@ async def test_a_tool_that_raises_tells_the_model(desk: Any, engine: FakeEngine)
 
 async def test_what_hangs_or_dies(engine: FakeEngine) -> None:
     """A call that takes too long is told to the model; one that blocks or dies costs the episode, and the worker."""
-    from prime_rl.envs.ids import Broken
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     async with VerifiersEnv(setup(engine, "env-desk", turn_timeout=1.0)) as env:
@@ -170,7 +170,6 @@ async def test_a_server_of_each_episode(engine: FakeEngine) -> None:
 
 async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
     """When their server dies, with its last lines: before any episode those of all episodes, as an error of it those of one."""
-    from prime_rl.envs.ids import LoadError
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     reason = "it exited with status 1: .*No module named no_such_module"
@@ -185,7 +184,6 @@ async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
 
 async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path: Path) -> None:
     """A renderer that would show tools in another way than the model's template is not chosen; by name it is."""
-    from prime_rl.envs.ids import LoadError
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     plain = make_tokenizer(tmp_path / "plain")

@@ -115,70 +115,49 @@ def tokenizers(models: dict[str, str]) -> dict[str, Any]:
     return {name: from_files(model) for name, model in models.items()}
 
 
+@pytest.mark.parametrize("by_verifiers", [True, False])
 @pytest.mark.parametrize("branched", [False, True])
 @pytest.mark.parametrize("name", ["chatml", "chatml, tags as tokens", "default", "qwen3"])
 @settings(max_examples=40, deadline=None)
 @given(conversation=conversations)
 def test_samples_are_what_the_engine_saw(
+    models: dict[str, str],
     clients: dict[tuple[str, bool], Any],
     choices: dict[str, RendererChoice],
     tokenizers: dict[str, Any],
     name: str,
     branched: bool,
+    by_verifiers: bool,
     conversation: Any,
 ) -> None:
-    """Every sample is one exchange of the engine; each sampled token has its loss and log-probability once; nothing is told twice."""
-    asyncio.run(
-        _check(
-            clients[name, branched],
-            choices[name],
-            tokenizers[name],
-            branched,
-            conversation,
-            with_tools=name != "default",
-        )
-    )
+    """Every sample is one exchange of the engine; each sampled token has its loss and log-probability once; nothing is told twice.
 
-
-@pytest.mark.parametrize("branched", [False, True])
-@pytest.mark.parametrize("name", ["chatml", "chatml, tags as tokens", "default", "qwen3"])
-@settings(max_examples=40, deadline=None)
-@given(conversation=conversations)
-def test_the_same_without_verifiers(
-    models: dict[str, str],
-    choices: dict[str, RendererChoice],
-    tokenizers: dict[str, Any],
-    name: str,
-    branched: bool,
-    conversation: Any,
-) -> None:
-    """Of classic and plain environments, whose conversations are kept by our own client."""
-    asyncio.run(
-        _check_ours(
-            models[name], choices[name], tokenizers[name], branched, conversation, TOOLS if name != "default" else None
-        )
-    )
-
-
-async def _check_ours(
-    model: str, choice: RendererChoice, tokenizer: Any, branched: bool, conversation: Any, tools: Any
-) -> None:
-    system, opening, turns, few_shot = conversation
-    engine = Script()
+    Of verifiers' conversations, and of those of classic and plain environments, which our own client keeps.
+    """
+    engine, trace, choice, tools = Script(), _trace(), choices[name], TOOLS if name != "default" else None
+    client: Any = clients[name, branched]
     trajectories = "branched" if branched else "interleaved"
-    client = EngineClient(Setup("e", "e", {}, model, "default", 1, "info", trajectories=trajectories), tools=False)
-    client.renderer, client._connections["u"] = choice.renderer, engine  # type: ignore[assignment]
-    talk = client.conversation("u", {}, 0)
-    messages: list[dict[str, Any]] = [{"role": "system", "content": text} for text in system]
-    messages += [{"role": "user", "content": opening}]
-    if few_shot:
-        messages += [{"role": "assistant", "content": "made up"}, {"role": "user", "content": "go on"}]
-    first = len(messages)
-    for (reply, ended), move, text in turns:
-        engine.next = _ids(choice.renderer, tokenizer, reply, ended)
-        turn = await talk.reply(messages, tools)
-        messages = _next([*messages, turn.message], first, move, text)
-    _compare(engine, samples_of(talk.turns, branched), branched)
+    ours = EngineClient(Setup("e", "e", {}, models[name], "default", 1, "info", trajectories=trajectories), tools=False)
+    client.client, ours.renderer, ours._connections["u"] = engine, choice.renderer, engine  # type: ignore[assignment]
+    talk = ours.conversation("u", {}, 0)
+
+    async def converse() -> None:
+        system, opening, turns, few_shot = conversation
+        messages: list[dict[str, Any]] = [{"role": "system", "content": text} for text in system]
+        messages += [{"role": "user", "content": opening}]
+        if few_shot:  # a reply that the task made up
+            messages += [{"role": "assistant", "content": "made up"}, {"role": "user", "content": "go on"}]
+        first = len(messages)
+        for (reply, ended), move, text in turns:
+            engine.next = _ids(choice.renderer, tokenizers[name], reply, ended)
+            if by_verifiers:
+                message = await _turn(client, trace, messages, tools)
+            else:
+                message = (await talk.reply(messages, tools)).message
+            messages = _next([*messages, message], first, move, text)
+
+    asyncio.run(converse())
+    _compare(engine, samples_of(turns_of(trace) if by_verifiers else talk.turns, branched), branched)
 
 
 async def test_a_call_that_nests_without_end(
@@ -194,25 +173,6 @@ async def test_a_call_that_nests_without_end(
     assert function["name"] == MALFORMED_CALL
     assert (await Toolbox().call(function["name"], function["arguments"])).malformed
     assert (await Toolbox().call("add", "[" * 3000 + "]" * 3000)).malformed
-
-
-async def _check(
-    client: Any, choice: RendererChoice, tokenizer: Any, branched: bool, conversation: Any, with_tools: bool
-) -> None:
-    system, opening, turns, few_shot = conversation
-    engine, trace = Script(), _trace()
-    client.client = engine
-    tools = TOOLS if with_tools else None
-    messages: list[dict[str, Any]] = [{"role": "system", "content": text} for text in system]
-    messages += [{"role": "user", "content": opening}]
-    if few_shot:  # a reply that the task made up
-        messages += [{"role": "assistant", "content": "made up"}, {"role": "user", "content": "go on"}]
-    first = len(messages)
-    for (reply, ended), move, text in turns:
-        engine.next = _ids(choice.renderer, tokenizer, reply, ended)
-        messages = [*messages, await _turn(client, trace, messages, tools)]
-        messages = _next(messages, first, move, text)
-    _compare(engine, samples_of(turns_of(trace), branched), branched)
 
 
 def _compare(engine: Script, samples: list[SampleTokens], branched: bool) -> None:

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from environments import write_environments
 from fake_engine import make_tokenizer
 
+from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import Outcome, Setup
 
 
@@ -48,8 +49,6 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
 )
 def test_what_is_wrong_is_named(env_id: str, message: str, model: Path) -> None:
     """Not found, a missing dependency, an error on import or in load, an old or empty package: told apart."""
-    from prime_rl.envs.ids import LoadError
-
     with pytest.raises(LoadError) as caught:
         load(env_id, model)
     assert message in str(caught.value)
@@ -74,7 +73,6 @@ __all__ = ["OwnTaskset", "OwnHarness"]
 
 def test_what_an_environments_own_harness_does_not_know(tmp_path: Path, model: Path) -> None:
     """Settings of a conversation that nobody would heed are refused, not ignored."""
-    from prime_rl.envs.ids import LoadError
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     (tmp_path / "environments" / "env_own_harness.py").write_text(OWN_HARNESS)
@@ -96,8 +94,6 @@ def test_what_an_environments_own_harness_does_not_know(tmp_path: Path, model: P
 )
 def test_wrong_arguments_are_named(args: dict[str, Any], message: str, model: Path) -> None:
     """An unknown name, a value of the wrong kind, a value the environment refuses."""
-    from prime_rl.envs.ids import LoadError
-
     with pytest.raises(LoadError) as caught:
         load("reverse-text", model, **args)
     assert message in str(caught.value)
@@ -115,8 +111,6 @@ def test_wrong_arguments_are_named(args: dict[str, Any], message: str, model: Pa
 )
 def test_an_environment_that_demonstrates_nothing(field: str, answers: list[Any], message: str, model: Path) -> None:
     """Contract: not one to start with."""
-    from prime_rl.envs.ids import LoadError
-
     with pytest.raises(LoadError) as caught:
         load("env-answers", model, field, answers=answers)
     assert message in str(caught.value)
