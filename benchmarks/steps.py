@@ -247,7 +247,7 @@ class Bench:
         """The settings that were chosen, in short."""
         config = self.config.model
         needs = attention.needs_of(self.shape, compute_dtype(config.dtype, self.world.device))
-        backend = attention.choose(config.attention, attention.this_machine(self.world.device, needs), needs).backend
+        backend, _ = attention.choose(config.attention, attention.this_machine(self.world.device, needs), needs)
         settings = self.policy.memory.settings
         levels = [(level, len(list(run))) for level, run in groupby(settings.levels)]
         recomputed = ", ".join(level + (f" × {count}" if len(levels) > 1 else "") for level, count in levels)

@@ -68,7 +68,8 @@ class HostPool:
         self.device, self.budget = device, budget
         self.lag, self.offloading = _lag(budget), offloading_layers(layers, budget)
         self.credit = 0.0
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.module = torch.get_device_module(device)  # torch.cpu's streams do nothing
+        self.stream = self.module.Stream(device)
         self.blocks: dict[int, _Block] = {}
         self.chunks = 0
         self._free: list[Tensor] = []
@@ -117,7 +118,7 @@ class HostPool:
         """Chunks that hold `size` bytes."""
         wanted = -(-size // CHUNK)
         while len(self._free) < wanted:
-            self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.stream is not None))
+            self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
             self.chunks += 1
         taken, self._free = self._free[:wanted], self._free[wanted:]
         return taken
@@ -165,13 +166,13 @@ class _Block:
         self.kept.clear()
         if not storages:
             return
-        with _side_stream(host) as stream:
+        with _side_stream(host):
             for storage in storages:
                 assert storage.device is not None
                 storage.chunks = host.take(storage.size)
                 for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
                     chunk[: len(part)].copy_(part, non_blocking=True)
-            self._copied = None if stream is None else stream.record_event()
+            self._copied = host.stream.record_event()
 
     def release(self) -> None:
         """Release the device's copies once they have been read."""
@@ -185,13 +186,13 @@ class _Block:
         for storage in away:  # before the side stream, which the allocator would otherwise take for the memory's owner
             storage.device = torch.empty(storage.size, dtype=torch.uint8, device=host.device)
         if away:
-            with _side_stream(host) as stream:
+            with _side_stream(host):
                 for storage in away:
                     assert storage.device is not None
                     for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
                         part.copy_(chunk[: len(part)], non_blocking=True)
                     host.give_back(storage.chunks)
-                self._copied = None if stream is None else stream.record_event()
+                self._copied = host.stream.record_event()
 
     def await_copy(self) -> None:
         """Let the computation wait for the copies that were begun last."""
@@ -253,14 +254,11 @@ class _OffloadedBlock(ActivationWrapper):
 
 
 @contextmanager
-def _side_stream(host: HostPool) -> Iterator[torch.cuda.Stream | None]:
+def _side_stream(host: HostPool) -> Iterator[None]:
     """Run after what was computed so far, beside what is computed from now on."""
-    if host.stream is None:
-        yield None
-        return
-    host.stream.wait_stream(torch.cuda.current_stream(host.device))
-    with torch.cuda.stream(host.stream):
-        yield host.stream
+    host.stream.wait_stream(host.module.current_stream(host.device))
+    with host.module.stream(host.stream):
+        yield
 
 
 def _address(tensor: Tensor) -> int:

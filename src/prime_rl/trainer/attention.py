@@ -6,7 +6,7 @@ last). No mask function is registered under our name, so transformers builds no 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -61,18 +61,6 @@ class Machine:
     obstacle: Callable[[str], str | None] = lambda backend: None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A backend, and why each faster one was passed over."""
-
-    backend: str
-    passed_over: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        reasons = "; ".join(f"{backend} {reason}" for backend, reason in self.passed_over.items())
-        return f"attention: {self.backend}" + (f" ({reasons})" if reasons else "")
-
-
 def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, world: World) -> set[Any]:
     """Choose a backend, the same on every rank, say which, and make it the attention of every model that uses `NAME`.
 
@@ -88,13 +76,10 @@ def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, wo
     needs = needs_of(config, dtype)
     machine = this_machine(world.device, needs)
 
-    def first() -> str:
-        choice = choose(wanted, machine, needs)
-        logger.info("{}", choice)
-        return choice.backend
-
-    backend = on_main(world, first)
-    agree(world, lambda: choose(backend, machine, needs).backend)
+    backend, line = on_main(world, lambda: choose(wanted, machine, needs))
+    agree(world, lambda: choose(backend, machine, needs))
+    if world.is_main:
+        logger.info("{}", line)
     return register(backend)
 
 
@@ -116,8 +101,11 @@ def this_machine(device: torch.device, needs: Needs) -> Machine:
     return Machine(device.type, torch.cuda.get_device_capability(device), obstacle)
 
 
-def choose(wanted: str, machine: Machine, needs: Needs) -> Choice:
+def choose(wanted: str, machine: Machine, needs: Needs) -> tuple[str, str]:
     """The backend that `wanted` means on a machine: `auto` is the fastest that can do what the model needs.
+
+    Returns:
+        The backend, and a line that names it and says why each faster one was passed over.
 
     Raises:
         UserError: the named backend cannot run; says what to install or use.
@@ -126,13 +114,13 @@ def choose(wanted: str, machine: Machine, needs: Needs) -> Choice:
         reason = why_not(wanted, machine, needs)
         if reason is not None:
             raise UserError(f"model.attention {wanted} {reason}; `auto` takes the fastest that runs here")
-        return Choice(wanted)
-    passed_over: dict[str, str] = {}
+        return wanted, f"attention: {wanted}"
+    passed_over: list[str] = []
     for backend in _fastest_first(machine):
         reason = why_not(backend, machine, needs)
         if reason is None:
-            return Choice(backend, passed_over)
-        passed_over[backend] = reason
+            return backend, f"attention: {backend}" + (f" ({'; '.join(passed_over)})" if passed_over else "")
+        passed_over.append(f"{backend} {reason}")
     raise AssertionError("sdpa runs everywhere")
 
 

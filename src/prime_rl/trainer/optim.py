@@ -12,7 +12,6 @@ Experts [E, rows, columns] are whole on their rank.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,16 +126,17 @@ class States:
         self._device = local_part(parameters[0]).device
         self._buffers = [torch.zeros(total, device="cpu" if host else self._device) for _ in names]
         self._resident = [] if host else [self._items(chunk, self._buffers, 0) for chunk in chunks]
-        self._inbound: torch.cuda.Stream | None = None
-        self._outbound: torch.cuda.Stream | None = None
-        if host and self._device.type == "cuda":
+        if not host:
+            return
+        self._module = torch.get_device_module(self._device)  # torch.cpu's streams do nothing
+        self._inbound, self._outbound = self._module.Stream(self._device), self._module.Stream(self._device)
+        if self._device.type == "cuda":
             for buffer in self._buffers:
                 if page_lock(buffer, owner=self):
                     raise UserError(
                         f"optim.offload: {buffer.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked: free "
                         "some, raise `ulimit -l`, or leave it out"
                     )
-            self._inbound, self._outbound = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
 
     def of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """A parameter's states by name, sharded as it is: views of the buffers. Call `settle` before reading them."""
@@ -149,27 +149,26 @@ class States:
         if not self._host:
             yield from self._resident
             return
-        computing = None if self._inbound is None else torch.cuda.current_stream(self._device)
-        self._follow(self._inbound, computing)  # which used the slots' memory until now
-        self._follow(self._inbound, self._outbound)  # what left in the last step has arrived before it comes back
+        computing = self._module.current_stream(self._device)
+        self._inbound.wait_stream(computing)  # which used the slots' memory until now
+        self._inbound.wait_stream(self._outbound)  # what left in the last step has arrived before it comes back
         slots = [self._slot() for _ in self.chunks[:_UNDER_WAY]]
         arrived = [self._bring(*visit) for visit in zip(self.chunks, slots, strict=False)]
         for i, chunk in enumerate(self.chunks):
-            slot, event = slots[i % _UNDER_WAY], arrived[i]
-            if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
+            slot = slots[i % _UNDER_WAY]
+            computing.wait_event(arrived[i])
             yield self._items(chunk, slot, self._range(chunk)[0])
-            self._follow(self._outbound, computing)
-            with _on(self._outbound):
+            self._outbound.wait_stream(computing)
+            with self._module.stream(self._outbound):
                 for inside, outside in self._pairs(chunk, slot):
                     outside.copy_(inside, non_blocking=True)
             if i + _UNDER_WAY < len(self.chunks):
-                self._follow(self._inbound, self._outbound)
+                self._inbound.wait_stream(self._outbound)
                 arrived.append(self._bring(self.chunks[i + _UNDER_WAY], slot))
 
     def settle(self) -> None:
         """Wait until states that are on their way to host memory have arrived there."""
-        if self._outbound is not None:
+        if self._host and self._device.type == "cuda":
             self._outbound.synchronize()
 
     def _items(self, chunk: list[Elements], buffers: list[Tensor], begin: int) -> Chunk:
@@ -188,31 +187,22 @@ class States:
         """Room on the device for the longest chunk."""
         longest = max(end - begin for begin, end in map(self._range, self.chunks))
         slot = [torch.empty(longest, device=self._device) for _ in self._names]
-        for stream in (self._inbound, self._outbound):
-            for tensor in slot:
-                if stream is not None:
-                    tensor.record_stream(stream)
+        for tensor in slot if self._device.type == "cuda" else ():
+            tensor.record_stream(self._inbound)
+            tensor.record_stream(self._outbound)
         return slot
 
-    def _bring(self, chunk: list[Elements], slot: list[Tensor]) -> torch.cuda.Event | None:
-        with _on(self._inbound):
+    def _bring(self, chunk: list[Elements], slot: list[Tensor]) -> Any:
+        """Begin to copy a chunk's states into `slot`; return the event of their arrival."""
+        with self._module.stream(self._inbound):
             for inside, outside in self._pairs(chunk, slot):
                 inside.copy_(outside, non_blocking=True)
-        return None if self._inbound is None else self._inbound.record_event()
+        return self._inbound.record_event()
 
     def _pairs(self, chunk: list[Elements], slot: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         begin, end = self._range(chunk)
         for inside, buffer in zip(slot, self._buffers, strict=True):
             yield inside[: end - begin], buffer[begin:end]
-
-    @staticmethod
-    def _follow(stream: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
-        if stream is not None and other is not None:
-            stream.wait_stream(other)
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _aligned(elements: int) -> int:

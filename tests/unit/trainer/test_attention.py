@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -106,7 +105,7 @@ def pack(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 )
 def test_auto_takes_the_fastest_and_says_why(machine: Machine, needs: Needs, line: str) -> None:
     """`auto` passes a backend over only for a reason, and says it."""
-    assert str(choose("auto", machine, needs)) == line
+    assert choose("auto", machine, needs)[1] == line
 
 
 @pytest.mark.parametrize(
@@ -370,35 +369,3 @@ def test_a_compiled_block_serves_every_pack(name: str) -> None:
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [1] * len(fixed) + [2] * len(varying)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_checkpointing_can_keep_what_attention_computed(
-    backend: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the operators that `register` returns kept, backward does not call the kernel again."""
-    (operator,) = attention.register(backend)
-    function = ALL_ATTENTION_FUNCTIONS[attention.NAME]
-    q, k, v, _ = (x.transpose(0, 1)[None].requires_grad_() for x in qkv(12))
-    mask = attention.boundaries(torch.tensor([0, 5, 12], dtype=torch.int32), 7)
-
-    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op is operator else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return function(None, q * 2, k, v, None, **mask)[0].sin()
-
-    def contexts() -> object:
-        return create_selective_checkpoint_contexts(policy)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return checkpoint(block, q, k, v, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
-    torch._dynamo.reset()
-    call = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
-    calls, real = [], support.dense_forward
-    monkeypatch.setattr(support, "dense_forward", lambda *args: (calls.append(1), real(*args))[1])
-    call(q, k, v).sum().backward()
-    assert len(calls) == 1
-    want = torch.autograd.grad(block(q, k, v).sum(), q)[0]
-    torch.testing.assert_close(q.grad, want, atol=1e-6, rtol=1e-6)
