@@ -15,9 +15,11 @@ from prime_rl import wait
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.trainer.lm_head import _differentiated
+from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
-from prime_rl.trainer.packing import Document
+from prime_rl.trainer.packing import Document, collate, to_device
 from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.rl.train import train
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_publisher import WeightPublisher
@@ -36,6 +38,11 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
 
 
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("moe"), experts=5)
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     torch.set_num_threads(1)
@@ -49,6 +56,14 @@ def make_policy(world: World) -> Callable[..., Policy]:
         return build_policy(find_model(str(directory)), TrainerModel(**settings), world)
 
     return make
+
+
+def gradients(policy: Policy, groups: list[list[Document]]) -> dict[str, torch.Tensor]:
+    """Gradients of the cross-entropy over several micro-batches."""
+    policy.zero_grad()
+    for group in groups:
+        policy(to_device(collate(group, 1), torch.device("cpu")), cross_entropy)[0].backward()
+    return {name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)}
 
 
 @pytest.fixture

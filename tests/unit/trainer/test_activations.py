@@ -14,11 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.trainer import activations
 from prime_rl.trainer.activations import LEVELS, checkpoint_layers
-from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.model import Policy, build_policy
-from prime_rl.trainer.packing import collate, to_device
+from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import Source, find_model
 from support import trainer as support
 
@@ -28,6 +25,7 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 HIDDEN, FEED_FORWARD = 8, 24
 TOKENS = 5
+GROUPS = [support.random_documents(lengths) for lengths in ((17, 30), (25, 22))]
 Plain = Callable[[bool], dict[str, Tensor]]
 
 
@@ -120,14 +118,6 @@ def test_levels_are_told_apart_when_compiled() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
-def gradients(policy: Policy) -> dict[str, Tensor]:
-    """Of the cross-entropy over two micro-batches."""
-    for lengths in ((17, 30), (25, 22)):
-        batch = collate(support.random_documents(lengths), 1)
-        policy(to_device(batch, CPU), cross_entropy)[0].backward()
-    return {name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)}
-
-
 def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], relative: float) -> None:
     for name, gradient in want.items():
         error = (got[name] - gradient).norm() / gradient.norm()
@@ -153,7 +143,7 @@ def plain(world: World, shape: Source) -> Plain:
     def get(compiled: bool) -> dict[str, Tensor]:
         if compiled not in _plain:
             config = TrainerModel(activation_checkpointing="none", activation_offload=False, compile=compiled)
-            _plain[compiled] = gradients(build_policy(shape, config, world))
+            _plain[compiled] = support.gradients(build_policy(shape, config, world), GROUPS)
         return _plain[compiled]
 
     return get
@@ -180,7 +170,7 @@ def test_gradients_are_those_of_plain_blocks(
     """At every level, with and without offload, eager and compiled, under FSDP2."""
     monkeypatch.setattr(activations, "SMALLEST", 0)
     want = plain(settings.get("compile", False))
-    assert_near(gradients(build_policy(shape, TrainerModel(**settings), world)), want, 1e-6)
+    assert_near(support.gradients(build_policy(shape, TrainerModel(**settings), world), GROUPS), want, 1e-6)
 
 
 @pytest.mark.usefixtures("quick_compiler")

@@ -14,26 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from conftest import make_tiny_model
 from prime_rl.errors import UserError
 from prime_rl.trainer import moe
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, check_head
-from prime_rl.trainer.packing import Document, collate, to_device
+from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
 from support import trainer as support
 
-world, make_policy = support.world, support.make_policy
+world, make_policy, moe_model, gradients = support.world, support.make_policy, support.moe_model, support.gradients
 
 CPU = torch.device("cpu")
 LENGTHS = (17, 2, 40, 1, 9)
-
-
-@pytest.fixture(scope="module")
-def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("moe"), experts=5)
 
 
 def make_block(experts: int = 6, k: int = 2, normalized: bool = True) -> Qwen3MoeSparseMoeBlock:
@@ -59,13 +52,6 @@ def with_gradients(block: nn.Module, hidden: Tensor) -> dict[str, Tensor]:
     gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
     assert inputs.grad is not None
     return {"out": out.detach(), "hidden": inputs.grad, **gradients}
-
-
-def gradients(policy: Policy, groups: list[list[Document]]) -> dict[str, Tensor]:
-    policy.zero_grad()
-    for group in groups:
-        policy(to_device(collate(group, 1), CPU), cross_entropy)[0].backward()
-    return {name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)}
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -100,24 +86,6 @@ def test_bfloat16_experts(compiled: bool) -> None:
     for name, tensor in want.items():
         error = (got[name].float() - tensor).norm() / tensor.norm()
         assert error < 2e-2, f"{name}: {error:.1e}"
-
-
-def test_policy_equals_transformers(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """Packed documents give transformers' log-probabilities of one document at a time, and their gradients."""
-    policy = make_policy(moe_model, head_chunk=7)
-    documents = support.random_documents(LENGTHS)
-    packed = policy(to_device(collate(documents, 1), CPU))[0]
-    theirs = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)
-    logprobs = []
-    for document in documents:
-        ids = torch.tensor(document.input_ids)
-        logp = torch.log_softmax(theirs(ids[None]).logits[0, :-1] / document.temperature, -1)
-        logprobs.append(logp.gather(1, ids[1:, None]).squeeze(1)[torch.tensor(document.loss_mask[1:])])
-    torch.testing.assert_close(packed, torch.cat(logprobs), atol=2e-5, rtol=1e-5)
-    together, apart = gradients(policy, [documents]), gradients(policy, [[d] for d in documents])
-    assert "model.layers.0.mlp.gate.weight" in together
-    for name, gradient in together.items():
-        torch.testing.assert_close(gradient, apart[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("level", ["pointwise", "wide", "attention"])

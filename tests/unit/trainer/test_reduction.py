@@ -1,14 +1,12 @@
 """Gradients of a single rank: added up where they are, with the bits of torch's own reduction."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from conftest import make_tiny_model
 from prime_rl.trainer import model as trainer_model
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
@@ -18,15 +16,10 @@ from prime_rl.trainer.parameters import named_parameters
 from support import trainer as support
 
 world, make_policy = support.world, support.make_policy
-tied_model, untied_model = support.tied_model, support.untied_model
+tied_model, untied_model, moe_model = support.tied_model, support.untied_model, support.moe_model
 
 CPU = torch.device("cpu")
 GROUPS = [support.random_documents((17, 30)), support.random_documents((25,))]
-
-
-@pytest.fixture(scope="module")
-def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("moe"), experts=5)
 
 
 def backward(policy: Policy, micro_batch: int) -> None:
