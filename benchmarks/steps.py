@@ -25,7 +25,7 @@ from prime_rl.trainer import attention, memory, moe, perf
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.parallel import close_world, gather, init_world, now
-from prime_rl.trainer.perf import HostSyncs
+from prime_rl.trainer.perf import host_syncs
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Report, StepMetrics, sum_on_device
 from prime_rl.trainer.rl import train as rl
@@ -394,6 +394,6 @@ def peer_flops(matmul: int, config: PretrainedConfig, tokens: int, micro_batch: 
 
 def count_waits(bench: Bench) -> float | None:
     """How often the host waits for the device in a step, as far as torch notices. The profiler sees every kind of wait."""
-    with HostSyncs(bench.world.device, count=True) as syncs:
+    with host_syncs(bench.world.device, count=True) as take_syncs:
         bench.step()
-        return syncs.take().get("perf/host_syncs")
+        return take_syncs().get("perf/host_syncs")

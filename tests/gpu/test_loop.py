@@ -24,7 +24,7 @@ from prime_rl.trainer.dcp import HostCopy
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parameters import stored_tensors
-from prime_rl.trainer.perf import HostSyncs
+from prime_rl.trainer.perf import host_syncs
 from prime_rl.trainer.report import Report
 from prime_rl.trainer.rl.train import train
 from prime_rl.trainer.weight_copy import RowCopies
@@ -115,7 +115,7 @@ class Watch:
 
         patch.setattr(Report, "step", begin)
         patch.setattr(loop, "optimizer_step", change)
-        patch.setattr(loop, "HostSyncs", lambda device, count: HostSyncs(device, count=True))
+        patch.setattr(loop, "host_syncs", lambda device, count: host_syncs(device, count=True))
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,8 @@ class HostCopy:
     def __init__(self, world: World) -> None:
         self._world, self._buffers = world, dict[KeyPath, Tensor]()
         self._copied: torch.cuda.Event | None = None
-        self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        self._module = torch.get_device_module(world.device)  # torch.cpu's streams do nothing
+        self._stream = self._module.Stream(world.device)
         self.closed = False  # nothing more is reserved
 
     def reserve(self, state: State) -> None:
@@ -152,13 +153,12 @@ class HostCopy:
 
     def take(self, state: State) -> State:
         """Begin a copy, which is whole after `synchronize`. The next call overwrites it."""
-        if self._stream is None:
-            return tree_map_with_path(self._copy, state)
-        self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._module.current_stream(self._world.device))
+        with self._module.stream(self._stream):
             copied = tree_map_with_path(self._copy, state)
-            self._copied = torch.cuda.Event(blocking=True)
-            self._copied.record()
+            if self._world.device.type == "cuda":
+                self._copied = torch.cuda.Event(blocking=True)
+                self._copied.record()
         return copied
 
     def before_update(self) -> None:

@@ -2,10 +2,9 @@
 
 import resource
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import median
-from types import TracebackType
-from typing import Self
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -107,35 +106,29 @@ _LINES = (
 )
 
 
-class HostSyncs:
-    """Count how often the host waits for a GPU, as far as torch notices (`set_sync_debug_mode`). For benchmarks."""
+@contextmanager
+def host_syncs(device: torch.device, *, count: bool) -> Iterator[Callable[[], dict[str, float]]]:
+    """Count how often the host waits for a GPU, as far as torch notices (`set_sync_debug_mode`). For benchmarks.
 
-    def __init__(self, device: torch.device, *, count: bool) -> None:
-        self._counts = count and device.type == "cuda"
-        self._catch = warnings.catch_warnings(record=True)
-        self._caught: list[warnings.WarningMessage] = []
+    Yields a function whose result is a metric: how many there were since its last call, with the reading of a step,
+    which torch does not notice. Where nothing is counted it is empty.
+    """
+    if not count or device.type != "cuda":
+        yield dict
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
 
-    def __enter__(self) -> Self:
-        if self._counts:
-            self._caught = self._catch.__enter__() or []
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-        return self
+        def take() -> dict[str, float]:
+            noticed = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+            caught.clear()
+            return {"perf/host_syncs": noticed + 1}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._counts:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield take
+        finally:
             torch.cuda.set_sync_debug_mode("default")
-            self._catch.__exit__(kind, error, trace)
-
-    def take(self) -> dict[str, float]:
-        """How many there were since the last call, as a metric, with the reading of a step, which torch does not notice."""
-        if not self._counts:
-            return {}
-        noticed = sum("synchronizing CUDA operation" in str(warning.message) for warning in self._caught)
-        self._caught.clear()
-        return {"perf/host_syncs": noticed + 1}
 
 
 def bench_table(history: Sequence[Mapping[str, float]], world: World) -> str:
