@@ -1,8 +1,9 @@
-"""What every configuration class is made of: sections, the settings common to all entrypoints, and two errors."""
+"""What every configuration class is made of: sections, the settings common to all entrypoints, and how they contradict."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
@@ -12,7 +13,7 @@ from prime_rl.config.layers import LayeredTable
 _KEY = r"<([a-z][\w.]*)>"
 
 
-class Problem(ValueError):
+class Problem:
     """A contradiction between settings: "<low> 3 is above <high> 2".
 
     What is in angle brackets, and `keys`, are dotted names, relative to the section that raises it. The parser adds where
@@ -20,15 +21,15 @@ class Problem(ValueError):
     """
 
     def __init__(self, message: str, *keys: str) -> None:
-        super().__init__(re.sub(_KEY, r"\1", message))
+        self.message = re.sub(_KEY, r"\1", message)
         self.keys = tuple(dict.fromkeys([*re.findall(_KEY, message), *keys]))
 
 
 class Problems(ValueError):
-    """Several contradictions found by one validator."""
+    """Contradictions found by one validator."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(str(problem) for problem in problems))
+        super().__init__("; ".join(problem.message for problem in problems))
         self.problems = problems
 
 
@@ -50,6 +51,9 @@ def option(default: Any, description: str, mark: str = "", **constraints: Any) -
     return Field(**made, description=description, json_schema_extra=extra, repr=mark != "secret", **constraints)
 
 
+Checks = Iterator[Problem | None]
+
+
 def conflict(contradicts: object, message: str, *keys: str) -> Problem | None:
     """A problem if `contradicts`, for `check`."""
     return Problem(message, *keys) if contradicts else None
@@ -59,6 +63,19 @@ class Section(BaseModel):
     """A table of settings. Unknown keys are errors; a union without `type` is of the type of its default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    def checks(self) -> Checks:
+        """Complete the section's settings, and yield what contradicts among them.
+
+        Called once for each class that the section derives from, bases first: no call of `super()`.
+        """
+        yield None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        kinds = [kind for kind in reversed(type(self).__mro__) if "checks" in vars(kind)]
+        check(*(problem for kind in kinds for problem in cast(type[Section], kind).checks(self)))
+        return self
 
     @model_validator(mode="before")
     @classmethod

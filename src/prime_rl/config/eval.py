@@ -1,11 +1,11 @@
 """Settings of evaluations on their own."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt
 
-from prime_rl.config.base import BaseConfig, Problem, check, conflict, option
+from prime_rl.config.base import BaseConfig, Checks, Problem, conflict, option
 from prime_rl.config.shared import (
     ClientConfig,
     EnvConfig,
@@ -67,35 +67,25 @@ class EvalConfig(BaseConfig, Measure):
     clean: bool = option(False, "Remove earlier results rather than go on with them.", mark="one_time")
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
 
-    @model_validator(mode="after")
-    def _without_isolation(self) -> Self:
-        if not self.unsafe or not self.environments:  # those of a run come later
-            return self
+    def checks(self) -> Checks:
         running = [env for env in self.environments if env.id.partition("@")[0].rpartition("/")[2] == RUNS_CODE]
-        if not running:
-            raise Problem(f"<unsafe> is about {RUNS_CODE}, which is not evaluated", "environments")
-        for env in running:
+        if self.unsafe and self.environments and not running:  # those of a run come later
+            yield Problem(f"<unsafe> is about {RUNS_CODE}, which is not evaluated", "environments")
+        for env in running if self.unsafe else ():
             env.args = {**env.args, "unsafe": True}
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
         of_versions = {"steps": self.steps, "interval": self.interval, "follow": self.follow, "eval_base": not self.eval_base}  # fmt: skip
         without = self.weights_dir is None
         chooses = "follow" if self.follow else "interval" if self.interval is not None else ""
         chat, client = self.client.type == "chat", self.client
         several = len(client.base_urls) != 1 or client.admin_base_url is not None
-        check(
-            *(
-                conflict(without and value, f"<{key}> is about versions: give weights_dir too")
-                for key, value in of_versions.items()
-            ),
-            conflict(
-                self.steps and chooses, f"<steps> names the versions and <{chooses}> chooses them: give one of them"
-            ),
-            conflict(self.hold and not self.follow, "<hold> is about a run that is followed: give follow too"),
-            *(conflict(step < 0, f"<steps>: {step} is no version") for step in self.steps),
-            conflict(chat and not without, "an API by its chat route takes no weights", "weights_dir", "client.type"),
-            conflict(chat and several, "the chat route is asked at one address", "client.base_url", "client.type"),
+        for key, value in of_versions.items():
+            yield conflict(without and value, f"<{key}> is about versions: give weights_dir too")
+        yield conflict(
+            self.steps and chooses, f"<steps> names the versions and <{chooses}> chooses them: give one of them"
         )
-        return self
+        yield conflict(self.hold and not self.follow, "<hold> is about a run that is followed: give follow too")
+        for step in self.steps:
+            yield conflict(step < 0, f"<steps>: {step} is no version")
+        keys = ("weights_dir", "client.type")
+        yield conflict(chat and not without, "an API by its chat route takes no weights", *keys)
+        yield conflict(chat and several, "the chat route is asked at one address", "client.base_url", "client.type")

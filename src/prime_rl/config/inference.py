@@ -1,11 +1,11 @@
 """Settings of the inference server."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import BaseConfig, Problem, Section, check, conflict, option
+from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
 from prime_rl.config.shared import Device, ModelConfig
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -86,25 +86,24 @@ class InferenceConfig(BaseConfig):
         """The server's name among the processes of a run."""
         return server_name(self.replica)
 
-    @model_validator(mode="after")
-    def _nodes_fit(self) -> Self:
+    def checks(self) -> Checks:
         """A node that serves, and headless ones that it leads: vLLM would mistake others, or wait for them without end."""
         size, local, start = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_start_rank
         some = f"<data_parallel_size_local> {local}"
         if local is not None and local > size:
-            raise Problem(f"{some} exceeds <data_parallel_size> {size}")
-        if not self.headless:
+            yield Problem(f"{some} exceeds <data_parallel_size> {size}")
+        elif not self.headless:
             first = "<data_parallel_start_rank> is for headless nodes: the node that serves has the first replicas"
             reach = f"{some} of {size}: the other nodes need data_parallel_address, where they reach this one"
             several = local is not None and local < size
-            check(conflict(start is not None, first), conflict(several and self.data_parallel_address is None, reach))
+            yield conflict(start is not None, first)
+            yield conflict(several and self.data_parallel_address is None, reach)
         elif size > 1 or "nnodes" not in self.vllm:  # several nodes may also share one replica, by options of vLLM
             keys = ("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address")
             if size == 1:
-                raise Problem("<headless> runs engines for another node: give data_parallel_size")
-            if missing := [key for key in keys if getattr(self, key) is None]:
-                raise Problem(f"<headless> needs {', '.join(missing)}, too")
-            if not 0 < (start or 0) <= size - (local or 0):
+                yield Problem("<headless> runs engines for another node: give data_parallel_size")
+            elif missing := [key for key in keys if getattr(self, key) is None]:
+                yield Problem(f"<headless> needs {', '.join(missing)}, too")
+            elif not 0 < (start or 0) <= size - (local or 0):
                 rest = f"replicas 1 to {size - 1} are for headless nodes"
-                raise Problem(f"<data_parallel_start_rank> {start} with {some}: {rest}")
-        return self
+                yield Problem(f"<data_parallel_start_rank> {start} with {some}: {rest}")

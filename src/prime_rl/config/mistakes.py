@@ -57,11 +57,11 @@ def validation_lines(error: ValidationError, cls: type[Section], table: LayeredT
     for keys, details in sorted(details_by_keys, key=lambda one: table.rank(one[0]) < 0):
         cause = details.get("ctx", {}).get("error")
         local = keys[1:] if keys[:1] and keys[0] in SECTIONS_OF_RL else keys
-        if not shared and (details["type"] == "missing" or isinstance(cause, Problem | Problems)):
+        if not shared and (details["type"] == "missing" or isinstance(cause, Problems)):
             continue
-        if isinstance(cause, Problem | Problems):
-            for problem in cause.problems if isinstance(cause, Problems) else [cause]:
-                lines.setdefault((local, str(problem)), problem_line(problem, keys, table))
+        if isinstance(cause, Problems):
+            for problem in cause.problems:
+                lines.setdefault((local, problem.message), problem_line(problem, keys, table))
         elif any(keys[:length] in reported for length in range(len(keys) + 1)):
             continue  # one line, whatever number of types was tried
         elif details["type"] == "extra_forbidden":
@@ -80,7 +80,7 @@ def problem_line(problem: Problem, prefix: Keys, table: LayeredTable) -> str:
     own = not sources or any(table.rank(full[key]) >= 0 for key in sources)
     within = f"{'.'.join(prefix)}: " if prefix and own else ""
     named = ", ".join(f"{key}: {text}" for key, text in sources.items())
-    return f"{within}{problem}{f' ({named})' if named else ''}"
+    return f"{within}{problem.message}{f' ({named})' if named else ''}"
 
 
 def _keys_of_error(details: Any, tree: Any) -> Keys:

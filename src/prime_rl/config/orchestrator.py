@@ -1,10 +1,10 @@
 """Settings of the orchestrator: algorithms, filters, evaluation."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import BaseConfig, Problem, Section, check, conflict, option
+from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
 from prime_rl.config.shared import (
     Address,
     CkptConfig,
@@ -39,11 +39,9 @@ class OverlongPenalty(Section):
     cache: PositiveInt = Field(description="Tokens before that over which it grows.")
     scale: PositiveFloat = option(1.0, "The whole penalty.")
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    def checks(self) -> Checks:
         message = f"<cache> {self.cache} is more than <max_tokens> {self.max_tokens}"
-        check(conflict(self.cache > self.max_tokens, message))
-        return self
+        yield conflict(self.cache > self.max_tokens, message)
 
 
 class TeacherServer(Section):
@@ -145,13 +143,11 @@ class GDPO(ByReward):
     type: Literal["gdpo"] = option("gdpo", "Kind of algorithm.")
     weights: dict[str, float] = option(dict, "Weight of each reward function (empty: all that are there, equally).")
 
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> Self:
-        if self.weights and not any(self.weights.values()):
-            raise Problem("<weights> are all zero, and so would be every advantage")
-        if self.length_penalty is None:
-            return self
-        raise Problem("<length_penalty> has no effect: gdpo reads the rewards of single functions")
+    def checks(self) -> Checks:
+        zero = self.weights and not any(self.weights.values())
+        unread = "<length_penalty> has no effect: gdpo reads the rewards of single functions"
+        yield conflict(zero, "<weights> are all zero, and so would be every advantage")
+        yield conflict(self.length_penalty is not None, unread)
 
 
 class CustomAlgorithm(ByReward):
@@ -167,11 +163,9 @@ class Distillation(Algorithm):
 
     teacher: TeacherServer | None = option(None, "The model to learn from.")
 
-    @model_validator(mode="after")
-    def _has_a_teacher(self) -> Self:
-        if self.teacher is None:
-            raise Problem(f"{type(self).__name__.lower()} needs a <teacher>: give teacher.base_url")
-        return self
+    def checks(self) -> Checks:
+        name = type(self).__name__.lower()
+        yield conflict(self.teacher is None, f"{name} needs a <teacher>: give teacher.base_url")
 
 
 class OPD(Distillation):
@@ -203,11 +197,8 @@ class OPSD(Algorithm):
         "System message that shows it, {demonstration} in it.",
     )
 
-    @model_validator(mode="after")
-    def _shows_it(self) -> Self:
-        if "{demonstration}" not in self.template:
-            raise Problem("<template> has no {demonstration} in it")
-        return self
+    def checks(self) -> Checks:
+        yield conflict("{demonstration}" not in self.template, "<template> has no {demonstration} in it")
 
 
 class Echo(ByReward):
@@ -219,14 +210,12 @@ class Echo(ByReward):
     std_normalize: bool = option(False, "Divide by the standard deviation of the group.")
     weights: dict[str, float] = option(lambda: {"tool": 0.1}, "Weight of tokens by the role of their message.")
 
-    @model_validator(mode="after")
-    def _roles_are_known(self) -> Self:
+    def checks(self) -> Checks:
         known = ("system", "user", "assistant", "tool")
         if unknown := sorted(self.weights.keys() - set(known)):
-            raise Problem(f"<weights>: no message has the role {unknown[0]!r} (roles: {', '.join(known)})")
+            yield Problem(f"<weights>: no message has the role {unknown[0]!r} (roles: {', '.join(known)})")
         if negative := [role for role, weight in self.weights.items() if weight < 0]:
-            raise Problem(f"<weights>: {negative[0]} is below zero")
-        return self
+            yield Problem(f"<weights>: {negative[0]} is below zero")
 
 
 RewardAlgorithm = GRPO | Echo | RLOO | OPO | MaxRL | ReinforcePP | RAE | GDPO | CustomAlgorithm
@@ -264,11 +253,9 @@ class DifficultyFilter(Section):
     low: float = option(0.0, "Groups are kept whose mean reward is above.")
     high: float = option(1.0, "And below.")
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.low < self.high:
-            return self
-        raise Problem(f"<low> {self.low} is not below <high> {self.high}: every group would be turned away")
+    def checks(self) -> Checks:
+        message = f"<low> {self.low} is not below <high> {self.high}: every group would be turned away"
+        yield conflict(self.low >= self.high, message)
 
 
 class CustomFilter(Section):
@@ -298,11 +285,9 @@ class CurriculumConfig(Section):
     easy_weight: PositiveFloat = option(0.1, "How often an easy task is drawn, next to a new one.")
     hard_weight: PositiveFloat = option(0.5, "How often a hard one is.")
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.hard < self.easy:
-            return self
-        raise Problem(f"<hard> {self.hard} is not below <easy> {self.easy}: a task would be both")
+    def checks(self) -> Checks:
+        message = f"<hard> {self.hard} is not below <easy> {self.easy}: a task would be both"
+        yield conflict(self.hard >= self.easy, message)
 
 
 class TrainingEnv(EnvConfig):
@@ -360,28 +345,23 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
     bench: bool = option(False, "Measure rollouts for a few steps without a trainer, in output_dir/bench.")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def checks(self) -> Checks:
         longest, groups = self.sampling.max_tokens or 0, self.rollouts_per_example
         sizes = f"<rollouts_per_example> {groups} does not divide <batch_size> {self.batch_size}"
         ages = f"<max_off_policy_steps> {self.max_off_policy_steps} is below <async_level> {self.async_level}"
         room = f"<sampling.max_tokens> {longest} leaves no room for a prompt within <seq_len> {self.seq_len}"
         greedy = "temperature 0 samples greedily: there is no distribution to train on (evaluations may use it)"
-        check(
-            conflict(not self.environments, "no environment: give [environment] with an `id`", "environment"),
-            conflict(self.batch_size % groups, sizes),
-            *(self._can_compare(algorithm, key) for algorithm, key in self.algorithms()),
-            conflict(self.max_off_policy_steps < self.async_level, ages),
-            conflict(longest >= self.seq_len, room),
-            *(
-                conflict(sampling.temperature == 0, greedy, f"{key}.temperature")
-                for sampling, key in [(self.sampling, "sampling"), *map(self._sampling_of, self.environments)]
-            ),
-            *(self._can_be_scored(env) for env in self.environments),
-            resume_within(self.max_steps, self.ckpt),
-            nothing_to_clean(self.clean, self.recover, self.ckpt),
-        )
-        return self
+        yield conflict(not self.environments, "no environment: give [environment] with an `id`", "environment")
+        yield conflict(self.batch_size % groups, sizes)
+        for algorithm, key in self.algorithms():
+            yield self._can_compare(algorithm, key)
+        yield conflict(self.max_off_policy_steps < self.async_level, ages)
+        yield conflict(longest >= self.seq_len, room)
+        for sampling, key in [(self.sampling, "sampling"), *map(self._sampling_of, self.environments)]:
+            yield conflict(sampling.temperature == 0, greedy, f"{key}.temperature")
+        yield from map(self._can_be_scored, self.environments)
+        yield resume_within(self.max_steps, self.ckpt)
+        yield nothing_to_clean(self.clean, self.recover, self.ckpt)
 
     def _sampling_of(self, env: TrainingEnv) -> tuple[SamplingConfig, str]:
         """How an environment is sampled, and the key that says so."""

@@ -1,10 +1,10 @@
 """Settings of `rl`: a whole run, its processes, and what they share."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import BaseConfig, check, conflict, option
+from prime_rl.config.base import BaseConfig, Checks, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share
@@ -48,8 +48,7 @@ class RLConfig(BaseConfig):
 
     share = staticmethod(share)
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def checks(self) -> Checks:
         trainer, orchestrator, loss = self.trainer, self.orchestrator, self.trainer.loss
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
         penalty = "kl_coef" if loss.kl_coef else "entropy_coef" if loss.entropy_coef else ""
@@ -58,32 +57,29 @@ class RLConfig(BaseConfig):
         reference = orchestrator.reference is not None
         filters_zero = orchestrator.filter_zero_advantage
         lengths = f"<orchestrator.seq_len> {orchestrator.seq_len} exceeds <trainer.seq_len> {trainer.seq_len}"
-        check(
-            conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch"),
-            nothing_to_clean(self.clean, self.recover, self.ckpt),
-            conflict(
-                self.recover and resumes and not self.clean,
-                "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them",
-            ),
-            conflict(
-                penalty and not by_reward,
-                f"{key} has no effect: nothing is trained by reward",
-                "orchestrator.algorithm.type",
-            ),
-            conflict(
-                reference and not loss.kl_coef and not (penalty and not by_reward),
-                "a reference model has no effect where the loss does not ask for it: give <trainer.loss.kl_coef>",
-                "orchestrator.reference",
-            ),
-            conflict(
-                loss.kl_coef and by_reward and not reference and not self.bench,
-                "the divergence from a reference model needs one: give <orchestrator.reference>.base_url",
-                "trainer.loss.kl_coef",
-            ),
-            # They are meant for all that the policy samples. What a batch leaves out is for the orchestrator alone to say.
-            conflict(
-                penalty and filters_zero,
-                f"{key} would not reach samples of advantage zero: set <orchestrator.filter_zero_advantage> = false",
-            ),
+        yield conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch")
+        yield nothing_to_clean(self.clean, self.recover, self.ckpt)
+        yield conflict(
+            self.recover and resumes and not self.clean,
+            "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them",
         )
-        return self
+        yield conflict(
+            penalty and not by_reward,
+            f"{key} has no effect: nothing is trained by reward",
+            "orchestrator.algorithm.type",
+        )
+        yield conflict(
+            reference and not loss.kl_coef and not (penalty and not by_reward),
+            "a reference model has no effect where the loss does not ask for it: give <trainer.loss.kl_coef>",
+            "orchestrator.reference",
+        )
+        yield conflict(
+            loss.kl_coef and by_reward and not reference and not self.bench,
+            "the divergence from a reference model needs one: give <orchestrator.reference>.base_url",
+            "trainer.loss.kl_coef",
+        )
+        # They are meant for all that the policy samples. What a batch leaves out is for the orchestrator alone to say.
+        yield conflict(
+            penalty and filters_zero,
+            f"{key} would not reach samples of advantage zero: set <orchestrator.filter_zero_advantage> = false",
+        )

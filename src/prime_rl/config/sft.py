@@ -1,10 +1,10 @@
 """Settings of supervised fine-tuning."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 
-from prime_rl.config.base import Problem, Section, option
+from prime_rl.config.base import Checks, Section, conflict, option
 from prime_rl.config.eval import Measure
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.share import share_eval_server
@@ -42,12 +42,9 @@ class SFTData(Section):
     loss_mask: LossMask = option(LossMask, "Messages whose tokens are trained on.")
     fake: FakeSFTData | None = option(None, "Random tokens in place of a dataset.")
 
-    @model_validator(mode="after")
-    def _whole_micro_batches(self) -> Self:
-        if self.batch_size % self.micro_batch_size:
-            sizes = f"<micro_batch_size> {self.micro_batch_size} does not divide <batch_size> {self.batch_size}"
-            raise Problem(sizes)
-        return self
+    def checks(self) -> Checks:
+        sizes = f"<micro_batch_size> {self.micro_batch_size} does not divide <batch_size> {self.batch_size}"
+        yield conflict(self.batch_size % self.micro_batch_size, sizes)
 
 
 class SFTEval(Measure):
@@ -56,11 +53,9 @@ class SFTEval(Measure):
     interval: PositiveInt | None = option(None, "Steps between two evaluations and their exports (None: none).")
     at_start: bool = option(True, "Evaluate the base model first. The last weights always are.")
 
-    @model_validator(mode="after")
-    def _has_environments(self) -> Self:
-        if not self.environments:
-            raise Problem("no environment to evaluate: give [eval.environment] with an `id`", "environment")
-        return self
+    def checks(self) -> Checks:
+        message = "no environment to evaluate: give [eval.environment] with an `id`"
+        yield conflict(not self.environments, message, "environment")
 
 
 class SFTConfig(TrainingConfig):
@@ -73,8 +68,6 @@ class SFTConfig(TrainingConfig):
 
     share = staticmethod(share_eval_server)
 
-    @model_validator(mode="after")
-    def _has_use_for_a_server(self) -> Self:
-        if self.inference is not None and self.eval is None:
-            raise Problem("<inference> starts a server for evaluations, and there is no [eval]")
-        return self
+    def checks(self) -> Checks:
+        unused = self.inference is not None and self.eval is None
+        yield conflict(unused, "<inference> starts a server for evaluations, and there is no [eval]")

@@ -1,14 +1,13 @@
 """Sections that several entrypoints have in common."""
 
 import ipaddress
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import Problem, Section, check, conflict, option
+from prime_rl.config.base import Checks, Problem, Section, conflict, option
 from prime_rl.redact import has_password, key_in, without_password
 
 WARM_UP = 3  # the trainer's steps that are not counted: they compile, for the first shape that comes and then for any
@@ -157,13 +156,11 @@ class ClientConfig(Section):
     ready_timeout: PositiveFloat = option(600.0, "Seconds to wait for a server to become ready.")
     timeout: PositiveFloat = option(600.0, "Seconds that one request may take.")
 
-    @model_validator(mode="after")
-    def _one_router(self) -> Self:
+    def checks(self) -> Checks:
         if self.admin_roots and len(self.base_urls) != 1:
-            raise Problem("<admin_base_url> names the servers behind one router: <base_url> has to name that one")
-        if same_server(self.base_urls[0]) in map(same_server, self.admin_roots):
-            raise Problem("<base_url> is one of the servers in <admin_base_url>, not a router: list them in base_url")
-        return self
+            yield Problem("<admin_base_url> names the servers behind one router: <base_url> has to name that one")
+        elif same_server(self.base_urls[0]) in map(same_server, self.admin_roots):
+            yield Problem("<base_url> is one of the servers in <admin_base_url>, not a router: list them in base_url")
 
     @property
     def servers(self) -> str:
@@ -245,21 +242,17 @@ class EnvConfig(Section):
 
     secrets: list[str] = option(list, "Variables with keys that its workers get, such as OPENAI_API_KEY; no others.")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def checks(self) -> Checks:
         self.name = self.name or self.id
         workers, place = self.workers, key_in(self.args)  # settings are written to configs/; keys travel as variables
         word = "an environment cannot be named 'all', metrics' word for all of them: give another `<name>`"
         both = "<python> names an interpreter and <requirements> make one: give one of them"
         unused = f"<max_workers> has no effect with <workers> = {workers}: leave one of them out"
         key = f"<args>.{place} holds a key, which would be written to configs/: put it into a variable"
-        check(
-            conflict(self.name == "all", word, "id"),
-            conflict(self.python is not None and self.requirements, both),
-            conflict(self.max_workers is not None and workers != "auto", unused),
-            conflict(place, f"{key} that the environment reads, and name that in `secrets`"),
-        )
-        return self
+        yield conflict(self.name == "all", word, "id")
+        yield conflict(self.python is not None and self.requirements, both)
+        yield conflict(self.max_workers is not None and workers != "auto", unused)
+        yield conflict(place, f"{key} that the environment reads, and name that in `secrets`")
 
 
 Env = TypeVar("Env", bound=EnvConfig)
@@ -274,22 +267,13 @@ class Environments(Section, Generic[Env]):
         list, "More environments, in short: ids only, with commas."
     )
 
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def checks(self) -> Checks:
         if self.environment is not None:
-            if self.environments:
-                raise Problem("give either [<environment>] or [[<environments>]], not both")
-            self.environments, self.environment = [self.environment], None
+            yield conflict(self.environments, "give either [<environment>] or [[<environments>]], not both")
+            self.environments, self.environment = [*self.environments, self.environment], None
         (of,) = get_args(type(self).model_fields["environments"].annotation)
         self.environments = [*self.environments, *(of(id=name) for name in self.environment_ids)]
         self.environment_ids = []
-        unique_names(self.environments)
-        return self
-
-
-def unique_names(environments: Sequence[EnvConfig]) -> None:
-    """Raise where two environments bear the same name: metrics could not tell them apart."""
-    names = [environment.name for environment in environments]
-    for name in names:
-        if names.count(name) > 1:
-            raise Problem(f"two environments are named '{name}': give each its own `name`", "environments")
+        names = [environment.name for environment in self.environments]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):  # metrics could not tell them apart
+            yield Problem(f"two environments are named '{name}': give each its own `name`", "environments")

@@ -1,7 +1,7 @@
 """Settings of the RL trainer, most of which SFT has as well: optimizers, losses, model, weights."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import (
     Field,
@@ -9,10 +9,9 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    model_validator,
 )
 
-from prime_rl.config.base import BaseConfig, Problem, Section, check, conflict, option
+from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
 from prime_rl.config.shared import CkptConfig, Device, Fraction, Length, ModelConfig, MonitorConfig, nothing_to_clean
 
 
@@ -108,13 +107,11 @@ class PolicyLoss(Section):
     kl_estimator: Estimator | None = option(None, "How that divergence is estimated (None: k3).")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
 
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> Self:
+    def checks(self) -> Checks:
         fixed = self.fixed_length
         needs = "<normalization> fixed needs fixed_length, the tokens that every sequence is divided by"
         message = needs if fixed is None else f"<fixed_length> has no effect: <normalization> is {self.normalization}"
-        check(conflict((self.normalization == "fixed") != (fixed is not None), message))
-        return self
+        yield conflict((self.normalization == "fixed") != (fixed is not None), message)
 
 
 class DefaultLoss(PolicyLoss):
@@ -150,11 +147,9 @@ class PPOClipLoss(GRPOLoss):
     type: Literal["ppo_clip"] = option("ppo_clip", "Kind of loss.")  # type: ignore[assignment]
     dual_clip: float = option(3.0, "Ratio that a negative advantage is clipped at.", gt=1)
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.dual_clip > 1 + self.clip_high:
-            return self
-        raise Problem(f"<dual_clip> {self.dual_clip} is not above 1 + <clip_high> {self.clip_high}")
+    def checks(self) -> Checks:
+        message = f"<dual_clip> {self.dual_clip} is not above 1 + <clip_high> {self.clip_high}"
+        yield conflict(self.dual_clip <= 1 + self.clip_high, message)
 
 
 class GSPOLoss(PolicyLoss):
@@ -210,17 +205,13 @@ class ReinforceLoss(PolicyLoss):
             return self.high
         return _MASK_BOUNDS[self.level][1] if self.importance == "mask" else _TRUNCATE_BOUNDS[self.level]
 
-    @model_validator(mode="after")
-    def _bounds_have_an_effect(self) -> Self:
+    def checks(self) -> Checks:
         unused = f"has no effect: <importance> is {self.importance}"
         mask, none = self.importance == "mask", self.importance == "none"
-        check(
-            conflict(mask and self.least >= self.most, f"<low> {self.least} is not below <high> {self.most}"),
-            conflict(not mask and self.low is not None, f"<low> {unused}"),
-            conflict(none and self.high is not None, f"<high> {unused}"),
-            conflict(none and self.level != "token", f"<level> {self.level} {unused}"),
-        )
-        return self
+        yield conflict(mask and self.least >= self.most, f"<low> {self.least} is not below <high> {self.most}")
+        yield conflict(not mask and self.low is not None, f"<low> {unused}")
+        yield conflict(none and self.high is not None, f"<high> {unused}")
+        yield conflict(none and self.level != "token", f"<level> {self.level} {unused}")
 
 
 class CustomLoss(PolicyLoss):
@@ -278,13 +269,13 @@ class WeightsConfig(ExportConfig):
     timeout: PositiveFloat = option(30.0, "Seconds without progress after which a transfer from memory fails.")
     shares_gpu: bool = option(False, "A server on the trainer's GPU keeps a copy there, too (rl --share-gpus says so).")
 
-    @model_validator(mode="after")
-    def _tmpfs_holds_files(self) -> Self:
-        if self.keep is None and self.tmpfs is not None:
-            raise Problem(f"<keep> None keeps all versions, which {self.tmpfs} has no room for: say how many", "tmpfs")
-        if self.transport == "memory" and self.tmpfs is not None:
-            raise Problem("<tmpfs> is for files, and <transport> memory writes none for servers")
-        return self
+    def checks(self) -> Checks:
+        if self.tmpfs is not None:
+            none_fits = f"<keep> None keeps all versions, which {self.tmpfs} has no room for: say how many"
+            yield conflict(self.keep is None, none_fits, "tmpfs")
+            yield conflict(
+                self.transport == "memory", "<tmpfs> is for files, and <transport> memory writes none for servers"
+            )
 
 
 class FakeData(Section):
@@ -316,14 +307,10 @@ class TrainingConfig(BaseConfig):
     clean: bool = option(False, "Remove an earlier run from output_dir first.", mark="one_time")
     dist_timeout: PositiveFloat = option(600.0, "Seconds that a collective may take.")
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        check(
-            resume_within(self.max_steps, self.ckpt),
-            nothing_to_clean(self.clean, False, self.ckpt),
-            schedule_within(self.max_steps, self.scheduler),
-        )
-        return self
+    def checks(self) -> Checks:
+        yield resume_within(self.max_steps, self.ckpt)
+        yield nothing_to_clean(self.clean, False, self.ckpt)
+        yield schedule_within(self.max_steps, self.scheduler)
 
 
 class TrainerConfig(TrainingConfig):
@@ -340,13 +327,11 @@ class TrainerConfig(TrainingConfig):
     )
     rollout_timeout: PositiveFloat = option(3600.0, "Seconds to wait for a batch of rollouts.")
 
-    @model_validator(mode="after")
-    def _fake_fits(self) -> Self:
-        check(nothing_to_clean(self.clean, self.recover, None))
+    def checks(self) -> Checks:
+        yield nothing_to_clean(self.clean, self.recover, None)
         fake = self.data.fake
         if fake is not None and fake.seq_len is not None and fake.seq_len > self.seq_len:
-            raise Problem(f"<data.fake.seq_len> {fake.seq_len} exceeds <seq_len> {self.seq_len}")
-        return self
+            yield Problem(f"<data.fake.seq_len> {fake.seq_len} exceeds <seq_len> {self.seq_len}")
 
 
 def resume_within(max_steps: int | None, ckpt: CkptConfig | None) -> Problem | None:
