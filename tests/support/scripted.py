@@ -14,7 +14,9 @@ from prime_rl.fleet.client import Served
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import status_path
 from prime_rl.orchestrator.checkpoint import JointCheckpoints, OrchestratorState
+from prime_rl.orchestrator.ledger import Counts, batch_extra
 from prime_rl.orchestrator.orchestrator import Orchestrator
+from prime_rl.orchestrator.scheduler import Batch, Group, Task
 from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
 from prime_rl.transport.incarnations import read_incarnations, read_versions
 from prime_rl.transport.protocol import superseded_versions
@@ -167,14 +169,11 @@ class World:
 
 def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0, **extra: object) -> None:
     """The batch of `step`, with the two episodes of group `step` in it, as the orchestrator commits one."""
-    issued = 2 * (step + 1)
-    account = {"env": {"issued": issued, "batched": issued}}
-    ledger = {
-        "trained": [f"{step}.0.0", f"{step}.1.0"], "filtered": [], "truncated": [],
-        "groups": [[step, "env", 0, "task"]], "account": account,
-    }  # fmt: skip
+    group = Group[EpisodeResult](step, Task("env", 0, "task"))
+    batched = Batch(step, [group]).committed([f"{step}.0.0", f"{step}.1.0"])
+    counts = {"env": Counts(issued=2 * (step + 1), finished=2, batched=2 * step)}
     state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened)
-    told = {"ledger": ledger, "state": asdict(state), **extra}
+    told = {**batch_extra(batched, [group], counts), "state": asdict(state), **extra}
     with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):
         pass
 

@@ -11,6 +11,7 @@ Nothing in the file depends on a clock, so two equal runs have equal ledgers. Th
 import itertools
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -521,17 +522,17 @@ class Ledger:
         """After the ledger was lost, store what only the newest manifest counted as totals; drop what was open then."""
         now, carried = read_counts(self._db), 0
         for env, then in newest.counts.items():
-            have, missing = now.get(env, Counts()), Counts()
-            missing.trained = then.trained + then.batched - have.trained - have.batched
-            for reason, count in then.dropped.items():
-                missing.add("dropped", reason, count - have.dropped.get(reason, 0))
+            have = now.get(env, Counts())
+            missing = Counter(
+                {("dropped", why): count - have.dropped.get(why, 0) for why, count in then.dropped.items()}
+            )
+            missing["trained", ""] = then.trained + then.batched - have.trained - have.batched
             still_open = then.in_flight + then.finished - have.in_flight - have.finished
-            missing.add("dropped", Drop.CANCELLED, max(0, still_open))
-            rows = [("trained", "", missing.trained), *(("dropped", *drop) for drop in missing.dropped.items())]
-            for state, reason, count in rows:
+            missing["dropped", str(Drop.CANCELLED)] += max(0, still_open)
+            for (state, reason), count in missing.items():
                 if count > 0:
                     add = "ON CONFLICT (env, state, reason) DO UPDATE SET count = count + excluded.count"
-                    self._update(f"INSERT INTO carried VALUES (?, ?, ?, ?) {add}", env, state, str(reason), count)
+                    self._update(f"INSERT INTO carried VALUES (?, ?, ?, ?) {add}", env, state, reason, count)
                     self._count_issued(env, count)
                     carried += count
         mended.append(

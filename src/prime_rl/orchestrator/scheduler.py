@@ -266,7 +266,6 @@ class Scheduler(Generic[Result]):
         self._tasks, self._emit, self._gate = tasks, emit, gate
         self._groups: dict[int, Group[Result]] = {}  # in no batch yet, in the order of opening
         # The scheduler is asked thousands of times a second about thousands of groups, so these are kept up to date by `_reindex`.
-        self._numbers: list[int] = []  # of all groups, ascending
         self._startable: set[int] = set()  # groups with an episode to start
         self._complete: set[int] = set()  # complete groups that the gate has not checked
         self._admitted: set[int] = set()  # complete, and let through by the gate
@@ -298,7 +297,7 @@ class Scheduler(Generic[Result]):
             return None
         if self._startable:
             group = self._groups[min(self._startable)]
-            if not self._may_start(bisect_left(self._numbers, group.number)):  # after going back
+            if not self._may_start(bisect_left(list(self._groups), group.number)):  # after going back
                 return None
         else:
             if not self.may_open():
@@ -586,12 +585,10 @@ class Scheduler(Generic[Result]):
     def _add(self, group: Group[Result]) -> None:
         """Add a group, whose number is the highest."""
         self._groups[group.number] = group
-        self._numbers.append(group.number)
         self._reindex(group)
 
     def _remove(self, group: Group[Result]) -> None:
         del self._groups[group.number]
-        self._numbers.remove(group.number)
         for numbers in (self._startable, self._complete, self._admitted):
             numbers.discard(group.number)
 

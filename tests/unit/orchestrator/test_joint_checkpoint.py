@@ -19,13 +19,11 @@ from prime_rl.orchestrator.checkpoint import (
 from prime_rl.transport import checkpoints
 from prime_rl.transport.checkpoints import clean
 from prime_rl.transport.commit import stage
-from support.scripted import commit_batch
+from support.scripted import ScriptedTrainer, commit_batch
 
 
 def commit_trainer_part(output_dir, step, incarnation=0):
-    place = output_dir / "checkpoints" / f"step_{step}" / "trainer"
-    with stage(place, step=step, producer="trainer", extra={"incarnation": incarnation}):
-        pass
+    ScriptedTrainer(output_dir).checkpoint(step, incarnation)
 
 
 def commit_checkpoint(output_dir, step):

@@ -139,14 +139,14 @@ def test_a_run_goes_on_from_its_state() -> None:
 
 def test_a_manifest_holds_little_of_many_tasks() -> None:
     """Contract: what every batch's manifest says of the pools is at most two bits a task and a third more for its text."""
-    tasks = [Task("env", i, f"task-{i}") for i in range(100_001)]
+    tasks = [Task("env", i, f"task-{i}") for i in range(20_001)]
     found, again = (Pools(tasks, CurriculumConfig(), "0/env") for _ in range(2))
-    assert len(json.dumps(found.state())) < 1_000
+    assert len(json.dumps(found.state())) < 300
     chance = random.Random(0)
-    for index in chance.sample(range(len(tasks)), 75_000):
+    for index in chance.sample(range(len(tasks)), 15_000):
         found.observe(index, chance.choice([0.0, 0.5, 1.0]))
     kept = json.dumps(found.state())
-    assert len(kept) < 35_000
+    assert len(kept) < 7_000
     again.load(json.loads(kept))
     assert again.state() == found.state()
     assert [again.draw() for _ in range(100)] == [found.draw() for _ in range(100)]
