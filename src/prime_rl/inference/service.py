@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,10 @@ from loguru import logger
 
 from prime_rl import faults
 from prime_rl.inference.compat import AllEngines
-from prime_rl.inference.version_files import STALL_SECONDS, AllowedRoots, Rejected, check_fit, read, read_stamp
+from prime_rl.inference.version_files import STALL_SECONDS, AllowedRoots, Rejected, check_fit, read
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import TensorEntry, WeightsManifest, hash_directory, version_hash, weights_manifest
+from prime_rl.transport.weights import TensorEntry, WeightsManifest, hash_directory, version_hash
 
 LOCK_SECONDS = 60.0  # to wait for another change
 LOAD_SECONDS = 900.0  # for a call that loads weights
@@ -89,6 +89,8 @@ class WeightService:
         self._base, self._tied, self._roots = base, tied, roots
         self._label, self._status = label, status
         self._stage_options = servers_on_host, on_device
+        # What the engine serves: the directory that it was loaded from, and its identity (None: what it started with).
+        self._serving: tuple[str, dict[str, Any] | None] = str(base), None
         self._staged = False  # the workers may hold something
         self._least_staging: float | None = None  # seconds, of all versions until now
         self._said_no_room = False
@@ -144,7 +146,7 @@ class WeightService:
         if faults.point(f"update-received:v{version}") == "error":
             raise Rejected(500, "fault injection")
         with change.measure("check"):
-            manifest, stamp = await read(lambda _: self._roots.check(weight_dir, version), weight_dir)
+            manifest = await read(lambda _: self._roots.check(weight_dir, version), weight_dir)
             base = await self._base_hashes()
             if manifest.base is None:
                 check_fit(manifest.tensors, base, self._tied)
@@ -158,13 +160,7 @@ class WeightService:
         identity = {"version": version, "hash": manifest.hash, "weight_dir": str(directory)}
         try:
             await self._stage(manifest, change)
-            await self._swap(directory, identity, change, stamp)
-        except Rejected as rejection:
-            if rejection.status == 400:  # of one that was removed the client sees so itself
-                with suppress(CommitError, OSError):
-                    if await read(lambda _: read_stamp(directory), directory) != stamp:  # made durable meanwhile
-                        raise Rejected(503, f"{rejection.message} (its place was changed meanwhile)") from rejection
-            raise
+            await self._swap(directory, identity, change)
         finally:
             if self._staged:
                 self._staged = False
@@ -208,7 +204,7 @@ class WeightService:
                         raise Rejected(503, f"{directory} could not be read: no progress for {silence:.0f} s")
         if failed := [answer for answer in answers if answer["state"] == "failed"]:
             worst = min(failed, key=lambda answer: answer["retry"])  # a failure that no retry mends
-            status, what = 400, "read"
+            status, what = 503 if worst["retry"] else 400, "read"
             if publisher is not None and worst["retry"]:
                 status, trainer = EXCHANGE_FAILED, f"{publisher.host}:{publisher.port}"
                 what = f"received by {socket.gethostname()} from the trainer at {trainer}"
@@ -220,10 +216,8 @@ class WeightService:
             self._said_no_room = True
             logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")
 
-    async def _swap(
-        self, directory: Path, identity: dict[str, Any], change: WeightUpdate, stamp: bytes | None = None
-    ) -> None:
-        """Pause, load on every rank, commit or restore, resume. With a `stamp`, the manifest must not have changed."""
+    async def _swap(self, directory: Path, identity: dict[str, Any], change: WeightUpdate) -> None:
+        """Pause, load on every rank or restore on every rank, resume."""
         version = identity["version"]
         if self._status is not None:
             self._status.waiting(f"version {version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
@@ -234,14 +228,16 @@ class WeightService:
                     await self._stop()
                 try:
                     with change.measure("load"):
-                        await self._load(directory, identity, stamp)
+                        async with asyncio.timeout(LOAD_SECONDS):
+                            await self._engine.collective_rpc("prime_load", args=(str(directory), identity))
                 except Exception as error:
-                    await self._restore(error, identity)
+                    await self._restore(error)
                     await self._resume_if_usable()
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
                     message = f"{directory} could not be loaded, the previous weights go on: {reason}"
                     raise Rejected(400, message) from error
-                self._broken = None
+                self._serving, self._broken = (str(directory), identity), None
+                self._staged = False  # freed with it: another call would wait for the first step, the longest
                 try:
                     async with asyncio.timeout(ANSWER_SECONDS):
                         await self._label(version)
@@ -258,22 +254,11 @@ class WeightService:
         if faults.point(f"update-loaded:v{version}") == "error":
             raise Rejected(500, "fault injection")
 
-    async def _load(self, directory: Path, identity: dict[str, Any], stamp: bytes | None) -> None:
-        async with asyncio.timeout(LOAD_SECONDS):
-            await self._engine.collective_rpc("prime_load", args=(str(directory), identity, str(self._base)))
-            # A new incarnation of the trainer may have removed the directory, or made it again, since it was verified.
-            if stamp is not None and await read(lambda _: read_stamp(directory), directory) != stamp:
-                manifest = await read(lambda _: weights_manifest(directory), directory)
-                if manifest.hash != identity["hash"]:
-                    raise CommitError(f"{directory} was committed anew while it was loaded")
-            await self._engine.collective_rpc("prime_commit")
-            self._staged = False  # freed with it: another call would wait for the first step, the longest
-
-    async def _restore(self, cause: Exception, identity: dict[str, Any]) -> None:
+    async def _restore(self, cause: Exception) -> None:
         """Undo a failed load on every rank. If that fails, generation stays paused: it would kill the engine."""
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await self._engine.collective_rpc("prime_restore", args=(identity,))
+                await self._engine.collective_rpc("prime_restore", args=self._serving)
         except Exception as error:
             self._broken = f"weights unusable: the update failed ({cause}), and so did going back ({error!r})"
             logger.error("{}", self._broken)

@@ -1,4 +1,4 @@
-"""Worker side of a weight update: stage a committed version beside generation, load it in a pause, commit it or go back.
+"""Worker side of a weight update: stage a committed version beside generation, load it in a pause, or go back.
 
 A worker reads the version's files, or receives its tensors from the trainer's publisher, into one buffer, and verifies
 what it will load. The buffer is on the device if that has room beside the engine, else in the host's memory. A version
@@ -79,12 +79,12 @@ class Staging:
 
     def answer(self) -> dict[str, Any]:
         """The state: "reading" with `blocks`, "ready" with `place` and `seconds`, or "failed" with
-        `why` and `retry`: whether another attempt may succeed, since the exchange failed."""
+        `why` and `retry`: whether another attempt may succeed, since the exchange failed or files were moved."""
         if self._thread.is_alive():
             return {"state": "reading", "blocks": self._blocks}
         if (error := self._error) is not None:
             why = str(error) or type(error).__name__
-            return {"state": "failed", "why": why, "retry": isinstance(error, ExchangeError)}
+            return {"state": "failed", "why": why, "retry": isinstance(error, ExchangeError | OSError)}
         return {"state": "ready", "place": self.place, "seconds": self.seconds}
 
     def wait(self, seconds: float) -> None:
@@ -118,7 +118,7 @@ class Staging:
     def _stage(self) -> list[tuple[str, Tensor]]:
         manifest = weights_manifest(self.directory)
         if manifest.hash != self.digest:
-            raise CommitError(f"{self.directory} holds {manifest.hash[:12]}, not {self.digest[:12]}")
+            raise ExchangeError(f"{self.directory} was committed anew: {manifest.hash[:12]}, not {self.digest[:12]}")
         weights.check_hash(manifest)
         ranges, size = layout(manifest.tensors)
         self.place = self._choose(size)
@@ -213,7 +213,7 @@ class WeightsExtension:
     """vLLM's worker extension, which it mixes into its worker: all names begin with `prime_`, as none may exist there.
 
     Every rank runs the same call; the server (`service.py`) pauses generation from the load until every rank has
-    committed or restored. Weights are loaded in place if the model allows it, else through vLLM's own reload.
+    loaded or restored. Weights are loaded in place if the model allows it, else through vLLM's own reload.
     """
 
     # Provided by vLLM's worker.
@@ -223,10 +223,7 @@ class WeightsExtension:
     vllm_config: Any
     rank: int
 
-    # The directory and identity of weights: served (no directory: nothing was loaded yet), loaded but not committed, and served before.
-    prime_current: tuple[str | None, Identity | None] = None, None
-    prime_next: tuple[str, Identity] | None = None
-    prime_previous: tuple[str | None, Identity | None] = None, None
+    prime_identity: Identity | None = None  # what is served; None: the weights that it was started with
     prime_staging: Staging | None = None
     prime_subscriber: Subscriber | None = None
     prime_copies: CopyPlan | None = None
@@ -261,48 +258,40 @@ class WeightsExtension:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # for other processes
 
-    def prime_load(self, directory: str, identity: Identity, base: str) -> None:
-        """Load the staged version, or the base model's files if none is staged. After a failure the model is unusable:
-        `prime_restore` must follow. `base`: the directory of the weights that this worker was started with."""
-        self.prime_current = self.prime_current[0] or base, self.prime_current[1]
-        self.prime_next = (directory, identity)
+    def prime_load(self, directory: str, identity: Identity) -> None:
+        """Load the staged version, or the base model's files in `directory` if none is staged, and serve it as `identity`.
+
+        After a failure on any rank the model is unusable: `prime_restore` must follow on all.
+        """
         staging = self.prime_staging
         if staging is None:
             self.prime_reload(Path(directory))
-            return
-        if (str(staging.directory), staging.digest) != (directory, identity["hash"]):
+        elif (str(staging.directory), staging.digest) != (directory, identity["hash"]):
             raise RuntimeError(f"{staging.directory} was staged, not {directory}")
-        staging.wait(STAGE_SECONDS)
-        if staging.place == "nowhere":
-            self.prime_reload(weights_manifest(staging.directory).files)
-            return
-        try:
-            self.prime_reload(self.prime_tensors(staging, identity))
-        finally:  # the staged memory is freed next
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-
-    def prime_commit(self) -> None:
-        """Serve the loaded version, since every rank has loaded it."""
-        if self.prime_next is None:
-            raise RuntimeError("nothing was loaded that could be committed")
-        self.prime_previous, self.prime_current, self.prime_next = self.prime_current, self.prime_next, None
+        else:
+            staging.wait(STAGE_SECONDS)
+            if staging.place == "nowhere":
+                self.prime_reload(files_of(staging.directory, identity))
+                files_of(staging.directory, identity)  # else it was committed anew while it was read
+            else:
+                try:
+                    self.prime_reload(self.prime_tensors(staging, identity))
+                finally:  # the staged memory is freed next
+                    if self.device.type == "cuda":
+                        torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage()
+        self.prime_identity = identity
 
-    def prime_restore(self, identity: Identity) -> None:
-        """Go back to the weights before the load of `identity`, since some rank failed to load or to commit it. Raises
-        RuntimeError if no file holds them. The next load that succeeds makes the model usable again."""
-        self.prime_next = None
+    def prime_restore(self, directory: str, identity: Identity | None) -> None:
+        """Go back to what was served before a load that failed on some rank: `identity`, in `directory`. Raises
+        RuntimeError if no file holds it. The next load that succeeds makes the model usable again."""
         self.prime_unstage()
-        if self.prime_current[1] == identity:  # this rank had committed it
-            self.prime_current = self.prime_previous
-        directory, previous = self.prime_current
-        if directory is not None:
-            self.prime_reload(files_of(Path(directory), previous))
+        self.prime_identity = identity
+        self.prime_reload(files_of(Path(directory), identity))
 
     def prime_served(self) -> Identity | None:
         """The weights that this rank serves; None for those it was started with."""
-        return self.prime_current[1]
+        return self.prime_identity
 
     def prime_follow(self, server: int) -> bool:
         """End with the server process, even if that is killed. The first call that a worker gets."""

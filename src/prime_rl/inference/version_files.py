@@ -42,14 +42,13 @@ class AllowedRoots:
     root: Path | None
     tmpfs: Path | None = None
 
-    def check(self, weight_dir: str, version: int) -> tuple[WeightsManifest, bytes]:
-        """Check everything of a version except the tensors' bytes. Returns its manifest, parsed and as its bytes. Rejected
-        if it lies outside the root (403), or is not `version`, or not whole (400)."""
+    def check(self, weight_dir: str, version: int) -> WeightsManifest:
+        """Check everything of a version except the tensors' bytes. Rejected if it lies outside the root (403), or is not
+        `version`, or not whole (400)."""
         directory = self.resolve(weight_dir)
         faults.point(f"update-read:v{version}")
         try:
             self._check_files(directory, [MANIFEST])
-            stamp = read_stamp(directory)
             committed = read_manifest(directory)
             self._check_files(directory, committed.files)
             manifest = weights_manifest(directory, committed)
@@ -63,7 +62,7 @@ class AllowedRoots:
                     raise CommitError(f"{index} does not list the tensors of the files beside it")
         except (CommitError, OSError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise Rejected(400, str(error)) from error  # manifest and index may say anything
-        return manifest, stamp
+        return manifest
 
     def resolve(self, weight_dir: str) -> Path:
         """The committed directory that `weight_dir` names, symbolic links resolved; raises as `check`."""
@@ -94,14 +93,6 @@ class AllowedRoots:
             inside = path.parent == directory and name not in ("", "..")
             if not inside or not any(real_path.is_relative_to(root) for root in roots):
                 raise Rejected(403, f"{path} is outside {(self.root and f'the weights root {self.root}') or directory}")
-
-
-def read_stamp(directory: Path) -> bytes:
-    """The manifest's bytes, which no two commits share (there is a nonce in them): cheaper to compare than to parse."""
-    try:
-        return read_file(directory / MANIFEST, MANIFEST_BYTES)
-    except FileNotFoundError as error:
-        raise CommitError(f"{directory} is not committed: it holds no {MANIFEST}") from error
 
 
 def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tied: bool) -> None:

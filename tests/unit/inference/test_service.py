@@ -16,7 +16,7 @@ import pytest
 from prime_rl.inference import version_files
 from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import AllowedRoots, Rejected, check_fit
-from prime_rl.transport.commit import prune, read_manifest, replace_manifest, stage
+from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import (
     PublisherAddress,
     TensorEntry,
@@ -71,8 +71,8 @@ class FakeEngine:
             self.loaded = args[1]
         if method in self.fail:
             raise RuntimeError(f"{method} failed")
-        if method == "prime_commit":
-            self.identities = [self.loaded]
+        if method in ("prime_load", "prime_restore"):
+            self.identities = [args[1]]
         return [None]
 
     async def until(self, call: str) -> None:
@@ -131,11 +131,11 @@ async def rejected(action: Awaitable[object], match: str, status: int) -> str:
     return error.value.message
 
 
-UPDATE = ["prime_stage", "pause", "prime_load", "prime_commit"]
+UPDATE = ["prime_stage", "pause", "prime_load"]
 
 
 async def test_an_update(engine: FakeEngine, service: WeightService, root: Path) -> None:
-    """Contract: stage, pause, load, commit, label, resume, in this order. The engine is paused only once every worker has read the
+    """Contract: stage, pause, load, label, resume, in this order. The engine is paused only once every worker has read the
     version; the answer says what took how long."""
     asked: list[list[Any]] = []
     engine.when_asked = lambda: asked.append(list(engine.calls))
@@ -156,7 +156,7 @@ async def test_a_failed_load_is_undone(engine: FakeEngine, service: WeightServic
     before = await service.served()
     engine.fail = {"prime_load"}
     await rejected(service.update(str(commit(root, 1)), 1), "could not be loaded", 400)
-    assert engine.calls == [*UPDATE[:3], "prime_restore", "resume", "prime_unstage"]
+    assert engine.calls == [*UPDATE, "prime_restore", "resume", "prime_unstage"]
     assert await service.served() == before
 
 
@@ -262,36 +262,20 @@ async def test_fixed_weights_are_never_touched(engine: FakeEngine, base: Path, r
     assert (await service.served()).version == 0
 
 
-@pytest.mark.parametrize("anew", [False, True])
-async def test_a_directory_that_is_replaced_while_it_is_loaded_is_not_served(
-    engine: FakeEngine, service: WeightService, root: Path, anew: bool
-) -> None:
-    """Contract: what was hashed is what was loaded, even where a new incarnation of the trainer sets the version aside or commits it anew."""
-    before, directory = await service.served(), commit(root, 1)
-    engine.gate = asyncio.Event()
-    update = asyncio.create_task(service.update(str(directory), 1))
-    await engine.until("prime_load")
-    prune(directory)
-    if anew:
-        commit(root, 1, value=7)
-    engine.gate.set()
-    with pytest.raises(Rejected, match="could not be loaded"):
-        await update
-    assert "prime_commit" not in engine.calls
-    assert await service.served() == before
-
-
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "status"), [(READING, 503), (WRONG, 400), (WRONG | {"retry": True}, 503)], ids=["late", "wrong", "moved"]
+)
 async def test_what_cannot_be_read_never_pauses_the_engine(
-    engine: FakeEngine, service: WeightService, root: Path, monkeypatch: pytest.MonkeyPatch, late: bool
-) -> None:
-    """Contract: a version that is not what its manifest says, or is not read in time, is refused with the reason while generation goes on, and
-    the workers' memory is given back."""
-    monkeypatch.setattr("prime_rl.inference.service.LOAD_SECONDS", 0.2 if late else 60.0)
+    engine: FakeEngine, service: WeightService, root: Path, monkeypatch: pytest.MonkeyPatch,
+    answer: dict[str, Any], status: int,
+) -> None:  # fmt: skip
+    """Contract: a version that is not what its manifest says (400), whose files the trainer moves meanwhile, or that is not read in time (503, both to
+    be asked again), is refused with the reason while generation goes on, and the workers' memory is given back."""
+    monkeypatch.setattr("prime_rl.inference.service.LOAD_SECONDS", 0.2 if answer == READING else 60.0)
     before = await service.served()
-    engine.staging = [[READING]] * (1000 if late else 1) + [[WRONG]]
+    engine.staging = [[READING]] * (1000 if answer == READING else 1) + [[answer]]
     update = service.update(str(commit(root, 1)), 1)
-    await rejected(update, "within" if late else "tensor a is wrong", 503 if late else 400)
+    await rejected(update, "within" if answer == READING else "tensor a is wrong", status)
     assert engine.calls == ["prime_stage", "prime_unstage"]
     assert await service.served() == before
 
@@ -311,26 +295,6 @@ async def test_what_the_publisher_does_not_give_may_be_asked_for_again(
     await rejected(service.update(str(directory), 1), says, 424)
     assert engine.calls == ["prime_stage", "prime_unstage"]
     await rejected(service.update(str(directory), 1), "tensor a is wrong", 400)
-
-
-@pytest.mark.parametrize("changed", [True, False])
-async def test_a_version_whose_place_changes_while_it_is_read(
-    engine: FakeEngine, service: WeightService, root: Path, changed: bool
-) -> None:
-    """Contract: a trainer that brings a version from memory to the disk takes the files away that a worker is reading: that is told apart (503, to be
-    asked again) from a version that is wrong (400)."""
-    directory = commit(root, 1)
-
-    def move() -> None:
-        known = read_manifest(directory)
-        replace_manifest(directory, known.files, known.extra | {"moved": True})
-
-    engine.staging = [[WRONG]]
-    engine.when_asked = move if changed else lambda: None
-    await rejected(service.update(str(directory), 1), "tensor a is wrong", 503 if changed else 400)
-    assert engine.calls == ["prime_stage", "prime_unstage"]
-    engine.when_asked = lambda: None
-    assert (await service.update(str(directory), 1)).version == 1
 
 
 async def test_a_failed_restore_leaves_the_engine_paused(
