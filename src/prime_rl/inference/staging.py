@@ -163,7 +163,7 @@ class Staging:
         paths = sorted(manifest.files.glob("*.safetensors"))
         stored = {name: tensor for path in paths for name, tensor in weights.read_header(path).items()}
         for name, tensor in stored.items():
-            if name not in ranges or tensor.stop - tensor.start != ranges[name][1]:
+            if name not in ranges or tensor.size != ranges[name][1]:
                 raise weights.other_tensor(manifest, name)
         with ExitStack() as stack:
             files = {path.name: stack.enter_context(open_file(path)) for path in paths}

@@ -13,6 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +31,7 @@ from prime_rl.trainer.parameters import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import UNSYNCED_BYTES, disk_errors
 from prime_rl.transport.exchange import layout, shared_buffer
-from prime_rl.transport.weights import INDEX, TensorEntry, hash_tensors
+from prime_rl.transport.weights import INDEX, TensorEntry, TensorRange, hash_tensors
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 CHUNK_BYTES = 128 << 20  # of device memory that casting takes, or more, so that there are at most so many chunks:
@@ -47,14 +48,6 @@ _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _NOT_COPIED = {"manifest.json", INDEX}  # present if the source is a committed version itself
 
 T = TypeVar("T")
-
-
-class Slot(NamedTuple):
-    """A tensor's file, its first byte there, and its size in bytes."""
-
-    file: str
-    start: int
-    size: int
 
 
 class Range(NamedTuple):
@@ -110,7 +103,7 @@ class RowCopies:
                 if rows.numel():
                     first_byte, end = end * dtype.itemsize, end + rows.numel()
                     offset = slot.start + first * (slot.size // tensor.shape[0])
-                    files.setdefault(slot.file, []).append(Range(first_byte, end * dtype.itemsize, offset))
+                    files.setdefault(slot.entry.file, []).append(Range(first_byte, end * dtype.itemsize, offset))
             self._rows.append((parameter, start, end))
         self._elements = end
         # Ranks that start at different files do not wait for each other.
@@ -182,13 +175,13 @@ class GatheredCopy:
     def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype) -> None:
         self.world, self.dtype = world, dtype
         self.stored = list(stored_tensors(policy))
-        self.tensors = {each.name: TensorEntry("", DTYPE_NAMES[dtype], list(each.shape), "") for each in self.stored}
         self.headers, self.slots = file_layout(self.stored, dtype)
+        self.tensors = {name: replace(slot.entry, file="") for name, slot in self.slots.items()}
         self.ranges, self.size = layout(self.tensors)
         self.files: dict[str, list[Range]] = {}
         for name, slot in self.slots.items():
             start, size = self.ranges[name]
-            self.files.setdefault(slot.file, []).append(Range(start, start + size, slot.start))
+            self.files.setdefault(slot.entry.file, []).append(Range(start, start + size, slot.start))
         self._lock = threading.Lock()  # bounded: held for a copy between device and host
         self.buffer = torch.empty(0, dtype=torch.uint8)  # stays empty on the other ranks
         self.handle: str | None = None
@@ -255,7 +248,7 @@ def on_device(size: int, device: torch.device) -> bool:
 # ---- files
 
 
-def file_layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[str, bytes], dict[str, Slot]]:
+def file_layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[str, bytes], dict[str, TensorRange]]:
     """Return the safetensors header of every file, with its length in front, and the slot of every tensor."""
     sizes = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in tensors}
     limit = min(FILE_BYTES, max(sum(sizes.values()) // _FILES, _LEAST_FILE_BYTES))
@@ -268,7 +261,7 @@ def file_layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[di
         start, end = end, end + sizes[tensor.name]
         groups[-1].append((tensor, start, end))
     headers: dict[str, bytes] = {}
-    slots: dict[str, Slot] = {}
+    slots: dict[str, TensorRange] = {}
     for number, group in enumerate(groups, 1):
         file = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
@@ -277,13 +270,15 @@ def file_layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[di
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = struct.pack("<Q", len(text)) + text
-        slots |= {tensor.name: Slot(file, len(headers[file]) + start, end - start) for tensor, start, end in group}
+        for tensor, start, end in group:
+            entry = TensorEntry(file, DTYPE_NAMES[dtype], list(tensor.shape), "")
+            slots[tensor.name] = TensorRange(entry, len(headers[file]) + start, len(headers[file]) + end)
     return headers, slots
 
 
-def allocate_files(directory: Path, headers: Mapping[str, bytes], slots: Mapping[str, Slot]) -> None:
+def allocate_files(directory: Path, headers: Mapping[str, bytes], slots: Mapping[str, TensorRange]) -> None:
     """Create the files in their full size, with headers, and their index if there are several."""
-    sizes = {slot.file: slot.start + slot.size for slot in slots.values()}  # the last tensor of a file ends it
+    sizes = {slot.entry.file: slot.stop for slot in slots.values()}  # the last tensor of a file ends it
     with disk_errors(directory):
         for file, header in headers.items():
             with open(directory / file, "wb") as opened:
@@ -291,7 +286,7 @@ def allocate_files(directory: Path, headers: Mapping[str, bytes], slots: Mapping
                 opened.truncate(sizes[file])
         if len(headers) > 1:
             total = sum(slot.size for slot in slots.values())
-            weight_map = {name: slot.file for name, slot in slots.items()}
+            weight_map = {name: slot.entry.file for name, slot in slots.items()}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 

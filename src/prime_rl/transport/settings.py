@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import read_status
+from prime_rl.monitor.status import read_record, read_status
 from prime_rl.processes import ProcessId, is_alive, me
 from prime_rl.transport.commit import write_atomically
 
@@ -51,38 +51,38 @@ class Committed:
 
 
 def agree(config: BaseConfig, process: Party) -> None:
-    """Commit the settings of this process, then compare them with those of every partner that is alive.
+    """Compare the settings of this process with those of every partner that is alive, and commit them.
 
     Raises:
-        UserError: one differs; the key and both values are named, and the earlier settings of this process are
-            restored. Or another trainer, or orchestrator, is at work in this run: then nothing has been written.
+        UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is at work in this
+            run. What was committed before stays.
     """
-    root, own = config.output_dir / "settings", shared(config, process)
-    _refuse_twin(config.output_dir, process)
-    root.mkdir(parents=True, exist_ok=True)
-    itself = me()
-    mine = Committed(process, itself.pid, itself.started, socket.gethostname(), time.time(), own)
-    # First write, then read: of two that start at the same time at least one sees the other.
-    path = root / f"{process}.json"
-    before = path.read_bytes() if path.exists() else None
+    path, itself = config.output_dir / "settings" / f"{process}.json", me()
+    host, settings = socket.gethostname(), shared(config, process)
+    mine = Committed(process, itself.pid, itself.started, host, time.time(), settings)
+    _compare(config.output_dir, mine)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
     try:
-        _refuse_twin(config.output_dir, process)
-        _compare(config.output_dir, mine)
+        _compare(config.output_dir, mine)  # of two that start at the same time at least one sees the other
     except UserError:  # a process that was refused is no partner of the next one
-        if _read(path) == mine:  # else a twin's
-            if before is None:
-                path.unlink(missing_ok=True)
-            else:
-                write_atomically(path, before)
+        if read_record(Committed, path) == mine:  # else a twin's
+            path.unlink(missing_ok=True)
         raise
 
 
 def _compare(output_dir: Path, mine: Committed) -> None:
-    """Raise UserError unless these settings go with those of every partner."""
+    """Raise UserError unless these settings go with those of every partner, and no twin is at work."""
     for path in sorted((output_dir / "settings").glob("*.json")):
-        partner = _read(path)
-        if partner is None or partner.process == mine.process:
+        partner = read_record(Committed, path)
+        if partner is None:
+            continue
+        if partner.process == mine.process:
+            if mine.process in _ONE_PER_RUN and _at_work(output_dir, partner):  # servers have addresses of their own
+                raise UserError(
+                    f"another {mine.process} (pid {partner.pid} on {partner.host}) is at work on the run in {output_dir}: "
+                    "stop that one, or choose another --output-dir"
+                )
             continue
         passed = [each.settings[_DATA] for each in (mine, partner) if _DATA in each.settings]
         if len(passed) == 2 and (alone := [data for data in passed if data != _BATCHES]):
@@ -117,7 +117,7 @@ def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
 
 def at_work(output_dir: Path) -> set[str]:
     """Return the names of the other processes that are at work in a run directory."""
-    committed = [_read(path) for path in (output_dir / "settings").glob("*.json")]
+    committed = [read_record(Committed, path) for path in (output_dir / "settings").glob("*.json")]
     names: set[str] = {one.process for one in committed if one is not None and _at_work(output_dir, one)}
     for name, status in read_status(output_dir).items():
         here = status.host == socket.gethostname()
@@ -163,16 +163,6 @@ def differs(mine: Committed, partner: Committed) -> str | None:
     return None
 
 
-def _refuse_twin(output_dir: Path, process: Party) -> None:
-    """Raise UserError if another process of a kind that is one per run is at work. Servers have addresses."""
-    twin = _read(output_dir / "settings" / f"{process}.json")
-    if process in _ONE_PER_RUN and twin is not None and _at_work(output_dir, twin):
-        raise UserError(
-            f"another {process} (pid {twin.pid} on {twin.host}) is at work on the run in {output_dir}: stop that one, or choose another "
-            "--output-dir"
-        )
-
-
 def _at_work(output_dir: Path, partner: Committed) -> bool:
     """Whether the process that committed these settings is still at work."""
     itself = ProcessId(partner.pid, partner.started)
@@ -186,10 +176,3 @@ def _at_work(output_dir: Path, partner: Committed) -> bool:
     if status is not None:
         return time.time() - status.heartbeat < _FRESH_SECONDS
     return time.time() - partner.time < _START_SECONDS
-
-
-def _read(path: Path) -> Committed | None:
-    try:
-        return Committed(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):  # removed meanwhile, or not ours
-        return None

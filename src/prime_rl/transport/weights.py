@@ -7,7 +7,6 @@ path. Nothing here imports torch.
 """
 
 import json
-import math
 import os
 import shutil
 import struct
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
+from pydantic import FiniteFloat, TypeAdapter
 
 from prime_rl import faults
 from prime_rl.errors import UserError
@@ -56,6 +56,10 @@ class TensorRange(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class LogprobReference:
@@ -66,7 +70,11 @@ class LogprobReference:
     """
 
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[FiniteFloat, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != len(self.tokens) - 1:
+            raise ValueError("a reference needs a log-probability for every token but the first")
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,9 @@ class WeightsManifest:
         return Path(self.base) if self.base else self.directory
 
 
+_MANIFEST = TypeAdapter(WeightsManifest)
+
+
 def version_dir(root: Path, version: int) -> Path:
     """Return the directory of a version under the weights root."""
     return commit.step_dir(root, version)
@@ -122,20 +133,6 @@ def reference_tokens(vocabulary: int) -> list[int]:
     """Return the fixed prompt for a model with so many token ids, drawn from all of them: no tokenizer is needed."""
     digests = (xxhash.xxh3_64_intdigest(f"canary/{place}".encode()) for place in range(REFERENCE_TOKENS))
     return [digest % vocabulary for digest in digests]
-
-
-def read_reference(extra: Mapping[str, Any]) -> LogprobReference | None:
-    """Return the reference in a manifest's `extra`; None if its writer scored none.
-
-    Raises:
-        KeyError, TypeError, ValueError: the entry is malformed.
-    """
-    if (entry := extra.get("reference")) is None:
-        return None
-    reference = LogprobReference(tuple(map(int, entry["tokens"])), tuple(map(float, entry["logprobs"])))
-    if len(reference.logprobs) != len(reference.tokens) - 1 or not all(map(math.isfinite, reference.logprobs)):
-        raise ValueError("a reference needs one finite log-probability for every token but the first")
-    return reference
 
 
 def chunks(size: int) -> list[tuple[int, int]]:
@@ -190,19 +187,10 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
         elsewhere = extra.get("tmpfs", extra.get("memory")) is not None  # until November 2026
         if "tensors" in extra and (delta or elsewhere or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
             raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
-        publisher = extra.get("publisher")
-        return WeightsManifest(
-            extra["version"],
-            extra["incarnation"],
-            extra["hash"],
-            {name: TensorEntry(**entry) for name, entry in extra["tensors"].items()},
-            extra["base"],
-            directory,
-            read_reference(extra),
-            None if publisher is None else PublisherAddress(**publisher),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        manifest: WeightsManifest = _MANIFEST.validate_python({**extra, "directory": directory})
+    except (ValueError, AttributeError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
+    return manifest
 
 
 # ---- verification

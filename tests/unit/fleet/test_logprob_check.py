@@ -32,7 +32,6 @@ from prime_rl.transport.weights import (
     LogprobReference,
     WeightsManifest,
     manifest_extra,
-    read_reference,
     reference_tokens,
     version_dir,
     weights_manifest,
@@ -89,10 +88,11 @@ def test_a_spoilt_canary_makes_a_manifest_unreadable(found, tmp_path):
         weights_manifest(tmp_path / "step_1")
 
 
-def test_a_canary_comes_back_from_a_manifest():
-    canary = LogprobReference(TOKENS, LOGPROBS)
-    assert read_reference(manifest_extra(1, 0, {}, reference=canary)) == canary
-    assert read_reference(manifest_extra(1, 0, {})) is None
+@pytest.mark.parametrize("canary", [LogprobReference(TOKENS, LOGPROBS), None])
+def test_a_canary_comes_back_from_a_manifest(canary, tmp_path):
+    with stage(tmp_path / "step_1", step=1, producer="trainer", extra=manifest_extra(1, 0, {}, reference=canary)):
+        pass
+    assert weights_manifest(tmp_path / "step_1").reference == canary
 
 
 @given(st.lists(st.floats(-20, 0), min_size=1, max_size=5), st.floats(-1, 1))

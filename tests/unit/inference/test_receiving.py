@@ -86,16 +86,6 @@ def test_a_manifest_that_contradicts_itself(trainer: PublishingTrainer, subscrib
     assert_fails(directory, subscriber, "hash does not follow from its tensors", CommitError)
 
 
-def test_a_version_that_was_made_durable(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
-    """Contract: it keeps its hash, by which servers name what they serve, and is read from its files."""
-    directory = trainer.publish(1, tensors(1))
-    before = weights_manifest(directory).hash
-    make_durable(directory, lambda aside: save_file(tensors(1), aside / "model.safetensors"))
-    trainer.close()
-    assert weights_manifest(directory).hash == before
-    assert_received(directory, subscriber)
-
-
 def test_a_worker_without_memory_for_it(
     trainer: PublishingTrainer, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,4 +155,6 @@ def test_going_back_to_a_version_that_was_received(trainer: PublishingTrainer) -
         files_of(directory.parent / "step_7", identity)
     make_durable(directory, lambda aside: save_file(tensors(1), aside / "model.safetensors"))
     assert files_of(directory, identity) == directory
+    trainer.close()
+    assert_received(directory, Subscriber())
     assert files_of(directory.parent / "base", None) == directory.parent / "base"

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prime_rl.inference import staging
-from prime_rl.inference.staging import Staging
+from prime_rl.inference.staging import Staging, WeightsExtension
 from prime_rl.inference.version_files import AllowedRoots, Rejected
 from prime_rl.transport import weights
-from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.commit import CommitError, prune, stage
 from prime_rl.transport.exchange import ExchangeError, Subscriber, layout
 from prime_rl.transport.weights import hash_directory, link_files, manifest_extra, version_dir, weights_manifest
 from prime_rl.wait import wait
@@ -48,16 +48,16 @@ def begin(directory: Path, **options: Any) -> Staging:
     return Staging(directory, weights_manifest(directory).hash, CPU, Subscriber(), **options)
 
 
-def test_what_is_read_is_what_the_files_hold(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["disk", "tmpfs"])
+def test_what_is_read_is_what_the_files_hold(request: pytest.FixtureRequest, tmp_path: Path, place: str) -> None:
     """Contract: every tensor arrives bit by bit, of every size, across chunks, with its dtype and shape, in the order of the manifest."""
-    directory = commit(tmp_path)
+    directory = commit(tmp_path) if place == "disk" else request.getfixturevalue("in_memory")
     read = begin(directory)
     read.wait(SECONDS)
-    tensors = list(read.tensors)
     expected = {name: tensor for file in FILES for name, tensor in load_file(directory / file).items()}
-    assert {name for name, _ in tensors} == expected.keys()
-    assert [name for name, _ in tensors] == list(weights_manifest(directory).tensors)
-    for name, tensor in tensors:
+    assert [name for name, _ in read.tensors] == list(weights_manifest(directory).tensors)
+    assert len(read.tensors) == len(expected)
+    for name, tensor in read.tensors:
         assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
         assert torch.equal(tensor, expected[name])
     answer = read.answer()
@@ -122,6 +122,26 @@ def test_without_room_the_version_is_hashed_and_not_kept(tmp_path: Path, monkeyp
     begin(directory, sharing=2, verify=False).wait(SECONDS)
     with pytest.raises(CommitError):
         begin(directory, sharing=2).wait(SECONDS)
+
+
+def test_files_that_are_replaced_while_vllm_reads_them_are_not_served(tmp_path: Path) -> None:
+    """Contract: what was hashed is what was loaded, even where a new incarnation of the trainer commits the version anew during the load."""
+    directory = commit(tmp_path)
+    identity = {"version": 1, "hash": weights_manifest(directory).hash, "weight_dir": str(directory)}
+
+    class Worker(WeightsExtension):
+        device = CPU
+
+        def prime_reload(self, source: Any) -> None:
+            assert source == directory
+            prune(directory)
+            commit(tmp_path, shift=1)
+
+    worker = Worker()
+    worker.prime_staging = begin(directory, sharing=1 << 40)
+    with pytest.raises(RuntimeError, match="committed anew"):
+        worker.prime_load(str(directory), identity)
+    assert worker.prime_served() is None
 
 
 @pytest.fixture
@@ -193,14 +213,6 @@ def in_memory(tmp_path: Path) -> Path:
             save_file(tensors, (tmp / file).readlink())
         extra |= manifest_extra(5, 0, hash_directory(tmp))
     return final
-
-
-def test_tensors_are_read_from_a_tmpfs(in_memory: Path) -> None:
-    """Contract: they are staged from there."""
-    read = begin(in_memory)
-    read.wait(SECONDS)
-    expected = {name: tensor for tensors in FILES.values() for name, tensor in tensors.items()}
-    assert {name for name, tensor in read.tensors if torch.equal(tensor, expected[name])} == expected.keys()
 
 
 def test_a_tmpfs_is_allowed_by_name(in_memory: Path, tmp_path: Path) -> None:

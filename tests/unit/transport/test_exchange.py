@@ -210,19 +210,6 @@ def test_a_strange_proof_ends_the_connection(answer: dict[str, object], publishe
     receive(manifest(publisher))
 
 
-def test_a_worker_that_ends_in_the_middle_disturbs_nobody(publisher: Publisher, buffer: Tensor) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop() -> None:
-        raise Stop
-
-    with pytest.raises(Stop):
-        Subscriber().receive(manifest(publisher), torch.zeros(SIZE, dtype=torch.uint8), stop)
-    assert torch.equal(receive(manifest(publisher)), buffer)
-    publisher.withdraw()
-
-
 @pytest.mark.parametrize(("dtype", "shape"), [("Q4", [2]), ("F32", [-1])])
 def test_a_tensor_that_cannot_be_is_refused(dtype: str, shape: list[int]) -> None:
     with pytest.raises(CommitError, match="cannot be loaded"):
