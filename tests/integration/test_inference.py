@@ -433,7 +433,7 @@ def test_a_key_guards_the_server_and_appears_nowhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Contract: with a key (here by environment) every route of the application asks for it but two; it is in no file of the run, no log,
-    no command line. A fault of the token route is answered 500, as planned and no more often. A stop that is asked for is a success,
+    no command line. A fault of sampling is answered 500, as planned and no more often. A stop that is asked for is a success,
     although a read hangs."""
     key, plan = "a-key-nobody-may-see", tmp_path / "faults.json"
     refuse = {"point": "generate", "process": "inference", "do": "error", "times": 2}
@@ -453,7 +453,7 @@ def test_a_key_guards_the_server_and_appears_nowhere(
     assert server.get("/weights", **bearer).json()["weight_dir"] == str(of_a_run)
     assert "Failed to load weights" not in server.log.read_text()
     body = request(server, chat_prompt)
-    answers = [server.post("/v1/generate", body, **bearer).status_code for _ in range(3)]
+    answers = [server.post("/v1/sample", body, **bearer).status_code for _ in range(3)]
     assert answers == [500, 500, 200]
     for pid in (server.pid, *engines(server.pid)):
         assert key.encode() not in cmdline(pid)

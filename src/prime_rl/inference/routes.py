@@ -33,7 +33,6 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from loguru import logger
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prime_rl import faults
 from prime_rl.errors import UserError
@@ -142,6 +141,8 @@ async def sample(body: SampleBody, request: Request) -> Response:
     """Sample one reply. Ends when the client goes away. Rejected (400, 404) for what this route does not do, 500 when the
     engine fails; vLLM's own handler makes 400 of its ValueError for a prompt that it does not take."""
     state = request.app.state
+    if faults.point("generate") == "error":
+        raise Rejected(500, "fault injection")
     if body.model is not None and body.model not in state.prime_models:
         raise Rejected(404, f"the model {body.model!r} is not served; this server has {', '.join(state.prime_models)}")
     params = sampling_params(body.sampling_params, len(body.token_ids), state.engine_client.model_config.max_model_len)
@@ -239,8 +240,6 @@ class PrimeRoutes:
         self._leads = shared is None or middleware.lead(shared)
         if shared is not None and not self._leads:
             app.add_middleware(middleware.ForwardToLeader, directory=shared)
-        if faults.armed():
-            app.add_middleware(FaultyGenerate)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
@@ -289,18 +288,6 @@ class PrimeRoutes:
 
         state.prime_watch = asyncio.create_task(watch_engine(engine_client, status, on_stop=end_soon))
         logger.info("serving {} on port {}", args.model, args.port)
-
-
-class FaultyGenerate:
-    """Answers 500 at the fault point `generate`. Part of the server only under a plan of faults."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generates = scope["type"] == "http" and middleware.route_path(scope) in (TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE)
-        faulty = generates and faults.point("generate") == "error"
-        await (error_answer(500, "fault injection") if faulty else self._app)(scope, receive, send)
 
 
 def add_alias(app: FastAPI, path: str, alias: str) -> None:

@@ -13,16 +13,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.config.trainer import WeightsConfig
 from prime_rl.errors import UserError
+from prime_rl.trainer import weight_publisher
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, write_version
-from prime_rl.transport.commit import list_steps
+from prime_rl.transport.commit import list_steps, prune
 from prime_rl.transport.incarnations import drop_lease, write_lease
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import verify_weights
+from prime_rl.wait import wait
 from support import trainer as support
 
 world, make_policy = support.world, support.make_policy
@@ -213,3 +215,111 @@ def test_a_version_that_takes_too_long(versions: Callable[[], WeightPublisher], 
     incarnation._committer.timeout = 60
     incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1]
+
+
+# ---- pruning beside the loop
+
+ONE_KIND = pytest.mark.parametrize("versions", ["disk"], indirect=True)
+
+
+@pytest.fixture
+def incarnation(versions: Callable[[], WeightPublisher]) -> WeightPublisher:
+    """An incarnation with four versions beside the base; two of them are superfluous."""
+    made = versions()
+    made.async_level = 1
+    made.open(0)
+    for version in range(1, 5):
+        made.publish(version)
+    made.settle()
+    return made
+
+
+class Slow:
+    """`prune`, which waits until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.may = threading.Event(), threading.Event()
+        monkeypatch.setattr(weight_publisher, "prune", self)
+
+    def __call__(self, directory: Path) -> None:
+        self.began.set()
+        self.may.wait(60)
+        prune(directory)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    made = Slow(monkeypatch)
+    yield made
+    made.may.set()
+
+
+@ONE_KIND
+def test_the_next_version_does_not_wait(incarnation: WeightPublisher, slow: Slow, tmp_path: Path) -> None:
+    """While old versions are being removed the next one is committed; the one after it begins when that is over."""
+    incarnation.prune(list)
+    assert slow.began.wait(60)
+    incarnation.publish(5)
+    wait(
+        lambda: 5 in list_steps(tmp_path / "weights"),
+        subject="weights/step_5",
+        owner="the thread",
+        seconds=60,
+        poll=0.05,
+    )
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5]
+    incarnation.prune(list)
+    incarnation._pruner.timeout = 0.05
+    for _ in range(2):
+        with pytest.raises(UserError, match="no end of removing old versions from the thread that removes them"):
+            incarnation.publish(6)
+    incarnation._pruner.timeout = 60
+    slow.may.set()
+    incarnation.publish(6)
+    incarnation.settle()
+    assert list_steps(tmp_path / "weights") == [0, 4, 5, 6]
+
+
+@ONE_KIND
+@pytest.mark.parametrize(
+    "hear",
+    [lambda incarnation: incarnation.publish(5), lambda incarnation: incarnation.settle()],
+    ids=["publish", "settle"],
+)
+def test_a_failure_is_heard(
+    hear: Callable[[WeightPublisher], None],
+    incarnation: WeightPublisher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By whoever comes next, once; what comes after goes on."""
+
+    def failing(directory: Path) -> None:
+        raise UserError(f"the file system fails at {directory}")
+
+    with monkeypatch.context() as context:
+        context.setattr(weight_publisher, "prune", failing)
+        incarnation.prune(list)
+        ((_, failed),) = incarnation._pruner.tasks
+        assert failed.exception(timeout=60) is not None
+    with pytest.raises(UserError, match="the file system fails at .*step_1"):
+        hear(incarnation)
+    incarnation.publish(5)
+    incarnation.prune(list)
+    incarnation.settle()
+    assert list_steps(tmp_path / "weights") == [0, 4, 5]
+
+
+@ONE_KIND
+def test_nothing_is_removed_for_a_version_that_failed(incarnation: WeightPublisher, tmp_path: Path) -> None:
+    """What the version under way would make superfluous stays where it is not committed."""
+
+    def refuse() -> None:
+        raise UserError("not finite")
+
+    incarnation.publish(5, refuse)
+    incarnation.prune(list)
+    with pytest.raises(UserError, match="not finite"):
+        incarnation.settle()
+    incarnation.settle()
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4]
