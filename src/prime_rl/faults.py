@@ -62,11 +62,6 @@ def arm(process: str) -> None:
         print(f"fault injection is on ({ENV}={value})", file=sys.stderr)
 
 
-def armed() -> bool:
-    """Whether a plan holds for this process."""
-    return bool(_plan)
-
-
 def point(name: str, file: Path | None = None) -> Kind | None:
     """Pass the point `name`; `file` is what is being written there, for `tear`.
 

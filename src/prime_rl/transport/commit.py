@@ -310,15 +310,12 @@ def read_file(path: Path, most: int) -> bytes:
 def list_steps(parent: Path) -> list[int]:
     """Return the numbers of the committed `step_N` directories under `parent`, ascending. A missing parent has none.
 
+    Whoever waits for a step looks here: a network file system may cache that a name does not exist.
+
     Raises:
         UserError: `parent` cannot be listed.
     """
     return sorted(n for entry in _entries(parent) if (n := step_number(entry.name)) is not None and entry.is_dir())
-
-
-def is_listed(path: Path) -> bool:
-    """Look for `path` in its parent's list: a network file system may cache that a name does not exist."""
-    return any(entry.name == path.name for entry in _entries(path.parent))
 
 
 def _entries(parent: Path) -> list[os.DirEntry[str]]:

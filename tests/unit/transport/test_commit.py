@@ -16,7 +16,6 @@ from prime_rl.transport.commit import (
     FormatError,
     Stage,
     clean_stages,
-    is_listed,
     list_steps,
     prune,
     read_manifest,
@@ -276,15 +275,12 @@ def test_only_directories_under_names_that_we_write_are_steps(tmp_path):
     assert list_steps(tmp_path) == [3, 9, 10]
     assert verify(tmp_path / "step_3").step == 3
     assert list_steps(tmp_path / "missing") == []
-    assert is_listed(tmp_path / "step_3")
-    assert not is_listed(tmp_path / "missing" / "step_3")
 
 
 def test_a_parent_that_is_no_directory_is_one_clear_error(tmp_path):
     (tmp_path / "rollouts").write_text("a file")
     for action in (
         lambda: list_steps(tmp_path / "rollouts"),
-        lambda: is_listed(tmp_path / "rollouts" / "step_0"),
         lambda: Stage(tmp_path / "rollouts" / "step_0"),
         lambda: write_atomically(tmp_path / "rollouts" / "0.json", b"{}"),
     ):

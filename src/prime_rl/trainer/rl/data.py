@@ -24,7 +24,7 @@ from prime_rl.trainer.packing import (
 )
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
 from prime_rl.trainer.source import Source, load_tokenizer
-from prime_rl.transport.commit import is_listed, step_dir, subject_of
+from prime_rl.transport.commit import list_steps, step_dir, subject_of
 from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.wait import WaitTimeout, wait
 
@@ -50,7 +50,7 @@ class RolloutData(StepSource):
         super().__init__(world, config.dist_timeout)
 
     def exists(self, step: int) -> bool:
-        return is_listed(step_dir(self.root, step))
+        return step in list_steps(self.root)
 
     def arrived(self, step: int) -> bool:
         return self._exchange(False, self.world.is_main and self.exists(step), False)[1]
