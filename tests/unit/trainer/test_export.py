@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prime_rl.config.trainer import WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer import weight_publisher
 from prime_rl.trainer.model import Policy
@@ -111,27 +110,15 @@ def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) 
 
 
 @pytest.fixture
-def tmpfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stands for one."""
-    return tmp_path_factory.mktemp("tmpfs")
-
-
-@pytest.fixture(params=["disk", "tmpfs"])
 def versions(
-    request: pytest.FixtureRequest,
-    world: World,
-    make_policy: Callable[..., Policy],
-    tied_model: Path,
-    tmp_path: Path,
-    tmpfs: Path,
+    world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
 ) -> Iterator[Callable[[], WeightPublisher]]:
-    """One incarnation of a trainer each call, all on the same run directory. However versions get to those who read them, the same holds."""
+    """One incarnation of a trainer each call, all on the same run directory. (In a tmpfs, and from memory: test_transports.)"""
     policy, source = make_policy(tied_model), find_model(str(tied_model))
     made = []
-    weights = WeightsConfig(tmpfs=tmpfs, keep=7) if request.param == "tmpfs" else None
 
     def make() -> WeightPublisher:
-        made.append(WeightPublisher(tmp_path, policy, source, world, torch.float32, timeout=60, weights=weights))
+        made.append(WeightPublisher(tmp_path, policy, source, world, torch.float32, timeout=60))
         return made[-1]
 
     yield make
@@ -219,8 +206,6 @@ def test_a_version_that_takes_too_long(versions: Callable[[], WeightPublisher], 
 
 # ---- pruning beside the loop
 
-ONE_KIND = pytest.mark.parametrize("versions", ["disk"], indirect=True)
-
 
 @pytest.fixture
 def incarnation(versions: Callable[[], WeightPublisher]) -> WeightPublisher:
@@ -254,7 +239,6 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made.may.set()
 
 
-@ONE_KIND
 def test_the_next_version_does_not_wait(incarnation: WeightPublisher, slow: Slow, tmp_path: Path) -> None:
     """While old versions are being removed the next one is committed; the one after it begins when that is over."""
     incarnation.prune(list)
@@ -280,7 +264,6 @@ def test_the_next_version_does_not_wait(incarnation: WeightPublisher, slow: Slow
     assert list_steps(tmp_path / "weights") == [0, 4, 5, 6]
 
 
-@ONE_KIND
 @pytest.mark.parametrize(
     "hear",
     [lambda incarnation: incarnation.publish(5), lambda incarnation: incarnation.settle()],
@@ -310,7 +293,6 @@ def test_a_failure_is_heard(
     assert list_steps(tmp_path / "weights") == [0, 4, 5]
 
 
-@ONE_KIND
 def test_nothing_is_removed_for_a_version_that_failed(incarnation: WeightPublisher, tmp_path: Path) -> None:
     """What the version under way would make superfluous stays where it is not committed."""
 
