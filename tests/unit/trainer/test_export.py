@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -110,97 +111,83 @@ def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) 
 
 
 @pytest.fixture
-def versions(
+def publisher(
     world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
-) -> Iterator[Callable[[], WeightPublisher]]:
-    """One incarnation of a trainer each call, all on the same run directory. (In a tmpfs, and from memory: test_transports.)"""
+) -> Iterator[WeightPublisher]:
+    """Of an incarnation that has begun, on the disk. (In a tmpfs, and from memory: test_transports.)"""
     policy, source = make_policy(tied_model), find_model(str(tied_model))
-    made = []
-
-    def make() -> WeightPublisher:
-        made.append(WeightPublisher(tmp_path, policy, source, world, torch.float32, timeout=60))
-        return made[-1]
-
-    yield make
-    for incarnation in made:
-        incarnation.close()
+    with closing(WeightPublisher(tmp_path, policy, source, world, torch.float32, timeout=60)) as made:
+        made.open(0)
+        yield made
 
 
-def test_prune(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
+def test_prune(publisher: WeightPublisher, tmp_path: Path) -> None:
     """The base, what sampling ahead needs, what checkpoints need, and what the orchestrator holds a lease on stay."""
-    incarnation = versions()
-    incarnation.open(0)
     for version in range(1, 7):
-        incarnation.publish(version)
-    support.prune(incarnation, 1, None, list)
-    incarnation.settle()
+        publisher.publish(version)
+    support.prune(publisher, 1, None, list)
+    publisher.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
     write_lease(tmp_path, Lease(incarnation=-1, version=0))  # has not heard of this incarnation yet
-    support.prune(incarnation, 1, 0, lambda: [3])
-    incarnation.settle()
+    support.prune(publisher, 1, 0, lambda: [3])
+    publisher.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
     write_lease(tmp_path, Lease(incarnation=0, version=4))
-    support.prune(incarnation, 1, 0, lambda: [2])
-    incarnation.settle()
+    support.prune(publisher, 1, 0, lambda: [2])
+    publisher.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 4, 5, 6]
     drop_lease(tmp_path)
-    support.prune(incarnation, 1, 0, lambda: [2])
-    incarnation.settle()
+    support.prune(publisher, 1, 0, lambda: [2])
+    publisher.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 5, 6]
 
 
-def test_weights_may_change_meanwhile(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
+def test_weights_may_change_meanwhile(publisher: WeightPublisher, tmp_path: Path) -> None:
     """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written."""
-    incarnation = versions()
-    incarnation.open(0)
-    parameter, name = incarnation._copies.tensors[0].parameter, incarnation._copies.tensors[0].name
+    parameter, name = publisher._copies.tensors[0].parameter, publisher._copies.tensors[0].name
     go_on = threading.Event()
     at_the_time = parameter.full_tensor().detach().clone()
-    incarnation.publish(1, lambda: go_on.wait(10))
+    publisher.publish(1, lambda: go_on.wait(10))
     with torch.no_grad():
         parameter.to_local().add_(1.0)
     assert list_steps(tmp_path / "weights") == [0]
     go_on.set()
-    incarnation.settle()
+    publisher.settle()
     files = verify_weights(tmp_path / "weights" / "step_1").files
     assert torch.equal(load_file(files / "model.safetensors")[name], at_the_time)
 
 
-def test_a_failure_is_heard_once(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
+def test_a_failure_is_heard_once(publisher: WeightPublisher, tmp_path: Path) -> None:
     """A version that its check refuses is not committed, nor the next one, whose call says why."""
     told: list[int] = []
-    incarnation = versions()
-    incarnation._on_committed = lambda version, times: told.append(version)
-    incarnation.open(0)
+    publisher._on_committed = lambda version, times: told.append(version)
 
     def refuse() -> None:
         raise UserError("not finite")
 
-    incarnation.publish(1, refuse)
+    publisher.publish(1, refuse)
     with pytest.raises(UserError, match="not finite"):
-        incarnation.publish(3)
-    incarnation.settle()
-    incarnation.publish(4)
-    incarnation.settle()
+        publisher.publish(3)
+    publisher.settle()
+    publisher.publish(4)
+    publisher.settle()
     assert list_steps(tmp_path / "weights") == [0, 4]
     assert told == [4]
     assert [path.name for path in (tmp_path / "weights").glob(".*")] == []
 
 
-def test_a_version_that_takes_too_long(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
+def test_a_version_that_takes_too_long(publisher: WeightPublisher, tmp_path: Path) -> None:
     """Waiting for a version has an end, which says what was waited for; what is being written is not written over."""
-    incarnation = versions()
-    incarnation.open(0)
-    incarnation.settle()
+    publisher.settle()
     go_on = threading.Event()
-    incarnation.publish(1, lambda: go_on.wait(10))
-    incarnation._committer.timeout = 0.05
+    publisher.publish(1, lambda: go_on.wait(10))
+    publisher._committer.timeout = 0.05
     for _ in range(2):
         with pytest.raises(UserError, match="no weights/step_1 from the thread that commits it"):
-            incarnation.publish(2)
+            publisher.publish(2)
     go_on.set()
-    incarnation._committer.timeout = 60
-    incarnation.settle()
+    publisher._committer.timeout = 60
+    publisher.settle()
     assert list_steps(tmp_path / "weights") == [0, 1]
 
 
@@ -208,15 +195,13 @@ def test_a_version_that_takes_too_long(versions: Callable[[], WeightPublisher], 
 
 
 @pytest.fixture
-def incarnation(versions: Callable[[], WeightPublisher]) -> WeightPublisher:
-    """An incarnation with four versions beside the base; two of them are superfluous."""
-    made = versions()
-    made.async_level = 1
-    made.open(0)
+def incarnation(publisher: WeightPublisher) -> WeightPublisher:
+    """With four versions beside the base; two of them are superfluous."""
+    publisher.async_level = 1
     for version in range(1, 5):
-        made.publish(version)
-    made.settle()
-    return made
+        publisher.publish(version)
+    publisher.settle()
+    return publisher
 
 
 class Slow:
