@@ -120,9 +120,7 @@ def at_work(output_dir: Path) -> set[str]:
     committed = [read_record(Committed, path) for path in (output_dir / "settings").glob("*.json")]
     names: set[str] = {one.process for one in committed if one is not None and _at_work(output_dir, one)}
     for name, status in read_status(output_dir).items():
-        here = status.host == socket.gethostname()
-        beats = is_alive(status.id) if here else time.time() - status.heartbeat < _FRESH_SECONDS
-        if status.outcome is None and beats and not (here and status.pid == os.getpid()):
+        if status.outcome is None and _lives(status.id, status.host, status.heartbeat + _FRESH_SECONDS):
             names.add(name.partition(".")[0])
     return names
 
@@ -171,8 +169,12 @@ def _at_work(output_dir: Path, partner: Committed) -> bool:
         status = None  # another process's
     if status is not None and status.outcome is not None:
         return False
-    if partner.host == socket.gethostname():
-        return partner.pid != os.getpid() and is_alive(itself)
-    if status is not None:
-        return time.time() - status.heartbeat < _FRESH_SECONDS
-    return time.time() - partner.time < _START_SECONDS
+    until = partner.time + _START_SECONDS if status is None else status.heartbeat + _FRESH_SECONDS
+    return _lives(itself, partner.host, until)
+
+
+def _lives(process: ProcessId, host: str, until: float) -> bool:
+    """Whether another process is alive; one on another host is believed to be so `until` then (unix seconds)."""
+    if host == socket.gethostname():
+        return process.pid != os.getpid() and is_alive(process)
+    return time.time() < until
