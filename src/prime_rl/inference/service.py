@@ -89,8 +89,8 @@ class WeightService:
         self._base, self._tied, self._roots = base, tied, roots
         self._label, self._status = label, status
         self._stage_options = servers_on_host, on_device
-        # What the engine serves: the directory that it was loaded from, and its identity (None: what it started with).
-        self._serving: tuple[str, dict[str, Any] | None] = str(base), None
+        # What a failed load goes back to: the directory of what is served, and its identity (None: what it started with).
+        self._fallback: tuple[str, dict[str, Any] | None] = str(base), None
         self._staged = False  # the workers may hold something
         self._least_staging: float | None = None  # seconds, of all versions until now
         self._said_no_room = False
@@ -236,7 +236,7 @@ class WeightService:
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
                     message = f"{directory} could not be loaded, the previous weights go on: {reason}"
                     raise Rejected(400, message) from error
-                self._serving, self._broken = (str(directory), identity), None
+                self._fallback, self._broken = (str(directory), identity), None
                 self._staged = False  # freed with it: another call would wait for the first step, the longest
                 try:
                     async with asyncio.timeout(ANSWER_SECONDS):
@@ -258,7 +258,7 @@ class WeightService:
         """Undo a failed load on every rank. If that fails, generation stays paused: it would kill the engine."""
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await self._engine.collective_rpc("prime_restore", args=self._serving)
+                await self._engine.collective_rpc("prime_restore", args=self._fallback)
         except Exception as error:
             self._broken = f"weights unusable: the update failed ({cause}), and so did going back ({error!r})"
             logger.error("{}", self._broken)

@@ -120,7 +120,7 @@ def at_work(output_dir: Path) -> set[str]:
     committed = [read_record(Committed, path) for path in (output_dir / "settings").glob("*.json")]
     names: set[str] = {one.process for one in committed if one is not None and _at_work(output_dir, one)}
     for name, status in read_status(output_dir).items():
-        if status.outcome is None and _lives(status.id, status.host, status.heartbeat + _FRESH_SECONDS):
+        if status.outcome is None and _is_believed_alive(status.id, status.host, status.heartbeat + _FRESH_SECONDS):
             names.add(name.partition(".")[0])
     return names
 
@@ -170,10 +170,10 @@ def _at_work(output_dir: Path, partner: Committed) -> bool:
     if status is not None and status.outcome is not None:
         return False
     until = partner.time + _START_SECONDS if status is None else status.heartbeat + _FRESH_SECONDS
-    return _lives(itself, partner.host, until)
+    return _is_believed_alive(itself, partner.host, until)
 
 
-def _lives(process: ProcessId, host: str, until: float) -> bool:
+def _is_believed_alive(process: ProcessId, host: str, until: float) -> bool:
     """Whether another process is alive; one on another host is believed to be so `until` then (unix seconds)."""
     if host == socket.gethostname():
         return process.pid != os.getpid() and is_alive(process)
