@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import torch
 
 from prime_rl.transport import exchange
 from prime_rl.transport.commit import stage
-from prime_rl.transport.exchange import DTYPES, Publisher, checksums, layout, shared_buffer, tensor_views
-from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra, version_dir
+from prime_rl.transport.exchange import DTYPES, Publisher, Subscriber, checksums, layout, shared_buffer, tensor_views
+from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra, version_dir, weights_manifest
 
 SIZE = 2 << 20
 SHAPES = {"embed": [500, 300], "empty": [0, 7], "w": [123, 457], "norm": [1001], "scalar": []}
@@ -68,6 +69,17 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
         name: (100 * torch.rand(shape, generator=generator)).to(dtypes.get(name, torch.float32))
         for name, shape in SHAPES.items()
     }
+
+
+def received(directory: Path) -> dict[str, torch.Tensor]:
+    """What a worker on a CPU gets: it has the manifest's checksums."""
+    manifest = weights_manifest(directory)
+    ranges, size = layout(manifest.tensors)
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    with closing(Subscriber()) as subscriber:
+        assert subscriber.receive(manifest, buffer) == "tcp"
+    assert checksums(buffer, ranges) == {name: entry.checksum for name, entry in manifest.tensors.items()}
+    return dict(tensor_views(buffer, manifest.tensors))
 
 
 def publish_slowly(root: Path, timeout: float, line: Connection) -> None:

@@ -19,9 +19,9 @@ from prime_rl.trainer.parallel import close_world, init_world, on_main
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
-from prime_rl.transport.exchange import Subscriber, checksums, layout, tensor_views
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from support.forking import fork_ranks
+from support.publishing import received
 
 SECONDS = 150.0
 
@@ -78,11 +78,7 @@ def check(directory: Path, right: Path) -> None:
             found |= load_file(file)
     else:
         assert not list(directory.glob("*.safetensors*"))
-        places, size = layout(manifest.tensors)
-        buffer = torch.zeros(size, dtype=torch.uint8)
-        Subscriber().receive(manifest, buffer)
-        assert checksums(buffer, places) == {name: entry.checksum for name, entry in manifest.tensors.items()}
-        found = dict(tensor_views(buffer, manifest.tensors))
+        found = received(directory)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps
-from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
+from prime_rl.transport.exchange import ExchangeError
 from prime_rl.transport.incarnations import ask_for_files, read_versions
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait
 from support import trainer as support
+from support.publishing import received
 from support.transports import TRANSPORTS, Incarnations, Run, fork_server, open_run
 
 world, make_policy, tied_model = support.world, support.make_policy, support.tied_model
@@ -256,17 +258,6 @@ def memory(world: World, make_policy: Callable[..., Policy], tied_model: Path, t
         yield made
 
 
-def receive(directory: Path) -> dict[str, torch.Tensor]:
-    """As a worker does: what arrives has the manifest's checksums."""
-    manifest = weights_manifest(directory)
-    places, size = layout(manifest.tensors)
-    buffer, subscriber = torch.zeros(size, dtype=torch.uint8), Subscriber()
-    assert subscriber.receive(manifest, buffer) == "tcp"
-    subscriber.close()
-    assert checksums(buffer, places) == {name: entry.checksum for name, entry in manifest.tensors.items()}
-    return dict(tensor_views(buffer, manifest.tensors))
-
-
 def trained(run: Run) -> dict[str, torch.Tensor]:
     return {name: p.full_tensor().detach().to(torch.bfloat16).clone() for name, p in named_parameters(run.policy)}
 
@@ -284,27 +275,27 @@ def test_what_is_received_is_what_was_trained(memory: Run) -> None:
         assert [path.name for path in directory.iterdir()] == [MANIFEST]
         with pytest.raises(CommitError, match="never written"):
             verify_weights(directory)
-        assert equal(receive(directory), trained(memory))
+        assert equal(received(directory), trained(memory))
     with pytest.raises(ExchangeError, match="version 1 of incarnation 0 is superseded: .* holds version 2"):
-        receive(memory.weights / "step_1")
+        received(memory.weights / "step_1")
 
 
 def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: its files come into the directory that is there, under the same hash, while the publisher still has it."""
-    incarnation, received = memory.incarnation(), []
+    incarnation, seen = memory.incarnation(), list[Any]()
 
     def point(name: str, *_: object) -> None:
         if name == "lasting:weights/step_1":
-            received.append((memory.weights / "step_1").stat().st_ino)
-            received.append(receive(memory.weights / "step_1"))
+            seen.append((memory.weights / "step_1").stat().st_ino)
+            seen.append(received(memory.weights / "step_1"))
 
     monkeypatch.setattr("prime_rl.transport.weights.faults.point", point)
     (digest,) = memory.train(incarnation, range(1, 2), durable=(1,)).values()
     directory = memory.weights / "step_1"
-    assert received[0] == directory.stat().st_ino
+    assert seen[0] == directory.stat().st_ino
     manifest = verify_weights(directory)
     assert (manifest.hash, manifest.publisher) == (digest, None)
-    assert equal(received[1], trained(memory))
+    assert equal(seen[1], trained(memory))
     loaded = load(memory, 1).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trained(memory).items())
 
