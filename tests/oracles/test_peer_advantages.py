@@ -5,7 +5,6 @@ Rewards are whole numbers of about a thousand, so that the small numbers added t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -15,10 +14,9 @@ from pydantic import TypeAdapter
 
 from prime_rl.config.orchestrator import AlgorithmConfig, ByReward
 from prime_rl.orchestrator.algorithms import Attempt, advantages, penalized
-from support.oracles import Oracle
+from support.oracles import Answers
 
 Floats = npt.NDArray[np.float64]
-HERE = Path(__file__).parent
 EXACT, SINGLE = 1e-8, 2e-6  # TRL computes in float32, and so does verl's gdpo
 
 GROUPS = "aaaabbbbccccdddd"  # TRL has groups of one size
@@ -138,22 +136,12 @@ NOT_COMPARED = {
 }
 
 
-def ask(oracle: Oracle, model: Path, directory: Path) -> dict[str, Any]:
-    """What a peer gives for all its cases: it is started once."""
-    calls = {name: case.question for name, case in CASES.items() if case.oracle == oracle.name}
-    overlong = {key: PENALIZED[key] for key in ("max_tokens", "cache")} | {"lengths": LENGTHS}
-    question = {"model": str(model), "advantages": calls, "overlong": overlong}
-    return dict(oracle.answer(HERE / f"call_{oracle.name}.py", question, directory))
-
-
-@pytest.fixture(scope="module")
-def of_verl(verl: Oracle, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return ask(verl, tiny_model, tmp_path_factory.mktemp("verl"))
-
-
-@pytest.fixture(scope="module")
-def of_trl(trl: Oracle, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return ask(trl, tiny_model, tmp_path_factory.mktemp("trl"))
+def question(oracle: str) -> dict[str, Any]:
+    calls = {name: case.question for name, case in CASES.items() if case.oracle == oracle}
+    return {
+        "advantages": calls,
+        "overlong": {key: PENALIZED[key] for key in ("max_tokens", "cache")} | {"lengths": LENGTHS},
+    }
 
 
 def attempts() -> list[Attempt]:
@@ -165,10 +153,10 @@ def attempts() -> list[Attempt]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_advantages_agree(name: str, request: pytest.FixtureRequest) -> None:
+def test_advantages_agree(name: str, answers: Answers) -> None:
     """Contract: the advantages of a batch of groups are the peer's, the same at every token, but for what is said to differ."""
     case = CASES[name]
-    answer = request.getfixturevalue(f"of_{case.oracle}")["advantages"][name]
+    answer = answers(case.oracle)["advantages"][name]
     tokens = [row if isinstance(row, list) else [row] for row in answer]
     expected = np.array([row[-1] for row in tokens])
     assert all(value == row[-1] for row in tokens for value in row)
@@ -181,13 +169,13 @@ def test_advantages_agree(name: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.slow
-def test_overlong_penalty(of_trl: dict[str, Any]) -> None:
+def test_overlong_penalty(answers: Answers) -> None:
     """Contract: DAPO's penalty is TRL's, times `scale`."""
     config = TypeAdapter(AlgorithmConfig).validate_python({"type": "grpo", "length_penalty": PENALIZED})
     assert isinstance(config, ByReward)
     penalties = [after.reward - before.reward for before, after in zip(attempts(), penalized(attempts(), config.length_penalty), strict=True)]  # fmt: skip
     assert len(set(penalties)) > 3
-    np.testing.assert_allclose(penalties, 100 * np.array(of_trl["overlong"]), rtol=1e-12)
+    np.testing.assert_allclose(penalties, 100 * np.array(answers("trl")["overlong"]), rtol=1e-12)
 
 
 def choices(annotation: Any) -> set[Any]:

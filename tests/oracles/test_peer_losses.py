@@ -6,7 +6,6 @@ that our weights, which are float32, are exact.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
@@ -21,11 +20,10 @@ from prime_rl.trainer.parallel import World
 from prime_rl.transport.rollouts import Sample
 from support import trainer as support
 from support.losses import slopes, step_loss
-from support.oracles import Oracle
+from support.oracles import Answers
 
 world = support.world
 Floats = npt.NDArray[np.float64]
-HERE = Path(__file__).parent
 TOLERANCE = 1e-8  # verl adds 1e-8 to its denominators
 
 # -- the batch ---------------------------------------------------------------------------------------------------------------
@@ -274,26 +272,15 @@ CASES: dict[str, Case] = {
 NOT_COMPARED = {"custom": "the loss is the user's own function"}
 
 
-def ask(oracle: Oracle, model: Path, directory: Path) -> dict[str, Any]:
-    """What a peer gives for the calls of all its cases, by case/number of the call: it is started once."""
+def question(oracle: str) -> dict[str, Any]:
+    """The calls of all its cases, by case/number of the call."""
     calls = {
         f"{name}/{number}": call
         for name, case in CASES.items()
-        if case.oracle == oracle.name
+        if case.oracle == oracle
         for number, (_, call) in enumerate(case.calls)
     }
-    question = {"model": str(model), "batch": {name: rows.tolist() for name, rows in BATCH.items()}, "losses": calls}
-    return dict(oracle.answer(HERE / f"call_{oracle.name}.py", question, directory)["losses"])
-
-
-@pytest.fixture(scope="module")
-def of_verl(verl: Oracle, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return ask(verl, tiny_model, tmp_path_factory.mktemp("verl"))
-
-
-@pytest.fixture(scope="module")
-def of_trl(trl: Oracle, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return ask(trl, tiny_model, tmp_path_factory.mktemp("trl"))
+    return {"batch": {name: rows.tolist() for name, rows in BATCH.items()}, "losses": calls}
 
 
 def ours(case: Case, world: World) -> tuple[float, Floats, Floats]:
@@ -323,10 +310,10 @@ def ours(case: Case, world: World) -> tuple[float, Floats, Floats]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_losses_agree(name: str, world: World, request: pytest.FixtureRequest) -> None:
+def test_losses_agree(name: str, world: World, answers: Answers) -> None:
     """Contract: the loss of a step and its gradient are the peer's, but for what is said to differ."""
     case = CASES[name]
-    peer = request.getfixturevalue(f"of_{case.oracle}")
+    peer = answers(case.oracle)["losses"]
     answers = [(weight, peer[f"{name}/{number}"]) for number, (weight, _) in enumerate(case.calls)]
     loss, gradient, entropy_gradient = ours(case, world)
     expected = case.factor * sum(weight * np.array(answer["gradient"]) for weight, answer in answers)

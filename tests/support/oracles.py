@@ -12,6 +12,7 @@ import shutil
 import site
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "codetiming==1.4.0", "orjson==3.13.0", "pyvers==0.2.3",
     ),
 }  # fmt: skip
+Answers = Callable[[str], dict[str, Any]]  # of a peer, by its name
 SECONDS = 500  # that one command may take, installing included
 
 
