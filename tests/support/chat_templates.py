@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,6 @@ def make_tokenizer(
 
 def forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The same conversation with tool arguments as objects or JSON, no content as "" or None, reasoning by other names."""
-    known: list[list[dict[str, Any]]] = []
     for as_json, none, renamed in itertools.product((False, True), repeat=3):
         formed = json.loads(json.dumps(messages))
         for message in formed:
@@ -194,106 +193,89 @@ def forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
                     one["function"]["arguments"] = json.dumps(one["function"]["arguments"])
                 if none and not message["content"]:
                     message["content"] = None
-        if formed not in known:
-            known.append(formed)
-            yield formed
+        yield formed
 
 
-def accepts(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> bool:
-    """Whether the template itself writes the conversation, whatever it leaves out."""
+def contexts(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[set[tuple[int, ...]]]:
+    """For every reply the prompts that inference would be given, one a form; empty if the template itself refuses the conversation in all forms."""
+    found = []
     for form in forms(row["messages"]):
+        render = partial(tokenizer.apply_chat_template, tools=row.get("tools"), return_dict=False)
+        ends = [index for index, message in enumerate(form) if message["role"] == "assistant"]
         try:
-            tokenizer.apply_chat_template(form, tools=row.get("tools"), tokenize=False)
+            render(form)
+            found.append([tuple(render(form[:end], add_generation_prompt=True)) for end in ends])
         except (jinja2.TemplateError, TypeError, ValueError, KeyError):
             continue
-        return True
-    return False
-
-
-def contexts(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> Iterator[list[list[int]]]:
-    """The prompts of every reply, as inference would be given them, in every form."""
-    for form in forms(row["messages"]):
-        try:
-            yield [
-                tokenizer.apply_chat_template(
-                    form[:index], tools=row.get("tools"), add_generation_prompt=True, return_dict=False
-                )
-                for index, message in enumerate(form)
-                if message["role"] == "assistant"
-            ]
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError):
-            continue
+    return [set(prompts) for prompts in zip(*found, strict=True)]
 
 
 def replies(samples: list[Tokens]) -> list[tuple[list[int], list[int]]]:
     """The tokens before each run of trained tokens, and the run."""
     found = []
     for sample in samples:
-        edges = _edges(sample)
+        mask = [False, *sample.loss_mask.tolist(), False]
+        edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
         ids = sample.input_ids.tolist()
         found += [(ids[:start], ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
     return found
 
 
-def _edges(sample: Tokens) -> list[int]:
-    """Where runs of trained tokens start and end, in turn."""
-    mask = [False, *sample.loss_mask.tolist(), False]
-    return [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
+REASONS = {
+    "leaves out the tool calls": "writes no calls",
+    "writes nothing": "writes no reply",
+    "leaves out the content": "writes no content beside a call",
+    "in the context that inference sees": "prompts otherwise",
+}
 
 
-def table(templates: dict[str, str]) -> tuple[list[str], int, int]:
-    """Lines of a Markdown table, how many conversations the templates accept, and how many of those are refused."""
-    lines = [
-        "| template | a reply ends with | turns | reasoning turns | tools | refused |",
-        "|---|---|---|---|---|---|",
+def line(name: str, template: str) -> str:
+    """The template's line in the table. Asserts of every conversation that the template accepts:
+
+    * Before a reply stand the tokens of the prompt that the template gives for it.
+    * The reply holds the message's content or its calls; its last token is a stop token, and its only one.
+    * A refusal is for one of the reasons above.
+    """
+    tokenizer, stops = make_tokenizer(template, name)
+    renderer = RowRenderer(tokenizer, LossMask(), stops)
+    counts: dict[str, str] = {}
+    ends: set[str] = set()
+    refused: dict[str, list[str]] = {}
+    for kind, row in CONVERSATIONS.items():
+        if not (prompts := contexts(tokenizer, row)):
+            counts[kind] = "–"
+            continue
+        try:
+            samples = renderer.samples(row)
+        except UserError as error:
+            counts[kind] = "✗"
+            (reason,) = [reason for part, reason in REASONS.items() if part in str(error)]
+            refused.setdefault(reason, []).append(kind)
+            continue
+        counts[kind] = str(len(samples))
+        said = [message for message in row["messages"] if message["role"] == "assistant"]
+        for (context, reply), message, expected in zip(replies(samples), said, prompts, strict=True):
+            text = tokenizer.decode(reply)
+            assert tuple(context) in expected, (kind, tokenizer.decode(context))
+            assert [token in stops for token in reply] == [False] * (len(reply) - 1) + [True], (kind, text)
+            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            assert all(part in text for part in calls or [message["content"].split("</think>")[-1].strip()]), (
+                kind,
+                text,
+            )
+            ends.add(tokenizer.decode(reply[-1]))
+    cells = [
+        name,
+        " ".join(f"`{end}`".replace("|", "\\|") for end in sorted(ends)),
+        *(counts[kind] for kind in ("turns", "reasoning turns", "tools")),
+        "; ".join(f"{', '.join(kinds)}: {reason}" for reason, kinds in refused.items()),
     ]
-    accepted = refused = 0
-    for name, template in sorted(templates.items()):
-        tokenizer, stops = make_tokenizer(template, name)
-        renderer = RowRenderer(tokenizer, LossMask(), stops)
-        counts: dict[str, str] = {}
-        ends: set[str] = set()
-        reasons: dict[str, list[str]] = {}
-        for kind, row in CONVERSATIONS.items():
-            if not accepts(tokenizer, row):
-                counts[kind] = "–"
-                continue
-            accepted += 1
-            try:
-                samples = renderer.samples(row)
-            except UserError as error:
-                refused += 1
-                counts[kind] = "✗"
-                reasons.setdefault(_reason(str(error)), []).append(kind)
-                continue
-            counts[kind] = str(len(samples))
-            ends |= {tokenizer.decode(reply[-1]) for _, reply in replies(samples)}
-        shown = [counts["turns"], counts["reasoning turns"], counts["tools"]]
-        why = "; ".join(f"{', '.join(kinds)}: {reason}" for reason, kinds in reasons.items())
-        lines.append(
-            f"| {name} | {' '.join(f'`{_cell(end)}`' for end in sorted(ends))} | {' | '.join(shown)} | {why} |"
-        )
-    return lines, accepted, refused
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _reason(message: str) -> str:
-    if "leaves out the tool calls" in message:
-        return "writes no calls"
-    if "writes nothing" in message:
-        return "writes no reply"
-    if "leaves out the content" in message:
-        return "writes no content beside a call"
-    return "prompts otherwise" if "context" in message else "refused by the template"
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
-    given = {name: text for path in sys.argv[1:] for name, text in of_directory(Path(path), "trl ").items()}
-    lines, accepted, refused = table(installed() | given)
-    print(*lines, sep="\n")
-    print(
-        f"\n{len(lines) - 2} templates accept {accepted} of {(len(lines) - 2) * len(CONVERSATIONS)} conversations; {refused} of them are refused."
-    )
+    templates = installed()
+    for path in sys.argv[1:]:
+        templates |= of_directory(Path(path), "trl ")
+    print("| template | a reply ends with | turns | reasoning turns | tools | refused |\n|---|---|---|---|---|---|")
+    print(*(line(name, template) for name, template in sorted(templates.items())), sep="\n")

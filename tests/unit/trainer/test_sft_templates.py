@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from renderers import build_training_sample, create_renderer
 from renderers.configs import config_from_name
 
 from prime_rl.config.sft import LossMask
-from prime_rl.errors import UserError
 from prime_rl.trainer.sft.render import RowRenderer
 from support import chat_templates as support
 
@@ -18,38 +16,10 @@ TRL = "trl==1.16.0"
 DOCUMENTED = (Path(__file__).parents[3] / "docs" / "reference" / "chat-templates.md").read_text()
 
 
-def check(name: str, template: str) -> None:
-    """Assert, for all conversations that the template accepts, what the names of the tests say."""
-    tokenizer, stops = support.make_tokenizer(template, name)
-    renderer = RowRenderer(tokenizer, LossMask(), stops)
-    for kind, row in support.CONVERSATIONS.items():
-        if not support.accepts(tokenizer, row):
-            continue
-        try:
-            replies = support.replies(renderer.samples(row))
-        except UserError as error:
-            refusal = str(error)
-            reasons = ("leaves out the", "writes nothing of message", "in the context that inference sees")
-            assert any(reason in refusal for reason in reasons), (kind, refusal)
-            continue
-        said = [message for message in row["messages"] if message["role"] == "assistant"]
-        seen = [set(map(tuple, prompts)) for prompts in zip(*support.contexts(tokenizer, row), strict=True)]
-        assert len(replies) == len(said) == len(seen), kind
-        for (context, reply), message, prompts in zip(replies, said, seen, strict=True):
-            assert tuple(context) in prompts, (kind, tokenizer.decode(context))
-            assert reply[-1] in stops, (kind, tokenizer.decode(reply))
-            assert not set(reply[:-1]) & set(stops), (kind, tokenizer.decode(reply))
-            text = tokenizer.decode(reply)
-            if calls := message.get("tool_calls"):
-                assert all(text.count(call["function"]["name"]) for call in calls), (kind, text)
-            else:
-                assert message["content"].split("</think>")[-1].strip() in text, (kind, text)
-
-
 @pytest.mark.parametrize("name", sorted(support.installed()))
-def test_replies_stand_in_the_context_of_inference_and_end_as_there(name: str) -> None:
-    """The tokens before a reply are the prompt that the template gives for it; its last is a stop token, and its only one."""
-    check(name, support.installed()[name])
+def test_installed_templates(name: str) -> None:
+    """Contract: replies stand in the context of inference and end as there (`support.line`); the documentation says what each template does."""
+    assert support.line(name, support.installed()[name]) in DOCUMENTED
 
 
 FAMILIES = {
@@ -78,33 +48,16 @@ def check_family(name: str, template: str) -> None:
         assert tokenizer.decode(reply).lstrip("\n") in {one.lstrip("\n") for one in same}, (name, kind, text)
 
 
-@cache
-def of_trl(directory: Path) -> dict[str, str]:
-    done = subprocess.run(
-        ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(directory), TRL],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if done.returncode:
-        pytest.skip(f"{TRL} cannot be had from the package index: {done.stderr.strip()[-200:]}")
-    return support.of_directory(directory / "trl" / "chat_templates", "trl ")
-
-
 @pytest.mark.slow
 def test_templates_of_models(tmp_path: Path) -> None:
-    """The same of the models' templates that TRL ships; docs/reference/chat-templates.md has the table, line by line."""
-    templates = of_trl(tmp_path)
+    """The same of the models' templates that TRL ships."""
+    install = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(tmp_path)]
+    done = subprocess.run([*install, TRL], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"{TRL} cannot be had from the package index: {done.stderr.strip()[-200:]}")
+    templates = support.of_directory(tmp_path / "trl" / "chat_templates", "trl ")
     assert len(templates) > 30
     for name, template in templates.items():
-        check(name, template)
+        assert support.line(name, template) in DOCUMENTED
     for name in FAMILIES:
         check_family(name, templates[f"trl {name}"])
-    lines, _, _ = support.table(templates)
-    assert [line for line in lines if line not in DOCUMENTED] == []
-
-
-def test_table_of_the_docs() -> None:
-    """docs/reference/chat-templates.md says of every installed template what it does."""
-    lines, _, _ = support.table(support.installed())
-    assert [line for line in lines if line not in DOCUMENTED] == []
