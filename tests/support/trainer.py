@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_tiny_model
 from prime_rl import wait
-from prime_rl.config import TrainerConfig
+from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.trainer.lm_head import _differentiated
 from prime_rl.trainer.loss import cross_entropy
@@ -20,7 +20,8 @@ from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.packing import Document, collate, to_device
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.parameters import named_parameters
-from prime_rl.trainer.rl.train import train
+from prime_rl.trainer.rl import train as rl
+from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.rollouts import Sample, write_batch
@@ -77,16 +78,16 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def run_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainerConfig], None]]:
-    """`train` in this process, whose signal handlers and process group are put back in order; its waits look often."""
+def run_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainerConfig | SFTConfig], None]]:
+    """`train` of RL or fine-tuning in this process, whose signal handlers and process group are put back in order; its waits look often."""
     monkeypatch.setattr(wait, "LEAST_POLL_SECONDS", 0.01)
     monkeypatch.setitem(wait.wait.__kwdefaults__, "poll", 0.01)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     torch.set_num_threads(1)
 
-    def run(config: TrainerConfig) -> None:
+    def run(config: TrainerConfig | SFTConfig) -> None:
         try:
-            train(config)
+            sft.train(config) if isinstance(config, SFTConfig) else rl.train(config)
         finally:
             close_world()
 

@@ -1,7 +1,6 @@
 """Where rows may be stored, and what is refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,62 +13,46 @@ from prime_rl.trainer.sft.render import load_rows
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(3)]
 
 
-def write_jsonl(directory: Path) -> Path:
-    path = directory / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+def store(kind: str, directory: Path) -> Path:
+    """The path of `ROWS`, stored in some form."""
+    path, dataset = directory / f"a.{kind}", Dataset.from_list(ROWS)
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "parquet":
+        dataset.to_parquet(str(path))
+    elif kind == "files":
+        path.mkdir()
+        for i, row in enumerate(ROWS):
+            (path / f"{i}.jsonl").write_text(json.dumps(row))
+    elif kind == "saved":
+        dataset.save_to_disk(str(path))
+    else:
+        DatasetDict({"train": dataset, "test": Dataset.from_list(ROWS[:1])}).save_to_disk(str(path))
     return path
 
 
-def write_json(directory: Path) -> Path:
-    path = directory / "a.json"
-    path.write_text(json.dumps(ROWS))
-    return path
-
-
-def write_parquet(directory: Path) -> Path:
-    Dataset.from_list(ROWS).to_parquet(str(directory / "a.parquet"))
-    return directory / "a.parquet"
-
-
-def write_files(directory: Path) -> Path:
-    for i, row in enumerate(ROWS):
-        (directory / f"{i}.jsonl").write_text(json.dumps(row))
-    return directory
-
-
-def write_saved(directory: Path) -> Path:
-    Dataset.from_list(ROWS).save_to_disk(str(directory / "saved"))
-    return directory / "saved"
-
-
-def write_saved_splits(directory: Path) -> Path:
-    both = DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])})
-    both.save_to_disk(str(directory / "saved"))
-    return directory / "saved"
-
-
-@pytest.mark.parametrize(
-    "write", [write_jsonl, write_json, write_parquet, write_files, write_saved, write_saved_splits]
-)
-def test_stores(write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "files", "saved", "splits"])
+def test_stores(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every local form gives the same rows in the same order."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = load_rows(SFTData(name=str(write(tmp_path))))
+    rows = load_rows(SFTData(name=str(store(kind, tmp_path))))
     assert [dict(rows[i]) for i in range(len(rows))] == ROWS
 
 
 def test_split_of_a_saved_dataset(tmp_path: Path) -> None:
     """A saved dataset with splits gives the one asked for, and names those it has."""
-    path = str(write_saved_splits(tmp_path))
+    path = str(store("splits", tmp_path))
     assert len(load_rows(SFTData(name=path, split="test"))) == 1
     with pytest.raises(UserError, match="no split 'validation'; it has train, test"):
         load_rows(SFTData(name=path, split="validation"))
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_files, write_saved])
-def test_a_split_of_what_has_none(write: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["jsonl", "files", "saved"])
+def test_a_split_of_what_has_none(kind: str, tmp_path: Path) -> None:
     """It is refused: all rows would be trained on. So is a subset of anything local."""
-    path = str(write(tmp_path))
+    path = str(store(kind, tmp_path))
     with pytest.raises(UserError, match=r"data.split 'test': .* has no splits"):
         load_rows(SFTData(name=path, split="test"))
     with pytest.raises(UserError, match=r"data.subset 'en' chooses within a dataset of the hub"):
@@ -128,7 +111,7 @@ def test_other_local_mistakes(tmp_path: Path) -> None:
     assert "no saved dataset and holds no" in refused(str(tmp_path))
     (tmp_path / "a.txt").write_text("a")
     assert "the ending must be" in refused(str(tmp_path / "a.txt"))
-    write_jsonl(tmp_path)
+    store("jsonl", tmp_path)
     (tmp_path / "b.parquet").write_text("no parquet")
     assert "several kinds" in refused(str(tmp_path))
     assert "cannot be read" in refused(str(tmp_path / "b.parquet"))

@@ -2,8 +2,7 @@
 
 import json
 import math
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,14 @@ from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.trainer.parallel import close_world
-from prime_rl.trainer.sft.train import train
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
 
-tied_model = support.tied_model
+tied_model, run_training = support.tied_model, support.run_training
 Run = Callable[[SFTConfig], None]
 ROWS = [{"prompt": f"say {'a' * (i % 7 + 1)}", "completion": "b" * (i % 5 + 1)} for i in range(40)]
-
-
-@pytest.fixture
-def run() -> Iterator[Run]:
-    """`train` in this process, whose signal handlers and process group are put back in order."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    torch.set_num_threads(1)
-
-    def run(config: SFTConfig) -> None:
-        try:
-            train(config)
-        finally:
-            close_world()
-
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -83,9 +63,9 @@ def expected_first_step(model: Path, rows: list[dict[str, str]]) -> tuple[float,
     return total.item() / count, math.sqrt(sum(p.grad.square().sum().item() for p in theirs.parameters()))
 
 
-def test_first_step_values(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
+def test_first_step_values(run_training: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
     """Loss and gradient norm equal an independent float64 computation, packed and averaged over the trained tokens of the step."""
-    run(make_config(tmp_path, tied_model, dataset, {"shuffle": False, "batch_size": 4}, max_steps=1))
+    run_training(make_config(tmp_path, tied_model, dataset, {"shuffle": False, "batch_size": 4}, max_steps=1))
     row = metrics(tmp_path)[0]
     loss, norm = expected_first_step(tied_model, ROWS[: int(row["data/samples"])])
     assert row["loss/mean"] == pytest.approx(loss, rel=2e-4)
@@ -94,11 +74,16 @@ def test_first_step_values(run: Run, tied_model: Path, dataset: Path, tmp_path: 
     assert names | {"data/packing_efficiency", "data/dropped_too_long", "progress/total_tokens"} <= row.keys()
 
 
-def test_loss_falls_and_transformers_loads(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
-    """A few steps lower the loss; the weights of the last step are committed, load in transformers with their tokenizer, and are not the base's."""
-    run(make_config(tmp_path, tied_model, dataset, {"batch_size": 8}, max_steps=8))
+def test_loss_falls_and_the_last_weights_stay(
+    run_training: Run, tied_model: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """A few steps lower the loss. Beyond ckpt.keep, checkpoints and their weights go; the base's manifest, those of kept checkpoints and the last ones
+    stay, with the tokenizer, and are not the base's."""
+    config = make_config(tmp_path, tied_model, dataset, {"batch_size": 8}, max_steps=8, ckpt={"interval": 3, "keep": 1})
+    run_training(config)
     losses = [row["loss/mean"] for row in metrics(tmp_path)]
     assert losses[-1] < 0.8 * losses[0]
+    assert complete_steps(tmp_path / "checkpoints") == [8]
     assert list_steps(tmp_path / "weights") == [0, 8]
     final = tmp_path / "weights" / "step_8"
     verify_weights(final)
@@ -108,16 +93,18 @@ def test_loss_falls_and_transformers_loads(run: Run, tied_model: Path, dataset: 
 
 
 @pytest.mark.parametrize("save_async", [False, True], ids=["in the loop", "in the background"])
-def test_resume_is_bit_exact(save_async: bool, run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
+def test_resume_is_bit_exact(
+    save_async: bool, run_training: Run, tied_model: Path, dataset: Path, tmp_path: Path
+) -> None:
     """A run cut into two, over the end of an epoch, gives the weights and the losses of an undivided one; every checkpoint has its weights."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     data = {"batch_size": 12}  # some 19 rows a step: the second epoch begins in step 2
-    run(make_config(whole, tied_model, dataset, data, max_steps=4))
+    run_training(make_config(whole, tied_model, dataset, data, max_steps=4))
     ckpt = {"interval": 1, "save_async": save_async}
-    run(make_config(parts, tied_model, dataset, data, max_steps=3, ckpt=ckpt))
+    run_training(make_config(parts, tied_model, dataset, data, max_steps=3, ckpt=ckpt))
     assert list_steps(parts / "weights") == [0, 1, 2, 3]
     assert metrics(parts)[-1]["progress/total_samples"] > len(ROWS)
-    run(make_config(parts, tied_model, dataset, data, max_steps=4, ckpt={**ckpt, "resume_step": 2}))
+    run_training(make_config(parts, tied_model, dataset, data, max_steps=4, ckpt={**ckpt, "resume_step": 2}))
     assert hash_of(parts, 4) == hash_of(whole, 4)
     assert complete_steps(parts / "checkpoints") == [1, 2, 3, 4]
     assert (parts / "checkpoints" / "given_up_1_step_3").is_dir()
@@ -125,33 +112,28 @@ def test_resume_is_bit_exact(save_async: bool, run: Run, tied_model: Path, datas
         assert (a["loss/mean"], a["progress/total_samples"]) == (b["loss/mean"], b["progress/total_samples"])
 
 
-def test_weights_go_with_their_checkpoints(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
-    """Beyond ckpt.keep, checkpoints and their weights go; the base's manifest, those of kept checkpoints and the last ones stay."""
-    run(make_config(tmp_path, tied_model, dataset, max_steps=5, ckpt={"interval": 2, "keep": 1}))
-    assert complete_steps(tmp_path / "checkpoints") == [5]
-    assert list_steps(tmp_path / "weights") == [0, 5]
-
-
 def test_fake_data_and_bench(
-    run: Run,
+    run_training: Run,
     tied_model: Path,
     tmp_path: Path,
     heard: pytest.LogCaptureFixture,
 ) -> None:
     """--bench runs a few steps on random tokens, prints the table and saves nothing; fake data alone commits its last weights."""
     nowhere = tmp_path / "nowhere.jsonl"
-    run(make_config(tmp_path / "bench", tied_model, nowhere, {"fake": {"type": "variable"}}, bench=True, max_steps=100))
+    run_training(
+        make_config(tmp_path / "bench", tied_model, nowhere, {"fake": {"type": "variable"}}, bench=True, max_steps=100)
+    )
     assert len(metrics(tmp_path / "bench")) == TRAINER_STEPS
     assert "tokens/s" in heard.text[heard.text.index("benchmark:") :]
     assert not (tmp_path / "bench" / "weights").exists()
-    run(make_config(tmp_path / "fake", tied_model, nowhere, {"fake": {}}, max_steps=2))
+    run_training(make_config(tmp_path / "fake", tied_model, nowhere, {"fake": {}}, max_steps=2))
     assert list_steps(tmp_path / "fake" / "weights") == [0, 2]
     assert metrics(tmp_path / "fake")[1]["progress/total_tokens"] == 2 * 2 * 64
 
 
-def test_wrong_columns_write_nothing(run: Run, tied_model: Path, tmp_path: Path) -> None:
+def test_wrong_columns_write_nothing(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     """A dataset of another form is refused before any weights are committed."""
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}')
     with pytest.raises(UserError, match="has the columns question, answer; fine-tuning needs"):
-        run(make_config(tmp_path / "run", tied_model, tmp_path / "rows.jsonl", max_steps=1))
+        run_training(make_config(tmp_path / "run", tied_model, tmp_path / "rows.jsonl", max_steps=1))
     assert not (tmp_path / "run" / "weights").exists()
