@@ -66,13 +66,12 @@ Component = Literal["rl", "ce", "ref_kl"]
 class Algorithm(Section):
     """What all algorithms are asked."""
 
-    compares: ClassVar[bool] = False  # attempts at one task, so that it needs several
     component: ClassVar[Component] = "rl"  # of the loss, which sampled tokens feed; only `rl` knows advantages
 
     @property
     def group_relative(self) -> bool:
         """Whether it compares attempts at one task, so that several are needed and equal rewards tell nothing."""
-        return self.compares
+        return False
 
 
 class ByReward(Algorithm):
@@ -83,35 +82,35 @@ class ByReward(Algorithm):
     )
 
 
-class GRPO(ByReward):
-    """Advantage: the reward minus the mean of its group."""
+class GroupRelative(ByReward):
+    """Algorithms that compare attempts at one task."""
 
-    compares: ClassVar[bool] = True
+    @property
+    def group_relative(self) -> bool:
+        return True
+
+
+class GRPO(GroupRelative):
+    """Advantage: the reward minus the mean of its group."""
 
     type: Literal["grpo"] = option("grpo", "Kind of algorithm.")
     std_normalize: bool = option(False, "Divide by the standard deviation of the group.")
 
 
-class RLOO(ByReward):
+class RLOO(GroupRelative):
     """Advantage: the reward minus the mean of the other rewards of its group."""
-
-    compares: ClassVar[bool] = True
 
     type: Literal["rloo"] = option("rloo", "Kind of algorithm.")
 
 
-class OPO(ByReward):
+class OPO(GroupRelative):
     """Advantage: the reward minus the mean of its group weighted by length, the baseline of least variance."""
-
-    compares: ClassVar[bool] = True
 
     type: Literal["opo"] = option("opo", "Kind of algorithm.")
 
 
-class MaxRL(ByReward):
+class MaxRL(GroupRelative):
     """Advantage: the reward minus the mean of its group, divided by that mean: rare successes weigh more."""
-
-    compares: ClassVar[bool] = True
 
     type: Literal["max_rl"] = option("max_rl", "Kind of algorithm.")
 
@@ -135,10 +134,8 @@ class RAE(ByReward):
     decay: Fraction = option(0.95, "Share of the old average that stays with each reward.")
 
 
-class GDPO(ByReward):
+class GDPO(GroupRelative):
     """Every reward function is normalized within its group by itself; the weighted sum is normalized over the batch."""
-
-    compares: ClassVar[bool] = True
 
     type: Literal["gdpo"] = option("gdpo", "Kind of algorithm.")
     weights: dict[str, float] = option(dict, "Weight of each reward function (empty: all that are there, equally).")
@@ -201,10 +198,8 @@ class OPSD(Algorithm):
         yield conflict("{demonstration}" not in self.template, "<template> has no {demonstration} in it")
 
 
-class Echo(ByReward):
+class Echo(GroupRelative):
     """GRPO, and cross-entropy on what the environment says after the policy's first reply: it learns to foresee it."""
-
-    compares: ClassVar[bool] = True
 
     type: Literal["echo"] = option("echo", "Kind of algorithm.")
     std_normalize: bool = option(False, "Divide by the standard deviation of the group.")

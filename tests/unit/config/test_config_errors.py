@@ -178,9 +178,19 @@ def test_a_mistake_is_one_line(command: str, line: str) -> None:
             "ckpt: must be a table, got True (x.toml, line 3)",
             "monitor.wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (x.toml, line 5)",
         ]),
+        (InferenceConfig, ["@", "x.toml"], "seed = " + "9" * 5000, ["x.toml: malformed TOML: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits"]),
+        (OrchestratorConfig, ["@", "x.toml", "--environments.0.workers", "1"], "environments = true", ["environments.0.id: required, but not given (--environments.0.workers)"]),
+        (OrchestratorConfig, [*ENV, "--environments.0.wrkers", "1"], "", ["--environments.0.wrkers names no setting; did you mean --environments.0.workers?"]),
+        (OrchestratorConfig, [*ENV, "--environments.²", "1"], "", ["environments: must be a list, got {'²': '1'} (--environments.²)"]),
+        (OrchestratorConfig, [*ENV, "--client.base-url", "http://[::1"], "", ["client.base_url: 'http://[::1' is no address: Invalid IPv6 URL, got ['http://[::1'] (--client.base-url)"]),
+        (OrchestratorConfig, [*ENV, "--algorithm.length-penalty.scale", "1"], "", ["algorithm.length_penalty: needs a `type`, got {'scale': 1} (--algorithm.length-penalty.scale)"]),
+        (OrchestratorConfig, ["@", "x.toml"], "ckpt.path = [false]", ["ckpt.output_dir: must be a path, got [False] (x.toml, line 1)"]),
+        (RLConfig, [*ORCH, "--inference.server.host.x=token"], "", ["inference.server.host: must be a valid string, got {'x': 'token'} (--inference.server.host.x)"]),
     ],
 )  # fmt: skip
-def test_mistakes_in_a_file(write: Write, cls: type[BaseConfig], argv: list[str], text: str, lines: list[str]) -> None:
+def test_mistakes_in_files_and_odd_input(
+    write: Write, cls: type[BaseConfig], argv: list[str], text: str, lines: list[str]
+) -> None:
     """Contract: file and line are named; a secret is not repeated."""
     write(text)
     assert problems(cls, argv) == lines
@@ -261,30 +271,6 @@ def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str])
         "error: --sed names no setting; did you mean --seed?",
         "Nothing was started. For all settings: trainer --help",
     ]
-
-
-@pytest.mark.parametrize(
-    ("cls", "argv", "text", "line"),
-    [
-        (InferenceConfig, ["@", "x.toml"], "seed = " + "9" * 5000, "x.toml: malformed TOML: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits"),
-        (OrchestratorConfig, ["@", "x.toml", "--environments.0.workers", "1"], "environments = true", "environments.0.id: required, but not given (--environments.0.workers)"),
-        (OrchestratorConfig, [*ENV, "--environments.0.wrkers", "1"], "", "--environments.0.wrkers names no setting; did you mean --environments.0.workers?"),
-        (OrchestratorConfig, [*ENV, "--environments.²", "1"], "", "environments: must be a list, got {'²': '1'} (--environments.²)"),
-        (OrchestratorConfig, [*ENV, "--client.base-url", "http://[::1"], "", "client.base_url: 'http://[::1' is no address: Invalid IPv6 URL, got ['http://[::1'] (--client.base-url)"),
-        (OrchestratorConfig, [*ENV, "--algorithm.length-penalty.scale", "1"], "", "algorithm.length_penalty: needs a `type`, got {'scale': 1} (--algorithm.length-penalty.scale)"),
-        (OrchestratorConfig, ["@", "x.toml"], "ckpt.path = [false]", "ckpt.output_dir: must be a path, got [False] (x.toml, line 1)"),
-        (RLConfig, [*ORCH, "--inference.server.host.x=token"], "", "inference.server.host: must be a valid string, got {'x': 'token'} (--inference.server.host.x)"),
-    ],
-)  # fmt: skip
-def test_odd_input_is_one_line(
-    write: Write, capsys: pytest.CaptureFixture[str], cls: type[BaseConfig], argv: list[str], text: str, line: str
-) -> None:
-    """Contract: what cannot be shaped or merged is named."""
-    write(text)
-    with pytest.raises(SystemExit) as caught:
-        load(cls, argv, prog="prog")
-    assert caught.value.code == 2
-    assert f"error: {line}" in capsys.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize(
