@@ -15,14 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Self
 
 from prime_rl import processes
 
 ENV = "PRIMERL_LIFELINE_FD"
 _MARK = "PRIMERL_TREE_"
-_PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -124,12 +123,9 @@ def watch() -> None:
     if not value:
         return
     fd_text, _, inode_text = value.partition(":")
-    _wake_without_parent()
-    if fd_text.isdigit() and inode_text.isdigit() and _is_pipe(int(fd_text), int(inode_text)):
-        thread = threading.Thread(target=_await_eof, args=(int(fd_text),), name="lifeline", daemon=True)
-    else:
-        thread = threading.Thread(target=_await_parent, args=(os.getppid(),), name="lifeline", daemon=True)
-    thread.start()
+    has_pipe = fd_text.isdigit() and inode_text.isdigit() and _is_pipe(int(fd_text), int(inode_text))
+    watched = int(fd_text) if has_pipe else os.pidfd_open(os.getppid())
+    _end_with(watched, lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
 
 
 def follow(pid: int) -> bool:
@@ -140,9 +136,7 @@ def follow(pid: int) -> bool:
     """
     if pid not in ancestors():
         return False
-    watched = os.pidfd_open(pid)
-    _wake_without_parent()
-    threading.Thread(target=_await_exit, args=(watched,), name="follow", daemon=True).start()
+    _end_with(os.pidfd_open(pid), lambda: os.kill(os.getpid(), signal.SIGKILL))
     return True
 
 
@@ -154,10 +148,17 @@ def ancestors() -> list[int]:
     return pids
 
 
-def _await_exit(watched: int) -> None:
-    # Readable once the process is gone.
-    select.select([watched], [], [])  # bounded: a daemon thread, it ends with the process
-    os.kill(os.getpid(), signal.SIGKILL)
+def _end_with(watched: int, kill: Callable[[], None]) -> None:
+    """Kill once `watched` is at its end: a pidfd whose process is gone, or a pipe that nobody writes to or holds open."""
+
+    def await_end() -> None:
+        end = select.poll()
+        end.register(watched, select.POLLIN)
+        end.poll()  # bounded: a daemon thread, it ends with the process
+        kill()
+
+    _wake_without_parent()
+    threading.Thread(target=await_end, name="lifeline", daemon=True).start()
 
 
 def _wake_without_parent() -> None:
@@ -175,23 +176,6 @@ def _is_pipe(fd: int, inode: int) -> bool:
     except OSError:
         return False
     return stat.S_ISFIFO(info.st_mode) and info.st_ino == inode
-
-
-def _await_eof(fd: int) -> None:
-    # Nothing is ever written: it returns only when the last write end is closed.
-    while os.read(fd, 64):  # bounded: a daemon thread, it ends with the process
-        pass
-    _kill_own_group()
-
-
-def _await_parent(parent: int) -> None:
-    while os.getppid() == parent:  # bounded: a daemon thread, it ends with the process
-        time.sleep(_PARENT_POLL_SECONDS)
-    _kill_own_group()
-
-
-def _kill_own_group() -> None:
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def main() -> None:

@@ -88,7 +88,6 @@ class World:
         self._roots = list(roots)
         monkeypatch.setattr(run, "make_pool", lambda config, chat: self.pool)
         monkeypatch.setattr(servers, "_connect", lambda stack, client, canaries, root: self.servers[root])
-        monkeypatch.setattr(runner, "VERIFY_SECONDS", 0.005)
         monkeypatch.setattr(runner, "FIRST_PAUSE_SECONDS", 0.001)
         monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
 

@@ -70,14 +70,14 @@ def finish(number, frame):
     sys.exit(0)
 
 if kind == "steps":
-    from prime_rl.monitor import Status
-    from prime_rl.monitor.monitor import JsonlWriter, metrics_path
+    from prime_rl.config.shared import MonitorConfig
+    from prime_rl.monitor import Monitor, Status
     status = Status(root, name)
     status.phase("training")
     time.sleep(2)
-    out = JsonlWriter(metrics_path(root, name))
+    out = Monitor(root, name, MonitorConfig(), {})
     for step in range(3):
-        out.write(step, {"reward/mean": 0.5, "loss/mean": 0.1, "time/step": 0.1})
+        out.log(step, {"reward/mean": 0.5, "loss/mean": 0.1, "time/step": 0.1})
     status.done("finished")
 elif kind == "drains":
     signal.signal(signal.SIGINT, finish)

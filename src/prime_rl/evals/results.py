@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.transport.commit import disk_errors, sync, write_atomically
+from prime_rl.monitor.monitor import JsonLines
+from prime_rl.transport.commit import disk_errors, write_atomically
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
@@ -62,8 +63,7 @@ class EvalResults:
     done: set[tuple[str, int]] = field(default_factory=set)
     input_tokens: int = 0
     output_tokens: int = 0
-    _path: Path | None = None
-    _file: int = -1
+    _file: JsonLines | None = None
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
@@ -76,29 +76,22 @@ class EvalResults:
         if clean and directory.is_dir():
             shutil.rmtree(directory)
         check_settings(directory, settings)
-        path = directory / RESULTS
         with disk_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             if not (directory / SETTINGS).exists():
                 write_atomically(directory / SETTINGS, json.dumps(flat(settings), indent=1).encode())
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            data = path.read_bytes()
-            whole = data.rfind(b"\n") + 1
-            os.ftruncate(file, whole)  # half a line of a killed writer
-            for number, line in enumerate(data[:whole].splitlines(), 1):
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise UserError(
-                        f"line {number} of {path} is damaged: mend it, or make the results anew with --clean"
-                    ) from error
-                self.add(row["attempt"], _result(row))
-        except BaseException:
-            os.close(file)
-            raise
+        file = JsonLines(directory / RESULTS)
+        for number, line in enumerate(file.path.read_bytes().splitlines(), 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                file.close()
+                raise UserError(
+                    f"line {number} of {file.path} is damaged: mend it, or make the results anew with --clean"
+                ) from error
+            self.add(row["attempt"], _result(row))
         self.done = {key for key, result in self.attempts.items() if result.ok}
-        self._path, self._file = path, file
+        self._file = file
 
     def add(self, number: int, result: EpisodeResult) -> None:
         """Keep attempt `number` at a task. A line that was written survives a kill.
@@ -106,11 +99,8 @@ class EvalResults:
         Raises:
             UserError: the disk is full, or fails.
         """
-        if self._path is not None:
-            line = (json.dumps(_row(number, result, self.version)) + "\n").encode()
-            with disk_errors(self._path, "the results before are kept"):
-                while line:
-                    line = line[os.write(self._file, line) :]
+        if self._file is not None:
+            self._file.append(_row(number, result, self.version))
         self.attempts[result.task_id, number] = result
         self.done.add((result.task_id, number))
         self.input_tokens += result.input_tokens
@@ -118,10 +108,8 @@ class EvalResults:
 
     def close(self) -> None:
         """Make the file durable."""
-        assert self._path is not None
-        with disk_errors(self._path, "a power cut may undo the last results"):
-            sync(self._path)
-        os.close(self._file)
+        assert self._file is not None
+        self._file.close()
 
     # -- the numbers ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from prime_rl.evals.results import EvalResults, alone, read_settings, write_repo
 from prime_rl.evals.runner import EvalJob, EvalPlan, EvalRunner, KeyRejected, tasks_of
 from prime_rl.evals.servers import EvalServers, connect, rejected_key, way_of_asking
 from prime_rl.evals.versions import API, EvalPolicy, EvalVersions, is_gone
-from prime_rl.fleet.replicas import RoutedEnvPool
 from prime_rl.monitor import Monitor, Status
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from prime_rl.config.eval import EvalEnv
 
 LINE_SECONDS = 10.0  # between two lines of progress
-_TRIES = 5  # at one attempt, of which all but the last failed for want of a server
 
 
 async def run_evals(config: "EvalConfig") -> list[EvalResults]:
@@ -198,9 +196,11 @@ class Evaluation:
                     logger.info("{}: {}", policy.name, ", ".join(job.results.progress() for job in jobs))
 
             await EvalRunner(
-                self._pool if servers is None else RoutedEnvPool(self._pool, servers.fleet), jobs, policy.version,
+                self._pool, jobs, policy.version,
                 seed=config.seed, max_concurrent=config.max_concurrent, timeout=config.rollout_timeout,
-                verify=None if servers is None else servers.verify, on_result=show, tries=_TRIES,
+                on_result=show,
+                fleet=None if servers is None else servers.fleet,
+                bring_back=None if servers is None else servers.bring_back,
             ).run()  # fmt: skip
         for results in (job.results for job in jobs):
             self._monitor.log(policy.version, results.logged())

@@ -6,13 +6,13 @@ others.
 """
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
@@ -20,18 +20,18 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults
+from prime_rl.fleet.replicas import Replica, ReplicaPool, soundest
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.tasks import request_seed
+from prime_rl.wait import WaitTimeout, wait_async
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import SamplingConfig
-    from prime_rl.fleet.replicas import RoutedEnvPool
 
 _WORKER_DEATHS = 3  # in one attempt, of which the last is its outcome
-VERIFY_SECONDS = 0.5  # between two verifications
+_TRIES = 5  # at one attempt, of which all but the last failed for want of a server
 FIRST_PAUSE_SECONDS = 1.0  # before an attempt without a server is made again; doubled each time
-_LAST_VERIFY_SECONDS = 20.0  # for what has ended when the evaluation is ended early
-_VOIDS = 5  # times in a row, nothing being kept, that attempts are made again because the servers' weights changed
+_LOST = "was started again, or its weights were changed by others: are they another run's?"
 
 
 class KeyRejected(UserError):
@@ -70,66 +70,53 @@ class EvalAttempt:
 
 
 class EvalRunner:
-    """Makes all missing attempts of several jobs.
+    """Makes all missing attempts of several jobs. What has ended is kept at once, whatever ends the rest.
 
     Args:
         max_concurrent: Attempts in flight, of all jobs.
         timeout: Seconds that one attempt may take.
-        verify: Returns whether the servers have served this version all the time since the last call: what ended before
-            is kept only then, else it is made again. None: keep at once.
+        fleet: Servers of this version. An attempt goes to one of them, and is kept once that one is verified to have served
+            the version all the time; else it is made again. None: an API, which environments ask without us.
+        bring_back: Called with a server that failed its verification.
+        superseded: Whether the version is no longer to be evaluated.
         on_result: Called with each attempt that is kept.
-        tries: At one attempt, of which all but the last failed for want of a server.
     """
 
     def __init__(
         self,
-        pool: "EnvPool | RoutedEnvPool",
+        pool: EnvPool,
         jobs: Sequence[EvalJob],
         version: int,
         *,
         seed: int,
         max_concurrent: int,
         timeout: float,
-        verify: Callable[[], Awaitable[bool]] | None = None,
+        fleet: ReplicaPool | None = None,
+        bring_back: Callable[[Replica], Coroutine[Any, Any, None]] | None = None,
+        superseded: Callable[[], bool] = lambda: False,
         on_result: Callable[[EvalJob], None] = lambda job: None,
-        tries: int = 1,
     ) -> None:
         self._pool, self._version, self._seed = pool, version, seed
-        self._max_concurrent, self._timeout, self._tries = max_concurrent, timeout, tries
-        self._verify_servers, self._on_result = verify, on_result
-        missing = [_missing(job) for job in jobs]
+        self._max_concurrent, self._timeout = max_concurrent, timeout
+        self._fleet, self._bring_back, self._superseded = fleet, bring_back, superseded
+        self._on_result = on_result
         # One of each environment in turn, so that none waits for the end of another.
-        turns = itertools.chain.from_iterable(itertools.zip_longest(*missing))
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*map(_missing, jobs)))
         self._todo = deque(attempt for attempt in turns if attempt is not None)
-        self._unverified: list[tuple[EvalAttempt, EpisodeResult, int]] = []
-        self._period = 0  # raised when what is in flight is void
-        self._voids = 0  # periods in a row of which nothing was kept
+        self._group = asyncio.TaskGroup()
         self._begin = time.monotonic()
 
     async def run(self) -> None:
-        """Run all that is missing. Whatever ends it, what was finished and verified by then is kept.
+        """Run all that is missing.
 
         Raises:
             KeyRejected: the API rejected the key.
             UserError: a server was lost for good.
         """
-        while self._todo:  # bounded: each attempt has its deadline, and is made again a few times at most
-            try:
-                await self._run_all()
-            except BaseException:
-                with contextlib.suppress(UserError, TimeoutError):  # the first error counts
-                    async with asyncio.timeout(_LAST_VERIFY_SECONDS):
-                        await self._verify()
-                raise
-            await self._verify()
-
-    async def _run_all(self) -> None:
         try:
-            async with asyncio.TaskGroup() as group:
-                verifying = group.create_task(self._verify_periodically())
-                workers = [group.create_task(self._work()) for _ in range(min(self._max_concurrent, len(self._todo)))]
-                await asyncio.wait(workers)  # bounded: each attempt has its deadline
-                verifying.cancel()
+            async with self._group:
+                for _ in range(min(self._max_concurrent, len(self._todo))):
+                    self._group.create_task(self._work())
         except ExceptionGroup as several:
             kinds = (KeyRejected, UserError, Exception)  # a rejected key first, then what else the user can mend
             raise min(
@@ -137,74 +124,79 @@ class EvalRunner:
             ) from several
 
     async def _work(self) -> None:
-        while self._todo:
-            attempt, period = self._todo.popleft(), self._period
-            result = await self._attempt(attempt)
+        while self._todo and not self._superseded():  # bounded: each attempt is
+            attempt = self._todo.popleft()
+            result, results = await self._attempt(attempt), attempt.job.results
             result.task_id = attempt.task.task_id
             result.output_tokens = result.output_tokens or output_tokens(result)
             result.samples = []
-            self._unverified.append((attempt, result, period))
-            if self._verify_servers is None:
-                await self._verify()
+            results.seconds = time.monotonic() - self._begin
+            results.add(attempt.number, result)
+            self._on_result(attempt.job)
             if result.outcome is Outcome.ENGINE_DENIED:
                 raise KeyRejected(result.message)
 
     async def _attempt(self, attempt: EvalAttempt) -> EpisodeResult:
-        """Run one attempt, again where a worker dies. Its seed follows from what it is, not from what ran before."""
+        """Make one attempt, again where a worker dies or no server is there. Its seed follows from what it is, not from what
+        ran before."""
         plan, index, number = attempt.job.plan, attempt.task.index, attempt.number
         seed = request_seed(self._seed, f"eval/{plan.env}/{self._version}/{index}", number)
         sampling = chat_sampling(plan.sampling, seed) if plan.chat else wire_sampling(plan.sampling, seed, plan.seq_len)
+        run = partial(
+            self._pool.run, env=plan.worker, task_index=index, sampling=sampling, policy_version=self._version,
+            episode_id=f"eval-{plan.env}-{self._version}-{index}-{number}",
+        )  # fmt: skip
         outcomes: Counter[Outcome] = Counter()
         while True:  # bounded: by the tries
-            result = await self._pool.run(
-                env=plan.worker,
-                task_index=index,
-                sampling=sampling,
-                policy_version=self._version,
-                episode_id=f"eval-{plan.env}-{self._version}-{index}-{number}",
-                deadline=time.monotonic() + self._timeout,
-            )
+            if self._fleet is None:
+                result = await run(deadline=time.monotonic() + self._timeout)
+            else:
+                result = await self._run_on_server(run, self._fleet)
             outcomes[result.outcome] += 1
             count = outcomes[result.outcome]
             if result.outcome is Outcome.WORKER_DIED and count < _WORKER_DEATHS:
                 continue
             # The client of an API has tried again and again already.
-            if result.outcome is not Outcome.ENGINE_UNAVAILABLE or plan.chat or count >= self._tries:
+            final = plan.chat or count >= _TRIES or self._superseded()
+            if result.outcome is not Outcome.ENGINE_UNAVAILABLE or final:
                 return result
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2.0 ** (count - 1))
 
-    async def _verify_periodically(self) -> None:
-        while True:  # bounded: cancelled when all attempts have ended
-            await asyncio.sleep(VERIFY_SECONDS)
-            await self._verify()
+    async def _run_on_server(self, run: Callable[..., Awaitable[EpisodeResult]], fleet: ReplicaPool) -> EpisodeResult:
+        """Run an attempt on the least loaded server. What fails for want of it is tried once with each other ready one."""
+        result = EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE)
+        tried: set[Replica] = set()
+        while not (tried and tried.issuperset(fleet.ready)):  # bounded: each server is tried once
+            try:
+                replica = await wait_async(
+                    lambda: soundest([one for one in fleet.ready if one not in tried] or fleet.ready),
+                    subject="server that serves", owner="inference", seconds=self._timeout, stop=self._superseded,
+                )  # fmt: skip
+            except WaitTimeout as error:
+                result.message = str(error)
+                break
+            if replica is None:
+                break
+            with fleet.busy(replica):
+                loaded = replica.loaded
+                result = await run(server=replica.name, deadline=time.monotonic() + self._timeout)
+                verified = await replica.verify()
+            if not verified and self._bring_back is not None:
+                self._group.create_task(self._bring_back(replica))
+            tried.add(replica)
+            if result.outcome is Outcome.ENGINE_UNAVAILABLE:
+                if not replica.failures:  # many may fail together here
+                    fleet.failed(replica)
+            elif verified and replica.loaded is loaded:
+                if result.ok:
+                    fleet.succeeded(replica)
+                break
+            else:  # it was lost, and perhaps given the weights again
+                result = EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE, f"{replica.name} {_LOST}")
+        return result
 
-    async def _verify(self) -> None:
-        """Keep what has ended if the servers served this version all the time; else have it made again."""
-        ended, self._unverified = self._unverified, []
-        try:
-            verified = self._verify_servers is None or await self._verify_servers()
-        except BaseException:
-            self._unverified = ended + self._unverified
-            raise
-        if not verified:
-            self._period += 1
-            self._voids += 1
-            if self._voids > _VOIDS:
-                raise UserError(
-                    f"the servers' weights were changed {_VOIDS} times in a row by others, or the servers started again: are "
-                    "they another run's?"
-                )
-        for attempt, result, period in ended:
-            if period == self._period:
-                self._voids = 0
-                attempt.job.results.seconds = time.monotonic() - self._begin
-                attempt.job.results.add(attempt.number, result)
-                self._on_result(attempt.job)
-                continue
-            self._todo.append(attempt)
 
-
-def new_job(pool: "EnvPool | RoutedEnvPool", plan: EvalPlan, version: int) -> EvalJob:
+def new_job(pool: EnvPool, plan: EvalPlan, version: int) -> EvalJob:
     """Return a job with results in memory."""
     tasks = tasks_of(pool, plan)
     ids = [task.task_id for task in tasks]
@@ -216,7 +208,7 @@ def _missing(job: EvalJob) -> list[EvalAttempt]:
     return [EvalAttempt(job, tasks[key[0]], key[1]) for key in job.results.keys if key not in job.results.done]
 
 
-def tasks_of(pool: "EnvPool | RoutedEnvPool", plan: EvalPlan) -> Sequence[TaskInfo]:
+def tasks_of(pool: EnvPool, plan: EvalPlan) -> Sequence[TaskInfo]:
     """Return the tasks that are to be attempted; warn where there are fewer than asked for.
 
     Raises:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -10,10 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-import httpx
 from loguru import logger
 
-from prime_rl.config.shared import how_to_start, is_own_host
+from prime_rl.config.shared import is_own_host
 from prime_rl.errors import UserError
 from prime_rl.evals.versions import EvalPolicy, OnWait
 from prime_rl.fleet.client import InferenceClient, Served, ServerError
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
 
 RESTORE_SECONDS = 120.0
-_PROBE_SECONDS = 10.0
-_POLL_SECONDS = 0.25
 _LOADS = 3  # tries to load one version
 _PAUSE_SECONDS = 2.0  # before the second; twice as long before the third
 
@@ -42,39 +38,20 @@ async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["token
     client = config.client
     if client.type != "auto" or len(client.base_urls) != 1 or client.admin_roots:
         return "chat" if client.type == "chat" else "tokens"
-    root, key = client.api_roots[0], os.environ.get(client.api_key_var, "")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    proxies = not is_own_host(urlsplit(root).hostname or "")
-    deadline = time.monotonic() + client.ready_timeout
-    async with httpx.AsyncClient(timeout=_PROBE_SECONDS, headers=headers, trust_env=proxies) as http:
-        while True:  # bounded: by the deadline
-            try:
-                answer = await http.get(f"{root}/weights")
-                if answer.status_code not in (500, 502, 503, 504):
-                    break
-                trouble = f"HTTP {answer.status_code}"
-            except httpx.TransportError as error:
-                trouble = str(error) or type(error).__name__
-            if time.monotonic() > deadline:
+    root = client.api_roots[0]
+    async with InferenceClient(client, proxies=not is_own_host(urlsplit(root).hostname or "")) as engine:
+        await engine.wait_ready(on_wait, "/weights")
+        try:
+            await engine.served()
+            return "tokens"
+        except ServerError:
+            raise
+        except UserError as error:  # it has no such route, or one of another kind
+            if config.weights_dir is not None:
                 raise UserError(
-                    f"no inference server at {root} after {client.ready_timeout:.0f} s (client.base_url, "
-                    f"client.ready_timeout): {trouble}; {how_to_start(root)}"
-                )
-            on_wait("an answer", client.servers, client.ready_timeout)
-            await asyncio.sleep(_POLL_SECONDS)
-    if _is_ours(answer):
-        return "tokens"
-    if config.weights_dir is not None:
-        raise UserError(f"weights_dir: {root} has no weight routes: is this server started with `inference`?")
-    return "chat"
-
-
-def _is_ours(answer: httpx.Response) -> bool:
-    try:
-        body = answer.json()
-    except ValueError:
-        return False
-    return answer.is_success and isinstance(body, dict) and {"version", "hash"} <= body.keys()
+                    f"weights_dir: {root} has no weight routes: is this server started with `inference`?"
+                ) from error
+            return "chat"
 
 
 def rejected_key(client: "ClientConfig") -> str:
@@ -119,19 +96,6 @@ class EvalServers:
         self._policy = replace(policy, version=version, hash=hash_)
         return self._policy
 
-    async def verify(self) -> bool:
-        """Whether what ended before this call counts. A server that is gone is waited for, and given the weights again.
-
-        Raises:
-            UserError: one did not come back, or came back with other weights and none to be given.
-        """
-        used = self.used
-        verified = await asyncio.gather(*(replica.verify() for replica in used))
-        failed = [replica for replica, ok in zip(used, verified, strict=True) if not (ok and replica.ready)]
-        for replica in failed:
-            self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its verification")
-        return not any([await self._bring_back(replica) for replica in failed])
-
     async def restore(self) -> None:
         """Have all of them serve their base again. Failures are logged."""
         await asyncio.gather(*(self._restore(replica) for replica in self.used))
@@ -147,14 +111,20 @@ class EvalServers:
             logger.warning("{} may not serve its base again: interrupted", replica.name)
             raise
 
-    async def _bring_back(self, replica: Replica) -> bool:
-        """Returns whether what it sampled since it was last verified is void."""
+    async def bring_back(self, replica: Replica) -> None:
+        """Wait for a server that failed its verification, and give it the weights again.
+
+        Raises:
+            UserError: it did not come back, or came back with other weights and none to be given.
+        """
+        if not replica.ready:
+            return  # it is being brought back
         assert self._policy is not None
         policy = self._policy
+        self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its verification")
         await replica.engine.wait_ready(self._on_wait)
         served = await replica.engine.served()
-        same = served == replica.loaded
-        if not same:
+        if served != replica.loaded:
             logger.warning("{} was restarted, or given other weights: what it sampled is made again", replica.name)
             if policy.weights is not None or policy.base:
                 await self._load(replica, policy)
@@ -166,7 +136,6 @@ class EvalServers:
                     f"({served.hash[:12]}), not {policy.version} ({policy.hash[:12]}); what is finished is kept"
                 )
         self.fleet.move(replica, ReplicaState.READY)
-        return not same
 
     async def _load(self, replica: Replica, policy: EvalPolicy) -> None:
         for number in range(1, _LOADS + 1):

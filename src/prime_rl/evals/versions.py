@@ -108,21 +108,26 @@ class EvalVersions:
 
     def _find(self, version: int) -> EvalPolicy | None:
         """A committed version; None, and the reason in `skipped`, where servers cannot load it."""
+        found = self._loadable(version)
+        if isinstance(found, str):
+            self.skip(version, found)
+            return None
+        self.hashes[version] = found.hash
+        self.skipped.pop(version, None)  # made again since it was
+        return EvalPolicy(f"step_{version}", version, found.hash, found)
+
+    def _loadable(self, version: int) -> WeightsManifest | str:
+        """A committed version, or why servers cannot load it."""
         directory = version_dir(self._directory, version)
         try:
             manifest = weights_manifest(directory)
         except CommitError as error:
-            self.skip(version, f"{error}" if directory.is_dir() else "it was removed before it was its turn")
-            return None
+            return f"{error}" if directory.is_dir() else "it was removed before it was its turn"
         if manifest.publisher is not None:
-            self.skip(version, never_written(directory))
-            return None
-        if is_gone(manifest):
-            self.skip(version, f"its tensors were in memory ({manifest.files}), and are there no more")
-            return None
-        self.hashes[version] = manifest.hash
-        self.skipped.pop(version, None)  # made again since it was
-        return EvalPolicy(f"step_{version}", version, manifest.hash, manifest)
+            return never_written(directory)
+        return (
+            f"its tensors were in memory ({manifest.files}), and are there no more" if is_gone(manifest) else manifest
+        )
 
     async def _follow(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
         writer = TrainerWatch(self._run_dir, processes=_WRITERS)
@@ -160,11 +165,8 @@ class EvalVersions:
         """Whether it was not looked at yet, or has since been made again by another incarnation, or written to disk."""
         if version not in self.hashes and version not in self.skipped:
             return True
-        try:
-            manifest = weights_manifest(version_dir(self._directory, version))
-        except CommitError:  # removed meanwhile, or damaged, which was said
-            return False
-        return manifest.hash != self.hashes.get(version) and manifest.publisher is None and not is_gone(manifest)
+        found = self._loadable(version)
+        return not isinstance(found, str) and found.hash != self.hashes.get(version)
 
 
 def is_gone(manifest: WeightsManifest) -> bool:

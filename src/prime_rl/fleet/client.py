@@ -26,6 +26,8 @@ _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0
 _VERIFY_TIMEOUT_SECONDS = 60.0  # for a server that is busy; one that takes longer is not verified
 _SAY_WAIT_AFTER_SECONDS = 0.5
+_HEALTH = "/health"
+_TROUBLE = (500, 502, 503, 504)
 _BUSY = 409  # another weight change goes on, perhaps one whose answer was lost
 _UNUSABLE = 500  # as an answer to what is served
 _UNSENT = 424  # `inference.service.EXCHANGE_FAILED`
@@ -77,10 +79,15 @@ class InferenceClient:
 
     Args:
         logprob_check: Check what the server computes, not only what it says that it serves (None: do not).
+        proxies: Go through those that the environment names.
     """
 
     def __init__(
-        self, config: "ClientConfig", root: str | None = None, logprob_check: "LogprobCheck | None" = None
+        self,
+        config: "ClientConfig",
+        root: str | None = None,
+        logprob_check: "LogprobCheck | None" = None,
+        proxies: bool = False,
     ) -> None:
         self.root = root or config.api_roots[0]
         self._config, self._logprob_check = config, logprob_check
@@ -89,7 +96,7 @@ class InferenceClient:
             base_url=self.root,
             timeout=httpx.Timeout(config.timeout, connect=_PROBE_TIMEOUT_SECONDS),
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            trust_env=False,
+            trust_env=proxies,
             # Shorter than any server's: a connection that is reused in the moment the server closes it fails the request.
             limits=httpx.Limits(keepalive_expiry=1.0),
         )
@@ -100,11 +107,12 @@ class InferenceClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.aclose()
 
-    async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
+    async def wait_ready(self, on_wait: Callable[[str, str, float], None], path: str = _HEALTH) -> None:
         """Wait until the server answers, at most `client.ready_timeout` seconds. A wait that is noticed is logged, also while a look hangs.
 
         Args:
             on_wait: Called with subject, owner and deadline in seconds before every pause.
+            path: What it has to answer well; of another path than its health any answer is, but for trouble of its own.
 
         Raises:
             UserError: it did not come up in time.
@@ -115,7 +123,9 @@ class InferenceClient:
             self.root, most, how_to_start(self.root),
         )  # fmt: skip
         try:
-            while trouble := await self._trouble(start + most - time.monotonic()):  # bounded: by the deadline below
+            while trouble := await self._trouble(
+                start + most - time.monotonic(), path
+            ):  # bounded: by the deadline below
                 if time.monotonic() - start > most:
                     raise UserError(f"no inference server at {self.root} after {most:.0f} s (client.base_url, client.ready_timeout): {trouble}; {how_to_start(self.root)}")  # fmt: skip
                 on_wait("a healthy server", f"inference at {self.root}", most)
@@ -244,17 +254,19 @@ class InferenceClient:
             raise ServerError(f"{self.root} did not answer POST {path}: {error!r}") from error
         return response.status_code
 
-    async def _trouble(self, seconds_left: float) -> str | None:
-        """Why the server is not healthy; None if it is. Takes hardly longer than the seconds that are left."""
+    async def _trouble(self, seconds_left: float, path: str = _HEALTH) -> str | None:
+        """Why the server does not answer well; None if it does. Takes hardly longer than the seconds that are left."""
         seconds = min(max(seconds_left, _POLL_SECONDS), _PROBE_TIMEOUT_SECONDS)
         try:
             async with asyncio.timeout(seconds):  # httpx's own is for each read
-                response = await self._http.get("/health", timeout=seconds)
+                response = await self._http.get(path, timeout=seconds)
         except (TimeoutError, httpx.TimeoutException):
             return "it does not answer"
         except httpx.TransportError as error:
             return str(error) or type(error).__name__
-        return None if response.is_success else f"GET /health gives HTTP {response.status_code}"
+        status = response.status_code
+        well = response.is_success if path == _HEALTH else status not in _TROUBLE
+        return None if well else f"GET {path} gives HTTP {status}"
 
     async def _call(
         self,

@@ -13,19 +13,15 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 from loguru import logger
 
-from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import Served
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.router import ServerClient
 from prime_rl.transport.weights import WeightsManifest
-from prime_rl.wait import WaitTimeout, wait_async
 
 _HOMES = 65_536  # groups whose server is remembered
 _CANCEL_SECONDS = 30.0
@@ -51,7 +47,6 @@ class Replica:
         unverified: Episodes that it samples, or has sampled since it was last verified.
         invalid: Those that it sampled before it was found to have been started again: no verification covers them.
         silent: How many times in a row it did not answer.
-        invalidations: How many times its episodes were invalidated.
         failures: How many times in a row an episode failed there, with none between them that ended well.
         released: Whether it has left, and was verified for all that it sampled.
         trouble: Why it is still quarantined.
@@ -66,7 +61,6 @@ class Replica:
     unverified: set[str] = field(default_factory=set)
     invalid: set[str] = field(default_factory=set)
     silent: int = 0
-    invalidations: int = 0
     failures: int = 0
     released: bool = False
     trouble: str = ""
@@ -321,63 +315,3 @@ def rest_seconds(failures: int) -> float:
 def soundest(replicas: Sequence[Replica]) -> Replica | None:
     """Return the one with the fewest episodes of those that did not fail the last one they were given, else of all."""
     return min(replicas, key=lambda one: (one.failures > 0, one.in_flight), default=None)
-
-
-class RoutedEnvPool:
-    """An environment pool whose every episode goes to the least loaded ready replica: for one attempt at an evaluation.
-
-    Args:
-        superseded: Whether no quarantined replica will serve this version again.
-    """
-
-    def __init__(
-        self,
-        pool: EnvPool,
-        fleet: ReplicaPool,
-        superseded: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._pool, self._fleet, self._superseded = pool, fleet, superseded
-        self._used: dict[Replica, int] = {}  # and how often each had been lost before
-        self.turned_away = 0  # episodes for which there was no server
-
-    def tasks(self, env: str) -> list[TaskInfo]:
-        return self._pool.tasks(env)
-
-    async def run(self, *, episode_id: str, env: str, deadline: float, **arguments: Any) -> EpisodeResult:
-        """See `EnvPool.run`. What fails for want of the server is tried once with each other one that is ready."""
-        tried: set[Replica] = set()
-        while True:  # each server is tried once
-            trouble = "the version is superseded"
-            try:
-                replica = await wait_async(
-                    partial(self._choose, tried), subject="server that serves", owner="inference",
-                    seconds=deadline - time.monotonic(), stop=self._superseded,
-                )  # fmt: skip
-            except WaitTimeout as error:
-                replica, trouble = None, str(error)
-            if replica is None:
-                self.turned_away += 1
-                return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, trouble)
-            self._used.setdefault(replica, replica.invalidations)
-            with self._fleet.busy(replica):
-                result = await self._pool.run(
-                    episode_id=episode_id, env=env, deadline=deadline, server=replica.name, **arguments
-                )
-            if result.outcome is not Outcome.ENGINE_UNAVAILABLE:
-                if result.ok:
-                    self._fleet.succeeded(replica)
-                return result
-            if not replica.failures:  # many may fail together here, where none is quarantined for it
-                self._fleet.failed(replica)
-            tried.add(replica)
-            if tried.issuperset(self._fleet.ready) or time.monotonic() >= deadline:
-                return result
-
-    async def unverified(self) -> list[Replica]:
-        """Replicas that are not verified to have served the same all the time."""
-        verified = await asyncio.gather(*(replica.verify() for replica in self._used))
-        used = zip(self._used.items(), verified, strict=True)
-        return [replica for (replica, before), ok in used if not ok or replica.invalidations != before]
-
-    def _choose(self, tried: Collection[Replica]) -> Replica | None:
-        return soundest([replica for replica in self._fleet.ready if replica not in tried] or self._fleet.ready)

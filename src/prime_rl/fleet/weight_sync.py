@@ -457,7 +457,6 @@ class WeightSync:
 
     def invalidate(self, replica: Replica, detail: str) -> None:
         """Have made again what a replica sampled since it was last verified. Call it with `shipping` held."""
-        replica.invalidations += 1
         episodes = replica.unverified | replica.invalid
         running = self.scheduler.invalidate(detail, episodes)
         if len(self.fleet.replicas) == 1 and self._settled.is_set():
@@ -632,18 +631,6 @@ class WeightSync:
         if time.monotonic() - self.fleet.empty_since > seconds:
             listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.fleet.replicas if one.trouble)
             raise UserError(f"no inference server for {seconds:.0f} s (client.base_url, client.ready_timeout): {listed or 'all have left'}")  # fmt: skip
-
-    async def wait_recovered(self) -> None:
-        """Wait until a replica is ready, or what is served is superseded."""
-        for replica in self.fleet.quarantined:
-            self._bring_back_soon(replica)
-        pending = [task for task in self._recoveries.values() if not task.done()]
-        client = self.config.client
-        await wait_async(
-            lambda: not self.recovering or any(task.done() for task in pending),
-            subject="healthy server", owner="inference", seconds=_ATTEMPTS * (client.ready_timeout + client.timeout),
-            poll=POLL_SECONDS, stop=lambda: self.superseded,
-        )  # fmt: skip
 
     # -- replicas that leave -------------------------------------------------------------------------------------------
 

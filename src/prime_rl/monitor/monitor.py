@@ -1,6 +1,5 @@
 """Metrics of one process: always to `metrics/<process>.jsonl`, to W&B when configured."""
 
-import errno
 import json
 import math
 import netrc
@@ -15,6 +14,7 @@ from loguru import logger
 
 from prime_rl.errors import UserError
 from prime_rl.redact import redacted
+from prime_rl.transport.commit import disk_errors
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import MonitorConfig, WandbConfig
@@ -31,14 +31,23 @@ class Monitor:
     def __init__(self, output_dir: Path, process: str, config: "MonitorConfig", run_config: dict[str, Any]) -> None:
         """`run_config` is shown by W&B only. Raises UserError when W&B is wanted and cannot start."""
         self._wandb = None if config.wandb is None else _wandb_run(config.wandb, output_dir, process, run_config)
-        self._file = JsonlWriter(metrics_path(output_dir, process))
+        self._file = JsonLines(metrics_path(output_dir, process))
+        self._warned: set[str] = set()
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Record numbers of the step that was executed (0-based). Non-finite values are dropped, with one warning a key.
 
         Raises UserError if the disk is full.
         """
-        row = self._file.write(step, metrics)
+        row: dict[str, float] = {}
+        for key, value in metrics.items():
+            number = value if isinstance(value, int) else float(value)
+            if math.isfinite(number):
+                row[key] = number
+            elif key not in self._warned:
+                self._warned.add(key)
+                logger.warning("{} is {}: left out of the metrics (said once)", key, number)
+        self._file.append({"step": step, "time": round(time.time(), 3), **row})
         if self._wandb is not None:
             self._wandb.log({"step": step, **row})
 
@@ -49,45 +58,34 @@ class Monitor:
             self._wandb.finish()
 
 
-class JsonlWriter:
-    """Append one flat object a line, in one write: only a crash or a full disk leaves half a line."""
+class JsonLines:
+    """A file of JSON objects, one a line, that one process appends to. Half a line, of a crash or a full disk, is removed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._warned: set[str] = set()
-        size = os.fstat(self._fd).st_size
-        # An earlier incarnation died in its last line: the next one is kept apart from it.
-        self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
+        self.path = path
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._size = path.read_bytes().rfind(b"\n") + 1
+            os.ftruncate(self._file, self._size)
 
-    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
-        """Append a line; returns the metrics that were finite.
-
-        Raises UserError if the disk is full. What was written of the line stays; the next one begins on its own.
-        """
-        row: dict[str, float] = {}
-        for key, value in metrics.items():
-            number = value if isinstance(value, int) else float(value)
-            if math.isfinite(number):
-                row[key] = number
-            elif key not in self._warned:
-                self._warned.add(key)
-                logger.warning("{} is {}: left out of the metrics (said once)", key, number)
-        line = (json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n").encode()
-        left = b"\n" + line if self._torn else line
-        try:
-            while left:
-                left = left[os.write(self._fd, left) :]
-                self._torn = bool(left)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append a line, which survives a kill. Raises UserError if the disk is full."""
+        left = line = (json.dumps(row) + "\n").encode()
+        with disk_errors(self.path, "the lines before are kept"):
+            try:
+                while left:
+                    left = left[os.write(self._file, left) :]
+            except OSError:
+                os.ftruncate(self._file, self._size)
                 raise
-            raise UserError(f"disk full while writing {self._path}: free space and start again") from error
-        return row
+        self._size += len(line)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Make the file durable."""
+        with disk_errors(self.path, "a power cut may undo the last lines"):
+            os.fsync(self._file)
+        os.close(self._file)
 
 
 def _wandb_run(settings: "WandbConfig", output_dir: Path, process: str, run_config: dict[str, Any]) -> Any:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults
 from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of
-from prime_rl.fleet.replicas import RoutedEnvPool
+from prime_rl.fleet.replicas import Replica
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.concurrency import concurrent_episodes
@@ -20,9 +19,6 @@ from prime_rl.transport.protocol import valid
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
     from prime_rl.config.shared import EnvConfig
-
-
-_ATTEMPTS = 3  # at an evaluation during which the server is lost
 
 
 class Evaluations:
@@ -84,9 +80,6 @@ class Evaluations:
         """Evaluate what is served; nothing newer is served until it is done.
 
         `stop` ends it, and so does the end of the version's incarnation. After `stop` no evaluation begins.
-
-        Raises:
-            UserError: the server was lost again and again meanwhile.
         """
         if self._stopping:
             return
@@ -107,47 +100,31 @@ class Evaluations:
             self._running.cancel()
 
     async def _evaluate(self) -> None:
-        weight_sync = self._weight_sync
-        for attempt in range(_ATTEMPTS + 1):
-            if weight_sync.recovering:
-                await weight_sync.wait_recovered()
-            if weight_sync.superseded or weight_sync.scheduler.must_go_back:
-                return  # whoever waits for this goes on with another version, which is evaluated in its place
-            if attempt == _ATTEMPTS:
-                break
-            async with weight_sync.lock:
-                version = weight_sync.scheduler.version
-                pool = RoutedEnvPool(self._pool, weight_sync.fleet, lambda: weight_sync.superseded)
-                evaluated = await self._run_plans(pool, version)
-                unverified = await pool.unverified()
-                async with weight_sync.shipping:
-                    weight_sync.notice_incarnation()
-                if weight_sync.scheduler.must_go_back:
-                    return  # the version was given up meanwhile
-                if not unverified and not pool.turned_away:
-                    for results in evaluated:
-                        self._log(results)
-                    return
-            logger.warning("the server was lost during the evaluation of version {}: it is made again", version)
-            for replica in unverified:
-                weight_sync.quarantine(replica, "it was lost during an evaluation")
-        if weight_sync.scheduler.version == version:  # else another one is served by now
-            raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
+        weight_sync, scheduler = self._weight_sync, self._weight_sync.scheduler
+        async with weight_sync.lock:
+            version = scheduler.version
+            plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
+            jobs = [new_job(self._pool, plan, version) for plan in plans]
+            total, done = sum(len(job.results.keys) for job in jobs), itertools.count(1)
+            phase = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
+            self._status.phase(phase)
+            await EvalRunner(
+                self._pool, jobs, version, seed=self.config.seed,
+                max_concurrent=concurrent_episodes(self.config, eval_environments(self.config)),
+                timeout=self.config.rollout_timeout, fleet=weight_sync.fleet, bring_back=self._bring_back,
+                superseded=self._superseded, on_result=lambda job: self._status.phase(f"{phase}: {next(done)}/{total}"),
+            ).run()  # fmt: skip
+            async with weight_sync.shipping:
+                weight_sync.notice_incarnation()
+            if not self._superseded():  # else another version is evaluated in its place
+                for job in jobs:
+                    self._log(job.results)
 
-    async def _run_plans(self, pool: RoutedEnvPool, version: int) -> list[EvalResults]:
-        """Run what is not logged yet."""
-        plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
-        jobs = [new_job(pool, plan, version) for plan in plans]
-        total = sum(len(job.results.keys) for job in jobs)
-        where = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
-        self._status.phase(where)
-        done = itertools.count(1)
-        await EvalRunner(
-            pool, jobs, version, seed=self.config.seed, max_concurrent=concurrent_episodes(self.config, eval_environments(self.config)),
-            timeout=self.config.rollout_timeout,
-            on_result=lambda job: self._status.phase(f"{where}: {next(done)}/{total}"),
-        ).run()  # fmt: skip
-        return [job.results for job in jobs]
+    def _superseded(self) -> bool:
+        return self._weight_sync.superseded or self._weight_sync.scheduler.must_go_back
+
+    async def _bring_back(self, replica: Replica) -> None:
+        self._weight_sync.quarantine(replica, "it failed its verification")
 
     def _log(self, results: EvalResults) -> None:
         env, version, incarnation = results.env, results.version, self._weight_sync.scheduler.incarnation

@@ -98,28 +98,17 @@ async def test_what_is_finished_is_not_made_again(world):
     assert len(world.pool.made) == 17
 
 
-async def test_what_a_restarted_server_sampled_is_made_again(world):
-    """Contract: a server that was started again serves its base; what it sampled since its last proof counts for no version."""
+@pytest.mark.parametrize("often", [5, 7])
+async def test_what_a_restarted_server_sampled_is_made_again(world, often):
+    """Contract: a server that was started again, now and then, serves its base; what it sampled meanwhile counts for no version."""
     versions(world, 0, 3)
 
-    def before(env, task, number):
-        if number == 7:
-            world.server.base()
-        return None
-
-    world.pool.before = before
-    disturbed = await world.run(
-        weights_dir=world.weights, rollouts_per_example=4, steps=[3], eval_base=False, max_concurrent=2
-    )
+    settings = {"weights_dir": world.weights, "rollouts_per_example": 4, "steps": [3], "eval_base": False}
+    world.pool.before = lambda env, task, number: world.server.base() if number % often == 0 else None
+    disturbed = await world.run(**settings, max_concurrent=2)
     assert 0 in {made[2] for made in world.pool.made}
     world.pool.before = lambda *_: None
-    calm = await world.run(
-        weights_dir=world.weights,
-        rollouts_per_example=4,
-        steps=[3],
-        eval_base=False,
-        output_dir=world.directory / "calm",
-    )
+    calm = await world.run(**settings, output_dir=world.directory / "calm")
     assert disturbed == calm
 
 

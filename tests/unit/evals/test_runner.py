@@ -1,10 +1,9 @@
-"""Evaluations count what failed, average what did not, and order results by task."""
+"""Attempts are made as often as they have to be, and no longer than their version counts."""
 
 import asyncio
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,56 +13,51 @@ from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals import runner
 from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of, wire_sampling
+from prime_rl.fleet.replicas import ReplicaState
 from prime_rl.orchestrator.evaluation import Evaluations
+from support.fleet import ready_fleet
 
 
-class SlowPool:
-    """A pool whose later attempts finish first."""
+class Pool:
+    """Four tasks, of which servers in `sick` fail every attempt."""
 
-    def __init__(self):
-        self.running = self.most = 0
+    def __init__(self, *sick: str):
+        self.sick = sick
 
     def tasks(self, env):
         return [TaskInfo(f"t{i}", i) for i in range(4)]
 
-    async def run(self, *, env, task_index, sampling, policy_version, episode_id, deadline):
-        self.running += 1
-        self.most = max(self.most, self.running)
-        await asyncio.sleep(0.01 * (4 - task_index))
-        self.running -= 1
-        return EpisodeResult("e", "env", "t", Outcome.OK, reward=float(task_index))
+    async def run(self, *, server, **arguments):
+        await asyncio.sleep(0)
+        return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE if server in self.sick else Outcome.OK)
 
 
-async def test_results_are_ordered_by_task_and_concurrency_is_bounded():
-    """Whatever finishes first: results are listed by task; environments that are evaluated at once share one bound."""
-    pool, kept = SlowPool(), []
-    jobs = [new_job(pool, EvalPlan(name, name, SamplingConfig(), 3, 2, 100), 0) for name in ("one", "other")]
-    await EvalRunner(pool, jobs, 0, seed=0, max_concurrent=3, timeout=1, on_result=kept.append).run()
-    for job in jobs:
-        assert [[r.reward for r in attempts] for attempts in job.results.by_task] == [
-            [0.0, 0.0],
-            [1.0, 1.0],
-            [2.0, 2.0],
-        ]
-    assert pool.most == 3
-    assert len(kept) == 12
+@pytest.mark.parametrize("sick", [1, 3])
+async def test_what_one_server_fails_is_made_by_another(monkeypatch, sick):
+    """Contract: only what all of them fail, again and again, is a failure."""
+    monkeypatch.setattr(runner, "FIRST_PAUSE_SECONDS", 0.001)
+    fleet = ready_fleet(3, slack=0)
+    for replica in fleet.replicas:
+        replica.loaded = await replica.engine.served()
+
+    pool = Pool(*(f"http://{number}" for number in range(sick)))
+    job = new_job(pool, EvalPlan("one", "one", SamplingConfig(), 4, 8, 100), 0)
+    await EvalRunner(pool, [job], 0, seed=0, max_concurrent=30, timeout=1, fleet=fleet).run()
+    assert [result.ok for results in job.results.by_task for result in results] == [sick < 3] * 32
 
 
-async def test_voids_count_in_a_row(monkeypatch):
-    """Contract: servers that are restarted now and then during a long evaluation do not end it."""
-    monkeypatch.setattr(runner, "VERIFY_SECONDS", 0.005)
-    pool, kept, voids = SlowPool(), [], [0]
-
-    async def verify() -> bool:
-        if len(kept) == voids[-1] or len(voids) > 7:
-            return True
-        voids.append(len(kept))
-        return False
-
-    job = new_job(pool, EvalPlan("one", "one", SamplingConfig(), 4, 6, 100), 0)
-    await EvalRunner(pool, [job], 0, seed=0, max_concurrent=1, timeout=1, verify=verify, on_result=kept.append).run()
-    assert len(voids) > 7
-    assert len(kept) == 24
+async def test_an_evaluation_of_a_version_that_is_superseded_ends():
+    """Contract: it waits for no server that will not serve this version again, and the results are not complete."""
+    fleet, superseded = ready_fleet(1, slack=0), []
+    fleet.move(fleet.replicas[0], ReplicaState.QUARANTINED)
+    job = new_job(Pool(), EvalPlan("one", "one", SamplingConfig(), 4, 8, 100), 0)
+    run = EvalRunner(
+        Pool(), [job], 0, seed=0, max_concurrent=2, timeout=60, fleet=fleet, superseded=lambda: bool(superseded)
+    ).run()
+    asyncio.get_running_loop().call_later(0.05, superseded.append, True)
+    await asyncio.wait_for(run, 30)
+    assert not job.results.complete
+    assert not job.results.scored
 
 
 @pytest.mark.parametrize(
@@ -105,44 +99,6 @@ async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() ->
     task.cancel()
     await asyncio.wait([task], timeout=60)
     assert task.cancelled()
-
-
-@pytest.mark.parametrize("then", ["lost", "superseded", "must_go_back", "another is served"])
-async def test_an_evaluation_of_a_version_that_no_longer_counts_is_given_up(monkeypatch, then):
-    """Contract: only a version that is still to be served ends the run when its server was lost again and again."""
-    made = []
-
-    class LosingPool:
-        turned_away = True
-
-        def __init__(self, *_):
-            pass
-
-        async def unverified(self):
-            return []
-
-    class WeightSync:
-        recovering, superseded, fleet = False, False, None
-        scheduler = SimpleNamespace(version=3, must_go_back=False)
-        lock, shipping = asyncio.Lock(), asyncio.Lock()
-
-        def notice_incarnation(self):
-            self.recovering = len(made) == 3
-
-        async def wait_recovered(self):
-            self.recovering, self.superseded = False, then == "superseded"
-            version = 4 if then == "another is served" else 3
-            self.scheduler = SimpleNamespace(version=version, must_go_back=then == "must_go_back")
-
-    async def run_plans(pool, version):
-        made.append(version)
-
-    monkeypatch.setattr("prime_rl.orchestrator.evaluation.RoutedEnvPool", LosingPool)
-    evaluations = Evaluations.__new__(Evaluations)
-    evaluations._weight_sync, evaluations._pool, evaluations._run_plans = WeightSync(), None, run_plans
-    with pytest.raises(UserError, match="lost during 3 evaluations") if then == "lost" else nullcontext():
-        await evaluations._evaluate()
-    assert made == [3, 3, 3]
 
 
 def test_an_evaluation_without_a_server_fails(tmp_path):

@@ -7,26 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prime_rl.errors import UserError
 from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import CannotScore, NoWeightsServed, Served, ServerError
-from prime_rl.fleet.logprob_check import (
-    FACTOR,
-    LEAST_MEAN,
-    LEAST_MOST,
-    MOVED_MEAN,
-    WORST_MEAN,
-    Difference,
-    LogprobCheck,
-    LogprobCheckFailed,
-    Scores,
-    calibrated,
-    compare,
-    stayed,
-)
+from prime_rl.fleet.logprob_check import FACTOR, LEAST_MEAN, Difference, LogprobCheck, LogprobCheckFailed, compare
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.weights import (
     LogprobReference,
@@ -47,29 +32,9 @@ CANARY = LogprobReference(TOKENS, LOGPROBS)
 # -- numbers -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_differences_are_absolute():
-    assert compare([-1.0, -2.5], [-1.5, -2.0]) == Difference(0.5, 0.5)
-    assert compare([-1.0, -2.0], [-1.0, -2.0]) == Difference(0.0, 0.0)
-
-
 @pytest.mark.parametrize("server", [[], [-1.0], [-1.0, math.nan], [-1.0, -math.inf]])
 def test_what_is_no_answer_is_infinitely_far_and_in_no_band(server):
     assert not compare(server, [-1.0, -2.0]).within(Difference(1e9, 1e9))
-
-
-@given(st.floats(0, WORST_MEAN), st.floats(0, 100))
-def test_a_band_holds_what_it_was_calibrated_on_and_never_less_than_the_floor(mean, most):
-    band = calibrated(Difference(mean, most))
-    assert band is not None
-    assert Difference(mean, most).within(band)
-    assert Difference(LEAST_MEAN, LEAST_MOST).within(band)
-    assert not Difference(max(FACTOR * mean, LEAST_MEAN) * 1.001, 0.0).within(band)
-    assert not Difference(0.0, max(FACTOR * most, LEAST_MOST) * 1.001).within(band)
-
-
-@pytest.mark.parametrize("mean", [WORST_MEAN * 1.01, math.inf, math.nan])
-def test_another_model_is_not_noise(mean):
-    assert calibrated(Difference(mean, mean)) is None
 
 
 def test_the_prompt_is_the_same_for_ever():
@@ -93,15 +58,6 @@ def test_a_canary_comes_back_from_a_manifest(canary, tmp_path):
     with stage(tmp_path / "step_1", step=1, producer="trainer", extra=manifest_extra(1, 0, {}, reference=canary)):
         pass
     assert weights_manifest(tmp_path / "step_1").reference == canary
-
-
-@given(st.lists(st.floats(-20, 0), min_size=1, max_size=5), st.floats(-1, 1))
-def test_only_numbers_that_stay_to_the_last_digit_while_the_trainers_move_are_stale(logprobs, moves):
-    before = Scores(logprobs, [logprob + 0.1 for logprob in logprobs])
-    moved = [logprob + moves for logprob in logprobs]
-    assert stayed(before, Scores(moved, before.server)) is (compare(moved, logprobs).mean > MOVED_MEAN)
-    assert not stayed(before, Scores(moved, [math.nextafter(logprob, 1) for logprob in before.server]))
-    assert not stayed(before, before)
 
 
 # -- a server --------------------------------------------------------------------------------------------------------------------
@@ -270,13 +226,12 @@ async def test_a_server_that_was_started_again_is_calibrated_again(server, tmp_p
         await server.update(canaries, one)
 
 
-async def test_a_server_that_computes_another_model_is_never_calibrated(server, tmp_path):
-    server.noise = 1.5
-    one = commit(tmp_path, 1)
+@pytest.mark.parametrize(("noise", "said"), [(1.5, "1.5"), (math.nan, "inf")])
+async def test_a_server_that_computes_another_model_is_never_calibrated(server, tmp_path, noise, said):
+    server.noise = noise
+    one, problem = commit(tmp_path, 1), f"does not compute the trainer's model: on the base weights .* {said} nats"
     for _ in range(2):
-        with pytest.raises(
-            LogprobCheckFailed, match=r"does not compute the trainer's model: on the base weights .* 1.5 nats"
-        ):
+        with pytest.raises(LogprobCheckFailed, match=problem):
             await server.update(LogprobCheck(), one)
 
 

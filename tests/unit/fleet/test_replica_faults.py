@@ -253,7 +253,6 @@ async def test_the_end_of_hope_is_heard_during_an_evaluation(tmp_path, when):
 async def test_a_version_that_all_servers_are_lost_over_again_and_again(tmp_path, monkeypatch):
     """They come back with the one before it and are given this one once more: ten times, then the run ends with what they said."""
     monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
     world = FleetWorld(tmp_path, servers=2, max_steps=2, weights_timeout=60)
     asked = []
     for server in world.servers:

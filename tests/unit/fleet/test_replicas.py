@@ -51,7 +51,8 @@ def test_load_is_even_to_the_slack_and_groups_stay_together(seed):
 
 
 async def test_a_proof_is_of_one_server_alone():
-    """What another one sampled does not count by it, nor what ended after the question."""
+    """What another one sampled does not count by it, nor what ended after the question. One that drains proves what it has on the
+    version that it has; the others go on to a newer one meanwhile."""
     fleet = ready_fleet(2, slack=0)
     one, two = fleet.replicas
     for replica in fleet.replicas:
@@ -60,22 +61,12 @@ async def test_a_proof_is_of_one_server_alone():
     fleet.start("b", two)
     fleet.start("late", one)
     two.engine.base()  # started again
-    counting, wrong = await fleet.verify({"a", "b"})
-    assert (counting, wrong) == (["a"], [two])
-
-
-async def test_a_server_that_drains_proves_what_it_has_on_the_version_that_it_has():
-    """The others go on to a newer one meanwhile."""
-    fleet = ready_fleet(2, slack=0)
-    one, two = fleet.replicas
-    for replica in fleet.replicas:
-        replica.loaded = await replica.engine.served()
-    fleet.start("a", one)
+    assert await fleet.verify({"a", "b"}) == (["a"], [two])
     fleet.move(one, ReplicaState.DRAINING)
     assert fleet.place("group") is two
     two.engine.now = two.loaded = Served(1, "newer", "1")
     assert await fleet.verify({"a"}) == (["a"], [])
-    one.engine.base()  # started again
+    one.engine.base()
     assert await fleet.verify({"a"}) == ([], [one])
 
 
@@ -142,13 +133,6 @@ async def test_a_server_that_dies_takes_only_its_own_with_it(tmp_path, moment, b
     assert all(server.updates[-1][0] == 6 for server in world.servers if returns or server is not victim)
 
 
-async def test_a_server_that_refuses_a_version_is_left_out_and_the_others_serve_it(tmp_path):
-    world = FleetWorld(tmp_path, max_steps=6)
-    world.servers[0].refuses = {3}
-    await run(world, 6)
-    assert all(server.updates[-1][0] == 6 for server in world.servers[1:])
-
-
 async def test_no_batch_waits_for_a_server_that_can_load_nothing_any_more(tmp_path, monkeypatch):
     """Contract: what it finished counts once it is verified for the version that it has, though it never gets work again."""
     monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.05)
@@ -173,7 +157,7 @@ async def test_when_all_are_gone_the_run_waits_for_the_first_to_come_back(tmp_pa
 
 
 async def test_evaluations_are_made_by_all_and_made_again_when_one_is_lost(tmp_path):
-    """Half of an evaluation on a server that was started again is no evaluation."""
+    """Contract: an attempt counts for the version that is named only if its server is verified to have served that meanwhile."""
     world = FleetWorld(
         tmp_path, max_steps=4, max_error_rate=1.0,
         eval={"interval": 2, "at_start": False, "rollouts_per_example": 12, "environments": [{"id": "env", "name": "held-out"}]},
@@ -192,35 +176,32 @@ async def test_evaluations_are_made_by_all_and_made_again_when_one_is_lost(tmp_p
     evaluated = [server for episode, server in world.pool.sent.items() if episode.startswith("eval")]
     assert restarted
     assert set(evaluated) == {server.root for server in world.servers}
-    assert len(world.pool.evaluated) > 2 * 12  # one of the two was made twice
+    assert len(world.pool.evaluated) > 2 * 12  # what the lost one had of it was made again
 
 
-async def test_servers_of_different_weights_are_not_evaluated_together():
+@pytest.mark.parametrize(
+    ("second", "healthy", "problem", "ready"),
+    [
+        ({"version": 3, "hash": "f" * 32}, 2, "do not serve the same weights: http://0 version 0 .*, http://1 version 3", []),
+        ({}, 1, None, [True, False]),
+        ({"leaving": True}, 2, None, [True, False]),  # it is to leave, and there is another
+        ({"leaving": True}, -1, None, [False, True]),
+        ({"models": ("other", "more")}, 2, "the server at http://1 serves other, more, not m: .* --model.name other", []),
+        ({"models": ("other", "m")}, 2, None, [True, True]),
+    ],
+)  # fmt: skip
+async def test_which_servers_evaluate(second, healthy, problem, ready):
+    """Contract: one line at once, in place of requests that are all refused, where their weights differ or one has another model."""
     fleet = ReplicaPool([Server("http://0"), Server("http://1")])
-    fleet.replicas[1].engine.now = Served(3, "f" * 32)
-    with pytest.raises(UserError, match="do not serve the same weights: http://0 version 0 .*, http://1 version 3"):
-        await eval_servers.admit(fleet, fleet.replicas, "m")
-    fleet.replicas[1].engine.base()
-    assert await eval_servers.admit(fleet, fleet.replicas[:1], "m") == 0
-    assert [replica.ready for replica in fleet.replicas] == [True, False]
-
-
-async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_another():
-    for leaving, expected in (({0}, [False, True]), ({0, 1}, [True, True])):
-        fleet = ReplicaPool([Server("http://0"), Server("http://1")])
-        for number in leaving:
-            fleet.replicas[number].engine.now = replace(fleet.replicas[number].engine.now, leaving=True)
-        await eval_servers.admit(fleet, fleet.replicas, "m")
-        assert [replica.ready for replica in fleet.replicas] == expected
-
-
-async def test_a_server_of_another_model_evaluates_nothing():
-    """Contract: one line at once, in place of a search for the tokenizer of a model that nobody serves, and of requests that are all refused."""
-    fleet = ReplicaPool([Server("http://0")])
-    fleet.replicas[0].engine.now = replace(fleet.replicas[0].engine.now, models=("other", "more"))
-    with pytest.raises(UserError, match="the server at http://0 serves other, more, not mine: .* --model.name other"):
-        await eval_servers.admit(fleet, fleet.replicas, "mine")
-    assert await eval_servers.admit(fleet, fleet.replicas, "more") == 0
+    two = fleet.replicas[1]
+    two.engine.now = replace(two.engine.now, **second)
+    answering = [two] if healthy < 0 else fleet.replicas[:healthy]
+    if problem is not None:
+        with pytest.raises(UserError, match=problem):
+            await eval_servers.admit(fleet, answering, "m")
+    else:
+        assert await eval_servers.admit(fleet, answering, "m") == 0
+        assert [replica.ready for replica in fleet.replicas] == ready
 
 
 async def test_no_server_at_all_is_one_clear_line(tmp_path):

@@ -10,6 +10,7 @@ from prime_rl.envs.protocol import Outcome
 from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served, VersionNotSent
 from prime_rl.monitor import read_metrics
+from prime_rl.orchestrator.orchestrator import Orchestrator
 from support.fleet import FleetWorld
 from support.ledgers import conserved
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
@@ -41,45 +42,44 @@ def world(tmp_path, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-async def finish(world: World, run: "asyncio.Task[None]", first: int = 0) -> None:
+async def begin(world: World, *unsent: int) -> "tuple[Orchestrator, asyncio.Task[None]]":
+    """A run that has its first batch; version 1 is committed, and those in `unsent` are not sent any more."""
+    orchestrator = world.orchestrator()
+    run = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=run)
+    world.engine.unsent = set(unsent)
+    world.trainer.commit(1)
+    return orchestrator, run
+
+
+async def finish(world: World, run: "asyncio.Task[None]", first: int = 0, incarnation: int = 0) -> None:
+    """To the end; what was trained was sampled by a version that its lineage names, within the bounds, and no episode is lost."""
     for step in range(first, 4):
         await until(has_batch(world, step), run=run)
-        world.trainer.commit(step + 1)
+        world.trainer.commit(step + 1, incarnation)
     async with asyncio.timeout(60):
         await run
-
-
-def check(world: World) -> None:
-    """What was trained was sampled by a version that its lineage names, within the bounds."""
     for step in range(4):
         assert world.really_sampled(step) <= set(world.versions(step))
         assert min(world.versions(step)) >= step - 1
+    conserved(world.config.output_dir)
 
 
 async def test_servers_go_on_until_the_version_is_sent(world: World) -> None:
     """Contract: however often a version is not sent, the servers sample on, and load it once it is."""
-    world.engine.unsent = {1}
-    orchestrator = world.orchestrator()
-    run = asyncio.create_task(orchestrator.run())
-    await until(has_batch(world, 0), run=run)
-    world.trainer.commit(1)
+    _, run = await begin(world, 1)
     await until(lambda: world.engine.refused.count(1) > 2 * weight_sync._ATTEMPTS, run=run)
     await until(has_batch(world, 1), run=run)  # on version 0, as the async level allows
     assert world.engine.updates == [(0, 0)]
     world.engine.unsent = set()
     await until(lambda: (1, 0) in world.engine.updates, run=run)
     await finish(world, run, first=1)
-    check(world)
-    conserved(orchestrator.config.output_dir)
 
 
 async def test_a_version_that_is_never_sent(world: World) -> None:
     """Contract: the trainer is waited for as long as for any version, then the run ends and says why."""
     world.config.weights_timeout = 0.3
-    world.engine.unsent = {1}
-    run = asyncio.create_task(world.orchestrator().run())
-    await until(has_batch(world, 0), run=run)
-    world.trainer.commit(1)
+    _, run = await begin(world, 1)
     with pytest.raises(VersionNotSent, match="version 1 is superseded"):
         async with asyncio.timeout(60):
             await run
@@ -87,11 +87,7 @@ async def test_a_version_that_is_never_sent(world: World) -> None:
 
 async def test_a_server_that_starts_again_after_its_version_is_superseded(world: World) -> None:
     """Contract: it gets the newest version, and the run goes on with that; what it had in flight is made again."""
-    orchestrator = world.orchestrator()
-    run = asyncio.create_task(orchestrator.run())
-    await until(has_batch(world, 0), run=run)
-    world.engine.unsent = {1}
-    world.trainer.commit(1)
+    orchestrator, run = await begin(world, 1)
     await until(lambda: bool(world.engine.refused), run=run)
     await until(has_batch(world, 1), run=run)
     world.engine.unsent = {0, 1}
@@ -103,37 +99,22 @@ async def test_a_server_that_starts_again_after_its_version_is_superseded(world:
     world.trainer.commit(2)
     await until(lambda: (2, 0) in world.engine.updates, run=run)
     await finish(world, run, first=2)
-    check(world)
-    conserved(orchestrator.config.output_dir)
 
 
 async def test_a_trainer_that_starts_again_meanwhile(world: World) -> None:
     """Contract: while a version is waited for, a new incarnation of the trainer is noticed, and its version served."""
-    orchestrator = world.orchestrator()
-    run = asyncio.create_task(orchestrator.run())
-    await until(has_batch(world, 0), run=run)
-    world.engine.unsent = {1}
-    world.trainer.commit(1)
+    _, run = await begin(world, 1)
     await until(lambda: bool(world.engine.refused), run=run)
     world.trainer.live(1, 0)  # nothing was saved: it starts over
     world.engine.unsent = set()
     world.trainer.commit(1, incarnation=1)
     await until(lambda: (1, 1) in world.engine.updates, run=run)
-    for step in range(1, 4):
-        await until(has_batch(world, step), run=run)
-        world.trainer.commit(step + 1, incarnation=1)
-    async with asyncio.timeout(60):
-        await run
-    check(world)
-    conserved(orchestrator.config.output_dir)
+    await finish(world, run, first=1, incarnation=1)
 
 
 async def test_an_orchestrator_that_owes_an_evaluation_of_a_superseded_version(world: World) -> None:
     """Contract: an orchestrator that starts anew goes on with the newest version where the one that was served last is not to be had any more."""
-    orchestrator = world.orchestrator()
-    run = asyncio.create_task(orchestrator.run())
-    await until(has_batch(world, 0), run=run)
-    world.trainer.commit(1)
+    orchestrator, run = await begin(world)
     await until(lambda: orchestrator.scheduler.version == 1, run=run)
     await until(has_batch(world, 1), run=run)
     run.cancel()
@@ -147,7 +128,6 @@ async def test_an_orchestrator_that_owes_an_evaluation_of_a_superseded_version(w
     await until(lambda: (2, 0) in world.engine.updates, run=run)
     assert world.engine.refused[-1] == 1
     await finish(world, run, first=2)
-    check(world)
 
 
 async def test_an_evaluation_whose_version_is_superseded(world: World, tmp_path: Path) -> None:
@@ -158,7 +138,6 @@ async def test_an_evaluation_whose_version_is_superseded(world: World, tmp_path:
         interval=1, at_start=False, at_end=False, rollouts_per_example=8, environments=environments
     )
     world.config.max_concurrent = 2
-    orchestrator = world.orchestrator()
     lost: list[str] = []
 
     def lose(episode: str, version: int) -> Outcome | None:
@@ -168,26 +147,21 @@ async def test_an_evaluation_whose_version_is_superseded(world: World, tmp_path:
             world.engine.base()
             world.engine.unsent = {1}
             world.trainer.commit(2)
-            orchestrator.weight_sync.quarantine(orchestrator.fleet.replicas[0], "scripted")
         lost.append(episode)
         return Outcome.ENGINE_UNAVAILABLE
 
     world.pool.before = lose
-    run = asyncio.create_task(orchestrator.run())
-    await until(has_batch(world, 0), run=run)
-    world.trainer.commit(1)
+    _, run = await begin(world)
     await until(lambda: (2, 0) in world.engine.updates, run=run)
     await finish(world, run, first=2)
     rows = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
     evaluated = [row["step"] for row in rows if "eval/held-out/policy_version" in row]
     assert lost
     assert evaluated[0] == 2
-    check(world)
 
 
 async def test_two_servers_that_start_again_after_their_version_is_superseded(tmp_path: Path, monkeypatch) -> None:
     """Contract: while one of them serves it, nothing is superseded; once none does, both go on with the newest version."""
-    monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(weight_sync, "RETRY_SECONDS", 0.01)
     world = FleetWorld(tmp_path, servers=2, max_steps=4)
     unsent: set[int] = set()
