@@ -114,6 +114,15 @@ async def run(world: FleetWorld, steps: int = 4, last: Callable[[], bool] = lamb
     return orchestrator
 
 
+async def complete(world: World, running: "asyncio.Task[None]", *versions: int, incarnation: int = 0) -> None:
+    """Commit each version once the batch that it is made of is there, and await the end of the run."""
+    for version in versions:
+        await until(has_batch(world, version - 1), run=running)
+        world.trainer.commit(version, incarnation)
+    async with asyncio.timeout(60):
+        await running
+
+
 def ready_fleet(count: int, slack: int) -> ReplicaPool:
     fleet = ReplicaPool([Server(f"http://{number}") for number in range(count)], slack=slack)
     for replica in fleet.replicas:

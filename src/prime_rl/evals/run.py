@@ -13,7 +13,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalResults, alone, read_settings, write_report
-from prime_rl.evals.runner import EvalJob, EvalPlan, EvalRunner, KeyRejected, tasks_of
+from prime_rl.evals.runner import EvalJob, EvalPlan, EvalRunner, KeyRejected, new_job
 from prime_rl.evals.servers import EvalServers, connect, rejected_key, way_of_asking
 from prime_rl.evals.versions import API, EvalPolicy, EvalVersions, is_gone
 from prime_rl.monitor import Monitor, Status
@@ -212,21 +212,13 @@ class Evaluation:
         """The job of an environment by a policy, with its results open."""
         config, directory = self._config, directory_of(self._config, env, policy)
         plan = plan_of(config, env, self._chat)
-        tasks = tasks_of(self._pool, plan)
-        results = EvalResults(
-            env=env.name,
-            policy=policy.name,
-            version=policy.version,
-            task_ids=[task.task_id for task in tasks],
-            rollouts_per_example=plan.rollouts_per_example,
-            hash=policy.hash,
-            solved_at=config.solved_at,
-        )
+        job = new_job(self._pool, plan, policy.version, policy.name, hash=policy.hash, solved_at=config.solved_at)
         # While versions are followed, another incarnation of the trainer may have replaced the one with this number.
         before = (read_settings(directory) or {}).get("weights", policy.hash)
         replaced = config.follow and policy.version != BASE and before != policy.hash
-        results.open(directory, settings_of(config, env, plan, policy), clean=config.clean or replaced)
-        return EvalJob(plan, tasks, stack.enter_context(closing(results)))
+        job.results.open(directory, settings_of(config, env, plan, policy), clean=config.clean or replaced)
+        stack.enter_context(closing(job.results))
+        return job
 
     def missing(self) -> str | None:
         """What was asked for and not evaluated: a version that was named, or all of them but the base."""

@@ -196,11 +196,11 @@ class EvalRunner:
         return result
 
 
-def new_job(pool: EnvPool, plan: EvalPlan, version: int) -> EvalJob:
-    """Return a job with results in memory."""
-    tasks = tasks_of(pool, plan)
+def new_job(pool: EnvPool, plan: EvalPlan, version: int, policy: str = "", **settings: Any) -> EvalJob:
+    """Return a job with results in memory; `settings` are theirs."""
+    tasks, name = tasks_of(pool, plan), policy or f"step_{version}"
     ids = [task.task_id for task in tasks]
-    return EvalJob(plan, tasks, EvalResults(plan.env, f"step_{version}", version, ids, plan.rollouts_per_example))
+    return EvalJob(plan, tasks, EvalResults(plan.env, name, version, ids, plan.rollouts_per_example, **settings))
 
 
 def _missing(job: EvalJob) -> list[EvalAttempt]:

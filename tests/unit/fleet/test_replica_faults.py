@@ -10,7 +10,7 @@ from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served, ServerError
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.transport.incarnations import read_lease
-from support.fleet import FleetWorld, run
+from support.fleet import FleetWorld, complete, run
 from support.scripted import World, has_batch, until
 
 EVAL = {"interval": 2, "at_start": False, "environments": [{"id": "env", "name": "held-out"}]}
@@ -53,11 +53,7 @@ async def test_a_restart_that_an_update_covers_up_is_found_out(tmp_path):
     world.trainer.commit(2)
     await asyncio.sleep(0.6)
     world.pool.seconds = 0.02
-    for v in (3, 4, 5):
-        await until(has_batch(world, v - 1), run=running)
-        world.trainer.commit(v)
-    async with asyncio.timeout(60):
-        await running
+    await complete(world, running, 3, 4, 5)
     world.check(5)
 
 
@@ -150,11 +146,7 @@ async def test_a_version_that_goes_away_between_look_and_load(tmp_path, servers)
         world.trainer.commit(v)
         await until(lambda v=v: orchestrator.scheduler.version == v or gone, run=running)
     await asyncio.sleep(0.3)
-    for v in (2, 3):
-        await until(has_batch(world, v - 1), run=running)
-        world.trainer.commit(v, 1)
-    async with asyncio.timeout(60):
-        await running
+    await complete(world, running, 2, 3, incarnation=1)
 
 
 async def test_a_server_that_is_loading_at_the_end_leaves_no_lease(tmp_path):
@@ -267,9 +259,6 @@ async def test_a_version_that_all_servers_are_lost_over_again_and_again(tmp_path
 
         server.update = die
     running = asyncio.create_task(world.orchestrator().run())
-    await until(has_batch(world, 0), run=running)
-    world.trainer.commit(1)
     with pytest.raises(ServerError, match="died of it"):
-        async with asyncio.timeout(60):
-            await running
+        await complete(world, running, 1)
     assert len(asked) >= 2 * weight_sync._ATTEMPTS

@@ -11,7 +11,7 @@ from prime_rl.fleet import weight_sync
 from prime_rl.fleet.client import Served, VersionNotSent
 from prime_rl.monitor import read_metrics
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from support.fleet import FleetWorld
+from support.fleet import FleetWorld, complete
 from support.ledgers import conserved
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
 
@@ -54,11 +54,7 @@ async def begin(world: World, *unsent: int) -> "tuple[Orchestrator, asyncio.Task
 
 async def finish(world: World, run: "asyncio.Task[None]", first: int = 0, incarnation: int = 0) -> None:
     """To the end; what was trained was sampled by a version that its lineage names, within the bounds, and no episode is lost."""
-    for step in range(first, 4):
-        await until(has_batch(world, step), run=run)
-        world.trainer.commit(step + 1, incarnation)
-    async with asyncio.timeout(60):
-        await run
+    await complete(world, run, *range(first + 1, 5), incarnation=incarnation)
     for step in range(4):
         assert world.really_sampled(step) <= set(world.versions(step))
         assert min(world.versions(step)) >= step - 1
@@ -192,9 +188,5 @@ async def test_two_servers_that_start_again_after_their_version_is_superseded(tm
     world.servers[1].base()
     orchestrator.weight_sync.quarantine(second, "scripted")
     await until(lambda: orchestrator.scheduler.version == 2 and world.all_serve, run=run)
-    for step in (2, 3):
-        await until(has_batch(world, step), run=run)
-        world.trainer.commit(step + 1)
-    async with asyncio.timeout(60):
-        await run
+    await complete(world, run, 3, 4)
     world.check(4)
