@@ -108,13 +108,13 @@ class EvalVersions:
 
     def _find(self, version: int) -> EvalPolicy | None:
         """A committed version; None, and the reason in `skipped`, where servers cannot load it."""
-        found = self._loadable(version)
-        if isinstance(found, str):
-            self.skip(version, found)
+        outcome = self._loadable(version)
+        if isinstance(outcome, str):
+            self.skip(version, outcome)
             return None
-        self.hashes[version] = found.hash
+        self.hashes[version] = outcome.hash
         self.skipped.pop(version, None)  # made again since it was
-        return EvalPolicy(f"step_{version}", version, found.hash, found)
+        return EvalPolicy(f"step_{version}", version, outcome.hash, outcome)
 
     def _loadable(self, version: int) -> WeightsManifest | str:
         """A committed version, or why servers cannot load it."""
@@ -165,8 +165,8 @@ class EvalVersions:
         """Whether it was not looked at yet, or has since been made again by another incarnation, or written to disk."""
         if version not in self.hashes and version not in self.skipped:
             return True
-        found = self._loadable(version)
-        return not isinstance(found, str) and found.hash != self.hashes.get(version)
+        outcome = self._loadable(version)
+        return not isinstance(outcome, str) and outcome.hash != self.hashes.get(version)
 
 
 def is_gone(manifest: WeightsManifest) -> bool:
