@@ -89,7 +89,7 @@ class WeightService:
         self._base, self._tied, self._roots = base, tied, roots
         self._label, self._status = label, status
         self._stage_options = servers_on_host, on_device
-        # What a failed load goes back to: the directory of what is served, and its identity (None: what it started with).
+        # What a failed load goes back to: the directory of what is served, and its identity (None: the base model's).
         self._fallback: tuple[str, dict[str, Any] | None] = str(base), None
         self._staged = False  # the workers may hold something
         self._least_staging: float | None = None  # seconds, of all versions until now

@@ -253,12 +253,6 @@ def verify(directory: Path, *, hashes: bool = True, manifest: Manifest | None = 
     return manifest
 
 
-def replace_manifest(directory: Path, files: dict[str, dict[str, Any]], extra: dict[str, Any]) -> None:
-    """Replace what a committed directory's manifest says of it, after its producer has added files to it."""
-    manifest = vars(read_manifest(directory)) | {"files": files, "extra": extra}
-    write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
-
-
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace one small file durably."""
     temporary = path.parent / f".{path.name}.tmp-{secrets.token_hex(8)}"
