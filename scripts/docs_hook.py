@@ -58,7 +58,7 @@ def tables(section: type[Section], path: Keys, command: str, shown: dict[type[Se
         yield "\n".join(["| option | type | default | |", "|---|---|---|---|", *rows, ""])
     for setting in own:
         members, inner = _sections(section, setting), (*path, *setting.keys)
-        keys = f"[[{'.'.join(inner)}]]" if setting.is_list else f"[{'.'.join(inner)}]"
+        keys = f"[[{'.'.join(inner)}]]" if setting.takes(list) else f"[{'.'.join(inner)}]"
         if members:
             yield f"### {command} {keys} {{ #{command}-{'-'.join(inner)} }}\n\n{setting.field.description or ''}\n"
         for member in members:

@@ -117,7 +117,7 @@ def _option(setting: Setting, prefix: str = "") -> str:
 
 def _lines(setting: Setting) -> list[str]:
     """Return an option with type, description and default, or a section with its description."""
-    kind = f"| {_option(setting, 'no-')}" if setting.is_bool and not setting.nullable else type_text(setting)
+    kind = f"| {_option(setting, 'no-')}" if setting.takes(bool) and not setting.nullable else type_text(setting)
     left, text = f"  {_option(setting)} {kind}", f"{setting.field.description} [{default_text(setting)}]"
     if setting.sections:
         left, text = f"  [{'.'.join(setting.keys)}]", setting.field.description or ""

@@ -155,8 +155,8 @@ class _Sources:
         elif setting is not None and setting.is_table and peeked.startswith("@"):
             self._files.append((_file(peeked if equals else following.popleft(), following, f"{name} @"), keys))
         else:
-            most = None if setting is None or setting.is_list else 1
-            if setting is not None and setting.is_bool and peeked.lower() not in BOOLS:
+            most = None if setting is None or setting.takes(list) else 1
+            if setting is not None and setting.takes(bool) and peeked.lower() not in BOOLS:
                 most = 0
             self._options.append((name, keys, _value(name, [glued] if equals else _values(following, most), setting)))
 
@@ -165,8 +165,8 @@ class _Sources:
         for position, key in enumerate(keys):
             positive = (*keys[:position], key.removeprefix("no_"), *keys[position + 1 :])
             setting = find(self._cls, positive) if key.startswith("no_") else None
-            if setting is not None and (setting.is_bool or setting.nullable):
-                return positive, False if setting.is_bool else None
+            if setting is not None and (setting.takes(bool) or setting.nullable):
+                return positive, False if setting.takes(bool) else None
         return None
 
     def _read_file(self, path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> None:
@@ -240,9 +240,9 @@ def _value(name: str, texts: list[str], setting: Setting | None) -> Any:
     """Return the value of an option that was given with `texts`; what names nothing is reported later, by validation."""
     if setting is None:
         return " ".join(texts)
-    if files := [text for text in texts if text.endswith(".toml") and (setting.is_table or setting.is_list)]:
+    if files := [text for text in texts if text.endswith(".toml") and (setting.is_table or setting.takes(list))]:
         raise ConfigError([_stray(file, f"{name} " if setting.is_table else "") for file in files])
-    if not texts and (setting.is_bool or Any in setting.kinds):
+    if not texts and (setting.takes(bool) or Any in setting.kinds):
         return True
     if not texts and not setting.is_table:
         raise ConfigError([f"{name} needs a value"])
@@ -258,13 +258,13 @@ def from_text(texts: list[str], setting: Setting | None) -> Any:
     text = texts[0]
     if setting is None or text == "None":
         return text
-    if setting.is_list:
+    if setting.takes(list):
         if len(texts) == 1 and text.lstrip().startswith("["):
             return _literal(text)
         if text.lstrip().startswith("{"):
             return [_literal(item) for item in texts]
         return [part.strip() for item in texts for part in item.split(",") if part.strip()]
-    if setting.is_bool:
+    if setting.takes(bool):
         return BOOLS.get(text.lower(), text)
     if setting.choices or str in setting.kinds or Path in setting.kinds:
         return text

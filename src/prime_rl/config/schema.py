@@ -33,20 +33,12 @@ class Setting:
         return tuple(kind for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Section))
 
     @property
-    def is_list(self) -> bool:
-        return any(get_origin(kind) is list for kind in self.kinds)
-
-    @property
     def is_table(self) -> bool:
-        return bool(self.sections) or self.is_dict
+        return bool(self.sections) or self.takes(dict)
 
-    @property
-    def is_dict(self) -> bool:
-        return any(get_origin(kind) is dict for kind in self.kinds)
-
-    @property
-    def is_bool(self) -> bool:
-        return bool in self.kinds
+    def takes(self, kind: type) -> bool:
+        """Whether one of its types is this one, or a list or dict of anything."""
+        return any(kind in (one, get_origin(one)) for one in self.kinds)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -116,7 +108,7 @@ def find(root: type[Section], keys: Keys) -> Setting | None:
     table, path = _by_path(root), _path(keys)
     if path in table:
         return table[path][0]
-    around = [setting for length in range(len(path)) for setting in table.get(path[:length], ()) if setting.is_dict]
+    around = [setting for length in range(len(path)) for setting in table.get(path[:length], ()) if setting.takes(dict)]
     return replace(around[0], kinds=(Any,), nullable=False) if around else None
 
 
