@@ -219,6 +219,7 @@ DEADLY = {
     "broken": (Outcome.ERRORED, "scripted"),
     "segfault": (Outcome.ERRORED, "in this episode's code its worker was killed by SIGSEGV"),
     "bytes": (Outcome.WORKER_DIED, "broken message"),
+    "hold": (Outcome.ERRORED, "sent no heartbeat"),  # an extension that holds the interpreter
 }
 
 
@@ -246,7 +247,7 @@ async def test_what_is_its_own_alone(tmp_path: Path) -> None:
 
 
 async def test_what_costs_the_worker(tmp_path: Path) -> None:
-    """A worker that dies, or whose messages are none, is replaced; the episode whose code it died in is named, the others may be tried again."""
+    """A worker that dies, is silent, or whose messages are none, is replaced; the episode whose code it died in is named, the others may be tried again."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 1.0})) as pool:
         for deaths, (deed, (outcome, message)) in enumerate(DEADLY.items(), 1):
             culprit, neighbour = await two(pool, tmp_path, deed)
@@ -286,15 +287,6 @@ async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path, monkeyp
     async with serving(tmp_path, stub(tmp_path, {"blocks": 600.0})) as pool:
         result = await run(pool, seconds=1.0)
         assert (result.outcome, "no answer from the worker" in result.message) == (Outcome.TIMEOUT, True)
-
-
-async def test_an_extension_that_holds_the_interpreter(tmp_path: Path) -> None:
-    """No heartbeat comes any more: the worker is replaced, and the episode in whose code it is, is named."""
-    async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0})) as pool:
-        culprit, neighbour = await two(pool, tmp_path, "hold")
-        assert (culprit.outcome, neighbour.outcome) == (Outcome.ERRORED, Outcome.WORKER_DIED)
-        assert "sent no heartbeat" in culprit.message
-        assert (await run(pool)).ok
 
 
 # ---- what may happen to a worker

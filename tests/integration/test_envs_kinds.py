@@ -7,7 +7,6 @@ import asyncio
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ import pytest_asyncio
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from environments import environment
-from fake_engine import Exchange, FakeEngine, make_tokenizer
+from fake_engine import FakeEngine, assert_exact, make_tokenizer
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 
@@ -95,15 +94,6 @@ async def run(pool: EnvPool, env: str, *, seconds: float = 60.0, **sampling: Any
         episode_id="1.2.3",
         deadline=time.monotonic() + seconds,
     )
-
-
-def assert_exact(sample: SampleTokens, exchanges: list[Exchange]) -> None:
-    """The sample is the last exchange, and what it trains on is what was sampled in all of them."""
-    assert list(sample.input_ids) == exchanges[-1].prompt + exchanges[-1].completion
-    trained = [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on]
-    assert trained == [token for exchange in exchanges for token in exchange.completion]
-    logprobs = array("f", [value for value, on in zip(sample.logprobs, sample.loss_mask, strict=True) if on])
-    assert logprobs == array("f", [value for exchange in exchanges for value in exchange.logprobs])
 
 
 async def test_side_by_side(world: tuple[FakeEngine, EnvPool]) -> None:

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import sys
-from array import array
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from fake_engine import FakeEngine, make_tokenizer
+from fake_engine import FakeEngine, assert_exact, make_tokenizer
 from tool_environments import write_tool_environments
 from verifiers.v1.runtimes.subprocess import SubprocessConfig
 
@@ -85,10 +84,7 @@ async def test_calls_are_answered(desk: Any, engine: FakeEngine) -> None:
     )
     assert second.prompt[: len(first.prompt) + len(first.completion)] == first.prompt + first.completion
     (sample,) = result.samples
-    assert list(sample.input_ids) == second.prompt + second.completion
-    assert sum(sample.loss_mask) == len(first.completion) + len(second.completion)
-    logprobs = [value for value, mask in zip(sample.logprobs, sample.loss_mask, strict=True) if mask]
-    assert logprobs == list(array("f", first.logprobs + second.logprobs))
+    assert_exact(sample, engine.exchanges)
     roles = [ROLES[role] for role, _ in itertools.groupby(sample.roles or b"")]
     assert roles == ["user", "assistant", "tool", "assistant"]
     assert (result.num_turns, result.reward) == (2, 2.0)
@@ -121,9 +117,7 @@ async def test_malformed_calls_are_the_models_fault(desk: Any, engine: FakeEngin
         "the arguments must", "must"
     )
     assert (result.num_turns, result.metrics["malformed_tool_calls"]) == (2, 1.0)
-    first, second = engine.exchanges
-    assert second.prompt[: len(first.prompt) + len(first.completion)] == first.prompt + first.completion
-    assert len(result.samples) == 1
+    assert_exact(*result.samples, engine.exchanges)
 
 
 async def test_a_tool_that_raises_tells_the_model(desk: Any, engine: FakeEngine) -> None:

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import secrets
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,16 @@ class Exchange:
     @property
     def prompt(self) -> list[int]:
         return self.body["token_ids"]
+
+
+def assert_exact(sample: Any, exchanges: "list[Exchange]") -> None:
+    """The sample is the last exchange, and what it trains on is what was sampled in all of them, with its log-probabilities; all else has none."""
+    assert list(sample.input_ids) == exchanges[-1].prompt + exchanges[-1].completion
+    trained = [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on]
+    assert trained == [token for exchange in exchanges for token in exchange.completion]
+    logprobs = array("f", [value for value, on in zip(sample.logprobs, sample.loss_mask, strict=True) if on])
+    assert logprobs == array("f", [value for exchange in exchanges for value in exchange.logprobs])
+    assert not any(value for value, on in zip(sample.logprobs, sample.loss_mask, strict=True) if not on)
 
 
 @dataclass

@@ -108,8 +108,8 @@ class Conversation:
         used = self.turns if turns is None else turns
         result.num_turns = len(used)
         result.is_truncated = result.is_truncated or any(turn.is_truncated for turn in self.turns)
-        result.input_tokens = sum(turn.usage[0] for turn in self.turns)
-        result.output_tokens = sum(turn.usage[1] for turn in self.turns)
+        result.input_tokens = sum(len(turn.prompt_ids) for turn in self.turns)
+        result.output_tokens = sum(len(turn.completion_ids) for turn in self.turns)
         if result.ok and not used:
             result.outcome, result.message = Outcome.INVALID, "no sampled tokens: it asked the model nothing"
         finish(result, partial(samples_of, used, setup.trajectories == "branched"))
@@ -182,7 +182,6 @@ class EngineClient:
             message=message,
             tool_calls=calls,
             is_truncated=answer["finish_reason"] == "length",
-            usage=(len(answer["prompt_ids"]), len(answer["completion_ids"])),
         )
 
     def _extended(

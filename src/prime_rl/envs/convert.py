@@ -42,7 +42,6 @@ class Turn:
     message: Message = field(default_factory=dict)  # the reply as the next prompt has it
     tool_calls: list[Any] = field(default_factory=list)  # malformed attempts too, as their `status` says
     is_truncated: bool = False
-    usage: tuple[int, int] = (0, 0)  # tokens sent and sampled
 
     @property
     def ids(self) -> list[int]:
@@ -125,8 +124,8 @@ def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]] | No
     every: list[EpisodeResult | Part] = [result, *result.parts]
     for scored in every:
         scored.metrics = {name: value for name, value in scored.metrics.items() if math.isfinite(value)}
-    if result.ok and not abs(result.reward) <= LARGEST_REWARD:  # nor one that is no number
-        result.outcome, result.message = Outcome.INVALID, f"reward is {result.reward}"
+        if result.ok and not abs(scored.reward) <= LARGEST_REWARD:  # nor one that is no number
+            result.outcome, result.message = Outcome.INVALID, f"reward is {scored.reward}"
     if result.ok and samples is not None:
         try:
             result.samples = samples()
@@ -238,8 +237,6 @@ def _find_outcome(episode: Any, players: list[Any]) -> tuple[Outcome, str]:
             return Outcome.ERRORED, f"reward {missing[0]!r} was not computed"
         if trace.num_turns == 0:
             return Outcome.INVALID, f"stopped before the first turn ({trace.stop_condition})"
-        if not abs(trace.reward) <= LARGEST_REWARD:  # nor one that is no number
-            return Outcome.INVALID, f"reward is {trace.reward}"
     return Outcome.OK, ""
 
 

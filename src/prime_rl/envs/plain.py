@@ -179,16 +179,12 @@ def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> 
         result.outcome, result.message = Outcome.ERRORED, "rollout returned no reward"
 
 
-def _factory(module: ModuleType) -> Any:
-    """What takes the environment's arguments."""
-    return vars(module).get("Environment", vars(module).get("tasks"))
-
-
 def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], list[dict[str, Any]]]:
     """The object that holds the environment, its `rollout`, and its tasks. Raises LoadError."""
-    factory, env = _factory(module), f"environment {setup.env_id!r}"
+    factory = vars(module).get("Environment", vars(module).get("tasks"))  # what takes the environment's arguments
+    env = f"environment {setup.env_id!r}"
     if not (callable(factory) and takes_any(factory)):
-        check_arguments(setup.env_id, setup.args, _accepted(factory))
+        check_arguments(setup.env_id, setup.args, keywords(factory) if callable(factory) else [])
     try:
         made = factory(**setup.args) if isinstance(factory, type) else module
         rollout, tasks = getattr(made, "rollout", None), getattr(made, "tasks", None)
@@ -213,11 +209,6 @@ def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], l
         if not (prompt is None or isinstance(prompt, str) or listed):
             raise LoadError(f"{env}: the prompt of task {number} is neither text nor a list of messages")
     return made, rollout, loaded
-
-
-def _accepted(factory: Any) -> list[str]:
-    """Names of keyword arguments; none of a list."""
-    return keywords(factory) if callable(factory) else []
 
 
 def _key(env_id: str, task: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from renderers.base import (
     trim_to_turn_close,
 )
 from renderers.configs import BaseRendererConfig, config_from_name
+from renderers.qwen3 import _TOOLS_FOOTER, _TOOLS_HEADER
 
 from prime_rl.envs.convert import parsed_json
 from prime_rl.envs.ids import LoadError
@@ -42,16 +43,6 @@ logger = logging.getLogger(__name__)
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
-# Models are trained on these very words: they are part of the format.
-_TOOLS_BEFORE = (
-    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
-)
-_TOOLS_AFTER = (
-    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
-    "<tool_call></tool_call> XML tags:\n"
-    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
-)
 _CALLS = re.compile(rf"{CALL}(.*?)({CALL_END}|$)", re.DOTALL)
 
 _Segment = tuple[str, int]  # text, index of the message it belongs to (-1: none)
@@ -375,7 +366,7 @@ def _results(messages: list[Any], start: int) -> list[_Segment]:
 
 def _described(tools: list[Any] | None) -> str:
     lines = "".join(f"\n{json.dumps(tool, ensure_ascii=False)}" for tool in tools or [])
-    return f"{_TOOLS_BEFORE}{lines}{_TOOLS_AFTER}" if tools else ""
+    return f"{_TOOLS_HEADER}{lines}{_TOOLS_FOOTER}" if tools else ""
 
 
 def _called(calls: list[Any], after_text: bool) -> str:

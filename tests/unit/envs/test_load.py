@@ -34,25 +34,34 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("env_id", "message"),
+    ("env_id", "args", "field", "message"),
     [
-        ("no-such-env", "environment 'no-such-env' not found: there is no Python module 'no_such_env'"),
-        ("owner/no-such-env@1.0", "not found: there is no Python module 'no_such_env'"),
-        ("env-needs-missing", "failed to import: ModuleNotFoundError: No module named 'surely_not_installed'"),
-        ("env-raises-on-import", "failed to import: ZeroDivisionError: division by zero"),
-        ("env-raises-in-load", "failed to load: OSError: the data is not there"),
-        ("env-empty", "failed to load: ValueError: it has no tasks"),
-        ("gyms.envs.none", "not found: there is no Python module 'gyms.envs.none'"),
-        ("env-classic", "uses the classic verifiers API"),
-        ("env-exports-nothing", "exports no Taskset subclass"),
+        ("no-such-env", {}, "", "environment 'no-such-env' not found: there is no Python module 'no_such_env'"),
+        ("owner/no-such-env@1.0", {}, "", "not found: there is no Python module 'no_such_env'"),
+        ("env-needs-missing", {}, "", "failed to import: ModuleNotFoundError: No module named 'surely_not_installed'"),
+        ("env-raises-on-import", {}, "", "failed to import: ZeroDivisionError: division by zero"),
+        ("env-raises-in-load", {}, "", "failed to load: OSError: the data is not there"),
+        ("env-empty", {}, "", "failed to load: ValueError: it has no tasks"),
+        ("gyms.envs.none", {}, "", "not found: there is no Python module 'gyms.envs.none'"),
+        ("env-classic", {}, "", "uses the classic verifiers API"),
+        ("env-exports-nothing", {}, "", "exports no Taskset subclass"),
+        ("reverse-text", {"num_task": 3}, "", "has no argument 'num_task'; did you mean 'num_tasks'?"),
+        ("reverse-text", {"split": "test"}, "", "argument split"),
+        ("reverse-text", {"num_tasks": "many"}, "", "argument num_tasks"),
+        ("reverse-text", {"min_words": 3, "max_words": 2}, "", "need 1 <= min_words <= max_words"),
+        ("env-answers", {"answers": ["a"]}, "answr", "its tasks have no field 'answr' to demonstrate them (fields: "),
+        ("env-answers", {"answers": [None, "a"]}, "answer", "has nothing in its field 'answer' to demonstrate it"),
+        ("env-answers", {"answers": [" "]}, "answer", "has nothing in its field 'answer' to demonstrate it"),
+        ("env-answers", {"answers": [[]]}, "answer", "has nothing in its field 'answer' to demonstrate it"),
     ],
 )
-def test_what_is_wrong_is_named(env_id: str, message: str, model: Path) -> None:
-    """Not found, a missing dependency, an error on import or in load, an old or empty package: told apart."""
+def test_what_is_wrong_is_named(env_id: str, args: dict[str, Any], field: str, message: str, model: Path) -> None:
+    """On one line, with the environment: not found, a missing dependency, an error on import or in load, an old or empty package, an argument that
+    is unknown, of the wrong kind or refused, a demonstration that is not there."""
     with pytest.raises(LoadError) as caught:
-        load(env_id, model)
+        load(env_id, model, field, **args)
     assert message in str(caught.value)
-    assert env_id in str(caught.value)
+    assert f"environment '{env_id}'" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -81,40 +90,6 @@ def test_what_an_environments_own_harness_does_not_know(tmp_path: Path, model: P
     for given in ({"turn_timeout": 3.0}, {"overflow": "refuse"}):
         with pytest.raises(LoadError, match=f"harness of its own, which does not know {next(iter(given))}"):
             VerifiersEnv(replace(usual, **given))
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"num_task": 3}, "has no argument 'num_task'; did you mean 'num_tasks'?"),
-        ({"split": "test"}, "argument split"),
-        ({"num_tasks": "many"}, "argument num_tasks"),
-        ({"min_words": 3, "max_words": 2}, "need 1 <= min_words <= max_words"),
-    ],
-)
-def test_wrong_arguments_are_named(args: dict[str, Any], message: str, model: Path) -> None:
-    """An unknown name, a value of the wrong kind, a value the environment refuses."""
-    with pytest.raises(LoadError) as caught:
-        load("reverse-text", model, **args)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "answers", "message"),
-    [
-        ("answr", ["a"], "its tasks have no field 'answr' to demonstrate them (fields: "),
-        ("answer", [None, "a"], "has nothing in its field 'answer' to demonstrate it"),
-        ("answer", [" "], "has nothing in its field 'answer' to demonstrate it"),
-        ("answer", [[]], "has nothing in its field 'answer' to demonstrate it"),
-    ],
-)
-def test_an_environment_that_demonstrates_nothing(field: str, answers: list[Any], message: str, model: Path) -> None:
-    """Contract: not one to start with."""
-    with pytest.raises(LoadError) as caught:
-        load("env-answers", model, field, answers=answers)
-    assert message in str(caught.value)
-    assert "environment 'env-answers': " in str(caught.value)
 
 
 async def test_a_task_that_demonstrates_nothing(model: Path) -> None:

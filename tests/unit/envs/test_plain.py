@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
-from fake_engine import FakeEngine, make_tokenizer
+from fake_engine import FakeEngine, assert_exact, make_tokenizer
 
 from prime_rl.envs.adapter import load
 from prime_rl.envs.ids import LoadError
@@ -64,9 +63,7 @@ async def test_one_turn_is_exact(model: Path, package: Callable[[str, str], str]
     (sample,) = result.samples
     assert (result.outcome, result.reward, result.rewards, result.task_id) == (Outcome.OK, 1.0, {"reward": 1.0}, "one")
     assert exchange.prompt == expected
-    assert list(sample.input_ids) == exchange.prompt + exchange.completion
-    assert list(sample.loss_mask) == [0] * len(exchange.prompt) + [1] * len(exchange.completion)
-    assert sample.logprobs == array("f", [0.0] * len(exchange.prompt) + exchange.logprobs)
+    assert_exact(sample, engine.exchanges)
     assert (sample.prompt_len, sample.reward) == (len(exchange.prompt), 1.0)
     assert (result.input_tokens, result.output_tokens) == (len(exchange.prompt), len(exchange.completion))
     sent = exchange.body["sampling_params"]
@@ -82,16 +79,9 @@ async def test_turns_are_one_sequence(model: Path, package: Callable[[str, str],
     package("unused", "")
     async with FakeEngine(model, reply=lambda prompt: "Sure Ġ �") as engine:
         result = await play(engine, setup("guess", model), max_tokens=6)
-    last = engine.exchanges[-1]
     (sample,) = result.samples
     assert (len(engine.exchanges), result.num_turns, result.is_truncated) == (3, 3, True)
-    assert list(sample.input_ids) == last.prompt + last.completion
-    sampled = [token for exchange in engine.exchanges for token in exchange.completion]
-    assert [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on] == sampled
-    logprobs = [value for exchange in engine.exchanges for value in exchange.logprobs]
-    assert array("f", [v for v, on in zip(sample.logprobs, sample.loss_mask, strict=True) if on]) == array(
-        "f", logprobs
-    )
+    assert_exact(sample, engine.exchanges)
     assert result.rewards == {"right": 0.0, "short": pytest.approx(-0.3)}
     assert result.reward == sample.reward == pytest.approx(-0.3)
     assert "letters" in result.metrics
@@ -129,9 +119,7 @@ async def test_tools(model: Path, package: Callable[[str, str], str]) -> None:
         result = await play(engine, setup(name, model, renderer="chatml"), max_tokens=200)
         assert '"name": "add"' in engine.tokenizer.decode(engine.exchanges[0].prompt)
     assert (result.outcome, result.reward, result.num_turns) == (Outcome.OK, 1.0, 3), result.message
-    (sample,) = result.samples
-    sampled = [token for exchange in engine.exchanges for token in exchange.completion]
-    assert [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on] == sampled
+    assert_exact(*result.samples, engine.exchanges)
 
 
 def test_tools_need_a_renderer_that_shows_them(model: Path, package: Callable[[str, str], str]) -> None:

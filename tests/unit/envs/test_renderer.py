@@ -267,41 +267,27 @@ def test_auto_takes_chatml_only_when_it_is(model: Path, tmp_path: Path) -> None:
     assert choose(str(other), "auto").name == "default"
 
 
-def test_no_chat_template_is_a_clear_error(tmp_path: Path) -> None:
-    """A tokenizer without a chat template is refused by name, under every choice that needs one."""
-    bare = make_tokenizer(tmp_path / "bare", None)
-    for choice in ("auto", "default"):
-        with pytest.raises(RendererError, match="has no chat template"):
-            choose(str(bare), choice)
-
-
-def test_missing_model_is_a_clear_error(tmp_path: Path) -> None:
-    """A directory that is not there is named on one line."""
-    with pytest.raises(RendererError, match=r"cannot load the tokenizer of .*nowhere") as caught:
-        choose(str(tmp_path / "nowhere"), "auto")
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
-    ("choice", "message"),
-    [("chatmll", "unknown renderer 'chatmll'"), ("no.such.Renderer", "cannot load the renderer 'no.such.Renderer'")],
+    ("which", "choice", "message"),
+    [
+        ("bare", "auto", "has no chat template"),
+        ("bare", "default", "has no chat template"),
+        ("nowhere", "auto", "cannot load the tokenizer of .*nowhere"),
+        ("plain", "chatmll", "unknown renderer 'chatmll'"),
+        ("plain", "no.such.Renderer", "cannot load the renderer 'no.such.Renderer'"),
+        ("other tokens", "chatml", r"<\|im_start\|>"),  # not to be rendered as letters
+    ],
 )
-def test_unknown_renderers_are_refused(model: Path, choice: str, message: str) -> None:
-    """Names and import paths that lead nowhere are named."""
-    with pytest.raises(RendererError, match=message):
-        choose(str(model), choice)
-
-
-def test_chatml_needs_its_tokens(model: Path, tmp_path: Path) -> None:
-    """Forcing ChatML on a tokenizer without its tokens is refused, not rendered as letters."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
-        source = model / name
-        if source.is_file():
-            text = source.read_text().replace("<|im_start|>", "<|begin|>")
-            (tmp_path / name).write_text(text)
-    assert json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(RendererError, match="<|im_start|>"):
-        choose(str(tmp_path), "chatml")
+def test_what_cannot_be_chosen(which: str, choice: str, message: str, tmp_path: Path) -> None:
+    """A model without template or files, a name or path that leads nowhere, a tokenizer without the renderer's tokens: said on one line."""
+    if which != "nowhere":
+        make_tokenizer(tmp_path / which, None if which == "bare" else CHATML)
+    if which == "other tokens":
+        for file in (tmp_path / which).iterdir():
+            file.write_text(file.read_text().replace("<|im_start|>", "<|begin|>"))
+    with pytest.raises(RendererError, match=message) as caught:
+        choose(str(tmp_path / which), choice)
+    assert "\n" not in str(caught.value)
 
 
 def test_import_path_is_used(model: Path) -> None:
