@@ -217,13 +217,17 @@ _ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"} 
 
 
 def encode(message: Message) -> bytes:
-    """Make one frame. Not with `dataclasses.asdict`: that would copy every token."""
+    """Make one frame."""
     data = {"kind": message.kind, **vars(message)}
     if isinstance(message, Result):
-        episode = message.episode
-        parts, samples = [vars(part) for part in episode.parts], [pack_sample(sample) for sample in episode.samples]
-        data["episode"] = {**vars(episode), "parts": parts, "samples": samples}
+        data["episode"] = pack_episode(message.episode)
     return msgpack.packb(data)
+
+
+def pack_episode(episode: EpisodeResult) -> dict[str, Any]:
+    """Prepare an episode for msgpack. Not with `dataclasses.asdict`: that would copy every token."""
+    parts, samples = [vars(part) for part in episode.parts], [pack_sample(sample) for sample in episode.samples]
+    return {**vars(episode), "parts": parts, "samples": samples}
 
 
 def pack_sample(sample: SampleTokens) -> dict[str, Any]:
@@ -252,14 +256,15 @@ def decode(frame: bytes) -> Message:
         data = msgpack.unpackb(frame)
         kind = _KINDS[data.pop("kind")]
         if kind is Result:
-            data["episode"] = _episode(data["episode"])
+            data["episode"] = unpack_episode(data["episode"])
         message: Message = kind(**data)
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:
         raise ProtocolError(f"{type(error).__name__}: {error}") from error
     return message
 
 
-def _episode(data: dict[str, Any]) -> EpisodeResult:
+def unpack_episode(data: dict[str, Any]) -> EpisodeResult:
+    """The inverse of `pack_episode`."""
     parts, samples = [Part(**part) for part in data["parts"]], [unpack_sample(sample) for sample in data["samples"]]
     return EpisodeResult(**{**data, "outcome": Outcome(data["outcome"]), "parts": parts, "samples": samples})
 

@@ -23,7 +23,7 @@ import numpy as np
 from loguru import logger
 
 from prime_rl import faults
-from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, pack_sample, unpack_sample
+from prime_rl.envs.protocol import EpisodeResult, pack_episode, unpack_episode
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.checkpoint import ResumePoint, refuse_other_seed
@@ -634,27 +634,20 @@ def _outcomes(batch: Batched) -> Iterator[tuple[str, str, str]]:
 
 
 def pack_result(result: EpisodeResult) -> bytes:
-    """Pack a result as msgpack, its tokens as on the wire, but for eight of the mask a byte."""
-    data = dict(vars(result))
-    data["outcome"] = result.outcome.value
-    data["parts"] = [vars(part) for part in result.parts]
-    data["samples"] = [
-        {**pack_sample(sample), "loss_mask": np.packbits(as_array(sample.loss_mask, np.bool_)).tobytes()}
-        for sample in result.samples
-    ]
+    """Pack a result as on the wire, but for eight of the mask a byte."""
+    data = pack_episode(result)
+    for sample in data["samples"]:
+        sample["loss_mask"] = np.packbits(as_array(sample["loss_mask"], np.bool_)).tobytes()
     return msgpack.packb(data)
 
 
 def unpack_result(data: bytes) -> EpisodeResult:
     """Invert `pack_result`."""
-    values = msgpack.unpackb(data)
-    values["outcome"] = Outcome(values["outcome"])
-    values["parts"] = [Part(**part) for part in values.get("parts", [])]
+    values = {"parts": [], **msgpack.unpackb(data)}  # an earlier release knew no parts
     for sample in values["samples"]:
         tokens = len(sample["input_ids"]) // 4
         sample["loss_mask"] = np.unpackbits(np.frombuffer(sample["loss_mask"], dtype=np.uint8), count=tokens).tobytes()
-    values["samples"] = [unpack_sample(sample) for sample in values["samples"]]
-    return EpisodeResult(**values)
+    return unpack_episode(values)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------------------

@@ -119,23 +119,18 @@ def test_a_divergence_needs_a_reference_model() -> None:
         RLConfig(orchestrator={"environment": {"id": "x"}}, trainer={"loss": {"kl_coef": 0.1}})
 
 
-@pytest.mark.parametrize("loss", [{"kl_coef": 0.1}, {"entropy_coef": 0.01}])
-def test_penalties_need_something_that_is_trained_by_reward(loss: dict[str, float]) -> None:
-    """Contract: a penalty or bonus belongs to the policy's loss; beside distillation alone it is refused, not passed over."""
-    teacher = {"base_url": "http://x"}
-    reference = {"reference": teacher} if "kl_coef" in loss else {}
-    opd = {"type": "opd", "teacher": teacher}
-    rest = {"filter_zero_advantage": False} | reference
-    with pytest.raises(ValidationError, match=f"{next(iter(loss))} has no effect: nothing is trained by reward"):
-        RLConfig(orchestrator={"environment": {"id": "x"}, "algorithm": opd, **rest}, trainer={"loss": loss})
-    both = [{"id": "x"}, {"id": "y", "algorithm": opd}]
-    assert RLConfig(orchestrator={"environments": both, **rest}, trainer={"loss": loss}).trainer.loss
-
-
-@pytest.mark.parametrize("loss", [{"kl_coef": 0.1}, {"entropy_coef": -0.01}])
-def test_penalties_reach_samples_of_advantage_zero(loss: dict[str, float]) -> None:
-    """Contract: a penalty or bonus of all tokens never silently passes over those of advantage zero: their being left out is refused."""
-    env = {"environment": {"id": "x"}} | ({"reference": {"base_url": "http://x"}} if "kl_coef" in loss else {})
-    with pytest.raises(ValidationError, match=f"{next(iter(loss))} would not reach .*filter_zero_advantage = false"):
-        RLConfig(orchestrator=env, trainer={"loss": loss})
-    assert RLConfig(orchestrator={**env, "filter_zero_advantage": False}, trainer={"loss": loss}).trainer.loss
+@pytest.mark.parametrize("loss", [{"kl_coef": 0.1}, {"entropy_coef": 0.01}, {"entropy_coef": -0.01}])
+def test_penalties_reach_all_tokens_of_the_policy_or_are_refused(loss: dict[str, float]) -> None:
+    """Contract: a penalty or bonus belongs to the policy's loss: beside distillation alone it is refused, and it never silently passes over samples of
+    advantage zero, whose being left out is refused."""
+    (name,), teacher = loss, {"base_url": "http://x"}
+    reference = {"reference": teacher} if name == "kl_coef" else {}
+    opd, kept = {"type": "opd", "teacher": teacher}, {"filter_zero_advantage": False}
+    alone = {"environment": {"id": "x"}} | reference
+    with pytest.raises(ValidationError, match=f"{name} has no effect: nothing is trained by reward"):
+        RLConfig(orchestrator={**alone, "algorithm": opd, **kept}, trainer={"loss": loss})
+    with pytest.raises(ValidationError, match=f"{name} would not reach .*filter_zero_advantage = false"):
+        RLConfig(orchestrator=alone, trainer={"loss": loss})
+    both = {"environments": [{"id": "x"}, {"id": "y", "algorithm": opd}]} | reference
+    for orchestrator in (alone, both):
+        assert RLConfig(orchestrator={**orchestrator, **kept}, trainer={"loss": loss}).trainer.loss

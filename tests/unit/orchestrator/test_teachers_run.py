@@ -15,7 +15,6 @@ from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator import orchestrator as loop
 from prime_rl.orchestrator import teachers
-from prime_rl.orchestrator.teachers import Teachers
 from support.scripted import World, has_batch, until
 
 
@@ -65,20 +64,9 @@ async def test_who_samples_is_asked_for_as_many_episodes_as_it_allows(tmp_path: 
     assert praised == []
 
 
-async def test_a_server_that_sampled_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    praised: list[object] = []
-
-    async def score(*_: object) -> None:
-        pass
-
-    monkeypatch.setattr(Teachers, "score", score)
-    await run_to_the_end(make_world(tmp_path, "opd"), lambda one: setattr(one.fleet, "succeeded", praised.append))
-    assert len(praised) >= 8
-
-
 async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: the wait for other episodes' scores runs nobody's time down, is told with the teacher's name and a deadline that holds, and each
-    score is progress."""
+    score is progress; the server that sampled is told of each success."""
 
     async def slowly(self: teachers.Teacher, tokens: list[int]) -> list[float]:
         await asyncio.sleep(0.1)
@@ -89,6 +77,7 @@ async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkey
     monkeypatch.setattr(loop, "_WAKE_SECONDS", 0.02)
     told: list[tuple[str, float]] = []
     failed: list[Outcome] = []
+    praised: list[object] = []
 
     def watch(orchestrator: Any) -> None:
         waiting, land = orchestrator.status.waiting, orchestrator._end_episode
@@ -102,9 +91,11 @@ async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkey
             land(start, result)
 
         orchestrator.status.waiting, orchestrator._end_episode = noted, landed
+        orchestrator.fleet.succeeded = praised.append
 
     await run_to_the_end(make_world(tmp_path, "opd", rollout_timeout=0.3), watch)
     assert failed == []
+    assert len(praised) >= 8
     owner, seconds = next((owner, seconds) for owner, seconds in told if owner.startswith("inference, "))
     assert owner == "inference, environments and the teacher at http://teacher"
     assert seconds > 0.3 + 4 * 120.0
