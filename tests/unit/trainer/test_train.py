@@ -67,8 +67,11 @@ def expected_first_step(model: Path, samples: list[Sample]) -> dict[str, float]:
     return {"loss/mean": mean, "entropy/mean": entropy / count, "mismatch_kl/mean": kl / count, "optim/grad_norm": norm}
 
 
-def test_first_step_values(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Metrics of a step equal an independent float64 computation, packed and normalised by the global token count."""
+def test_first_step_values(
+    run_training: Run, tied_model: Path, tmp_path: Path, heard: pytest.LogCaptureFixture
+) -> None:
+    """Metrics of a step equal an independent float64 computation, packed and normalised by the global token count. The step has one line, and every
+    few steps a rollout is logged, decoded, with its reward."""
     batches = support.write_rollouts(tmp_path, 1)
     run_training(support.make_config(tmp_path, tied_model, max_steps=1))
     row = metrics(tmp_path)[0]
@@ -78,6 +81,9 @@ def test_first_step_values(run_training: Run, tied_model: Path, tmp_path: Path) 
     names = {"is_masked/mean", "perf/throughput", "perf/peak_memory", "time/step", "time/wait_for_batch"}
     assert names | {"time/forward_backward", "time/export"} <= row.keys()
     assert row["progress/total_tokens"] == sum(len(sample.input_ids) for sample in batches[0])
+    assert heard.text.count("step 0/1 | loss") == 1
+    for part in (f"reward {batches[0][0].reward:.3f}", "prompt:", "completion:"):
+        assert part in heard.text
 
 
 def test_metrics_of_environments(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
@@ -117,12 +123,6 @@ def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Pa
     assert hashes(parts) == hashes(tmp_path / "whole")
     assert [row["progress/total_samples"] for row in metrics(parts)] == [6, 12, 18, 24]
     assert json.loads((parts / "incarnations" / "1.json").read_text())["step"] == 2
-
-
-def test_wait_is_bounded(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """A batch that never comes ends in a line that says what was owed by whom."""
-    with pytest.raises(WaitTimeout, match=r"no rollouts/step_0 from orchestrator after 0 s"):
-        run_training(support.make_config(tmp_path, tied_model, rollout_timeout=0.1))
 
 
 def write_one(output_dir: Path, step: int = 0, **changes: Any) -> None:
@@ -195,7 +195,8 @@ def test_diverged_step_is_not_committed(
 def test_rows_come_before_what_is_saved(
     late: bool, run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a checkpoint is written, and while a batch is waited for, the rows of all steps until then are there, and the versions."""
+    """When a checkpoint is written, and while a batch is waited for, the rows of all steps until then are there, and the versions. A batch that never
+    comes ends in a line that says what was owed by whom."""
     support.write_rollouts(tmp_path, 3)
     seen = {}
 
@@ -207,7 +208,7 @@ def test_rows_come_before_what_is_saved(
             )
 
     monkeypatch.setattr(faults, "point", look)
-    with pytest.raises(WaitTimeout):
+    with pytest.raises(WaitTimeout, match="no rollouts/step_3 from orchestrator after 0 s"):
         run_training(
             support.make_config(tmp_path, tied_model, ckpt={"interval": 2}, rollout_timeout=0.2, async_level=5)
         )
@@ -227,22 +228,6 @@ def test_the_last_row_before_a_bad_batch(late: bool, run_training: Run, tied_mod
         run_training(support.make_config(tmp_path, tied_model, max_steps=2))
     assert [row["step"] for row in metrics(tmp_path)] == [0]
     assert list_steps(tmp_path / "weights") == [0, 1]
-
-
-def test_readable_sample(
-    run_training: Run,
-    tied_model: Path,
-    tmp_path: Path,
-    heard: pytest.LogCaptureFixture,
-) -> None:
-    """Every few steps one rollout is logged, decoded, with its reward; and each step has one line."""
-    write_one(tmp_path, input_ids=[10, 11, 12])
-    run_training(support.make_config(tmp_path, tied_model, max_steps=1))
-    text = heard.text
-    assert "reward 0.250" in text
-    assert "prompt:" in text
-    assert "completion:" in text
-    assert text.count("step 0/1 | loss") == 1
 
 
 def test_experts_loads_are_reported(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
