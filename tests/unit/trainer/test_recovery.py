@@ -2,7 +2,8 @@
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,35 @@ from prime_rl.wait import wait
 from support import trainer as support
 
 tied_model, untied_model, run_training = support.tied_model, support.untied_model, support.run_training
-Run = Callable[[TrainerConfig], None]
+Run = Callable[..., None]
 STEPS = 4
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing in the trainer catches it."""
+
+
+def config(output_dir: Path, model_dir: Path, **settings: Any) -> TrainerConfig:
+    """Checkpoints at 2 and 4, recovery checkpoints at 1 and 3, all versions kept."""
+    base: dict[str, Any] = {
+        "max_steps": STEPS,
+        "weights": {"keep": None},
+        "ckpt": {"interval": 2},
+        "recovery_interval": 1,
+    }
+    return support.make_config(output_dir, model_dir, **{**base, **settings})
+
+
+@pytest.fixture
+def run(run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path) -> Run:
+    """Train with these settings, on rollouts for all steps."""
+
+    def run(output_dir: Path = tmp_path, model: Path = tied_model, **settings: Any) -> None:
+        if not (output_dir / "rollouts").exists():
+            support.write_rollouts(output_dir, max(STEPS, settings.get("max_steps", STEPS)))
+        run_training(config(output_dir, model, **settings))
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -41,17 +65,6 @@ def undisturbed(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     train(config(directory, tied_model, ckpt=None, recovery_interval=None))
     close_world()
     return directory
-
-
-def config(output_dir: Path, model_dir: Path, **settings: Any) -> TrainerConfig:
-    """Checkpoints at 2 and 4, recovery checkpoints at 1 and 3, all versions kept."""
-    base: dict[str, Any] = {
-        "max_steps": STEPS,
-        "weights": {"keep": None},
-        "ckpt": {"interval": 2},
-        "recovery_interval": 1,
-    }
-    return support.make_config(output_dir, model_dir, **{**base, **settings})
 
 
 def hashes(output_dir: Path) -> dict[int, str]:
@@ -69,9 +82,10 @@ def numbers(output_dir: Path) -> list[dict[str, float]]:
     return [{key: row[key] for key in row if not key.startswith(clock)} for row in metrics(output_dir)]
 
 
-def die_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+@contextmanager
+def dying_at(point: str) -> Iterator[None]:
     """The process "dies" when it passes `point` for the first time. Nothing that it would do after that happens."""
-    hit = []
+    hit = list[str]()
 
     def fire(name: str, file: Path | None = None) -> None:
         if name == point and not hit:
@@ -79,8 +93,11 @@ def die_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
         if hit:
             raise Killed(point)
 
-    monkeypatch.setattr(faults, "point", fire)
-    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "point", fire)
+        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
+        with pytest.raises(Killed):
+            yield
 
 
 BEFORE_ANY_SAVE = ["incarnation:0", "rename:incarnations/0.json", "renamed:incarnations/0.json"]
@@ -109,33 +126,23 @@ POINTS = [
         *((f"{where}:checkpoints/step_2/trainer", False) for where in ("write", "renamed")),
     ],
 )
-def test_dies_and_recovers(
-    point: str, save_async: bool, run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_dies_and_recovers(point: str, save_async: bool, run: Run, undisturbed: Path, tmp_path: Path) -> None:
     """Whatever it was committing, a trainer that died and recovers has the same weights, checkpoints and metrics as one that did not."""
     ckpt = {"interval": 2, "save_async": save_async}
-    support.write_rollouts(tmp_path, STEPS)
-    with pytest.MonkeyPatch.context() as patch:
-        die_at(patch, point)
-        with pytest.raises(Killed):
-            run_training(config(tmp_path, tied_model, ckpt=ckpt))
-    run_training(config(tmp_path, tied_model, ckpt=ckpt, recover=True))
+    with dying_at(point):
+        run(ckpt=ckpt)
+    run(ckpt=ckpt, recover=True)
     assert_undisturbed(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize("point", ["write:weights/step_2", "renamed:weights/step_3", "saved-copy:step_3"])
-def test_dies_with_a_row_unwritten(
-    point: str, run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_dies_with_a_row_unwritten(point: str, run: Run, undisturbed: Path, tmp_path: Path) -> None:
     """The same where rows are written one step late, as on a GPU."""
-    support.write_rollouts(tmp_path, STEPS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: True)
-        with pytest.MonkeyPatch.context() as dying:
-            die_at(dying, point)
-            with pytest.raises(Killed):
-                run_training(config(tmp_path, tied_model, recovery_interval=3))
-        run_training(config(tmp_path, tied_model, recovery_interval=3, recover=True))
+        with dying_at(point):
+            run(recovery_interval=3)
+        run(recovery_interval=3, recover=True)
     assert_undisturbed(tmp_path, undisturbed)
 
 
@@ -150,15 +157,14 @@ def assert_undisturbed(tmp_path: Path, undisturbed: Path) -> None:
 
 
 def test_recovers_from_an_older_state(
-    run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: Run, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Damaged states are passed over, with a warning; what was made from them is made again, the same."""
-    support.write_rollouts(tmp_path, STEPS)
-    run_training(config(tmp_path, tied_model))
+    run()
     for directory in (tmp_path / "checkpoints" / "step_4" / "trainer", tmp_path / "recovery" / "step_3"):
         shards = next((directory / "state").glob("*.distcp"))
         shards.write_bytes(shards.read_bytes()[:-7])
-    run_training(config(tmp_path, tied_model, recover=True))
+    run(recover=True)
     assert "checkpoints/step_4/trainer is passed over" in caplog.text
     assert "recovery/step_3 is passed over" in caplog.text
     assert read_incarnations(tmp_path) == {0: 0, 1: 2}
@@ -167,13 +173,10 @@ def test_recovers_from_an_older_state(
     assert (tmp_path / "checkpoints" / "given_up_1_step_4" / "trainer" / "state").is_dir()
 
 
-def test_recovers_from_nothing(
-    run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_recovers_from_nothing(run: Run, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without any state a trainer recovers from the base model, says how much is made again, and keeps the newest version under another name."""
-    support.write_rollouts(tmp_path, STEPS)
-    run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval=None, max_steps=3))
-    run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval=None, recover=True))
+    run(ckpt=None, recovery_interval=None, max_steps=3)
+    run(ckpt=None, recovery_interval=None, recover=True)
     assert "starts over from the base model, 3 updates are made again" in caplog.text
     assert [path.name for path in (tmp_path / "weights").glob("given_up_*")] == ["given_up_1_step_3"]
     assert read_incarnations(tmp_path) == {0: 0, 1: 0}
@@ -183,36 +186,26 @@ def test_recovers_from_nothing(
 
 
 @pytest.mark.parametrize("saved", [{}, {"ckpt": None}, {"ckpt": None, "recovery_interval": None}])
-def test_recovering_a_finished_run(
-    saved: dict[str, Any], run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_recovering_a_finished_run(saved: dict[str, Any], run: Run, undisturbed: Path, tmp_path: Path) -> None:
     """A finished run that is to be recovered is left as it is, whether a state was saved or none."""
-    support.write_rollouts(tmp_path, STEPS)
     for recover in (False, True):
-        run_training(config(tmp_path, tied_model, recover=recover, **saved))
+        run(recover=recover, **saved)
     assert read_incarnations(tmp_path) == {0: 0}
     assert hashes(tmp_path) == hashes(undisturbed)
     assert complete_steps(tmp_path / "checkpoints") == ([] if saved else [2, 4])
     assert read_status(tmp_path)["trainer"].outcome == "finished"
 
 
-def test_recover_beside_a_step_to_resume_from(
-    run_training: Run,
-    tied_model: Path,
-    tmp_path: Path,
-    heard: pytest.LogCaptureFixture,
-) -> None:
+def test_recover_beside_a_step_to_resume_from(run: Run, tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
     """A trainer that is started again was told both. Which of the two decides is said, and why: the run itself, as soon as it has begun."""
     one, two = tmp_path / "one", tmp_path / "two"
-    for run in (one, two):
-        support.write_rollouts(run, STEPS)
-    run_training(config(one, tied_model))
+    run(one)
     both: dict[str, Any] = {"recover": True, "ckpt": {"interval": 2, "output_dir": one, "resume_step": 2}}
-    run_training(config(two, tied_model, max_steps=3, **{**both, "ckpt": {**both["ckpt"], "interval": 3}}))
+    run(two, max_steps=3, **{**both, "ckpt": {**both["ckpt"], "interval": 3}})
     assert f"ckpt.resume_step 2 decides, not --recover: no run has begun in {two}" in heard.text
     assert list(read_incarnations(two).values()) == [2]
     assert "--recover decides" not in heard.text
-    run_training(config(two, tied_model, max_steps=3, **both))
+    run(two, max_steps=3, **both)
     assert (
         "--recover decides, not ckpt.resume_step 2: this run has begun already (incarnation 1, from step 2)"
         in heard.text
@@ -220,21 +213,19 @@ def test_recover_beside_a_step_to_resume_from(
     assert list(read_incarnations(two).values()) == [2], "a finished run"
 
 
-def test_the_joint_manifest_is_the_orchestrators(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+def test_the_joint_manifest_is_the_orchestrators(run: Run, tmp_path: Path) -> None:
     """Where an orchestrator takes part the trainer commits its parts alone, and removes none."""
-    support.write_rollouts(tmp_path, STEPS)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "orchestrator.toml").touch()
-    run_training(config(tmp_path, tied_model, ckpt={"interval": 1, "keep": 1}))
+    run(ckpt={"interval": 1, "keep": 1})
     assert complete_steps(tmp_path / "checkpoints") == []
     assert list_steps(tmp_path / "checkpoints") == [1, 2, 3, 4]
     with pytest.raises(UserError, match="only single parts of step 1, 2, 3, 4"):
-        run_training(config(tmp_path, tied_model, ckpt={"resume_step": -1}))
+        run(ckpt={"resume_step": -1})
 
 
-def test_background_failure_is_heard_at_a_following_step(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+def test_background_failure_is_heard_at_a_following_step(run: Run, tmp_path: Path) -> None:
     """The loop does not run on for ever while its checkpoints fail."""
-    support.write_rollouts(tmp_path, 40)
 
     def full(name: str, file: Path | None = None) -> None:
         if name == "write:checkpoints/step_1/trainer":
@@ -243,20 +234,15 @@ def test_background_failure_is_heard_at_a_following_step(run_training: Run, tied
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faults, "point", full)
         with pytest.raises(UserError, match="disk full while writing .*checkpoints/step_1"):
-            run_training(
-                config(
-                    tmp_path, tied_model, max_steps=40, recovery_interval=None, ckpt={"interval": 1, "save_async": True}
-                )
-            )
+            run(max_steps=40, recovery_interval=None, ckpt={"interval": 1, "save_async": True})
     assert list_steps(tmp_path / "weights")[-1] < 40
     assert not list((tmp_path / "checkpoints").glob("step_*/*"))
 
 
-def test_weights_that_checkpoints_need_stay(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+def test_weights_that_checkpoints_need_stay(run: Run, tmp_path: Path) -> None:
     """[N - async_level, N] of each kept checkpoint N stay, also while it is still being written."""
-    support.write_rollouts(tmp_path, 9)
     ckpt = {"interval": 1, "keep": 1, "keep_interval": 4, "save_async": True}
-    run_training(config(tmp_path, tied_model, max_steps=9, async_level=1, ckpt=ckpt, weights={"keep": 0}))
+    run(max_steps=9, async_level=1, ckpt=ckpt, weights={"keep": 0})
     assert complete_steps(tmp_path / "checkpoints") == [4, 8, 9]
     assert list_steps(tmp_path / "weights") == [0, 3, 4, 7, 8, 9]
 
@@ -271,7 +257,7 @@ def test_how_often_recovery_checkpoints_are_made(held_up: float, writing: float,
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "one step late"])
 def test_nobody_waits_for_a_recovery_checkpoint(
-    late: bool, run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contract: by the clock the first is made early; while one is written the loop goes on, and the next comes later."""
     steps, saved = 14, list[int]()
@@ -282,11 +268,10 @@ def test_nobody_waits_for_a_recovery_checkpoint(
         if name == "manifest:recovery/step_3":
             wait(lambda: 9 in list_steps(tmp_path / "weights"), subject="version 9", owner="the loop", seconds=120)
 
-    support.write_rollouts(tmp_path, steps)
     monkeypatch.setattr(faults, "point", point)
     monkeypatch.setattr("prime_rl.trainer.ckpt.recovery_pause", lambda held_up, writing: 0.0)
     monkeypatch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: late)
-    run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval="auto", async_level=1, max_steps=steps))
+    run(ckpt=None, recovery_interval="auto", async_level=1, max_steps=steps)
     assert saved[0] == 3
     assert len(saved) > 1
     assert saved[1] >= 9, "it waited"
@@ -296,20 +281,14 @@ def test_nobody_waits_for_a_recovery_checkpoint(
 
 @pytest.mark.parametrize(("interval", "expected"), [(5, [5]), (7, [3, 7])])
 def test_a_checkpoint_waits_for_no_recovery_checkpoint(
-    interval: int,
-    expected: list[int],
-    run_training: Run,
-    tied_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    interval: int, expected: list[int], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contract: by the clock none is begun within three steps of a checkpoint, which would wait until it is written."""
     saved = list[str]()
     monkeypatch.setattr(faults, "point", lambda name, file=None: saved.append(name))
     monkeypatch.setattr("prime_rl.trainer.ckpt.recovery_pause", lambda held_up, writing: 3600.0)
-    support.write_rollouts(tmp_path, 8)
     ckpt = {"interval": interval, "save_async": True}
-    run_training(config(tmp_path, tied_model, ckpt=ckpt, recovery_interval="auto", async_level=1, max_steps=8))
+    run(ckpt=ckpt, recovery_interval="auto", async_level=1, max_steps=8)
     assert [name for name in saved if name.startswith("saved-copy:")] == [
         f"saved-copy:step_{step}" for step in expected
     ]
@@ -324,71 +303,59 @@ REFUSALS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(4), ids=["anew", "no such step", "beyond the end", "another model"])
-def test_who_is_refused_leaves_no_trace(
-    number: int, run_training: Run, tied_model: Path, untied_model: Path, tmp_path: Path
-) -> None:
+def test_who_is_refused_leaves_no_trace(number: int, run: Run, untied_model: Path, tmp_path: Path) -> None:
     """A trainer that may not go on in a run directory changes no file in it."""
-    support.write_rollouts(tmp_path, 2)
-    run_training(config(tmp_path, tied_model, max_steps=2, weights={"keep": 1}))
+    run(max_steps=2, weights={"keep": 1})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert tmp_path / "configs" / "trainer.toml" in before
     message, settings = REFUSALS[number]
-    model = untied_model if "another base" in message else tied_model
+    other = {"model": untied_model} if "another base" in message else {}
     with pytest.raises(UserError, match=message):
-        run_training(config(tmp_path, model, **{"weights": {"keep": 7}, **settings}))
+        run(**{"weights": {"keep": 7}, **other, **settings})
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
     "place", ["checkpoints/step_7/trainer/model.pt", "checkpoints/step_7/notes", "weights/step_7/x"]
 )
-def test_foreign_directories(place: str, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+def test_foreign_directories(place: str, run: Run, tmp_path: Path) -> None:
     """What is not ours under our names is reported before anything is done, and left as it is."""
-    support.write_rollouts(tmp_path, 2)
-    run_training(config(tmp_path, tied_model, max_steps=2))
+    run(max_steps=2)
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).write_text("mine")
     for settings in ({"recover": True}, {"ckpt": {"resume_step": -1}}):
         with pytest.raises(UserError, match=r"step_7 was not made by this program, or is damaged: move it"):
-            run_training(config(tmp_path, tied_model, **settings))
+            run(**settings)
     assert (tmp_path / place).read_text() == "mine"
     assert read_incarnations(tmp_path) == {0: 0}
 
 
-def test_only_damaged_states_are_no_reason_to_start_over(
-    run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_only_damaged_states_are_no_reason_to_start_over(run: Run, undisturbed: Path, tmp_path: Path) -> None:
     """Where states were saved and none is whole, nothing is given up: the user is told which they are, and may move them away."""
-    support.write_rollouts(tmp_path, STEPS)
-    run_training(config(tmp_path, tied_model, ckpt=None, max_steps=3))
+    run(ckpt=None, max_steps=3)
     state = tmp_path / "recovery" / "step_3"
     shards = next((state / "state").glob("*.distcp"))
     shards.write_bytes(shards.read_bytes()[:-7])
     with pytest.raises(UserError, match=r"no state is whole, .*recovery/step_3 \(.*put back a copy, or move these out"):
-        run_training(config(tmp_path, tied_model, ckpt=None, recover=True))
+        run(ckpt=None, recover=True)
     assert read_incarnations(tmp_path) == {0: 0}
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3]
     state.rename(tmp_path / "moved")
-    run_training(config(tmp_path, tied_model, ckpt=None, recover=True))
+    run(ckpt=None, recover=True)
     assert hashes(tmp_path) == hashes(undisturbed)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["at once", "after a crash"])
-def test_a_mistyped_step_loses_nothing(
-    killed: bool, run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_mistyped_step_loses_nothing(killed: bool, run: Run, undisturbed: Path, tmp_path: Path) -> None:
     """Going back by hand keeps the newest version and recovery checkpoint under other names, also if it dies at once: what
     recovers goes on from there, not from what it superseded."""
-    support.write_rollouts(tmp_path, STEPS)
-    run_training(config(tmp_path, tied_model))
+    run()
     settings: dict[str, Any] = {"ckpt": {"interval": 2, "resume_step": 2}}
     if killed:
-        with pytest.MonkeyPatch.context() as patch:
-            die_at(patch, "renamed:incarnations/1.json")
-            with pytest.raises(Killed):
-                run_training(config(tmp_path, tied_model, **settings))
+        with dying_at("renamed:incarnations/1.json"):
+            run(**settings)
         settings = {"recover": True}
-    run_training(config(tmp_path, tied_model, **settings))
+    run(**settings)
     verify_weights(next((tmp_path / "weights").glob("given_up_*_step_4")))
     verify(next((tmp_path / "recovery").glob("given_up_*_step_3")))
     assert len([*tmp_path.glob("weights/given_up_*"), *tmp_path.glob("recovery/given_up_*")]) == 2
@@ -396,25 +363,21 @@ def test_a_mistyped_step_loses_nothing(
     assert list(read_incarnations(tmp_path).values()) == ([0, 2, 2] if killed else [0, 2])
 
 
-def test_the_state_it_began_from_is_gone(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+def test_the_state_it_began_from_is_gone(run: Run, tmp_path: Path) -> None:
     """An incarnation that began at step 2 does not recover from the base model, which is another history."""
-    support.write_rollouts(tmp_path, STEPS)
-    run_training(config(tmp_path, tied_model, max_steps=2, recovery_interval=None))
-    with pytest.MonkeyPatch.context() as patch:
-        die_at(patch, "renamed:incarnations/1.json")
-        with pytest.raises(Killed):
-            run_training(config(tmp_path, tied_model, ckpt={"interval": 2, "resume_step": 2}))
+    run(max_steps=2, recovery_interval=None)
+    with dying_at("renamed:incarnations/1.json"):
+        run(ckpt={"interval": 2, "resume_step": 2})
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(UserError, match="the run went on from step 2, and neither that state nor a later one"):
-        run_training(config(tmp_path, tied_model, recover=True))
+        run(recover=True)
 
 
 @pytest.mark.parametrize("place", ["weights/step_2", "recovery/step_1"])
 def test_an_outlived_trainer_commits_no_more(
-    place: str, run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a later incarnation is opened the earlier trainer ends, by a message, before it commits anything."""
-    support.write_rollouts(tmp_path, STEPS)
     before = "renamed:weights/step_1"
 
     def point(name: str, file: Path | None = None) -> None:
@@ -423,27 +386,24 @@ def test_an_outlived_trainer_commits_no_more(
 
     monkeypatch.setattr(faults, "point", point)
     with pytest.raises(UserError, match=r"another trainer has gone on with the run .*incarnation 7; this one is 0"):
-        run_training(config(tmp_path, tied_model, recovery_interval=1 if place.startswith("recovery") else None))
+        run(recovery_interval=1 if place.startswith("recovery") else None)
     assert not (tmp_path / place).exists()
 
 
-def test_two_runs_with_one_place_for_checkpoints(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+def test_two_runs_with_one_place_for_checkpoints(run: Run, tmp_path: Path) -> None:
     """One may go on from the other's checkpoint; it moves, removes and replaces none, and says so where one is in its way."""
     one, two = tmp_path / "one", tmp_path / "two"
-    for run in (one, two):
-        support.write_rollouts(run, STEPS)
     ckpt: dict[str, Any] = {"interval": 2, "output_dir": tmp_path}
-    run_training(config(one, tied_model, ckpt=ckpt))
+    run(one, ckpt=ckpt)
     with pytest.raises(UserError, match="checkpoints of an earlier run"):
-        run_training(config(two, tied_model, ckpt=ckpt))
+        run(two, ckpt=ckpt)
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"step_4/trainer is a checkpoint of another run .*its own ckpt.output_dir"):
-        run_training(config(two, tied_model, ckpt={**ckpt, "resume_step": 2, "keep": 1}))
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # recovers from its own state, or where it has none from the one it began with
+        run(two, ckpt={**ckpt, "resume_step": 2, "keep": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        # Recovers from its own state, or where it has none from the one it began with.
         patch.setattr("prime_rl.trainer.ckpt.Checkpoints.due", lambda *_: None)
         shutil.rmtree(two / "recovery")
-        run_training(config(two, tied_model, ckpt=ckpt, recover=True, max_steps=2))
+        run(two, ckpt=ckpt, recover=True, max_steps=2)
     assert list(read_incarnations(two).values()) == [2, 2]
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before
