@@ -188,6 +188,17 @@ def test_what_a_template_loses_is_refused(
         shown({"messages": [user("a"), reply]}, tokenizer)
 
 
+def test_calls_of_a_prompt_are_not_lost(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Calls that are not trained, but stand before what is, are written as well, or the row is refused."""
+    prompt = [user("a"), assistant("f", tool_calls=[{"name": "f", "arguments": {"x": 1}}])]
+    row = {"prompt": prompt, "completion": [{"role": "tool", "content": "7"}, assistant("b")]}
+    tokenizer.chat_template = WITH_TOOLS
+    assert shown(row, tokenizer) == ["<user/a>/<assistant/ff:x=1;>/<tool/7>/<assistant/[b>]"]
+    tokenizer.chat_template = CHATML
+    with pytest.raises(UserError, match="leaves out the tool calls of message 1"):
+        shown(row, tokenizer)
+
+
 def test_parts_and_empty_calls_are_what_they_say(tokenizer: PreTrainedTokenizerBase) -> None:
     """Parts of text are text for a template that takes text; no tool calls are none."""
     tokenizer.chat_template = CHATML.replace(

@@ -408,6 +408,8 @@ def _answer(message: Message) -> str:
 
 def _divergence(one: str, two: str) -> int:
     """Where two texts begin to differ."""
+    if two.startswith(one):
+        return len(one)
     return next(i for i, pair in enumerate(zip(one + "\0", two + "\1", strict=False)) if pair[0] != pair[1])
 
 
