@@ -149,7 +149,7 @@ def ancestors() -> list[int]:
 
 
 def _end_with(watched: int, kill: Callable[[], None]) -> None:
-    """Kill once `watched` is at its end: a pidfd whose process is gone, or a pipe that nobody writes to or holds open."""
+    """Kill once `watched` is at its end: a pidfd whose process is gone, or a pipe that nobody holds open any more."""
 
     def await_end() -> None:
         end = select.poll()

@@ -75,8 +75,8 @@ class EvalRunner:
     Args:
         max_concurrent: Attempts in flight, of all jobs.
         timeout: Seconds that one attempt may take.
-        fleet: Servers of this version. An attempt goes to one of them, and is kept once that one is verified to have served
-            the version all the time; else it is made again. None: an API, which environments ask without us.
+        fleet: Servers of this version. An attempt goes to one of them, and is kept once that one is verified to have
+            served the version all the time; else it is made again. None: an API, which environments ask without us.
         bring_back: Called with a server that failed its verification.
         superseded: Whether the version is no longer to be evaluated.
         on_result: Called with each attempt that is kept.
@@ -137,8 +137,8 @@ class EvalRunner:
                 raise KeyRejected(result.message)
 
     async def _attempt(self, attempt: EvalAttempt) -> EpisodeResult:
-        """Make one attempt, again where a worker dies or no server is there. Its seed follows from what it is, not from what
-        ran before."""
+        """Make one attempt, again where a worker dies or no server is there. Its seed follows from what it is, not from
+        what ran before."""
         plan, index, number = attempt.job.plan, attempt.task.index, attempt.number
         seed = request_seed(self._seed, f"eval/{plan.env}/{self._version}/{index}", number)
         sampling = chat_sampling(plan.sampling, seed) if plan.chat else wire_sampling(plan.sampling, seed, plan.seq_len)
@@ -163,7 +163,7 @@ class EvalRunner:
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2.0 ** (count - 1))
 
     async def _run_on_server(self, run: Callable[..., Awaitable[EpisodeResult]], fleet: ReplicaPool) -> EpisodeResult:
-        """Run an attempt on the least loaded server. What fails for want of it is tried once with each other ready one."""
+        """Run an attempt on the least loaded server. What fails for want of it is tried once with each other one."""
         result = EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE)
         tried: set[Replica] = set()
         while not (tried and tried.issuperset(fleet.ready)):  # bounded: each server is tried once

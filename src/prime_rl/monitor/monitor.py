@@ -59,7 +59,7 @@ class Monitor:
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, that one process appends to. Half a line, of a crash or a full disk, is removed."""
+    """A file of JSON objects, one a line, that one process appends to. Half a line (a crash, a full disk) is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

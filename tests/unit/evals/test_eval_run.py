@@ -100,7 +100,7 @@ async def test_what_is_finished_is_not_made_again(world):
 
 @pytest.mark.parametrize("often", [5, 7])
 async def test_what_a_restarted_server_sampled_is_made_again(world, often):
-    """Contract: a server that was started again, now and then, serves its base; what it sampled meanwhile counts for no version."""
+    """Contract: a server that was started again, now and then, serves its base; what it sampled then counts for nothing."""
     versions(world, 0, 3)
 
     settings = {"weights_dir": world.weights, "rollouts_per_example": 4, "steps": [3], "eval_base": False}

@@ -121,8 +121,8 @@ def test_without_environments_an_error_lists_what_is_installed(tmp_path, content
 
 
 async def test_a_version_that_cannot_be_loaded_is_skipped_and_reported(world):
-    """Contract: one that is removed before its turn, or lay in the memory of a host that was started again, is no error of what is
-    there; the report says which and why."""
+    """Contract: one that is removed before its turn, or lay in the memory of a host that was started again, is no error
+    of what is there; the report says which and why."""
     commit(world, 0, 5, 7, 10)
     tensors = world.weights / "step_7" / "model.safetensors"
     tensors.unlink(missing_ok=True)

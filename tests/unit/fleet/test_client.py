@@ -5,7 +5,7 @@ import json
 import math
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -61,40 +61,38 @@ def server() -> Iterator[Scripted]:
     scripted.server_close()
 
 
+@pytest.fixture
+async def engine(server: Scripted) -> AsyncIterator[InferenceClient]:
+    async with InferenceClient(ClientConfig(base_url=server.url)) as client:
+        yield client
+
+
 def manifest(version: int = 3) -> WeightsManifest:
     return WeightsManifest(version, 0, "abc", {}, None, Path("/runs/weights/step_3"))
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-async def test_the_base_url_works_with_and_without_v1(server, suffix):
-    """`client.base_url` may end in /v1 or not: the weight routes are found either way."""
-    server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "h"}
-    async with InferenceClient(ClientConfig(base_url=server.url + suffix)) as engine:
-        assert await engine.served() == Served(2, "h")
-
-
-async def test_the_key_is_sent(server, monkeypatch):
-    """The key in the configured environment variable guards the weight routes too."""
+async def test_the_base_url_works_with_and_without_v1(server, suffix, monkeypatch):
+    """`client.base_url` may end in /v1 or not; the key in the configured variable guards the weight routes too."""
     monkeypatch.setenv("MY_KEY", "secret")
-    server.answers["GET", "/weights"] = 200, {"version": 0, "hash": "h"}
-    async with InferenceClient(ClientConfig(base_url=server.url, api_key_var="MY_KEY")) as engine:
-        await engine.served()
+    server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "h"}
+    async with InferenceClient(ClientConfig(base_url=server.url + suffix, api_key_var="MY_KEY")) as engine:
+        assert await engine.served() == Served(2, "h")
     assert server.asked[-1][3] == "Bearer secret"
 
 
-async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(server):
+async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(server, engine):
     """What is served is proven to be what was committed: version and hash are asked for after every update."""
     server.answers["POST", "/update_weights"] = 200, {}
     server.answers["GET", "/weights"] = 200, {"version": 3, "hash": "abc"}
-    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
-        assert await engine.update(manifest()) == Served(3, "abc")
-        server.answers["POST", "/update_weights"] = 200, {"seconds": {"stage": 0.5, "pause": 0.25}}
-        assert (await engine.update(manifest())).seconds == {"stage": 0.5, "pause": 0.25}
-        assert server.asked[0][2] == {"weight_dir": "/runs/weights/step_3", "version": 3}
-        for lie in ({"version": 2, "hash": "abc"}, {"version": 3, "hash": "other"}):
-            server.answers["GET", "/weights"] = 200, lie
-            with pytest.raises(UserError, match="says it serves"):
-                await engine.update(manifest())
+    assert await engine.update(manifest()) == Served(3, "abc")
+    server.answers["POST", "/update_weights"] = 200, {"seconds": {"stage": 0.5, "pause": 0.25}}
+    assert (await engine.update(manifest())).seconds == {"stage": 0.5, "pause": 0.25}
+    assert server.asked[0][2] == {"weight_dir": "/runs/weights/step_3", "version": 3}
+    for lie in ({"version": 2, "hash": "abc"}, {"version": 3, "hash": "other"}):
+        server.answers["GET", "/weights"] = 200, lie
+        with pytest.raises(UserError, match="says it serves"):
+            await engine.update(manifest())
 
 
 @pytest.mark.parametrize(
@@ -106,44 +104,40 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
         (500, {"detail": "x"}, "HTTP 500"),
     ],
 )
-async def test_refusals_name_their_cause(server, status, body, message):
+async def test_refusals_name_their_cause(server, engine, status, body, message):
     """One clear line: what was refused, by whom, and why."""
     server.answers["POST", "/update_weights"] = status, body
-    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
-        with pytest.raises(UserError, match=message):
-            await engine.update(manifest())
+    with pytest.raises(UserError, match=message):
+        await engine.update(manifest())
 
 
-async def test_an_update_whose_answer_was_lost_counts_when_the_version_is_served(server):
+async def test_an_update_whose_answer_was_lost_counts_when_the_version_is_served(server, engine):
     """The server failed after it had loaded the weights: what it serves decides, so that nothing is sampled again."""
     server.answers["POST", "/update_weights"] = 500, {}
     server.answers["GET", "/weights"] = 200, {"version": 3, "hash": "abc"}
-    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
-        assert await engine.update(manifest()) == Served(3, "abc")
-        server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "older"}
-        with pytest.raises(ServerError):
-            await engine.update(manifest())
+    assert await engine.update(manifest()) == Served(3, "abc")
+    server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "older"}
+    with pytest.raises(ServerError):
+        await engine.update(manifest())
 
 
 @pytest.mark.parametrize(
     ("status", "trouble"), [(500, True), (503, True), (409, True), (400, False), (401, False), (404, False)]
 )
-async def test_a_failure_of_the_server_is_told_from_a_refusal(server, status, trouble):
+async def test_a_failure_of_the_server_is_told_from_a_refusal(server, engine, status, trouble):
     """The first is worth another attempt, the second is not."""
     server.answers["GET", "/weights"] = status, {}
-    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
-        with pytest.raises(UserError) as caught:
-            await engine.served()
+    with pytest.raises(UserError) as caught:
+        await engine.served()
     assert isinstance(caught.value, ServerError) is trouble
     assert isinstance(caught.value, NoWeightsServed) is (status == 500)  # of what is served, and of nothing else
 
 
-async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(server):
+async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(server, engine):
     """The log-probabilities of all tokens but the first, at temperature 1; what JSON cannot write is no number."""
     entries = [None, {"7": {"logprob": -0.5}}, {"5": {"logprob": None}}]
     server.answers["POST", "/inference/v1/generate"] = 200, {"choices": [], "prompt_logprobs": entries}
-    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
-        found = [await engine.score([9, 7, 5]) for _ in range(2)]
+    found = [await engine.score([9, 7, 5]) for _ in range(2)]
     assert [logprobs[0] for logprobs in found] == [-0.5, -0.5]
     assert all(math.isnan(logprobs[1]) for logprobs in found)
     bodies = [asked[2] for asked in server.asked]
@@ -164,14 +158,13 @@ async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(ser
         (404, {}),
     ],
 )
-async def test_a_server_that_does_not_score_prompts_is_told_from_one_that_failed(server, status, body):
+async def test_a_server_that_does_not_score_prompts_is_told_from_one_that_failed(server, engine, status, body):
     server.answers["POST", "/inference/v1/generate"] = status, body
-    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
-        with pytest.raises(CannotScore):
-            await engine.score([9, 7])
-        server.answers["POST", "/inference/v1/generate"] = 500, {}
-        with pytest.raises(ServerError):
-            await engine.score([9, 7])
+    with pytest.raises(CannotScore):
+        await engine.score([9, 7])
+    server.answers["POST", "/inference/v1/generate"] = 500, {}
+    with pytest.raises(ServerError):
+        await engine.score([9, 7])
 
 
 async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard):

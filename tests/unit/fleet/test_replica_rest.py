@@ -20,7 +20,7 @@ def fail(fleet: ReplicaPool, replica, times: int) -> None:
 
 
 def test_of_episodes_that_fail_together_one_counts():
-    """A restart fails all that is in flight at once: that is one failure, which costs nothing; further ones cost more and more."""
+    """A restart fails all that is in flight at once: one failure, which costs nothing; further ones cost more and more."""
     fleet = ready_fleet(2, slack=0)
     victim = fleet.replicas[0]
     for _ in range(50):

@@ -51,8 +51,8 @@ def test_load_is_even_to_the_slack_and_groups_stay_together(seed):
 
 
 async def test_a_proof_is_of_one_server_alone():
-    """What another one sampled does not count by it, nor what ended after the question. One that drains proves what it has on the
-    version that it has; the others go on to a newer one meanwhile."""
+    """What another one sampled does not count by it, nor what ended after the question. One that drains proves what it
+    has on the version that it has; the others go on to a newer one meanwhile."""
     fleet = ready_fleet(2, slack=0)
     one, two = fleet.replicas
     for replica in fleet.replicas:
@@ -157,7 +157,7 @@ async def test_when_all_are_gone_the_run_waits_for_the_first_to_come_back(tmp_pa
 
 
 async def test_evaluations_are_made_by_all_and_made_again_when_one_is_lost(tmp_path):
-    """Contract: an attempt counts for the version that is named only if its server is verified to have served that meanwhile."""
+    """Contract: an attempt counts for a version only if its server is verified to have served that meanwhile."""
     world = FleetWorld(
         tmp_path, max_steps=4, max_error_rate=1.0,
         eval={"interval": 2, "at_start": False, "rollouts_per_example": 12, "environments": [{"id": "env", "name": "held-out"}]},
@@ -191,7 +191,7 @@ async def test_evaluations_are_made_by_all_and_made_again_when_one_is_lost(tmp_p
     ],
 )  # fmt: skip
 async def test_which_servers_evaluate(second, healthy, problem, ready):
-    """Contract: one line at once, in place of requests that are all refused, where their weights differ or one has another model."""
+    """Contract: one line at once, not requests that are all refused, where weights differ or one has another model."""
     fleet = ReplicaPool([Server("http://0"), Server("http://1")])
     two = fleet.replicas[1]
     two.engine.now = replace(two.engine.now, **second)

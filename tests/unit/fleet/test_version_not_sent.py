@@ -53,7 +53,7 @@ async def begin(world: World, *unsent: int) -> "tuple[Orchestrator, asyncio.Task
 
 
 async def finish(world: World, run: "asyncio.Task[None]", first: int = 0, incarnation: int = 0) -> None:
-    """To the end; what was trained was sampled by a version that its lineage names, within the bounds, and no episode is lost."""
+    """To the end; what was trained was sampled by a version that its lineage names, and no episode is lost."""
     await complete(world, run, *range(first + 1, 5), incarnation=incarnation)
     for step in range(4):
         assert world.really_sampled(step) <= set(world.versions(step))

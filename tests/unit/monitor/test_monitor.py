@@ -164,8 +164,8 @@ def test_templates_of_log_lines_take_their_arguments() -> None:
 
 
 def test_metrics_lines(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
-    """A flat object a line: step, time, finite numbers; non-finite ones dropped with one warning a key. A resumed run continues
-    the file; a repeated step replaces the earlier one; a torn line harms nobody."""
+    """A flat object a line: step, time, finite numbers; non-finite ones dropped with one warning a key. A resumed run
+    continues the file; a repeated step replaces the earlier one; a torn line harms nobody."""
     path = metrics_path(tmp_path, "trainer")
     first = Monitor(tmp_path, "trainer", MonitorConfig(), {})
     first.log(0, {"loss/mean": 0.5, "bad": math.nan, "count": 3})
