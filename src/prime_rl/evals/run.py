@@ -1,4 +1,4 @@
-"""The `eval` command: environments × policies, on our servers or an API. It resumes from the results that are there."""
+"""The `eval` command: environments × policies, on our servers or an API. It resumes from the results there are."""
 
 import asyncio
 import os
@@ -132,7 +132,7 @@ class Evaluation:
         return sorted(self._results.values(), key=lambda results: results.version)
 
     async def all(self, servers: EvalServers | None) -> None:
-        """Evaluate every policy, one after the other. Servers that were given weights serve their base again at the end."""
+        """Evaluate every policy, one after the other. Servers that were given weights serve their base at the end."""
         if self._config.follow and not self._config.clean:
             self._take_earlier()
         try:

@@ -40,7 +40,7 @@ class KeyRejected(UserError):
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What to run for one environment: `env` names it in metrics, `worker` in the pool. `chat`: by an API's chat route."""
+    """What to run for one environment: `env` names it in metrics, `worker` in the pool. `chat`: by an API's route."""
 
     env: str
     worker: str

@@ -35,7 +35,7 @@ class Monitor:
         self._warned: set[str] = set()
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Record numbers of the step that was executed (0-based). Non-finite values are dropped, with one warning a key.
+        """Record numbers of the step that was executed (0-based). Non-finite ones are dropped, with one warning a key.
 
         Raises UserError if the disk is full.
         """
@@ -59,7 +59,7 @@ class Monitor:
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, that one process appends to. Half a line (a crash, a full disk) is removed."""
+    """A file of JSON objects, one a line, that one process appends to. Half a line (of a crash) is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

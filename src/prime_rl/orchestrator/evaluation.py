@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Evaluations:
-    """The evaluations of one run. What is logged was sampled by the version that it is logged for: the server proves it afterwards."""
+    """The evaluations of one run. Each attempt's server is verified to have served the version that it is logged for."""
 
     def __init__(
         self,
@@ -66,7 +66,10 @@ class Evaluations:
         return at_start or self.due(version)
 
     def due(self, version: int) -> bool:
-        """Whether a multiple of the interval was reached or passed since the last one; the very last version has its own evaluation."""
+        """Whether a multiple of the interval was reached or passed since the last one.
+
+        The very last version has its own evaluation.
+        """
         section = self._section
         if section is None or section.interval is None or (section.at_end and version == self.config.max_steps):
             return False
@@ -159,7 +162,7 @@ class Evaluations:
 
 
 def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
-    """What is evaluated: the environments named for it, else the training ones with their argument `split` set to "eval"."""
+    """What is evaluated: the environments named for it, else the training ones with `split` set to "eval"."""
     if config.eval is None:
         return []
     if config.eval.environments:
