@@ -206,7 +206,7 @@ async def _last_lines(runtime: Any, log: str) -> str:
 class ToolRuntime(SubprocessRuntime):
     """verifiers' local runtime; a tool server that dies before it listens is an error at once.
 
-    Its directory is made when it is first used: making and removing one took a fifth of an episode that needs none.
+    Its directory is made when it is first used: most episodes need none.
     """
 
     async def start(self) -> None:

@@ -187,7 +187,7 @@ def _remember_factories() -> None:
 
 
 class _Slot(RendererSlot):
-    """Renders in the event loop, as `EngineClient` does: the way to a thread and back costs more than most prompts, and one loop needs no lock."""
+    """Renders in the event loop, as `EngineClient` does: most prompts take less than the way to a thread and back, and one loop needs no lock."""
 
     async def run(self, fn: Callable[[], Any]) -> Any:
         return fn()

@@ -173,40 +173,26 @@ def test_untrainable_parts_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    ("damage", "reason"),
     [
         ({"calls": [call(1, 5, 2)]}, "the engine got 5"),
         ({"calls": [call(1, 4, 3)]}, "sampled 3 tokens"),
+        ({"mask": [False, True]}, "3 tokens but 2 mask entries"),
+        ({"logprobs": [-0.5]}, "2 sampled tokens but 1 logprobs"),
+        ({"logprobs": [-0.5, -1.5, -1.0]}, "2 sampled tokens but 3 logprobs"),
+        ({"mask": [True, False, True]}, "not the end of their message"),  # sampled before the scaffold
+        ({"logprobs": [-0.1, -math.inf]}, "log-probability that is none"),
+        ({"logprobs": [-0.1, math.nan]}, "log-probability that is none"),
+        ({"logprobs": [-0.1, 0.5]}, "log-probability that is none"),
     ],
 )
-def test_engine_counts_must_agree(changed: dict[str, Any], reason: str) -> None:
-    """The conversation must concatenate to what the engine was sent and sampled, else it is not trained on."""
+def test_what_does_not_fit_together_is_invalid(damage: dict[str, Any], reason: str) -> None:
+    """Tokens, mask, logprobs and the engine's own counts must agree, else the episode is an outcome with a reason, never a sample."""
     base = trace()
-    base.calls = changed["calls"]
+    vars(base if "calls" in damage else base.nodes[1]).update(damage)
     result = run(episode(base))
     assert (result.outcome, result.samples) == (Outcome.INVALID, [])
     assert reason in result.message
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"mask": [False, True]},
-        {"logprobs": [-0.5]},
-        {"logprobs": [-0.5, -1.5, -1.0]},
-        {"mask": [True, False, True]},  # sampled before the scaffold
-        {"logprobs": [-0.1, -math.inf]},
-        {"logprobs": [-0.1, math.nan]},
-        {"logprobs": [-0.1, 0.5]},
-    ],
-)
-def test_misaligned_tokens_are_invalid(damage: dict[str, Any]) -> None:
-    """Mask, logprobs and tokens that do not fit together are an outcome with a reason, never a sample."""
-    base = trace()
-    vars(base.nodes[1]).update(damage)
-    result = run(episode(base))
-    assert (result.outcome, result.samples) == (Outcome.INVALID, [])
-    assert result.message
 
 
 @pytest.mark.parametrize(
