@@ -1,6 +1,7 @@
 """Fixtures that several rooms share: a tiny model, and one real inference server for the whole session."""
 
 import importlib.util
+import json
 import logging
 import os
 import subprocess
@@ -20,7 +21,7 @@ import tomli_w
 from loguru import logger
 from xdist.scheduler import LoadFileScheduling
 
-from prime_rl.lifeline import Lifeline
+from prime_rl import faults
 from prime_rl.monitor import log
 
 # No test asserts a duration.
@@ -39,10 +40,11 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 REPOSITORY = Path(__file__).parent.parent
+FAIL_TO_LOAD = (925, 926)
 # Of the integration tests, those that start real servers.
 WITH_SERVERS = (
-    "test_algorithms", "test_canary", "test_commands_run", "test_data_parallel", "test_envs_engine", "test_evals", "test_examples",
-    "test_inference", "test_leaving", "test_loop", "test_rl", "test_router", "test_transports",
+    "test_algorithms", "test_canary", "test_commands_run", "test_data_parallel", "test_evals", "test_examples",
+    "test_inference", "test_leaving", "test_loop", "test_rl", "test_router",
 )  # fmt: skip
 
 
@@ -169,6 +171,8 @@ def launch_server(
 ) -> Iterator[InferenceServer]:
     """`inference @ file` in a process group of its own that dies with this process, whatever way it dies. `module` may stand in for it; `environment`
     is beside, or in place of, this process's."""
+    from support.processes import Command  # is not there where conftest.py stands alone (test_pytest_lines.py)
+
     directory.mkdir(parents=True, exist_ok=True)
     weights_root = directory / "weights"
     weights_root.mkdir()
@@ -183,31 +187,15 @@ def launch_server(
     }
     file = directory / "inference.toml"
     file.write_text(tomli_w.dumps(config))
-    log = directory / "inference.log"
-    command = [sys.executable, "-m", module, "@", str(file)]
-    given = {**os.environ, **(environment or {})}
-    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), given.get("PYTHONPATH")]))
-    with Lifeline() as line, log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**given, "PYTHONPATH": path, **line.env},
-            pass_fds=line.pass_fds,
-            start_new_session=True,
-            cwd=REPOSITORY,
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_healthy(url, process, log)
-            yield InferenceServer(f"{url}/v1", model, weights_root, directory, log, process.pid)
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(30)
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
+    env = {"PYTHONPATH": path, **(environment or {})}
+    with Command("inference", "@", file, log=directory / "inference.log", env=env, module=module) as command:
+        url = f"http://127.0.0.1:{port}"
+        wait_healthy(url, command.process, command.log)
+        yield InferenceServer(f"{url}/v1", model, weights_root, directory, command.log, command.process.pid)
+        command.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            command.process.wait(30)
 
 
 def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
@@ -247,19 +235,31 @@ def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model, or a random one where it is not there."""
-    bundled = REPOSITORY / "assets" / "tiny-reverse"
-    if (bundled / "config.json").exists():
-        return bundled
-    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+def tiny_model() -> Path:
+    """The bundled model."""
+    return REPOSITORY / "assets" / "tiny-reverse"
 
 
 @pytest.fixture(scope="session")
 def inference_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
-    """One real vLLM server for the whole session: float32, requests may carry seeds. Call `.reset()` before relying on its weights."""
-    with launch_server(tmp_path_factory.mktemp("server"), tiny_model) as server:
+    """One real vLLM server for the whole session: float32, requests may carry seeds. Call `.reset()` before relying on its weights.
+
+    The first load of each version of `FAIL_TO_LOAD` fails.
+    """
+    directory = tmp_path_factory.mktemp("server")
+    with launch_server(directory / "server", tiny_model, environment=failing_loads(directory)) as server:
         yield server
+
+
+def failing_loads(directory: Path) -> dict[str, str]:
+    """Variables of a server whose first load of each version of `FAIL_TO_LOAD` fails."""
+    plan = directory / "faults.json"
+    plan.write_text(
+        json.dumps(
+            [{"point": f"loading:v{version}", "process": "inference", "do": "error"} for version in FAIL_TO_LOAD]
+        )
+    )
+    return {faults.ENV: str(plan)}
 
 
 LaunchServer = Callable[..., InferenceServer]
@@ -270,7 +270,7 @@ def start_server(tmp_path: Path) -> Iterator[LaunchServer]:
     """Start further servers, with settings of their own, that end with the test (12 s each: mark such tests slow)."""
     with ExitStack() as stack:
 
-        def start(model: Path, settings: dict[str, Any] | None = None, **options: str) -> InferenceServer:
+        def start(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> InferenceServer:
             directory = tmp_path / f"server-{free_port()}"
             return stack.enter_context(launch_server(directory, model, settings, **options))
 

@@ -86,22 +86,6 @@ def test_a_commit_is_all_or_nothing(tmp_path, live, point, do):
     assert [path.name for path in final.parent.iterdir()] == (["step_3"] if point == "renamed" else [])
 
 
-@pytest.mark.parametrize("point", COMMIT)
-def test_the_next_incarnation_commits_the_same_step(tmp_path, live, point):
-    """A writer that died at any point is followed by one that commits, or finds it committed."""
-    final = tmp_path / "out" / "step_3"
-
-    def again() -> None:
-        clean_stages(final.parent)
-        if 3 not in list_steps(final.parent):
-            publish(final)
-
-    assert live(again, fault("kill", f"{point}:*")) == KILLED
-    assert live(again) == 0
-    verify(final)
-    assert [path.name for path in final.parent.iterdir()] == ["step_3"]
-
-
 @pytest.mark.parametrize("do", ["kill", "tear", "enospc"])
 @pytest.mark.parametrize("point", ["rename", "renamed"])
 def test_a_small_file_is_the_old_one_or_the_new_one(tmp_path, live, point, do):

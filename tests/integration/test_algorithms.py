@@ -2,12 +2,11 @@
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY, launch_server
+from conftest import REPOSITORY
 from prime_rl.monitor import read_metrics
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import open_batch
@@ -65,26 +64,19 @@ def test_all_kinds_in_one_run(inference_server, tmp_path):
     assert [row["step"] for row in rows] == [0, 1]
 
 
-@pytest.fixture(scope="module")
-def reverse_server(tmp_path_factory) -> Iterator:
-    """A server of the bundled model, whose rewards differ."""
-    with launch_server(tmp_path_factory.mktemp("reverse"), REPOSITORY / "assets" / "tiny-reverse") as server:
-        yield server
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.stem for path in EXAMPLES])
-def test_every_example_runs(example, reverse_server, tmp_path):
+def test_every_example_runs(example, inference_server, tmp_path):
     """Contract: the configs of examples/algorithms run on a CPU as they are shipped, but for addresses and size. Teachers are the server itself."""
-    reverse_server.reset()
-    run = Path(tempfile.mkdtemp(prefix=f"{example.stem}-", dir=reverse_server.weights_root))
+    inference_server.reset()
+    run = Path(tempfile.mkdtemp(prefix=f"{example.stem}-", dir=inference_server.weights_root))
     base = tmp_path / "base.toml"
     base.write_text(
-        f'seq_len = 256\nmax_steps = 2\ndevice = "cpu"\n[model]\nname = "{reverse_server.model}"\n[trainer.weights]\ndtype = "float32"\n'
+        f'seq_len = 256\nmax_steps = 2\ndevice = "cpu"\n[model]\nname = "{inference_server.model}"\n[trainer.weights]\ndtype = "float32"\n'
         "[orchestrator]\nbatch_size = 32\nrollouts_per_example = 8\n[orchestrator.sampling]\nmax_tokens = 32\n"
-        f'[orchestrator.client]\nbase_url = "{reverse_server.base_url}"\n[orchestrator.environment]\nid = "reverse-text"\n'
+        f'[orchestrator.client]\nbase_url = "{inference_server.base_url}"\n[orchestrator.environment]\nid = "reverse-text"\n'
     )
-    text = example.read_text().replace("http://localhost:8101", reverse_server.base_url)
+    text = example.read_text().replace("http://localhost:8101", inference_server.base_url)
     (tmp_path / "example.toml").write_text(text)
     command = ["@", base, "@", tmp_path / "example.toml", "--output-dir", run]
     with Command("rl", *command, log=tmp_path / "rl.log") as rl:

@@ -1,9 +1,8 @@
-"""The bundled packages in a worker, against a scripted engine that plays them well, badly, and not at all."""
+"""The bundled packages, as a worker hosts them, against a scripted engine that plays them well, badly, and not at all."""
 
 import json
-import sys
-import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,40 +10,29 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from environments import environment
-from fake_engine import Exchange, FakeEngine, make_tokenizer
-
 from alphabet_sort.data import Problem, problems
 from calculator.data import problems as word_problems
 from kuhn_poker.game import DEALS
-from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
+from prime_rl.envs.verifiers_v1 import VerifiersEnv
+from support.fake_engine import FakeEngine, assert_exact, make_tokenizer
 from wordle.data import words
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-START_SECONDS = 180.0
 TEMPLATE = Path(__file__).parents[2] / "assets" / "tiny-reverse" / "chat_template.jinja"
 
 
 @dataclass
 class World:
     engine: FakeEngine
-    pool: EnvPool
+    envs: dict[str, VerifiersEnv]
 
-    async def play(self, env: str, task: int, reply: Callable[[str], str], **sampling: Any) -> EpisodeResult:
+    async def play(self, env: str, task: int, reply: Callable[[str], str]) -> EpisodeResult:
         self.engine.reply = reply
-        self.engine.exchanges.clear()
-        return await self.pool.run(
-            env=env,
-            task_index=task,
-            sampling={"temperature": 1.0, "max_tokens": 200, **sampling},
-            policy_version=0,
-            episode_id="1.2.3",
-            deadline=time.monotonic() + 60.0,
-        )
+        self.engine.reset()
+        sampling = {"temperature": 1.0, "max_tokens": 200}
+        return await self.envs[env].run(task, sampling, 0, "1.2.3", self.engine.base_url)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -54,28 +42,21 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     data.write_text(
         json.dumps({"problem": "Half?", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 1, "unique_id": "a"})
     )
-    envs = [
-        environment("math500", {"data": str(data)}),
-        environment("alphabet-sort", {"split": "eval", "num_tasks": 8}),
-        environment("wordle", {"split": "eval", "max_turns": 4}),
-        environment("kuhn-poker"),
-        environment("calculator", {"num_tasks": 4}, max_turns=4),
-    ]
+    settings: dict[str, dict[str, Any]] = {
+        "math500": {"data": str(data)},
+        "alphabet-sort": {"split": "eval", "num_tasks": 8},
+        "wordle": {"split": "eval", "max_turns": 4},
+        "kuhn-poker": {},
+        "calculator": {"num_tasks": 4},
+    }
     model = make_tokenizer(root / "model", TEMPLATE.read_text())
-    async with FakeEngine(model, max_model_len=2048) as engine:
-        pool = EnvPool(
-            envs, model=str(engine.model), base_url=engine.base_url, api_key="secret", output_dir=root / "out"
-        )
-        await pool.start(START_SECONDS)
-        yield World(engine, pool)
-        await pool.close()
-
-
-def _is_exact(sample: SampleTokens, exchanges: list[Exchange]) -> bool:
-    """One sequence is the whole conversation: what the engine got last and gave last, with every completion sampled once."""
-    sampled = [token for token, mask in zip(sample.input_ids, sample.loss_mask, strict=True) if mask]
-    whole = list(sample.input_ids) == exchanges[-1].prompt + exchanges[-1].completion
-    return whole and sampled == [token for exchange in exchanges for token in exchange.completion]
+    async with AsyncExitStack() as stack:
+        envs = {}
+        for name, args in settings.items():
+            turns = 4 if name == "calculator" else 0
+            setup = Setup(name, name, args, str(model), "auto", 8, "info", max_turns=turns)
+            envs[name] = await stack.enter_async_context(VerifiersEnv(setup))
+        yield World(await stack.enter_async_context(FakeEngine(model, max_model_len=2048)), envs)
 
 
 def _asked(prompt: str) -> str:
@@ -93,14 +74,14 @@ def _sorter(problem: Problem) -> Callable[[str], str]:
 
 @pytest.mark.parametrize(("answer", "reward"), [(r"so \boxed{0.5}", 1.0), (r"\boxed{2}", 0.0), ("a half", 0.0)])
 async def test_a_benchmark(world: World, answer: str, reward: float) -> None:
-    """A benchmark's package judges in a worker as elsewhere: equal expressions are right."""
+    """A benchmark's package judges here as elsewhere: equal expressions are right."""
     result = await world.play("math500", 0, lambda prompt: answer)
     assert (result.outcome, result.reward, result.metrics["answered"]) == (
         Outcome.OK,
         reward,
         float("box" in answer),
     ), result.message
-    assert _is_exact(result.samples[0], world.engine.exchanges)
+    assert_exact(result.samples[0], world.engine.exchanges)
 
 
 async def test_sorting_well(world: World) -> None:
@@ -113,7 +94,7 @@ async def test_sorting_well(world: World) -> None:
         assert result.num_turns == len(problem.turns) == len(world.engine.exchanges)
         assert _asked(world.engine.tokenizer.decode(world.engine.exchanges[-1].prompt)) == problem.message(-1 + result.num_turns)  # fmt: skip
         (sample,) = result.samples
-        assert _is_exact(sample, world.engine.exchanges)
+        assert_exact(sample, world.engine.exchanges)
 
 
 async def test_solving_wordle(world: World) -> None:
@@ -125,7 +106,7 @@ async def test_solving_wordle(world: World) -> None:
     assert result.rewards == pytest.approx({"solved": 1.0, "speed": 0.5 * 0.75, "partial": 0.5, "format": 0.2})
     assert (result.reward, result.num_turns, result.metrics) == (pytest.approx(2.075), 2, {"guesses": 2.0})
     assert _asked(world.engine.tokenizer.decode(world.engine.exchanges[1].prompt)) == "z z z z z\nX X X X X\n3 left."
-    assert _is_exact(result.samples[0], world.engine.exchanges)
+    assert_exact(result.samples[0], world.engine.exchanges)
 
 
 def _bettor(prompt: str) -> str:
@@ -147,8 +128,8 @@ async def test_bet_and_call(world: World, task: int) -> None:
     first, second = world.engine.exchanges
     samples = {sample.agent: sample for sample in result.samples}
     opener, other = ("player_1", "player_2") if deal.first == 0 else ("player_2", "player_1")
-    assert _is_exact(samples[opener], [first])
-    assert _is_exact(samples[other], [second])
+    assert_exact(samples[opener], [first])
+    assert_exact(samples[other], [second])
     assert (samples["player_1"].reward, samples["player_2"].reward) == (won, -won)
     text = world.engine.tokenizer.decode(first.prompt)
     assert f"Your card is {deal.cards[deal.first]}. You act first." in text  # and nothing of the other's
@@ -169,8 +150,8 @@ async def test_check_bet_fold(world: World) -> None:
     }
     one, two, three = world.engine.exchanges
     samples = {sample.agent: sample for sample in result.samples}
-    assert _is_exact(samples["player_2"], [one, three])
-    assert _is_exact(samples["player_1"], [two])
+    assert_exact(samples["player_2"], [one, three])
+    assert_exact(samples["player_1"], [two])
 
 
 async def test_illegal_opening(world: World) -> None:
@@ -202,4 +183,4 @@ async def test_calculating(world: World) -> None:
     assert result.rewards == pytest.approx({"correct": 1.0, "format": 0.1})
     assert (result.metrics["tool_calls"], result.metrics["refused_expressions"]) == (1.0, 0.0)
     (sample,) = result.samples
-    assert _is_exact(sample, world.engine.exchanges)
+    assert_exact(sample, world.engine.exchanges)

@@ -1,16 +1,14 @@
 """Mutations of the weights on their way into a real engine, which the check of logprobs finds. What happens to files the hash finds: test_inference.py.
 
-A mutation of the loader is made in two ways. Where only its result matters, a version is committed whose hashes are those of wrong tensors and
-whose canary is that of the right ones, as the trainer would have scored it: hashes have nothing to find. Where the loader's own code matters,
-a server runs without it. In bfloat16 on a GPU: tests/gpu/test_canary.py.
+A version is committed whose hashes are those of wrong tensors and whose canary is that of the right ones, as the trainer would have scored it: hashes
+have nothing to find. That a reload really packs heads and experts again: test_inference.py. In bfloat16 on a GPU: tests/gpu/test_canary.py.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from conftest import InferenceServer, LaunchServer, make_tiny_model
+from conftest import InferenceServer
 from prime_rl.config.shared import ClientConfig
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LEAST_MEAN, LEAST_MOST, LogprobCheck, LogprobCheckFailed
@@ -18,7 +16,6 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from support import trainer as support
 from support.canaries import DRIFTED, STEPPED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
-from support.mutated_server import SKIP
 
 world, make_policy = support.world, support.make_policy
 
@@ -72,32 +69,3 @@ async def test_the_canary_finds_weights_that_stay_what_they_were_though_the_band
     with pytest.raises(LogprobCheckFailed, match="the very same as before"):
         await run.load(version)
     assert run.hides(await run.difference(version))
-
-
-@pytest.mark.slow
-async def test_the_canary_finds_the_traps_of_a_reload_on_cpu(
-    start_server: LaunchServer,
-    make_policy: Callable[..., Policy],
-    world: World,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Contract: a head that shares the embedding, and experts, are packed again by every reload; where that is left out the engine says that it
-    serves the version and computes something else, and the canary finds it; also when the base is given back."""
-    skip = tmp_path / "skip"
-    skip.write_text("")
-    monkeypatch.setenv(SKIP, str(skip))
-    server = start_server(make_tiny_model(tmp_path / "moe", experts=8), module="support.mutated_server")
-    run = Run(server, make_policy, world)
-    await run.load(run.base)
-    version = run.commit(run.changed(DRIFTED))
-    for function in ("repack_tied_heads", "forget_packed_experts"):
-        for there, back in ((version, run.base), (run.base, version)):
-            skip.write_text(function)
-            with pytest.raises(LogprobCheckFailed, match="does not compute it"):
-                await run.load(there)
-            skip.write_text("")
-            assert (await run.load(there)).most < 1e-3
-            assert run.hides(await run.difference(there))
-            await run.load(back)
-            await run.load(there)

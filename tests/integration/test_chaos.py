@@ -138,15 +138,12 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
-async def test_a_run_survives_its_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a few steps, a fault every second or so."""
-    pool = await endure(tmp_path, monkeypatch, steps=12, seed=1, pause=2.0)
-    check(tmp_path, pool, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-async def test_a_long_run_survives_its_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Contract: the same for forty steps."""
-    pool = await endure(tmp_path, monkeypatch, steps=40, seed=seed, pause=3.0)
-    check(tmp_path, pool, 40)
+@pytest.mark.parametrize(
+    ("seed", "steps", "pause"),
+    [(1, 8, 1.5), *(pytest.param(seed, 40, 3.0, marks=pytest.mark.slow) for seed in range(3))],
+)
+async def test_a_run_survives_its_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, steps: int, pause: float
+) -> None:
+    """Contract: a run of so many steps, with a fault every second or so, ends right."""
+    check(tmp_path, await endure(tmp_path, monkeypatch, steps=steps, seed=seed, pause=pause), steps)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from prime_rl.config import RLConfig, parse
-from support.commands import PAGE, Row, fork_line, make_checkout, parse_line, read_rows, run_line
+from support.commands import PAGE, Row, fork_line, make_checkout, parse_line, read_rows
 from support.processes import REPOSITORY
 from support.serving import commit
 
@@ -65,9 +65,10 @@ def test_planned(row: Row, checkout: Path, request: pytest.FixtureRequest) -> No
         shutil.copytree(request.getfixturevalue("versions"), checkout / "outputs" / "weights")
     status, output = fork_line(on_one_rank(row.line), checkout, "--dry-run", environment=EIGHT_GPUS)
     assert status == 0, output
-    written = [path.read_text() for path in checkout.glob("outputs*/**/*.toml")]
-    assert written, "no resolved configuration"
-    assert any(row.text in text for text in (output, *written))
+    written = [path for path in checkout.glob("outputs*/**/*") if path.is_file() and "weights" not in path.parts]
+    assert written
+    assert {path.parent.name for path in written} <= {"configs", "dry-run"}, "resolved configurations, and nothing else"
+    assert any(row.text in text for text in (output, *(path.read_text() for path in written)))
     assert "Traceback" not in output
 
 
@@ -84,7 +85,7 @@ def test_refused(row: Row, checkout: Path) -> None:
 @pytest.mark.parametrize("command", sorted({row.text.split()[0] for row in rows_of("help")}))
 def test_help(command: str, checkout: Path) -> None:
     """`--help all` lists the options that the documents name, with their defaults."""
-    status, output = run_line(f"uv run {command} --help all", checkout, environment={"COLUMNS": "300"})
+    status, output = fork_line(f"uv run {command} --help all", checkout, environment={"COLUMNS": "300"})
     assert status == 0
     missing = []
     for row in rows_of("help"):

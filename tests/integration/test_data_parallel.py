@@ -1,13 +1,11 @@
 """Several engines behind one address (`data_parallel_size`), for real: what the server says it serves, each of them computes."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from conftest import InferenceServer, LaunchServer, make_tiny_model
-from prime_rl import faults
+from conftest import InferenceServer, LaunchServer, failing_loads, make_tiny_model
 from support.serving import (
     TOLERANCE,
     Sampled,
@@ -45,15 +43,11 @@ def check_engines(server: InferenceServer, prompt: list[int], weights: Path) -> 
 
 
 @pytest.mark.slow
-def test_every_engine_follows_updates(
-    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_engine_follows_updates(start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int]) -> None:
     """Contract: every engine loads a version before the server says that it serves it, with requests in flight on all of them; where one of them
     fails to load, all go back to what they had; the next attempt succeeds."""
-    plan = tmp_path / "faults.json"
-    plan.write_text(json.dumps([{"point": "loading:v25", "process": "inference", "do": "error"}]))
-    monkeypatch.setenv(faults.ENV, str(plan))
-    server = start_server(make_tiny_model(tmp_path / "model"), {"data_parallel_size": ENGINES, **LEAN})
+    settings = {"data_parallel_size": ENGINES, **LEAN}
+    server = start_server(make_tiny_model(tmp_path / "model"), settings, environment=failing_loads(tmp_path))
     assert served(server)["engines"] == ENGINES
     check_engines(server, chat_prompt, server.model)
 
@@ -68,10 +62,10 @@ def test_every_engine_follows_updates(
     check_engines(server, chat_prompt, good)
 
     was = served(server)
-    bad = commit(server.weights_root, 25, server.model, perturbed(server.model, seed=25))
-    refused = update(server, bad, 25)
+    bad = commit(server.weights_root, 925, server.model, perturbed(server.model, seed=25))
+    refused = update(server, bad, 925)
     assert (refused.status_code, "could not be loaded" in refused.text) == (400, True), refused.text
     assert served(server) == was
     check_engines(server, chat_prompt, good)
-    assert update(server, bad, 25).status_code == 200
+    assert update(server, bad, 925).status_code == 200
     check_engines(server, chat_prompt, bad)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from prime_rl.envs import worker_process
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
+from prime_rl.processes import identify
 from support.processes import REPOSITORY
+from support.scripted import until
 from support.stub_worker import TASKS, stub_python, tell
 
 SECONDS = 120.0  # until something that should happen counts as not happening
@@ -65,20 +67,6 @@ async def run(
 
 def pids(pool: EnvPool) -> set[int]:
     return {process.pid for process in pool.workers.values()}
-
-
-def alive(pid: int) -> bool:
-    """A process that is there and no zombie (in a container nobody may reap orphans)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 # ---- how many
@@ -125,17 +113,25 @@ async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.Mon
         assert pool.restarts == 0
 
 
-async def test_the_room_of_an_episode_goes_to_who_waits_longest(tmp_path: Path) -> None:
-    """Nobody is kept waiting in a full worker's queue, and none is overtaken."""
-    async with serving(tmp_path, stub(tmp_path, {"seconds": 0.01}, max_concurrent=1)) as pool:
+async def test_the_queue_for_a_full_worker(tmp_path: Path) -> None:
+    """Nobody is overtaken. The wait takes none of an episode's time: together these take several times as long as one of them may. A deadline that
+    passes meanwhile is a timeout that says so, and leaves no slot taken."""
+    async with serving(tmp_path, stub(tmp_path, {"seconds": 0.2, "slow": 1000.0}, max_concurrent=1)) as pool:
         order: list[int] = []
 
         async def one(number: int) -> None:
-            assert (await run(pool, number % TASKS, str(number))).ok
+            assert (await run(pool, number % (TASKS - 1), str(number), seconds=1.5)).ok
             order.append(number)
 
-        await asyncio.gather(*(one(number) for number in range(30)))
-        assert order == list(range(30))
+        await asyncio.gather(*(one(number) for number in range(20)))
+        assert order == list(range(20))
+        blocker = asyncio.create_task(run(pool, TASKS - 1))
+        await asyncio.sleep(0)
+        result = await run(pool, name="late", seconds=0.3)
+        assert (result.outcome, "full" in result.message) == (Outcome.TIMEOUT, True)
+        blocker.cancel()
+        await asyncio.wait([blocker], timeout=SECONDS)
+        assert (await run(pool)).ok
 
 
 async def test_who_waits_is_told_that_the_pool_is_closed(tmp_path: Path) -> None:
@@ -151,25 +147,6 @@ async def test_who_waits_is_told_that_the_pool_is_closed(tmp_path: Path) -> None
             await run(pool)
 
 
-async def test_a_deadline_that_passes_while_all_are_full(tmp_path: Path) -> None:
-    """It is a timeout that says so, and leaves no slot taken."""
-    async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
-        blocker = asyncio.create_task(run(pool, TASKS - 1))
-        await asyncio.sleep(0)
-        result = await run(pool, name="late", seconds=0.3)
-        assert (result.outcome, "full" in result.message) == (Outcome.TIMEOUT, True)
-        blocker.cancel()
-        await asyncio.wait([blocker], timeout=SECONDS)
-        assert (await run(pool)).ok
-
-
-async def test_the_wait_for_a_worker_takes_none_of_an_episodes_time(tmp_path: Path) -> None:
-    """Episodes that together take several times as long as one of them may: each has its time once it has a worker."""
-    async with serving(tmp_path, stub(tmp_path, {"seconds": 0.6}, max_concurrent=1)) as pool:
-        results = await asyncio.gather(*(run(pool, number, str(number), seconds=3.0) for number in range(TASKS - 1)))
-    assert [result.outcome for result in results] == [Outcome.OK] * (TASKS - 1)
-
-
 async def test_equal_environments_share_workers(tmp_path: Path) -> None:
     """An environment that is trained on and evaluated is loaded once; results bear the name that was asked for. Other arguments: other workers."""
     envs = [stub(tmp_path), stub(tmp_path, name="stub-eval"), stub(tmp_path, {"seed": 1}, name="other")]
@@ -183,17 +160,25 @@ async def test_equal_environments_share_workers(tmp_path: Path) -> None:
 # ---- what cannot start
 
 
+FOREIGN = "import prime_rl.envs.worker as w; w.VERSION = 999; w.main()"
+
+
 @pytest.mark.parametrize(
-    ("python", "message"),
+    ("script", "message"),
     [
-        ("/nowhere/python", r"'stub' died before it was ready: cannot be started: .*/nowhere/python"),
-        ("/bin/false", r"'stub' died before it was ready: failed with exit status 1"),
+        (None, r"'stub' died before it was ready: cannot be started: .*/python-of-its-own"),
+        ("exit 1", r"'stub' died before it was ready: failed with exit status 1"),
+        (f'shift 2\nexec "{sys.executable}" -c "{FOREIGN}" "$@"', "speaks protocol 999"),  # of another prime-rl
     ],
 )
-async def test_start_names_what_is_wrong(tmp_path: Path, python: str, message: str) -> None:
-    """A worker that cannot start fails the start, with its cause."""
+async def test_start_names_what_is_wrong(tmp_path: Path, script: str | None, message: str) -> None:
+    """A worker that cannot start, or is not ours, fails the start, with its cause."""
+    python = tmp_path / "python-of-its-own"
+    if script is not None:
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
     with pytest.raises(UserError, match=message):
-        async with serving(tmp_path, stub(tmp_path, python=python)):
+        async with serving(tmp_path, stub(tmp_path, python=str(python))):
             pass
 
 
@@ -242,8 +227,8 @@ async def test_what_is_its_own_alone(tmp_path: Path) -> None:
             assert message in culprit.message
         assert (pids(pool), pool.restarts) == (workers, 0)
         stray = int((tmp_path / "stray").read_text())
-        assert alive(stray)
-    assert not alive(stray)
+        assert identify(stray)
+    assert not identify(stray)
 
 
 async def test_what_costs_the_worker(tmp_path: Path) -> None:
@@ -373,17 +358,6 @@ async def test_crash_loop_ends_the_pool(tmp_path: Path, monkeypatch: pytest.Monk
         assert "about to exit" in str(caught.value)
 
 
-async def test_other_version_is_refused(tmp_path: Path) -> None:
-    """A worker of another prime-rl (in an environment's own Python) is refused by its hello."""
-    python = tmp_path / "python-of-its-own"
-    patch = "import prime_rl.envs.worker as w; w.VERSION = 999; w.main()"
-    python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" -c "{patch}" "$@"\n')
-    python.chmod(0o755)
-    with pytest.raises(UserError, match="speaks protocol 999"):
-        async with serving(tmp_path, stub(tmp_path, python=str(python))):
-            pass
-
-
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
@@ -409,11 +383,11 @@ async def test_worker_dies_with_its_parent(tmp_path: Path) -> None:
     try:
         assert parent.stdout is not None
         worker = int(await asyncio.wait_for(parent.stdout.readline(), SECONDS))
-        assert alive(worker)
+        assert identify(worker)
     finally:
         parent.kill()
         await parent.wait()
-    await until(lambda: not alive(worker))
+    await until(lambda: not identify(worker))
 
 
 async def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
@@ -425,6 +399,6 @@ async def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
         tell(tmp_path, "stub", "stray")
         assert (await run(pool)).ok
         stray = int((tmp_path / "stray").read_text())
-        assert alive(stray)
+        assert identify(stray)
         os.kill(next(iter(pids(pool))), 9)
-        await until(lambda: not alive(stray))
+        await until(lambda: not identify(stray))

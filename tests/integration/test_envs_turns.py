@@ -1,8 +1,6 @@
 """Conversations of several turns, in the process of a worker, against a scripted engine: limits, a full context, samples."""
 
-import asyncio
 import itertools
-import sys
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,12 +9,11 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from fake_engine import FakeEngine, make_tokenizer
-from turn_environments import write_turn_environments
-
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, SampleTokens, Setup
+from support.environments import write_environments
+from support.fake_engine import FakeEngine, make_tokenizer
+from support.scripted import until
+from support.turn_environments import SOURCES
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(write_turn_environments(tmp_path)))
+    monkeypatch.syspath_prepend(str(write_environments(tmp_path, SOURCES)))
 
 
 @asynccontextmanager
@@ -57,18 +54,6 @@ def joined(lists: list[list[Any]]) -> list[Any]:
 
 def sampled(engine: FakeEngine) -> list[list[tuple[int, float]]]:
     return [list(zip(one.completion, array("f", one.logprobs), strict=True)) for one in engine.exchanges]
-
-
-async def test_branched_gives_a_sample_a_reply(model: Path) -> None:
-    """Every reply is a sample with the prompt that the engine had, and the loss on that reply alone."""
-    async with world(model, trajectories="branched") as (engine, env):
-        result = await run(engine, env)
-    assert result.ok, result.message
-    assert [list(one.input_ids) for one in result.samples] == [one.prompt + one.completion for one in engine.exchanges]
-    assert trained(result.samples) == sampled(engine)
-    assert result.samples[0].prompt_len == len(engine.exchanges[0].prompt)
-    told = [{ROLES[role] for role in one.roles or b""} - {""} for one in result.samples]
-    assert told == [{"system", "user", "assistant"}, {"user", "assistant"}, {"user", "assistant"}]
 
 
 async def test_branched_prompts_are_the_templates(model: Path) -> None:
@@ -106,9 +91,7 @@ async def test_turn_timeout_names_the_turn(model: Path) -> None:
         engine.reply = reply
         result = await run(engine, env)
         assert (result.outcome, result.message) == (Outcome.TIMEOUT, "turn 2: no reply within 1 s")
-        async with asyncio.timeout(20):
-            while engine.running:
-                await asyncio.sleep(0.05)
+        await until(lambda: not engine.running)
 
 
 async def test_a_full_context_stops(model: Path) -> None:
@@ -174,17 +157,3 @@ async def test_two_agents(model: Path, settings: dict[str, Any]) -> None:
     assert all(part.num_turns == moves for part in result.parts)
     assert sorted(joined(trained(result.samples))) == sorted(joined(sampled(engine)))
     assert len(result.samples) == (4 if settings.get("trajectories") else 2)
-
-
-async def test_a_reply_that_never_ends_is_contained(model: Path) -> None:
-    """The deadline of the episode cancels it at any turn: nothing goes on at the engine, and the environment is as before."""
-    async with world(model) as (engine, env):
-        engine.delay = 300.0
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await run(engine, env)
-        async with asyncio.timeout(20):
-            while engine.running:
-                await asyncio.sleep(0.05)
-        engine.delay = 0.0
-        assert (await run(engine, env)).ok

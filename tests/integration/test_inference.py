@@ -17,10 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import InferenceServer, LaunchServer, make_tiny_model
+from conftest import InferenceServer, LaunchServer, failing_loads, make_tiny_model
 from prime_rl import faults
 from prime_rl.inference.engine_watch import ASK_SECONDS
 from prime_rl.monitor.status import ProcessStatus, read_status
+from prime_rl.processes import descendants, identify, table
 from prime_rl.transport.weights import (
     hash_directory,
     version_dir,
@@ -28,6 +29,7 @@ from prime_rl.transport.weights import (
     weights_manifest,
 )
 from support import doors
+from support.processes import until
 from support.publishing import PublishingTrainer
 from support.serving import (
     TOLERANCE,
@@ -51,10 +53,10 @@ def server(inference_server: InferenceServer) -> Iterator[InferenceServer]:
     inference_server.reset()
 
 
-def check_base_update_reload(server: InferenceServer, prompt: list[int]) -> None:
+def check_base_update_reload(server: InferenceServer, prompt: list[int], tmpfs: Path | None = None) -> None:
     assert difference(server, prompt, server.model) <= TOLERANCE
     before = sample(server, prompt, temperature=0.0)
-    directory = commit(server.weights_root, 11, server.model, perturbed(server.model))
+    directory = commit(server.weights_root, 11, server.model, perturbed(server.model), tmpfs=tmpfs)
 
     before_update = served(server)
     response = update(server, directory, 11)
@@ -80,16 +82,12 @@ def check_base_update_reload(server: InferenceServer, prompt: list[int]) -> None
     assert (base["version"], base["hash"]) == (0, version_hash(hash_directory(server.model)))
 
 
-def test_logprobs_equal_transformers_and_follow_updates(server: InferenceServer, chat_prompt: list[int]) -> None:
+def test_logprobs_equal_transformers_and_follow_updates(
+    server: InferenceServer, chat_prompt: list[int], tmp_path: Path
+) -> None:
     """Contract: the engine computes what the trainer computes, before and after an update of a model with a tied head (CPU
-    packs that head separately); an update changes what is served; a reload restores it to the bit."""
-    check_base_update_reload(server, chat_prompt)
-
-
-@pytest.mark.slow
-def test_moe_logprobs_follow_updates(start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int]) -> None:
-    """Contract: the same for experts, which vLLM packs on CPU at the first load only."""
-    check_base_update_reload(start_server(make_tiny_model(tmp_path / "moe", experts=8)), chat_prompt)
+    packs that head separately); an update, whose tensors may lie in a tmpfs, changes what is served; a reload restores it to the bit."""
+    check_base_update_reload(server, chat_prompt, tmp_path)
 
 
 def test_logprobs_are_those_of_the_sampling_distribution(server: InferenceServer, chat_prompt: list[int]) -> None:
@@ -216,117 +214,103 @@ def test_bad_weights_are_refused(
     if not good.exists():
         commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20))
     assert update(server, good, 20).status_code == 200
-    before, identity = sample(server, chat_prompt, temperature=0.0), served(server)
-    response = update(server, make(server), version)
-    assert response.status_code == status, response.text
-    assert says in response.json()["error"]["message"]
-    assert served(server) == identity
-    assert sample(server, chat_prompt, temperature=0.0) == before
+    check_undone(server, chat_prompt, make(server), version, says, status)
+
+
+SERVERS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "experts": (8, {}, "host"),
+    "no memory for a second copy": (0, {"servers_on_host": 1 << 40}, "nowhere"),
+    "two ranks": (0, {"tensor_parallel_size": 2}, "host"),
+}
 
 
 @pytest.mark.slow
-def test_without_staging(start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int]) -> None:
-    """Contract: a server without memory for a second copy loads from the directory, as right as with one; a file that vLLM cannot read although every
-    hash is right (bytes behind the last tensor), is undone."""
-    server = start_server(make_tiny_model(tmp_path / "model"), {"servers_on_host": 1 << 40})
-    check_base_update_reload(server, chat_prompt)
-    good = commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20))
-    assert update(server, good, 20).json()["place"] == "nowhere"
-    check_undone(
-        server,
-        chat_prompt,
-        commit(server.weights_root, 25, server.model, perturbed(server.model), spoil="trailing"),
-        25,
-    )
-
-
-@pytest.mark.slow
-def test_two_ranks_follow_updates(
-    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("experts", "settings", "place"), SERVERS.values(), ids=SERVERS)
+def test_other_servers_follow_updates(
+    start_server: LaunchServer,
+    tmp_path: Path,
+    chat_prompt: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    experts: int,
+    settings: dict[str, Any],
+    place: str,
 ) -> None:
-    """Contract: where a layer is shared by two ranks each of them reads the version and takes its part of it."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # one NUMA node has both
-    server = start_server(make_tiny_model(tmp_path / "model"), {"tensor_parallel_size": 2})
+    """Contract: the same for experts, which vLLM packs on CPU at the first load only; for a server that loads from the directory; and where a layer
+    is shared by two ranks, each of which reads the version and takes its part of it. A load that fails, also on a file that vLLM cannot read although
+    every hash is right (bytes behind the last tensor), and a version with a wrong byte change nothing."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # one NUMA node has both ranks
+    model = make_tiny_model(tmp_path / "model", experts=experts)
+    server = start_server(model, settings, environment=failing_loads(tmp_path))
     check_base_update_reload(server, chat_prompt)
-    good = commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20))
-    assert update(server, good, 20).json()["place"] == "host"
-    bad = commit(server.weights_root, 22, server.model, perturbed(server.model))
-    file = bad / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-5] + b"12345")
-    before, was = sample(server, chat_prompt, temperature=0.0), served(server)
-    assert update(server, bad, 22).status_code == 400
-    assert served(server) == was
-    assert sample(server, chat_prompt, temperature=0.0) == before
+    check_failing_load(server, chat_prompt, place)
+    if place == "nowhere":
+        bad = commit(server.weights_root, 27, model, perturbed(model), spoil="trailing")
+        check_undone(server, chat_prompt, bad, 27, "could not be loaded")
+    check_undone(server, chat_prompt, _flipped_bit(server), 22, "tensor")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", [0, 8])
-def test_a_load_from_memory_that_fails_is_undone(
-    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch, experts: int
-) -> None:
+def test_a_load_that_fails_is_undone(server: InferenceServer, chat_prompt: list[int]) -> None:
     """Contract: a load that fails after the first tensor, with the rest of the model taken apart, is undone to the bit; the same version is loaded
     by the next attempt."""
-    plan = tmp_path / "faults.json"
-    plan.write_text(json.dumps([{"point": "loading:v25", "process": "inference", "do": "error"}]))
-    monkeypatch.setenv(faults.ENV, str(plan))
-    server = start_server(make_tiny_model(tmp_path / "model", experts=experts))
-    good = commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20))
-    assert update(server, good, 20).json()["place"] == "host"
-    bad = commit(server.weights_root, 25, server.model, perturbed(server.model))
-    check_undone(server, chat_prompt, bad, 25)
-    assert update(server, bad, 25).status_code == 200
-    assert difference(server, chat_prompt, bad) <= TOLERANCE
+    check_failing_load(server, chat_prompt, "host")
 
 
-@pytest.mark.slow
-def test_a_load_of_a_received_version_that_fails(
-    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Contract: what was served was received and is in no file, so that the server serves nothing and says so, until the next load makes it whole;
-    what is not given, or is wrong, leaves it as it is."""
-    plan = tmp_path / "faults.json"
-    plan.write_text(json.dumps([{"point": "loading:v25", "process": "inference", "do": "error"}]))
-    monkeypatch.setenv(faults.ENV, str(plan))
-    server = start_server(make_tiny_model(tmp_path / "model"))
+def check_failing_load(server: InferenceServer, prompt: list[int], place: str) -> None:
+    good = commit(server.weights_root, 924, server.model, perturbed(server.model, seed=20))
+    assert update(server, good, 924).json()["place"] == place
+    bad = commit(server.weights_root, 925, server.model, perturbed(server.model))
+    check_undone(server, prompt, bad, 925, "could not be loaded")
+    assert update(server, bad, 925).status_code == 200
+    assert difference(server, prompt, bad) <= TOLERANCE
+
+
+def test_versions_from_the_trainers_memory(server: InferenceServer, tmp_path: Path, chat_prompt: list[int]) -> None:
+    """Contract: a version is served as it was published, also after others were missed; what is not given, or is wrong, leaves the server as it is. A
+    load that fails leaves it with nothing, since what was served is in no file, and it says so, until the next load makes it whole."""
     config = server.model / "config.json"
     with closing(PublishingTrainer(server.weights_root, 8 << 20, 60.0)) as trainer:
         tensors = perturbed(server.model, seed=20)
-        good = trainer.publish(20, tensors, config=config)
-        response = update(server, good, 20)
+        good = trainer.publish(920, tensors, config=config)
+        response = update(server, good, 920)
         assert response.status_code == 200, response.text
         assert response.json()["place"] == "host"
-        same = commit(tmp_path, 20, server.model, tensors)
+        same = commit(tmp_path, 920, server.model, tensors)
         assert difference(server, chat_prompt, same) <= TOLERANCE
 
         was = served(server)
-        wrong = trainer.publish(21, tensors, config=config, spoil=True)
-        assert update(server, wrong, 21).status_code == 424
+        wrong = update(server, trainer.publish(921, tensors, config=config, spoil=True), 921)
+        assert (wrong.status_code, "the previous weights go on" in wrong.text) == (424, True), wrong.text
         address = trainer.publisher.address(fallback=False)
         stranger = replace(address, token="0" * 32)
-        response = update(server, trainer.publish(23, tensors, config=config, address=stranger), 23)
+        response = update(server, trainer.publish(923, tensors, config=config, address=stranger), 923)
         assert (response.status_code, served(server)) == (424, was)
         message = response.json()["error"]["message"]
         assert "does not know this token" in message
         assert f"from the trainer at 127.0.0.1:{address.port}" in message
         assert difference(server, chat_prompt, same) <= TOLERANCE
 
-        bad = trainer.publish(25, perturbed(server.model), config=config)
-        response = update(server, bad, 25)
+        bad = trainer.publish(926, perturbed(server.model), config=config)
+        response = update(server, bad, 926)
         assert response.status_code == 500, response.text
         assert "were never written" in response.json()["error"]["message"]
         assert server.get("/weights").status_code == 500
-        response = update(server, bad, 25)
+        response = update(server, bad, 926)
         assert response.status_code == 200, response.text
-        assert difference(server, chat_prompt, commit(tmp_path, 25, server.model, perturbed(server.model))) <= TOLERANCE
+        assert (
+            difference(server, chat_prompt, commit(tmp_path, 926, server.model, perturbed(server.model))) <= TOLERANCE
+        )
 
 
-def check_undone(server: InferenceServer, chat_prompt: list[int], directory: Path, version: int) -> None:
-    before, was = sample(server, chat_prompt, temperature=0.0), served(server)
+def check_undone(
+    server: InferenceServer, prompt: list[int], directory: Path, version: int, says: str, status: int = 400
+) -> None:
+    """An update is refused with a reason, and what was served goes on, to the bit."""
+    before, was = sample(server, prompt, temperature=0.0), served(server)
     response = update(server, directory, version)
-    assert response.status_code == 400, response.text
-    assert "could not be loaded" in response.json()["error"]["message"]
+    assert response.status_code == status, response.text
+    assert says in response.json()["error"]["message"]
     assert served(server) == was
-    assert sample(server, chat_prompt, temperature=0.0) == before
+    assert sample(server, prompt, temperature=0.0) == before
 
 
 @pytest.mark.parametrize(
@@ -347,14 +331,10 @@ def test_malformed_requests_are_refused(server: InferenceServer, body: dict[str,
     assert server.log.stat().st_size - log < 10_000
 
 
-def test_the_alias_answers_as_the_token_route(server: InferenceServer, chat_prompt: list[int]) -> None:
-    """Contract: /v1/generate is /inference/v1/generate."""
-    assert sample(server, chat_prompt, "/v1/generate", temperature=0.0) == sample(server, chat_prompt, temperature=0.0)
-
-
 def test_rollouts_are_sampled_as_by_the_token_route(server: InferenceServer, chat_prompt: list[int]) -> None:
-    """Contract: /v1/sample gives the token route's tokens, log-probabilities and reason to stop; a stop string is looked for, a request that
-    it does not do or that vLLM does not take is a 400 that says what is wrong."""
+    """Contract: /v1/sample, and the alias /v1/generate, give the token route's tokens, log-probabilities and reason to stop; a stop string is looked for,
+    a request that it does not do or that vLLM does not take is a 400 that says what is wrong."""
+    assert sample(server, chat_prompt, "/v1/generate", temperature=0.0) == sample(server, chat_prompt, temperature=0.0)
     for params in ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 5, "seed": 3}, {"temperature": 0.0, "ignore_eos": False}):  # fmt: skip
         assert sample(server, chat_prompt, "/v1/sample", **params) == sample(server, chat_prompt, **params)
     whole = sample(server, chat_prompt, "/v1/sample", temperature=0.0)
@@ -398,7 +378,7 @@ def test_several_processes_answer_as_one(start_server: LaunchServer, tiny_model:
     status = read_status(server.output_dir)["inference"]
     assert (status.phase, status.pid) == ("serving", server.pid)
     os.kill(server.pid, signal.SIGKILL)
-    until(lambda: not any(running(pid) for pid in processes), "end of the engine and of those that answer", 60)
+    until(lambda: not any(identify(pid) for pid in processes), "end of the engine and of those that answer")
 
 
 @pytest.mark.slow
@@ -471,35 +451,17 @@ def test_a_key_guards_the_server_and_appears_nowhere(
 
 
 def engines(server: int) -> list[int]:
-    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return [int(pid) for pid in children if b"multiprocessing.resource_tracker" not in cmdline(int(pid))]
+    below = [process.id.pid for process in descendants(server, table()) if process.parent == server]
+    return [pid for pid in below if b"multiprocessing.resource_tracker" not in cmdline(pid)]
 
 
-def exit_status(pid: int, seconds: float = 60.0) -> int:
+def exit_status(pid: int) -> int:
     """Of a child of this process, which stays to be waited for."""
-    end = []
-    until(
-        lambda: end.append(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) or end[-1],
-        "its end",
-        seconds,
-    )
-    assert end[-1] is not None
-    return int(end[-1].si_status)
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} after {seconds:.0f} s"
-        time.sleep(0.1)
+    until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG), "end of the server")
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    assert status is not None
+    return int(status.si_status)
 
 
 def cmdline(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -1,10 +1,11 @@
 """Supervision of real processes: small Python programs stand in for trainer, orchestrator and server."""
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
+
+import pytest
 
 from prime_rl.monitor import read_status
 from prime_rl.processes import identify
@@ -25,31 +26,25 @@ def test_success_stops_the_server_and_prints_the_steps(launch: Callable[..., Lau
     all_gone(run.pids())
 
 
-def test_first_failure_is_reported_and_everything_stopped(launch: Callable[..., Launch]) -> None:
+FAILURES = {
+    "a job that fails": (("trainer=family", "orchestrator=fails"), "error: orchestrator failed with exit status 3"),
+    "a server that ends before the jobs, though with status 0": (("inference=quits", "trainer=waits"), "error: inference ended too early"),
+    "a server that never comes up": (("inference=waits", "trainer=waits"), "inference is not ready after 1 s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("children", "says"), FAILURES.values(), ids=FAILURES)
+def test_first_failure_is_reported_and_everything_stopped(
+    launch: Callable[..., Launch], children: tuple[str, ...], says: str
+) -> None:
     """The failing process is named with its `error:` line; nothing is left, grandchildren in other sessions included."""
-    run = launch("trainer=family", "orchestrator=fails")
-    run.up("trainer")
+    run = launch(*children, ready=1.0 if "inference=waits" in children else 600.0)
+    if "trainer=family" in children:
+        run.up("trainer")
     status, out = run.wait()
-    assert status == 1
-    assert "error: orchestrator failed with exit status 3" in out
-    assert "  error: the model is broken" in out
+    assert (status, says in out) == (1, True), out
+    assert ("  error: the model is broken" in out) == ("orchestrator=fails" in children)
     assert "cleaning up" not in out
-    all_gone(run.pids())
-
-
-def test_a_service_that_stops_is_a_failure(launch: Callable[..., Launch]) -> None:
-    """A server must outlive the jobs, even if it ends with status 0."""
-    status, out = launch("inference=quits", "trainer=waits").wait()
-    assert status == 1
-    assert "error: inference ended too early" in out
-
-
-def test_a_server_that_never_comes_up_is_reported(launch: Callable[..., Launch]) -> None:
-    """The wait for readiness has a deadline that is said."""
-    run = launch("inference=waits", "trainer=waits", ready=5.0)
-    status, out = run.wait()
-    assert status == 1
-    assert "inference is not ready after 5 s" in out
     all_gone(run.pids())
 
 
@@ -105,21 +100,6 @@ def test_drain_is_bounded(launch: Callable[..., Launch]) -> None:
     assert status == 130
     assert "trainer did not finish within 1 s" in out
     all_gone(run.pids())
-
-
-def test_one_launcher_per_directory(launch: Callable[..., Launch]) -> None:
-    """A second launcher on the same run directory is refused and disturbs nothing; after a kill -9 it may take over."""
-    first = launch("trainer=waits")
-    first.up("trainer")
-    status, out = launch("trainer=waits").wait()
-    assert status == 1
-    assert re.search(r"error: .*run is in use by another rl \(pid \d+", out)
-    assert first.popen.poll() is None
-    first.popen.kill()
-    first.popen.wait()
-    all_gone(first.pids())
-    status, out = launch("trainer=quits").wait()
-    assert status == 0, out
 
 
 def test_a_closed_pipe_does_not_end_the_run(launch: Callable[..., Launch]) -> None:

@@ -80,24 +80,27 @@ def test_port_in_use_is_refused_before_anything_starts(model: Path, tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
-def test_an_earlier_run_is_refused(model: Path, tmp_path: Path) -> None:
-    """Results are neither overwritten nor mixed with."""
-    (tmp_path / "run" / "rollouts" / "step_0").mkdir(parents=True)
-    done = rl(model, tmp_path / "run")
-    assert done.returncode == 1
-    assert "holds an earlier run (rollouts)" in done.stderr
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["rollouts"]
-
-
-def test_missing_model_is_refused(tmp_path: Path) -> None:
-    """A model directory that is not there is named."""
-    done = rl(tmp_path / "none", tmp_path / "run")
-    assert (done.returncode, done.stderr) == (1, f"error: model directory {tmp_path / 'none'} does not exist\n")
-
-
-def test_bad_configuration_exits_with_2(model: Path, tmp_path: Path) -> None:
-    """Told apart from a failure."""
-    assert rl(model, tmp_path / "run", "--max-step", "3").returncode == 2
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        (["--model.name", "nowhere/at/all"], 1, "nowhere/at/all"),
+        (["--orchestrator.environment.id", "no-such-environment"], 1, "no-such-environment"),
+        (["--trainer-gpus", "2", "--device", "cuda"], 1, "GPU"),
+        (["--max-steps", "5", "--ckpt.resume-step", "10"], 2, "below ckpt.resume_step 10"),
+        (["--orchestrator.sampling.max-token", "5"], 2, "did you mean --orchestrator.sampling.max-tokens"),
+        (["--output-dir", "earlier"], 1, "holds an earlier run (rollouts)"),
+    ],
+)
+def test_refused_before_anything_starts(
+    model: Path, tmp_path: Path, options: list[str], status: int, says: str
+) -> None:
+    """One readable error, status 2 for what is wrong in the configuration; nothing is written, and an earlier run stays as it is."""
+    (tmp_path / "earlier" / "rollouts" / "step_0").mkdir(parents=True)
+    done = rl(model, tmp_path / "run", *[str(tmp_path / one) if one == "earlier" else one for one in options])
+    assert (done.returncode, says in done.stderr) == (status, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "earlier").rglob("*")] == ["rollouts", "step_0"]
 
 
 def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

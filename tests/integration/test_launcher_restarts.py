@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from prime_rl.monitor import read_status
 from prime_rl.processes import identify
-from support.launching import Launch, all_gone, launch, until
+from support.launching import Launch, all_gone, launch
+from support.processes import until
 
 PATIENT = {"max_restarts": 2, "backoff": 0.2, "heartbeat_timeout": 3.0, "stall_timeout": 600.0}
 
@@ -41,36 +42,27 @@ def test_a_killed_process_is_started_again_alone_with_recover(launch: Start) -> 
     assert not any(identify(pid) for pid in family)
 
 
-def test_each_kind_of_failure_after_ready_is_mended(launch: Start) -> None:
-    """Halted, or ended by itself: started again with --recover, and the reason is said."""
-    run = launch("orchestrator=mends:stopped", "trainer=mends:complains", policy=PATIENT)
-    status, out = run.wait()
-    assert status == 0, out
-    assert "orchestrator has given no sign of life for" in out
-    assert "trainer failed with exit status 1 (error: the disk is full)" in out
-    for name in ("orchestrator", "trainer"):
-        assert incarnations(run, name) == ["1", "2 --recover"]
+MENDED = {
+    "orchestrator=mends:stopped": "orchestrator has given no sign of life for",
+    "trainer=mends:silent-rank": "trainer rank 1 has given no sign of life",
+    "complains=mends:complains": "complains failed with exit status 1 (error: the disk is full)",
+    "overdue=mends:overdue": "overdue still waits for rollouts/step_3 from orchestrator,",
+    "told=mends:told-to-stop": "told ended too early (stopped): starting it again",
+    "early=mends:early-raises": "early failed with exit status 1",
+}
 
 
-def test_who_waits_too_long_or_was_told_to_stop_is_started_again(launch: Start) -> None:
-    """A wait beyond its own deadline; an end that its launcher did not ask for."""
-    run = launch("orchestrator=mends:overdue", "trainer=mends:told-to-stop", policy=PATIENT)
-    status, out = run.wait()
-    assert status == 0, out
-    assert "orchestrator still waits for rollouts/step_3 from orchestrator," in out
-    assert "trainer ended too early (stopped): starting it again" in out
-
-
-def test_a_halted_rank_takes_its_whole_group_along(launch: Start) -> None:
-    """One rank is stopped: the trainer is started again as a whole, the stopped rank is dead. A crash before ready is tried again as it was started:
-    nothing of that incarnation was committed in order, so no --recover."""
-    run = launch("trainer=mends:silent-rank", "orchestrator=mends:early-raises", policy=PATIENT)
+def test_each_kind_of_failure_is_mended(launch: Start) -> None:
+    """Halted, ended by itself or by a stranger, or waiting beyond its own deadline: started again with --recover, and the reason is said. A halted rank
+    takes its whole group along. A crash before ready is tried again as it was started: nothing of that incarnation was committed in order."""
+    run = launch(*MENDED, policy=PATIENT)
     rank = run.pid("rank")
     status, out = run.wait()
     assert status == 0, out
-    assert "trainer rank 1 has given no sign of life" in out
+    assert [text for text in MENDED.values() if text not in out] == []
     assert identify(rank) is None
-    assert incarnations(run, "orchestrator") == ["1", "2"]
+    for name in (child.partition("=")[0] for child in MENDED):
+        assert incarnations(run, name) == ["1", "2" if name == "early" else "2 --recover"], name
 
 
 def test_what_another_try_would_not_mend_ends_the_run(launch: Start) -> None:
@@ -148,7 +140,7 @@ def test_a_launcher_that_was_halted_blames_nobody(launch: Start) -> None:
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in family:
             os.kill(pid, number)
-        time.sleep(4)
+        time.sleep(3.5)
     (run.base / "end").touch()
     status, out = run.wait()
     assert status == 0, out

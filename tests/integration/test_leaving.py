@@ -2,8 +2,6 @@
 
 import json
 import signal
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,19 +11,10 @@ import pytest
 from conftest import free_port
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights
-from support.processes import Command, wait_for_all
+from support.processes import Command, until, wait_for_all
 
 STEPS, TIMEOUT = 24, 300.0
 MODEL = "assets/tiny-reverse"
-
-
-def until(condition: Callable[[], bool], *commands: Command) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        for command in commands:
-            assert command.process.poll() is None, f"{command.name} ended early:\n{command.tail()}"
-        assert time.monotonic() < deadline, "\n".join(command.tail(15) for command in commands)
-        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -58,17 +47,23 @@ def test_a_server_joins_and_another_one_leaves(tmp_path: Path) -> None:
         def said(text: str) -> bool:
             return text in orchestrator.log.read_text(errors="replace")
 
-        until(lambda: said(f"waiting for an inference server at {urls[0]}"), orchestrator)
+        until(lambda: said(f"waiting for an inference server at {urls[0]}"), "wait for a server", orchestrator)
         first = stack.enter_context(serve(0))
-        until(lambda: 1 in list_steps(run / "rollouts"), orchestrator, trainer, first)
+        until(lambda: 1 in list_steps(run / "rollouts"), "second batch", orchestrator, trainer, first)
         trainer.process.send_signal(signal.SIGSTOP)  # the run waits for it until the second server is there
         second = stack.enter_context(serve(1))
-        until(lambda: said(f"{urls[1]} serves version"), orchestrator, first, second)
+        until(lambda: said(f"{urls[1]} serves version"), "second server", orchestrator, first, second)
         trainer.process.send_signal(signal.SIGCONT)
-        until(lambda: len(list_steps(run / "rollouts")) >= 4, orchestrator, trainer)
+        until(lambda: len(list_steps(run / "rollouts")) >= 4, "fourth batch", orchestrator, trainer)
         assert httpx.post(f"{urls[0]}/leave", timeout=10).json() == {"leaving": True}
         assert httpx.get(f"{urls[0]}/weights", timeout=10).json()["leaving"] is True
-        until(lambda: said(f"{urls[0]} has left, and may be stopped"), orchestrator, trainer, first)
+        until(
+            lambda: said(f"{urls[0]} has left, and may be stopped"),
+            "end of what the first serves",
+            orchestrator,
+            trainer,
+            first,
+        )
         first.process.terminate()
         first.wait(60)
         wait_for_all([orchestrator, trainer], TIMEOUT)

@@ -1,17 +1,18 @@
 """The whole of `rl`: one command starts, watches and ends everything."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from conftest import free_port
+from faults.harness import survivors
 from prime_rl.monitor import read_metrics
+from prime_rl.processes import descendants, is_alive, table
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import open_batch
 from prime_rl.transport.weights import verify_weights
-from support.processes import Command, run_forked
+from support.processes import Command, until
 
 TIMEOUT = 400.0
 SMALL = [
@@ -52,94 +53,21 @@ def test_one_command_trains_evaluates_and_leaves_a_model(tmp_path, monkeypatch):
     assert "seed = 3" in (run / "configs" / "trainer.toml").read_text()
     assert "weight_decay = 0.0" in (run / "configs" / "trainer.toml").read_text()  # the file beats the environment
     assert len(read_metrics(run / "metrics" / "trainer.jsonl")) == 3
-    assert remains(run) == []
+    assert survivors(run) == []
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_no_process_behind(tmp_path):
-    """kill -9 of `rl` in the middle of a run: server, engine, trainer, orchestrator and workers are gone within seconds."""
-    port = free_port()
-    with Command("rl", *arguments(tmp_path / "run", port, "--max-steps", 200), log=tmp_path / "rl.log") as rl:
-        wait_until(lambda: len(list_steps(tmp_path / "run" / "rollouts")) >= 1, rl)
-        family = descendants(rl.process.pid)
-        assert len(family) >= 5
-        rl.process.kill()
-        rl.process.wait(10)
-        deadline = time.monotonic() + 30
-        while (alive := [pid for pid in family if is_alive(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert alive == []
-
-
-@pytest.mark.slow
-def test_interrupting_once_finishes_the_step_and_says_so(tmp_path):
-    """Ctrl-C drains: exit status 130, what is committed verifies, nothing is left running."""
-    with Command("rl", *arguments(tmp_path / "run", free_port(), "--max-steps", 200), log=tmp_path / "rl.log") as rl:
-        wait_until(lambda: len(list_steps(tmp_path / "run" / "weights")) >= 3, rl)
-        family = descendants(rl.process.pid)
-        rl.process.send_signal(signal.SIGINT)
-        assert rl.wait(120) == 130
-        assert "draining" in rl.tail()
-        assert [pid for pid in family if is_alive(pid)] == []
-    newest = max(list_steps(tmp_path / "run" / "weights"))
-    verify_weights(tmp_path / "run" / "weights" / f"step_{newest}")
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--model.name", "nowhere/at/all"], "nowhere/at/all"),
-        (["--orchestrator.environment.id", "no-such-environment"], "no-such-environment"),
-        (["--trainer-gpus", 2, "--device", "cuda"], "GPU"),
-        (["--max-steps", 5, "--ckpt.resume-step", 10], "below ckpt.resume_step 10"),
-        (["--orchestrator.sampling.max-token", 5], "did you mean --orchestrator.sampling.max-tokens"),
-    ],
-)
-def test_bad_input_ends_in_one_line_before_anything_starts(tmp_path, more, message):
-    """Nothing is spawned, nothing is written but the refusal."""
-    done = run_forked("rl", *arguments(tmp_path / "run", free_port()), *more)
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "run" / "logs").exists()
-
-
-def wait_until(condition, rl: Command, timeout: float = TIMEOUT) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert rl.process.poll() is None, f"rl ended early:\n{rl.tail()}"
-        assert time.monotonic() < deadline, f"not reached in {timeout:.0f} s:\n{rl.tail()}"
-        time.sleep(0.2)
-
-
-def descendants(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
-        except OSError:
-            continue
-    found, queue = [], list(children.get(root, []))
-    while queue:
-        pid = queue.pop()
-        found.append(pid)
-        queue += children.get(pid, [])
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def remains(run: Path) -> list[str]:
-    """Command lines of living processes that belong to the run: each is given a path inside its directory."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue
-    return [line for line in lines if str(run) in line]
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_run_leaves_no_process_behind(tmp_path, number):
+    """Server, engine, trainer, orchestrator and workers are gone within seconds of a kill -9 of `rl`. Ctrl-C drains: exit status 130; what is
+    committed verifies."""
+    run = tmp_path / "run"
+    with Command("rl", *arguments(run, free_port(), "--max-steps", 200), log=tmp_path / "rl.log") as rl:
+        until(lambda: len(list_steps(run / "weights")) >= 3, "third version", rl, seconds=TIMEOUT)
+        below = descendants(rl.process.pid, table())
+        assert len(below) >= 5
+        rl.process.send_signal(number)
+        assert rl.wait(120) == (130 if number == signal.SIGINT else -number)
+        assert ("draining" in rl.tail()) == (number == signal.SIGINT)
+        until(lambda: not any(is_alive(process.id) for process in below), "end of all", seconds=30)
+    verify_weights(run / "weights" / f"step_{max(list_steps(run / 'weights'))}")

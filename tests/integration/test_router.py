@@ -6,16 +6,14 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from conftest import free_port
-from integration.test_leaving import until
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights
-from support.processes import Command, wait_for_all
+from support.processes import Command, until, wait_for_all
 
 STEPS, TIMEOUT = 4, 300.0
 MODEL = "assets/tiny-reverse"
@@ -41,16 +39,7 @@ def test_a_run_through_a_router(tmp_path: Path, router: str) -> None:
         pytest.skip("vllm-router is not on the path")
     front, *ports = (free_port() for _ in range(3))
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    shared: list[Any] = [
-        "--output-dir",
-        tmp_path / "run",
-        "--model.name",
-        MODEL,
-        "--max-steps",
-        STEPS,
-        "--seq-len",
-        256,
-    ]
+    shared = ["--output-dir", tmp_path / "run", "--model.name", MODEL, "--max-steps", STEPS, "--seq-len", 256]
     with ExitStack() as stack:
 
         def start(name: str, *arguments: object, module: str | None = None) -> Command:
@@ -69,7 +58,7 @@ def test_a_run_through_a_router(tmp_path: Path, router: str) -> None:
             "--environment.id", "reverse-text",
         )  # fmt: skip
         trainer = start("trainer", *shared, "--device", "cpu")
-        until(lambda: 1 in list_steps(tmp_path / "run" / "rollouts"), orchestrator, trainer)
+        until(lambda: 1 in list_steps(tmp_path / "run" / "rollouts"), "second batch", orchestrator, trainer)
         wait_for_all([orchestrator, trainer], TIMEOUT)
         newest = verify_weights(tmp_path / "run" / "weights" / f"step_{STEPS}").hash
         assert [httpx.get(f"{url}/weights", timeout=10).json()["hash"] for url in urls] == [newest] * 2

@@ -13,7 +13,8 @@ from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
-from support.processes import REPOSITORY, Command, run_forked
+from support.processes import REPOSITORY, run_forked, torchrun
+from support.ranks import train_on_ranks
 
 tied_model = support.tied_model
 TRAIN = REPOSITORY / "src" / "prime_rl" / "trainer" / "sft" / "train.py"
@@ -47,26 +48,17 @@ def write_config(output_dir: Path, model: Path, **settings: object) -> Path:
     return path
 
 
-def torchrun(ranks: int, config: Path, log: Path) -> Command:
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
-    return Command(
-        "torchrun", "--nproc-per-node", ranks, *rendezvous, TRAIN, "@", config, log=log, module="torch.distributed.run"
-    )
-
-
 def test_two_ranks_equal_one(tied_model: Path, tmp_path: Path) -> None:
-    """The `sft` command, given the file that its --dry-run wrote, and torchrun with two gloo ranks (an odd number of rows) give the same losses and
+    """The `sft` command, given the file that its --dry-run wrote, and two gloo ranks (an odd number of rows) give the same losses and
     weights, to float32 rounding, and transformers loads them."""
     given = write_config(tmp_path / "given", tied_model, max_steps=3)
     assert run_forked("sft", "@", given, "--output-dir", tmp_path / "1", "--dry-run").returncode == 0
     assert [path.name for path in (tmp_path / "1").iterdir()] == ["configs"], "a dry run touches nothing else"
-    with Command("sft", "@", tmp_path / "1" / "configs" / "sft.toml", log=tmp_path / "a") as command:
-        command.succeed(SECONDS)
-    with torchrun(2, write_config(tmp_path / "2", tied_model, max_steps=3), tmp_path / "b") as command:
-        command.succeed(SECONDS)
-    one, two = (read_metrics(metrics_path(tmp_path / ranks, "sft")) for ranks in ("1", "2"))
-    assert len(one) == len(two) == 3
-    for a, b in zip(one, two, strict=True):
+    one, two = tmp_path / "1" / "configs" / "sft.toml", write_config(tmp_path / "2", tied_model, max_steps=3)
+    train_on_ranks([(1, ["@", str(one)]), (2, ["@", str(two)])], tmp_path / "log", "sft")
+    rows = [read_metrics(metrics_path(tmp_path / ranks, "sft")) for ranks in ("1", "2")]
+    assert [len(each) for each in rows] == [3, 3]
+    for a, b in zip(*rows, strict=True):
         for name in ("loss/mean", "entropy/mean", "optim/grad_norm", "data/loss_tokens", "progress/total_samples"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
     for ranks in ("1", "2"):
@@ -84,7 +76,7 @@ def test_bad_dataset_on_two_ranks(tied_model: Path, tmp_path: Path) -> None:
     """A dataset of wrong columns ends every rank, with one error line and a non-zero status."""
     (tmp_path / "wrong.jsonl").write_text('{"foo": "bar"}\n')
     data = {"name": str(tmp_path / "wrong.jsonl"), "seq_len": 128, "batch_size": 3}
-    with torchrun(2, write_config(tmp_path, tied_model, data=data), tmp_path / "log") as command:
+    with torchrun(2, TRAIN, write_config(tmp_path, tied_model, data=data), tmp_path / "log") as command:
         assert command.wait(SECONDS) != 0
     text = (tmp_path / "log").read_text()
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]

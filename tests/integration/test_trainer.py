@@ -1,9 +1,8 @@
-"""The trainer as real processes: several ranks, signals, bad input."""
+"""The trainer as real processes: several ranks, signals."""
 
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.processes import descendants, table
 from prime_rl.trainer.parallel import init_world
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
-from support.processes import REPOSITORY, Command, run_forked
+from support.processes import REPOSITORY, Command, torchrun, until
 from support.ranks import train_on_ranks
 
 tied_model, run_training = support.tied_model, support.run_training
@@ -37,24 +37,6 @@ def write_config(output_dir: Path, model: Path, /, **settings: object) -> Path:
     path = output_dir / "given.toml"
     path.write_text(tomli_w.dumps({**base, "optim": {"lr": 1e-3}, **settings}))
     return path
-
-
-def torchrun(ranks: int, config: Path, log: Path, env: dict[str, str] | None = None) -> Command:
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
-    arguments = ("--nproc-per-node", ranks, *rendezvous, TRAIN, "@", config)
-    return Command("torchrun", *arguments, log=log, module="torch.distributed.run", env=env)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s: {what}"
-        time.sleep(0.05)
-
-
-def children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
 
 
 def assert_close_weights(got: Path, want: Path) -> None:
@@ -81,13 +63,13 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
     run_training(support.make_config(one, tied_model, max_steps=3, async_level=3))
 
     ckpt = {"interval": 2}
-    with torchrun(2, write_config(two, tied_model, async_level=3, ckpt=ckpt), two / "log") as command:
-        wait_until(lambda: waits_for_step(two, 3), f"the wait for the fourth batch\n{command.tail()}")
+    with torchrun(2, TRAIN, write_config(two, tied_model, async_level=3, ckpt=ckpt), two / "log") as command:
+        until(lambda: waits_for_step(two, 3), f"the wait for the fourth batch\n{command.tail()}")
         waiting = read_status(two)["trainer"].waiting
         assert waiting is not None
         assert waiting.owner == "orchestrator"
         main = read_status(two)["trainer"].pid
-        (other,) = [pid for pid in children(command.process.pid) if pid != main and runs_the_trainer(pid)]
+        (other,) = [pid for pid in ranks(command) if pid != main]
         os.kill(other, signal.SIGTERM)
         command.succeed(SECONDS)
     assert list_steps(two / "checkpoints") == [2, 3]
@@ -146,9 +128,9 @@ def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> N
     """Checkpoints of two ranks written beside the loop are whole; each rank tells that it lives; one rank recovers what two have left."""
     support.write_rollouts(tmp_path, 3)
     settings: dict[str, Any] = {"ckpt": {"interval": 2, "save_async": True}, "recovery_interval": 1, "async_level": 3}
-    with torchrun(2, write_config(tmp_path, tied_model, **settings), tmp_path / "log") as command:
-        wait_until(lambda: waits_for_step(tmp_path, 3), f"the wait for the fourth batch\n{command.tail()}")
-        wait_until(lambda: list_steps(tmp_path / "recovery") == [3], "the recovery checkpoint of step 3")
+    with torchrun(2, TRAIN, write_config(tmp_path, tied_model, **settings), tmp_path / "log") as command:
+        until(lambda: waits_for_step(tmp_path, 3), f"the wait for the fourth batch\n{command.tail()}")
+        until(lambda: list_steps(tmp_path / "recovery") == [3], "the recovery checkpoint of step 3")
         ranks = read_status(tmp_path)
         assert ranks.keys() == {"trainer", "trainer.1"}
         assert ranks["trainer.1"].ready is not None
@@ -176,7 +158,7 @@ def test_disk_full_in_the_background_of_two_ranks(tied_model: Path, tmp_path: Pa
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps([{"point": "write:checkpoints/step_1/*", "process": "trainer", "do": "enospc"}]))
     config = write_config(tmp_path, tied_model, max_steps=40, ckpt={"interval": 1, "save_async": True})
-    with torchrun(2, config, tmp_path / "log", env={"PRIMERL_FAULTS": str(plan)}) as command:
+    with torchrun(2, TRAIN, config, tmp_path / "log", env={"PRIMERL_FAULTS": str(plan)}) as command:
         assert command.wait(SECONDS) != 0
     text = (tmp_path / "log").read_text()
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -190,8 +172,10 @@ def waits_for_step(output_dir: Path, step: int) -> bool:
     return status is not None and status.waiting is not None and status.waiting.subject == f"rollouts/step_{step}"
 
 
-def runs_the_trainer(pid: int) -> bool:
-    return str(TRAIN) in Path(f"/proc/{pid}/cmdline").read_text()
+def ranks(command: Command) -> list[int]:
+    """The processes that a torchrun has started (it starts others, too)."""
+    below = [process.id.pid for process in descendants(command.process.pid, table())]
+    return [pid for pid in below if str(TRAIN) in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_signal_while_training(tied_model: Path, tmp_path: Path) -> None:
@@ -200,7 +184,7 @@ def test_signal_while_training(tied_model: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, tied_model, data=fake, ckpt={"interval": "None"})
     with Command("trainer", "@", config, log=tmp_path / "log") as command:
         path = metrics_path(tmp_path, "trainer")
-        wait_until(lambda: path.exists() and len(read_metrics(path)) >= 2, f"two steps\n{command.tail()}")
+        until(lambda: path.exists() and len(read_metrics(path)) >= 2, f"two steps\n{command.tail()}")
         command.process.send_signal(signal.SIGTERM)
         command.succeed(SECONDS)
     steps = len(read_metrics(path))
@@ -214,23 +198,10 @@ def test_second_signal(tied_model: Path, tmp_path: Path) -> None:
     """A second signal does not wait for anything."""
     fake = {"fake": {"batch_size": 4000}}  # a step of many seconds
     with Command("trainer", "@", write_config(tmp_path, tied_model, data=fake), log=tmp_path / "log") as command:
-        wait_until(lambda: read_status(tmp_path).get("trainer") is not None, "the status file")
-        wait_until(lambda: read_status(tmp_path)["trainer"].phase == "training", "training")
+        until(lambda: read_status(tmp_path).get("trainer") is not None, "the status file")
+        until(lambda: read_status(tmp_path)["trainer"].phase == "training", "training")
         command.process.send_signal(signal.SIGINT)
-        wait_until(lambda: "asked to stop" in command.tail(), "the first signal's answer")
+        until(lambda: "asked to stop" in command.tail(), "the first signal's answer")
         command.process.send_signal(signal.SIGINT)
         assert command.wait(SECONDS) == 130
     assert list_steps(tmp_path / "weights") == [0]
-
-
-def test_one_clear_line(tmp_path: Path) -> None:
-    """Bad input ends in one line on the console and exit status 1, without a traceback."""
-    done = run_forked("trainer", "@", write_config(tmp_path, Path("/no/such/model")))
-    assert (done.returncode, done.stderr) == (1, "error: model directory /no/such/model does not exist\n")
-
-
-def test_dry_run_touches_nothing(tied_model: Path, tmp_path: Path) -> None:
-    """--dry-run writes the resolved config and nothing else."""
-    assert run_forked("trainer", "@", write_config(tmp_path / "run", tied_model), "--dry-run").returncode == 0
-    left = sorted(p.relative_to(tmp_path / "run").as_posix() for p in (tmp_path / "run").rglob("*") if p.is_file())
-    assert left == ["configs/trainer.toml", "given.toml"]

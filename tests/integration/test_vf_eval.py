@@ -6,13 +6,12 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from aiohttp import web
+
+from support.chat_api import Answer, ChatApi, completion
 
 SECONDS = 120.0
 # What a model that knows nothing but the form would say; the calculator's calls its tool first.
@@ -28,50 +27,35 @@ EXPECTED = {
 }
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[tuple[str, list[Any]]]:
-    """Its address, and the requests that it got."""
-    requests: list[Any] = []
-
-    async def chat(request: web.Request) -> web.Response:
-        body = await request.json()
-        requests.append(body)
-        calls = [CALL] if body.get("tools") and body["messages"][-1]["role"] == "user" else []
-        message = {"role": "assistant", "content": "" if calls else REPLY, **({"tool_calls": calls} if calls else {})}
-        choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "message": message}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"]}
-        return web.json_response({**answer, "choices": [choice], "usage": usage})
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", chat)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", requests
-    await runner.cleanup()
+def call_first(number: int, body: dict[str, Any]) -> Answer | None:
+    """A call of the tool where there is one, until its result is there."""
+    if not body.get("tools") or body["messages"][-1]["role"] != "user":
+        return None
+    answer = completion("", "tool_calls")
+    answer["choices"][0]["message"]["tool_calls"] = [CALL]
+    return 200, {}, answer
 
 
 # Each costs a start of `vf-eval`: on every commit the one that calls tools.
 @pytest.mark.parametrize(
     "name", [name if name == "calculator" else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED]
 )
-async def test_vf_eval(name: str, server: tuple[str, list[Any]], tmp_path: Path) -> None:
+async def test_vf_eval(name: str, tmp_path: Path) -> None:
     """No flag but the model and the server: no sandbox, no download, no upload, nothing left open."""
-    url, requests = server
-    documented = importlib.import_module(name.replace("-", "_")).__doc__ or ""
-    line = next(line for line in documented.splitlines() if "vf-eval" in line)
-    words = shlex.split(re.sub(r"http\S+", url, line).replace("MODEL", "tiny"))[2:]  # without `uv run`
-    more = ["-n", "2", "--no-rich", "--output-dir", str(tmp_path)]
-    process = await asyncio.create_subprocess_exec(
-        str(Path(sys.executable).parent / words[0]),
-        *words[1:],
-        *more,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(SECONDS):
-        output = (await process.communicate())[0].decode()
+    async with ChatApi(script=call_first, reply=lambda body: REPLY) as api:
+        documented = importlib.import_module(name.replace("-", "_")).__doc__ or ""
+        line = next(line for line in documented.splitlines() if "vf-eval" in line)
+        words = shlex.split(re.sub(r"http\S+", api.base_url, line).replace("MODEL", "tiny"))[2:]  # without `uv run`
+        more = ["-n", "2", "--no-rich", "--output-dir", str(tmp_path)]
+        process = await asyncio.create_subprocess_exec(
+            str(Path(sys.executable).parent / words[0]),
+            *words[1:],
+            *more,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        async with asyncio.timeout(SECONDS):
+            output = (await process.communicate())[0].decode()
     assert process.returncode == 0, output
     assert "Unclosed" not in output
     (results,) = tmp_path.rglob("traces.jsonl")
@@ -80,7 +64,7 @@ async def test_vf_eval(name: str, server: tuple[str, list[Any]], tmp_path: Path)
     assert f'"{EXPECTED[name]}"' in text
     assert len(episodes) >= 2
     assert '"errors": [{' not in text, text[:2000]
-    assert requests
+    assert api.bodies
     if name == "calculator":
-        told = [message["content"] for body in requests for message in body["messages"] if message["role"] == "tool"]
+        told = [message["content"] for body in api.bodies for message in body["messages"] if message["role"] == "tool"]
         assert told == ["42", "42"]

@@ -1,36 +1,21 @@
-"""Small verifiers packages that misbehave in one way each, written into a directory for a worker's path."""
+"""Small verifiers packages that misbehave in one way each, written into a directory for a worker's path; and a pool of environments on a scripted engine."""
 
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prime_rl.config.shared import EnvConfig
+from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.protocol import EpisodeResult
+from support.fake_engine import FakeEngine
+
+START_SECONDS = 180.0
 
 TASKSET = """
-import os, sys, time
-import verifiers.v1 as vf
-
-class Data(vf.TaskData):
-    pass
-
-class Task(vf.Task[Data]):
-    @vf.reward(weight=1.0)
-    async def marks(self, trace: vf.Trace) -> float:
-        {reward}
-
-class Config(vf.TasksetConfig):
-    num_tasks: int = 2
-    prompt: str = "hello"
-
-class TestTaskset(vf.Taskset[Task, Config]):
-    def load(self):
-        {load}
-        for index in range(self.config.num_tasks):
-            yield Task(Data(prompt=self.config.prompt, system_prompt="s"), self.config.task)
-
-__all__ = ["TestTaskset"]
-"""
-
-ANSWERS = """
+import itertools, os, random, sys, time
 from typing import Any
 import verifiers.v1 as vf
 
@@ -40,62 +25,55 @@ class Data(vf.TaskData):
 class Task(vf.Task[Data]):
     @vf.reward(weight=1.0)
     async def marks(self, trace: vf.Trace) -> float:
-        return 1.0
+        {reward}
 
 class Config(vf.TasksetConfig):
-    answers: list[Any] = []
+    {config}
 
-class AnswersTaskset(vf.Taskset[Task, Config]):
-    def load(self):
-        for answer in self.config.answers:
-            yield Task(Data(prompt="hello", system_prompt="s", answer=answer), self.config.task)
-
-__all__ = ["AnswersTaskset"]
-"""
-
-ENDLESS = """
-import itertools, random
-import verifiers.v1 as vf
-
-class Data(vf.TaskData):
-    pass
-
-class Task(vf.Task[Data]):
-    @vf.reward(weight=1.0)
-    async def marks(self, trace: vf.Trace) -> float:
-        return 1.0
-
-class Config(vf.TasksetConfig):
-    pass
-
-class EndlessTaskset(vf.Taskset[Task, Config]):
-    INFINITE = True
+class TestTaskset(vf.Taskset[Task, Config]):
+    INFINITE = {infinite}
 
     def load(self):
-        for number in itertools.count():
-            yield Task(Data(prompt=f"{number}: {random.randrange(10**6)}", system_prompt="s"), self.config.task)
+        {load}
+        for data in {tasks}:
+            yield Task(Data(system_prompt="s", **data), self.config.task)
 
-__all__ = ["EndlessTaskset"]
+__all__ = ["TestTaskset"]
 """
+
+
+def taskset(
+    load: str = "",
+    reward: str = "return 1.0",
+    config: str = "num_tasks: int = 2; prompt: str = 'hello'",
+    tasks: str = "[{'prompt': self.config.prompt}] * self.config.num_tasks",
+    infinite: bool = False,
+) -> str:
+    return TASKSET.format(load=load, reward=reward, config=config, tasks=tasks, infinite=infinite)
+
 
 SOURCES = {
-    "env_good": TASKSET.format(reward="return 1.0", load=""),
-    "env_bad_reward": TASKSET.format(reward="print('chatter from a reward'); return 1 / 0", load=""),
-    "env_raises_in_load": TASKSET.format(reward="return 1.0", load="raise OSError('the data is not there')"),
-    "env_empty": TASKSET.format(reward="return 1.0", load="return"),
+    "env_good": taskset(),
+    "env_bad_reward": taskset(reward="print('chatter from a reward'); return 1 / 0"),
+    "env_raises_in_load": taskset("raise OSError('the data is not there')"),
+    "env_empty": taskset("return"),
     "env_raises_on_import": "value = 1 / 0\n",
     "env_needs_missing": "import surely_not_installed\n",
     "env_classic": "def load_environment():\n    return None\n__all__ = []\n",
     "env_exports_nothing": "__all__ = []\n",
-    "env_answers": ANSWERS,
-    "env_endless": ENDLESS,
+    "env_answers": taskset(
+        config="answers: list[Any] = []", tasks="({'prompt': 'hello', 'answer': one} for one in self.config.answers)"
+    ),
+    "env_endless": taskset(
+        config="pass", tasks="({'prompt': f'{n}: {random.randrange(10**6)}'} for n in itertools.count())", infinite=True
+    ),
 }
 
 
-def write_environments(directory: Path) -> Path:
+def write_environments(directory: Path, sources: Mapping[str, str] = SOURCES) -> Path:
     """Every package as a module in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, source in SOURCES.items():
+    for name, source in sources.items():
         (directory / f"{name}.py").write_text(source)
     return directory
 
@@ -103,3 +81,35 @@ def write_environments(directory: Path) -> Path:
 def environment(env_id: str, args: dict[str, Any] | None = None, **settings: Any) -> EnvConfig:
     """An environment's settings: one worker, with slots for few episodes."""
     return EnvConfig(id=env_id, args=args or {}, **{"max_concurrent": 64, "workers": 1, **settings})
+
+
+@dataclass
+class PoolWorld:
+    """Environments in workers of their own, and the engine that answers them."""
+
+    engine: FakeEngine
+    pool: EnvPool
+    output: Path
+
+    async def run(self, env: str, task: int = 0, *, seconds: float = 60.0, **sampling: Any) -> EpisodeResult:
+        return await self.pool.run(
+            env=env,
+            task_index=task,
+            sampling={"temperature": 0.7, "max_tokens": 64, **sampling},
+            policy_version=3,
+            episode_id="1.2.3",
+            deadline=time.monotonic() + seconds,
+        )
+
+
+@asynccontextmanager
+async def open_pool(
+    envs: Sequence[EnvConfig], model: Path, output: Path, context: int = 512
+) -> AsyncIterator[PoolWorld]:
+    async with FakeEngine(model, max_model_len=context) as engine:
+        pool = EnvPool(envs, model=str(model), base_url=engine.base_url, api_key="secret", output_dir=output)
+        try:
+            await pool.start(START_SECONDS)
+            yield PoolWorld(engine, pool, output)
+        finally:
+            await pool.close()

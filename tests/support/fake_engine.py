@@ -132,6 +132,11 @@ class FakeEngine:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
+    def reset(self) -> None:
+        """Forget what was asked, and answer again at once and well."""
+        self.exchanges.clear()
+        self.delay, self.status, self.malformed = 0.0, 200, False
+
     def _load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 

@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from prime_rl.processes import identify
+from support.processes import until
 
 # argv = output_dir, drain seconds, seconds until a server must be ready, policy as JSON, then name=kind pairs.
 DRIVER = """
@@ -33,7 +33,7 @@ try:
     with rundir.Owner(root):
         console = Console(root, 3)
         supervisor = Supervisor(processes, root, console.say, console.tick, RestartPolicy(**json.loads(sys.argv[4])),
-                                drain_seconds=drain, stop_seconds=3.0)
+                                drain_seconds=drain, stop_seconds=1.0)
         status = supervisor.run().value
         console.look()
 except UserError as error:
@@ -144,7 +144,8 @@ elif kind.startswith("mends:"):  # the first incarnation goes wrong as told, the
         time.sleep(600)
     elif fault == "patient":  # waits for somebody longer than stall_timeout, within its own deadline
         status.waiting("rollouts/step_3", "orchestrator", 600)
-        time.sleep(9)
+        while not (root.parent / "end").exists():
+            time.sleep(0.05)
         status.done("finished")
         sys.exit(0)
     elif fault == "silent-rank":
@@ -206,13 +207,6 @@ class Launch:
 
     def pids(self) -> list[int]:
         return [int(path.read_text()) for path in self.base.glob("*.pid")]
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
-        time.sleep(0.05)
 
 
 def all_gone(pids: list[int]) -> None:

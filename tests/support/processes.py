@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -72,6 +72,24 @@ class Command:
     ) -> None:
         self._line.close()  # kills the whole group
         self.process.wait(30)
+
+
+def torchrun(ranks: int, script: Path, config: Path, log: Path, env: dict[str, str] | None = None) -> Command:
+    """`script @ config` on so many ranks of this host."""
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    arguments = ("--nproc-per-node", ranks, *rendezvous, script, "@", config)
+    return Command("torchrun", *arguments, log=log, module="torch.distributed.run", env=env)
+
+
+def until(condition: Callable[[], object], what: str, *commands: Command, seconds: float = 120.0) -> None:
+    """Look until it holds. A deadline that passes, or one of `commands` that ends before, fails the test with their last lines."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        ended = [command.name for command in commands if command.process.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            lines = [f"no {what} within {seconds:.0f} s (ended: {ended})", *(command.tail(15) for command in commands)]
+            raise AssertionError("\n".join(lines))
+        time.sleep(0.05)
 
 
 def wait_for_all(commands: Sequence[Command], timeout: float) -> None:

@@ -1,6 +1,4 @@
-"""verifiers packages with tools, written into a directory for a worker's path: a server per worker, and one per episode."""
-
-from pathlib import Path
+"""verifiers packages with tools: a server per worker, and one per episode."""
 
 TOOLS = """
 import os, time
@@ -134,11 +132,3 @@ class Pad(desk_tools.Pad):
 ).replace("__all__", 'if __name__ == "__main__":\n    Pad.run()\n__all__')
 
 SOURCES = {"env_bad_pad": BAD_PAD, "env_no_desk": BROKEN, "desk_tools": TOOLS, "env_desk": SHARED, "env_pad": OWN}
-
-
-def write_tool_environments(directory: Path) -> Path:
-    """Every module in `directory`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, source in SOURCES.items():
-        (directory / f"{name}.py").write_text(source)
-    return directory

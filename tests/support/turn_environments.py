@@ -1,6 +1,4 @@
-"""verifiers packages of several turns and of several agents, written into a directory for a worker's path."""
-
-from pathlib import Path
+"""verifiers packages of several turns and of several agents."""
 
 WORDS = """
 import verifiers.v1 as vf
@@ -68,11 +66,3 @@ __all__ = ["DuelTaskset", "DuelEnv"]
 """
 
 SOURCES = {"env_words": WORDS, "env_duel": DUEL}
-
-
-def write_turn_environments(directory: Path) -> Path:
-    """Every module in `directory`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, source in SOURCES.items():
-        (directory / f"{name}.py").write_text(source)
-    return directory

@@ -1,5 +1,6 @@
 """calculator: problems made the same everywhere, an evaluator that computes exactly and cannot be made to do anything else."""
 
+import json
 import subprocess
 import sys
 from fractions import Fraction
@@ -115,35 +116,23 @@ def test_refused(expression: str) -> None:
         calculate(expression)
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "9**9**9**9",
-        "9**999999999",
-        "2**256*2**256*2**256",
-        "(" * 150 + "1",
-        "(" * 99 + "1" + ")" * 99,
-        "-" * 199 + "1",
-        "9" * 200,
-        "1." + "9" * 198,
-        "1+" * 99 + "1",
-        "1/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999",
-        "9" * 100_000,
-        "1e" + "9" * 20,
-        "2**" * 60 + "2",
-        "(99**77)**(99**77)",
-        "0.0000001**256",
-    ],
-)
-def test_work_is_bounded(expression: str) -> None:
+HUGE = [
+    "9**9**9**9", "9**999999999", "2**256*2**256*2**256", "(" * 150 + "1", "(" * 99 + "1" + ")" * 99, "-" * 199 + "1",
+    "9" * 200, "1." + "9" * 198, "1+" * 99 + "1", "1" + "/9999999" * 13, "9" * 100_000, "1e" + "9" * 20, "2**" * 60 + "2",
+    "(99**77)**(99**77)", "0.0000001**256",
+]  # fmt: skip
+
+
+def test_work_is_bounded() -> None:
     """Whatever it is asked, it holds no number beyond its bounds; a child process with little time and memory does all of it."""
     code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (5, 5)); resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
+        "import json, resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (5, 5)); resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
         "from calculator.arithmetic import ArithmeticRefused, calculate\n"
-        "try: calculate(sys.stdin.read())\n"
-        "except ArithmeticRefused: pass\n"
+        "for expression in json.load(sys.stdin):\n"
+        "  try: calculate(expression)\n"
+        "  except ArithmeticRefused: pass\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], input=expression, text=True, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], input=json.dumps(HUGE), text=True, timeout=120).returncode == 0
 
 
 @settings(max_examples=300)
