@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.config import SFTConfig, TrainerConfig
+from prime_rl.config.trainer import WeightsConfig
 from prime_rl.monitor import log
 from prime_rl.trainer import attention, memory, moe, perf
 from prime_rl.trainer.model import build_policy, compute_dtype
@@ -63,7 +64,7 @@ class Case:
         micro_batches: Per rank and step.
         warm: Steps that are not measured.
         limit: Seconds for the whole case.
-        export: Commit the weights after every step.
+        export: Publish the weights after every step: RL's on a GPU from memory, else as files.
         canary: Score the canary for every version, as RL runs do.
         settings: Options of the trainer's `model` section; none is a user's run without any option.
         optim: Options of its `optim` section.
@@ -223,6 +224,8 @@ class Bench:
             torch.bfloat16,
             timeout=config.dist_timeout,
             scorer=scorer,
+            weights=WeightsConfig(host="127.0.0.1"),
+            memory=world.device.type == "cuda" and case.loss == "rl",  # as `trainer.weights.transport = "auto"` does
             async_level=1,
             on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
         )
@@ -355,7 +358,7 @@ def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], w
         "optimizer": "optimizer",
         "export_wait": "export",
     }
-    export = ("cast", "copy", "write", "hash", "commit")
+    export = ("copy", "checksum", "write", "hash", "commit")
     return {
         "case": asdict(case),
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
