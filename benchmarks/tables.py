@@ -195,7 +195,7 @@ def _sync_cells(name: str, row: Row) -> list[str]:
 
 def _sync_part() -> list[str]:
     parts = []
-    for name in ("weight_sync_cpu.json", "weight_sync_h100.json", "weight_sync_one_h100.json"):
+    for name in ("weight_sync_cpu.json", "weight_sync_h100.json", "weight_sync_h200.json", "weight_sync_one_h100.json"):
         rows = _read(name).get("rows", {})
         parts.append(f"`weight_sync.py`, `{name}`. {_machines(rows)}")
         parts += [markdown(sync_lines(rows))] if rows else []
