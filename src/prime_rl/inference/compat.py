@@ -242,26 +242,31 @@ class AllEngines:
         await self._client.resume_generation()
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Return the answers of all ranks, engine by engine. Raises the first exception of one of them once all have
-        answered: none is still at it when the next call comes.
+        """Have all ranks call a method of `WeightsExtension`; return their answers, engine by engine. Raises the first
+        error of one of them once all have answered: none is still at it when the next call comes.
 
-        vLLM's own call asks all engines but answers for the first alone, and drops the others as soon as one fails.
+        vLLM's own call drops the answers of other ranks as soon as one raises, so that none does; it asks all engines but
+        answers for the first alone, and drops the others as soon as one fails.
         """
         if self._engines == 1:
-            return list(await self._client.collective_rpc(method, timeout, args))
-        client = self._client.engine_core
-        # Both releases have this; there is no public way to one engine's answer.
-        calls = [
-            client._call_utility_async("collective_rpc", method, timeout, args, {}, engine=engine)
-            for engine in client.core_engines
-        ]
-        answers = await asyncio.gather(*calls, return_exceptions=True)  # bounded: by the caller, as vLLM's own is
-        ranks: list[Any] = []
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-            ranks += answer
-        return ranks
+            ranks = list(await self._client.collective_rpc("prime_call", timeout, (method, args)))
+        else:
+            client = self._client.engine_core
+            # Both releases have this; there is no public way to one engine's answer.
+            calls = [
+                client._call_utility_async("collective_rpc", "prime_call", timeout, (method, args), {}, engine=engine)
+                for engine in client.core_engines
+            ]
+            answers = await asyncio.gather(*calls, return_exceptions=True)  # bounded: by the caller, as vLLM's own is
+            ranks = []
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+                ranks += answer
+        for rank in ranks:
+            if "error" in rank:
+                raise RuntimeError(rank["error"])
+        return [rank["answer"] for rank in ranks]
 
 
 async def label_weights(engine: Engine, client: Any, version: int) -> None:

@@ -5,12 +5,13 @@ what it will load. The buffer is on the device if that has room beside the engin
 in files may also be kept nowhere: it is verified, and vLLM reads it during the pause.
 """
 
+import logging
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -229,6 +230,17 @@ class WeightsExtension:
     prime_copies: CopyPlan | None = None
     prime_plain: bool | None = None  # not known yet
     prime_whole = True  # every reload of vLLM's has finished: only another reload repairs one that has not
+
+    def prime_call(self, method: str, args: Sequence[Any]) -> dict[str, Any]:
+        """Call one of the methods below. Returns its "answer", or the "error" that it raised.
+
+        vLLM stops reading a call's answers at the first rank that raises: later calls would get what the others answered.
+        """
+        try:
+            return {"answer": getattr(self, method)(*args)}
+        except Exception as error:  # raised by `compat.AllEngines`
+            logging.getLogger(__name__).exception("%s failed", method)
+            return {"error": str(error) or type(error).__name__}
 
     def prime_stage(
         self, directory: str, digest: str, servers_on_host: int = 1, on_device: bool = True

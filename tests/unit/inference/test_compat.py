@@ -5,6 +5,7 @@ import base64
 import hashlib
 import os
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.server import arguments
+from prime_rl.inference.staging import WeightsExtension
 
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -94,9 +96,9 @@ class Core:
         self.done.append(number)
         if number in self.failing:
             raise RuntimeError(f"engine {number} failed")
-        method, timeout, arguments, named = args
-        assert (call, method, timeout, named) == ("collective_rpc", "prime_served", None, {})
-        return [{"engine": number, "rank": rank, "args": arguments} for rank in range(2)]
+        worker_call, timeout, (method, arguments), named = args
+        assert (call, worker_call, method, timeout, named) == ("collective_rpc", "prime_call", "prime_served", None, {})
+        return [{"answer": {"engine": number, "rank": rank, "args": arguments}} for rank in range(2)]
 
 
 class Client:
@@ -118,6 +120,45 @@ async def test_a_failure_is_raised_once_all_have_answered() -> None:
     with pytest.raises(RuntimeError, match="engine 0 failed"):
         await compat.AllEngines(client, 3).collective_rpc("prime_served")
     assert sorted(client.engine_core.done) == [0, 1, 2]
+
+
+class Executor:
+    """vLLM's own client of one engine with several ranks: each of their answers waits in a queue until it is read, which ends with the first error."""
+
+    def __init__(self, *ranks: Any) -> None:
+        self._ranks, self._queues = ranks, [deque[Any]() for _ in ranks]
+
+    async def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[Any]:
+        for rank, queue in zip(self._ranks, self._queues, strict=True):
+            try:
+                queue.append(getattr(rank, method)(*args))
+            except ValueError as error:
+                queue.append(error)
+        answers = []
+        for queue in self._queues:
+            if isinstance(answer := queue.popleft(), Exception):
+                raise answer
+            answers.append(answer)
+        return answers
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
+async def test_a_rank_that_fails_leaves_no_answer_to_the_next_call(failing: set[int]) -> None:
+    """Contract: whichever ranks fail, the error is raised, and later calls get the answers to themselves."""
+
+    class Rank(WeightsExtension):
+        def __init__(self, number: int) -> None:
+            self.rank = number
+
+        def prime_load(self, directory: str, identity: dict[str, Any]) -> None:
+            if self.rank in failing:
+                raise ValueError(f"rank {self.rank} failed")
+            self.prime_identity = identity
+
+    engine = compat.AllEngines(Executor(Rank(0), Rank(1)), 1)
+    with pytest.raises(RuntimeError, match=f"^rank {min(failing)} failed$"):
+        await engine.collective_rpc("prime_load", args=("x", {"version": 1}))
+    assert await engine.collective_rpc("prime_served") == [None if n in failing else {"version": 1} for n in range(2)]
 
 
 def test_two_releases_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
