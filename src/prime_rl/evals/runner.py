@@ -127,6 +127,8 @@ class EvalRunner:
         while self._todo and not self._superseded():  # bounded: each attempt is
             attempt = self._todo.popleft()
             result, results = await self._attempt(attempt), attempt.job.results
+            if result.outcome is Outcome.ENGINE_UNAVAILABLE and self._superseded():
+                return  # it was not waited for
             result.task_id = attempt.task.task_id
             result.output_tokens = result.output_tokens or output_tokens(result)
             result.samples = []

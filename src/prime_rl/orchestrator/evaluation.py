@@ -111,17 +111,21 @@ class Evaluations:
             total, done = sum(len(job.results.keys) for job in jobs), itertools.count(1)
             phase = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
             self._status.phase(phase)
-            await EvalRunner(
-                self._pool, jobs, version, seed=self.config.seed,
-                max_concurrent=concurrent_episodes(self.config, eval_environments(self.config)),
-                timeout=self.config.rollout_timeout, fleet=weight_sync.fleet, bring_back=self._bring_back,
-                superseded=self._superseded, on_result=lambda job: self._status.phase(f"{phase}: {next(done)}/{total}"),
-            ).run()  # fmt: skip
-            async with weight_sync.shipping:
-                weight_sync.notice_incarnation()
-            if not self._superseded():  # else another version is evaluated in its place
-                for job in jobs:
-                    self._log(job.results)
+            while not self._superseded():  # else another version is evaluated in its place
+                await EvalRunner(
+                    self._pool, jobs, version, seed=self.config.seed,
+                    max_concurrent=concurrent_episodes(self.config, eval_environments(self.config)),
+                    timeout=self.config.rollout_timeout, fleet=weight_sync.fleet, bring_back=self._bring_back,
+                    superseded=self._superseded,
+                    on_result=lambda job: self._status.phase(f"{phase}: {next(done)}/{total}"),
+                ).run()  # fmt: skip
+                async with weight_sync.shipping:
+                    weight_sync.notice_incarnation()
+                # Not complete: the version was not to be had for a while, and came back.
+                if not self._superseded() and all(job.results.complete for job in jobs):
+                    for job in jobs:
+                        self._log(job.results)
+                    break
 
     def _superseded(self) -> bool:
         return self._weight_sync.superseded or self._weight_sync.scheduler.must_go_back

@@ -14,6 +14,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals import runner
 from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of, wire_sampling
 from prime_rl.fleet.replicas import ReplicaState
+from prime_rl.orchestrator import evaluation
 from prime_rl.orchestrator.evaluation import Evaluations
 from support.fleet import ready_fleet
 
@@ -56,8 +57,35 @@ async def test_an_evaluation_of_a_version_that_is_superseded_ends():
     ).run()
     asyncio.get_running_loop().call_later(0.05, superseded.append, True)
     await asyncio.wait_for(run, 30)
-    assert not job.results.complete
-    assert not job.results.scored
+    assert not job.results.attempts
+
+
+async def test_a_version_that_is_to_be_had_again_is_evaluated_whole(monkeypatch):
+    """Contract: what was given up while the version seemed superseded is made after all; less than all is never logged."""
+    fleet, calls = ready_fleet(1, slack=0), []
+    (replica,) = fleet.replicas
+    replica.loaded = await replica.engine.served()
+    sync = SimpleNamespace(
+        lock=asyncio.Lock(), shipping=asyncio.Lock(), fleet=fleet, superseded=False,
+        scheduler=SimpleNamespace(version=0, must_go_back=False), notice_incarnation=lambda: vars(sync).update(superseded=False),
+    )  # fmt: skip
+
+    class Losing(Pool):
+        async def run(self, *, server, **arguments):
+            calls.append(server)
+            sync.superseded = len(calls) == 3
+            return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE if sync.superseded else Outcome.OK)
+
+    monkeypatch.setattr(evaluation, "concurrent_episodes", lambda config, environments: 1)
+    evaluations, logged = Evaluations.__new__(Evaluations), []
+    evaluations.config = SimpleNamespace(seed=0, rollout_timeout=60, eval=None)
+    evaluations._pool, evaluations._weight_sync = Losing(), sync
+    evaluations._status = SimpleNamespace(phase=lambda text: None)
+    evaluations._plans, evaluations._logged = [EvalPlan("one", "one", SamplingConfig(), 4, 8, 100)], {}
+    evaluations._log = logged.append
+    await evaluations._evaluate()
+    assert [len(results.scored) for results in logged] == [32]
+    assert len(calls) == 33
 
 
 @pytest.mark.parametrize(
