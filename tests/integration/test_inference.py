@@ -65,6 +65,7 @@ def check_base_update_reload(server: InferenceServer, prompt: list[int], tmpfs: 
     assert identity(response) == {"version": 11, "hash": manifest.hash}
     assert served(server) == {
         "boot": before_update["boot"],
+        "loads": before_update["loads"] + 1,
         "engines": before_update["engines"],
         "leaving": False,
         "models": [str(server.model)],

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _WORKER_DEATHS = 3  # in one attempt, of which the last is its outcome
 _TRIES = 5  # at one attempt, of which all but the last failed for want of a server
 FIRST_PAUSE_SECONDS = 1.0  # before an attempt without a server is made again; doubled each time
-_LOST = "was started again, or its weights were changed by others: are they another run's?"
+_LOST = "did not answer, was started again, or was given other weights by others: is it another run's?"
 
 
 class KeyRejected(UserError):

@@ -51,7 +51,7 @@ class CannotScore(UserError):
 
 @dataclass(frozen=True)
 class Served:
-    """What the server says it serves. `boot` names the incarnation of the server, where it tells one; `seconds`, what parts its update took, of one that
+    """What the server says it serves. `boot` names the incarnation of the server and `loads` counts its loads of weights, where it tells them; `seconds`, what parts its update took, of one that
     answered (`inference.service.WeightUpdate`, and `verify`, its logprob check); `models`, the names that requests may give."""
 
     version: int
@@ -61,6 +61,7 @@ class Served:
     engines: int = field(default=1, compare=False)  # that data parallelism has behind the server
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     models: tuple[str, ...] | None = field(default=None, compare=False)  # None: it does not say
+    loads: str = ""
 
     def check_name(self, root: str, model: str) -> None:
         """Raises UserError where the server at `root` says that it serves other models: it would refuse every request, and may have another tokenizer."""
@@ -155,6 +156,7 @@ class InferenceClient:
                 body.get("leaving") is True,
                 int(body.get("engines", 1)),
                 models=tuple(map(str, body["models"])) if "models" in body else None,
+                loads=str(body.get("loads", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{self.root}/weights does not say what is served ({error!r}): is this server started with `inference`?") from error  # fmt: skip

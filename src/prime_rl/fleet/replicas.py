@@ -106,15 +106,15 @@ class Replica:
             self.unverified.clear()
 
     async def verify(self) -> bool:
-        """Whether the server answers, was not started again, and serves what it was given; or left when it did. During an update it may
-        serve the new version already, which counts when the update has succeeded."""
+        """Whether the server answers, was not started again, and has served nothing but what it was given; or left when it did. During an
+        update it may serve the new version already, which counts when the update has succeeded."""
         try:
             if self.released:
                 return True
             served = await self.engine.served()
         except UserError:
             return False
-        if served == self.loading != self.loaded:
+        if replace(served, loads="") == self.loading and served != self.loaded:
             await self._load_ended.wait()  # bounded: the requests that a load consists of are
         return served == self.loaded
 

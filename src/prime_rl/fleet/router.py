@@ -64,7 +64,7 @@ class RouterClient:
         return all(await _all(each.answers() for each in (*self._parts, self._router)))
 
     async def served(self) -> Served:
-        """What all parts serve, whose `boot` changes with that of any of them; `NO_VERSION` where they serve different weights, which an update ends.
+        """What all parts serve, whose `boot` and `loads` change with those of any of them; `NO_VERSION` where they serve different weights, which an update ends.
 
         Raises:
             UserError: as a single server's.
@@ -146,6 +146,7 @@ def _joined(answers: Sequence[Served]) -> Served:
         sum(one.engines for one in answers),
         {part: max(one.seconds.get(part, 0.0) for one in answers) for part in parts},
         tuple(name for name in models[0] if all(name in one for one in models)) if models else None,
+        "+".join(one.loads for one in answers),
     )
 
 

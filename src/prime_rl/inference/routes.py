@@ -1,7 +1,7 @@
 """Our routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}, POST /reload_weights likewise
-    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "engines", "leaving"}
+    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "loads", "engines", "leaving"}
     POST /pause -> {"paused"}, POST /resume likewise: requests in flight are kept; an update pauses by itself
     POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
     POST /v1/generate, an alias of /inference/v1/generate

@@ -45,6 +45,7 @@ class ServedVersion:
     base: str
     weight_dir: str | None  # None for the weights it started with
     boot: str  # identifies the incarnation of the server: one that was restarted has served its base in between
+    loads: int  # of weights in that incarnation: with equal ones nothing else was served in between
 
 
 @dataclass
@@ -96,7 +97,7 @@ class WeightService:
         self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._boot = secrets.token_hex(8)
+        self._boot, self._loads = secrets.token_hex(8), 0
         self._paused_by_client = False
         self._broken: str | None = None  # why the weights are unusable
         self._resume_error: str | None = None  # why the engine did not resume
@@ -114,7 +115,7 @@ class WeightService:
         if any(answer != answers[0] for answer in answers):
             raise Rejected(500, f"the workers serve different weights: {answers}")
         identity = answers[0] or {"version": 0, "hash": version_hash(await self._base_hashes()), "weight_dir": None}
-        return ServedVersion(base=str(self._base), boot=self._boot, **identity)
+        return ServedVersion(base=str(self._base), boot=self._boot, loads=self._loads, **identity)
 
     async def update(self, weight_dir: str, version: int) -> WeightUpdate:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it. Rejected:
@@ -237,6 +238,7 @@ class WeightService:
                     message = f"{directory} could not be loaded, the previous weights go on: {reason}"
                     raise Rejected(400, message) from error
                 self._fallback, self._broken = (str(directory), identity), None
+                self._loads += 1
                 self._staged = False  # freed with it: another call would wait for the first step, the longest
                 try:
                     async with asyncio.timeout(ANSWER_SECONDS):

@@ -70,6 +70,23 @@ async def test_a_proof_is_of_one_server_alone():
     assert await fleet.verify({"a"}) == ([], [one])
 
 
+async def test_a_server_that_served_other_weights_for_a_while_fails_its_verification():
+    """Contract: also where it has been given its own again meanwhile. The number of loads is compared once an update has ended, not during it."""
+    (replica,) = ready_fleet(1, slack=0).replicas
+    replica.engine.now = replica.loaded = Served(1, "a", "boot", loads="1")
+    assert await replica.verify()
+    replica.engine.now = Served(1, "a", "boot", loads="3")
+    assert not await replica.verify()
+
+    replica.engine.now, replica.loading = Served(2, "b", "boot", loads="2"), Served(2, "b", "boot")
+    verifying = asyncio.create_task(replica.verify())
+    await asyncio.sleep(0.01)
+    assert not verifying.done()
+    replica.loaded, replica.loading = replica.engine.now, None
+    replica._load_ended.set()
+    assert await verifying
+
+
 # -- runs ------------------------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -136,7 +137,7 @@ UPDATE = ["prime_stage", "pause", "prime_load"]
 
 async def test_an_update(engine: FakeEngine, service: WeightService, root: Path) -> None:
     """Contract: stage, pause, load, label, resume, in this order. The engine is paused only once every worker has read the
-    version; the answer says what took how long."""
+    version; the answer says what took how long. The load is counted, also one of what is served already."""
     asked: list[list[Any]] = []
     engine.when_asked = lambda: asked.append(list(engine.calls))
     engine.staging = [[READY, READING], [READY, READING], [READY, READY | {"place": "device"}]]
@@ -148,7 +149,9 @@ async def test_an_update(engine: FakeEngine, service: WeightService, root: Path)
     assert set(change.seconds) == {"check", "stage", "stop", "load", "pause"}
     served = await service.served()
     assert (served.version, served.hash, served.weight_dir) == (change.version, change.hash, str(directory))
-    assert change.version == 1
+    assert (change.version, served.loads) == (1, 1)
+    await service.update(str(directory), 1)
+    assert await service.served() == replace(served, loads=2)
 
 
 async def test_a_failed_load_is_undone(engine: FakeEngine, service: WeightService, root: Path) -> None:
