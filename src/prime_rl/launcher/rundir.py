@@ -178,7 +178,7 @@ def cleaned(output_dir: Path, process: str, keep_evals: bool = False) -> Iterato
     So, of several processes that are started with `--clean`, only the first removes anything.
 
     Raises:
-        UserError: a live `rl`, the same process, or a run that has come further than its start is at work here.
+        UserError: a live `rl`, the same process, or a run that has come further than its start is running here.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     elsewhere = "or choose another --output-dir"
@@ -187,12 +187,12 @@ def cleaned(output_dir: Path, process: str, keep_evals: bool = False) -> Iterato
         if owner is not None and owner.pid != os.getpid() and is_held(owner):
             raise UserError(f"`rl` (pid {owner.pid} on {owner.host}) runs in {output_dir}: stop it, {elsewhere}")
         if process in others:
-            raise UserError(f"another {process} is at work in {output_dir}: stop that one, {elsewhere}")
+            raise UserError(f"another {process} is running in {output_dir}: stop that one, {elsewhere}")
         if not others:
             clean(output_dir, process, keep_evals)
         elif names := results(output_dir):
             raise UserError(
-                f"--clean would remove what {' and '.join(others)} is at work on in {output_dir} ({', '.join(names)}): "
+                f"--clean would remove files of the running {' and '.join(others)} in {output_dir} ({', '.join(names)}): "
                 f"stop that first, {elsewhere}"
             )
         yield

@@ -51,7 +51,7 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def foreign(root: Path) -> list[Path]:
-    """Return directories under a checkpoint's name that hold something, but no part. Nothing is mixed into them."""
+    """Return `step_N` directories with content but no part of ours; we never write there."""
     without_parts = sorted(set(list_steps(root)).difference(*(steps_with(root, part) for part in TOGETHER)))
     directories = [step_dir(root, step) for step in without_parts]
     return [path for path in directories if any(not inside.name.startswith(".") for inside in path.iterdir())]
@@ -67,7 +67,7 @@ def run_of(directory: Path) -> str | None:
 
 
 def belongs(root: Path, step: int, run: str | None) -> bool:
-    """Whether checkpoint `step` is of this run; one that names no run is."""
+    """Whether checkpoint `step` is of this run; without a run id it counts as ours."""
     return run is None or run_of(part_dir(root, step, "trainer")) in (None, run)
 
 
@@ -172,9 +172,9 @@ def remove_expendable(
 
 
 def supersede_after(root: Path, step: int, incarnation: int, run: str | None = None) -> list[Path]:
-    """Rename the checkpoints of `run` beyond `step`, from which incarnation `incarnation` goes on, and return their new paths.
+    """Rename `run`'s checkpoints after `step`, where `incarnation` starts: they are superseded. Return their new paths.
 
-    They are not deleted, for somebody may have asked for `step` by mistake. Either process may call it, more than once.
+    They are not deleted, in case `step` was a mistake. Either process may call it, more than once.
     """
     later = [number for number in _own_steps(root, run) if number > step]
     renamed = [supersede(step_dir(root, number), incarnation) for number in later]
@@ -188,7 +188,7 @@ def _own_steps(root: Path, run: str | None) -> list[int]:
 
 
 def clean(root: Path, part: Part) -> None:
-    """Remove what a dead writer of `part` left half-done."""
+    """Remove what a dead writer of `part` left unfinished."""
     for step in list_steps(root):
         clean_stages(step_dir(root, step), part)
         if part == "trainer":  # which is the first to write into a checkpoint
@@ -214,7 +214,7 @@ def recoverable(
         Step, directory, and what is wrong with it (None: its bytes are the ones that were committed).
 
     Raises:
-        UserError: a newer version of this program wrote one: to pass it over would lose its steps.
+        UserError: a newer version of this program wrote one: to skip it would lose its steps.
     """
     states = [(step, part_dir(root, step, "trainer")) for step in steps_with(root, "trainer")]
     states += [(step, step_dir(recovery, step)) for step in list_steps(recovery)]

@@ -1,8 +1,8 @@
 """Atomic publication of directories.
 
-A directory is built under a dot-name beside its final place, its files are fsynced, `manifest.json` is written last, and
-one rename puts it under its final name. The rename is the commit: what stands under a final name is complete, what does
-not is ignored and cleaned.
+A directory is built as a hidden sibling directory of its final place, its files are fsynced, `manifest.json` is written
+last, and one rename puts it under its final name. The rename is the commit: what stands under a final name is complete,
+what does not is ignored and cleaned.
 """
 
 import errno
@@ -29,7 +29,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20  # at most; 100,000 tensors take half of it
 UNSYNCED_BYTES = 64 << 20
-"""Of a large file, in the page cache at most: on ext4 every other fsync, the run's too, waits until these are written."""
+"""Of a large file, in the page cache at most: on ext4 any other fsync waits until these are written."""
 TMPFS_PREFIX = "prime-rl-"  # of directories in a tmpfs
 _CHUNK = 1 << 22
 _REMOVERS = 4  # threads; more would take time from those that write
@@ -135,7 +135,9 @@ class Stage:
                 raise
             if nonce is not None:
                 raise CommitError(f"{self.final} is committed already, by another writer") from error
-            raise CommitError(f"{self.final} is in the way, and nothing of ours: move it elsewhere") from error
+            raise CommitError(
+                f"{self.final} is in the way, and was not created by this program: move it elsewhere"
+            ) from error
 
 
 @contextmanager
@@ -181,7 +183,8 @@ def disk_error(error: OSError, path: Path, outcome: str = "nothing was committed
         return UserError(f"{path} cannot be written, {place} is in the way ({why}): move it")
     if number in _FAILED:
         return UserError(
-            f"the file system fails at {place} ({why}): {outcome}, and what was committed before is untouched; mend it and start again"
+            f"the file system fails at {place} ({why}): {outcome}, and what was committed before is untouched; "
+            "fix it and start again"
         )
     return None
 
@@ -199,7 +202,7 @@ def read_manifest(directory: Path) -> Manifest:
         if isinstance(data, dict) and (written := data.get("format", FORMAT)) != FORMAT:
             raise FormatError(f"{path} has format {written}; this version reads format {FORMAT}")
         if not _is_manifest(data):
-            raise ValueError("it is no manifest of a committed directory")
+            raise ValueError("it is not a manifest of a committed directory")
         manifest = Manifest(**data)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CommitError(f"{directory} is not a committed directory: it has no {MANIFEST}") from error
@@ -244,7 +247,7 @@ def verify(directory: Path, *, hashes: bool = True, manifest: Manifest | None = 
             if size != expected["size"]:
                 raise CommitError(f"{path} has {size} bytes, the manifest says {expected['size']}")
             if hashes and hash_file(path) != expected["xxh3"]:
-                raise CommitError(f"{path} has other bytes than the manifest's hash says")
+                raise CommitError(f"{path} does not match the manifest's hash")
         except FileNotFoundError as error:
             where = f" in {path.readlink().parent} on this host" if path.is_symlink() else ""
             raise CommitError(f"{path} is missing{where}, though the manifest lists it") from error
@@ -304,7 +307,7 @@ def read_file(path: Path, most: int) -> bytes:
 def list_steps(parent: Path) -> list[int]:
     """Return the numbers of the committed `step_N` directories under `parent`, ascending. A missing parent has none.
 
-    Whoever waits for a step looks here: a network file system may cache that a name does not exist.
+    To wait for a step, poll this, not its path: NFS caches failed lookups.
 
     Raises:
         UserError: `parent` cannot be listed.
@@ -334,7 +337,7 @@ def step_number(name: str) -> int | None:
 
 
 def subject_of(path: Path) -> str:
-    """Return a path as people know it: `weights/step_3`, `checkpoints/step_3/trainer`."""
+    """Return the end of a path, for messages: `weights/step_3`, `checkpoints/step_3/trainer`."""
     return "/".join(path.parts[-3:] if path.parent.name.startswith("step_") else path.parts[-2:])
 
 
@@ -347,14 +350,14 @@ def prune(directory: Path) -> None:
 
 
 def supersede(directory: Path, incarnation: int) -> Path | None:
-    """Rename a committed directory to `given_up_<incarnation>_<its name>`, which can be renamed back by hand.
+    """Rename a superseded directory to `given_up_<incarnation>_<its name>`, which can be renamed back by hand.
 
     Returns:
         Its new path, under a name that was free; None if it was gone already.
     """
     name, count = f"given_up_{incarnation}_{directory.name}", 1
     free = name
-    while (directory.parent / free).exists():  # an earlier history had an incarnation of this number, too
+    while (directory.parent / free).exists():  # numbers can repeat if incarnation files were lost
         count += 1
         free = f"{name}.{count}"
     faults.point(f"set-aside:{subject_of(directory)}")
@@ -380,7 +383,10 @@ def clean_stages(parent: Path, name: str = "") -> None:
 
 
 def tmpfs_prefix(root: Path) -> str:
-    """Return how the names of a root's directories in a tmpfs begin. No other run's do, nor those of a copy."""
+    """Return the prefix of a root's directories in a tmpfs.
+
+    It has the root's device and inode, so a copied run gets another.
+    """
     stat = root.stat()
     return f"{TMPFS_PREFIX}{stat.st_dev:x}-{stat.st_ino:x}-"
 
@@ -392,7 +398,7 @@ def tmpfs_dirs(directory: Path) -> set[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory with its files in a tmpfs, a file, or a link. What cannot be removed is logged and left."""
+    """Remove a file, a link, or a directory with the tmpfs directories it links to. Failures are logged."""
 
     def unlink(file: os.DirEntry[str]) -> None:
         with suppress(OSError):  # rmtree tries again
@@ -423,7 +429,7 @@ def _write_durably(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write a file, or the names in a directory, to the disk."""
+    """fsync a file or a directory's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

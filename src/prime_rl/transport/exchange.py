@@ -154,7 +154,7 @@ class Channel:
             raise ExchangeError(f"the other side is gone ({error.strerror or error})") from error
 
     def is_open(self) -> bool:
-        """Whether the other side is connected, as far as is known at once."""
+        """Whether the other side is connected, without blocking."""
         look = select.poll()  # not `select`, which is limited to descriptors below 1,024
         look.register(self._socket, select.POLLRDHUP)
         return not look.poll(0)
@@ -174,7 +174,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def own_address() -> str:
-    """Return this host's address on the way to others; the loopback address if there is no such way."""
+    """Return this host's address on its default route, else the loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has; nothing is sent, it is only routed
@@ -222,7 +222,7 @@ class Publisher:
         self._token = secrets.token_hex(16)
         self._current: _Published | None = None
         self._closed = False
-        self._changed = threading.Condition()  # bounded: held for a look at who reads
+        self._changed = threading.Condition()  # bounded: held briefly; `wait_for` releases it
         self._store: tuple[dist.TCPStore, int] | None = None  # and its port
         self._host = host
         try:
@@ -307,7 +307,7 @@ class Publisher:
 
     def _make_group(self, channel: Channel) -> "_NcclGroup":
         with self._changed:
-            if self._store is None:  # by which the two ranks of a group find each other
+            if self._store is None:  # the rendezvous store of a group's two ranks
                 listening, limit = _listen(self._host, 0), timedelta(seconds=self._timeout)
                 port = int(listening.getsockname()[1])
                 store = dist.TCPStore(
@@ -398,7 +398,7 @@ class Subscriber:
         except BaseException:
             self.close()
             raise
-        if "superseded" in answer:  # the connection is as good as before
+        if "superseded" in answer:  # the connection is still usable
             raise ExchangeError(str(answer["superseded"]))
         return self._backend
 
@@ -420,7 +420,7 @@ class Subscriber:
         try:
             hello = channel.receive()
             if hello.get("protocol") != PROTOCOL:
-                raise ExchangeError(f"what answers at {host}:{port} is no publisher of this release")
+                raise ExchangeError(f"what answers at {host}:{port} is not a publisher of this release")
             self._backend = _choose(hello, buffer)
             channel.send(proof=_proof(address.token, str(hello.get("challenge"))), backend=self._backend)
             if self._backend == "cuda-ipc":
@@ -438,7 +438,7 @@ class Subscriber:
         return channel
 
     def _fill(self, channel: Channel, buffer: Tensor, progress: Callable[[], None]) -> None:
-        # Another thread may connect anew, for the next version, before the one of a dropped version has ended.
+        # A snapshot: a thread for the next version may reconnect while this one still runs.
         backend, group = self._backend, self._group
         if backend == "nccl" and group is None:
             raise ExchangeError(_CLOSED)
@@ -520,7 +520,7 @@ class _NcclGroup:
         return work
 
     def _begin_first(self, block: Tensor) -> dist.Work:
-        """Begin in a thread that can be left: the first call waits for the peer and does not notice its death."""
+        """Begin in a thread that can be abandoned: the first call waits for the peer and does not notice its death."""
         begun: Future[dist.Work] = Future()
 
         def begin() -> None:
@@ -558,8 +558,8 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-# A group object is made at once; its communicator comes with the first block.
-_making = threading.Lock()  # bounded: held while a group object is made
+# A group object is created eagerly; NCCL connects on the first block.
+_making = threading.Lock()  # bounded: held while a group object is created
 
 
 def _nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
@@ -600,7 +600,7 @@ def shared_buffer(size: int, device: torch.device) -> tuple[Tensor, str | None]:
     from cuda.bindings import runtime  # comes with torch for GPUs
 
     with _on(device):
-        torch.cuda.empty_cache()  # what the driver gives out is what torch does not hold
+        torch.cuda.empty_cache()  # give torch's cached blocks back to the driver
         failed, address = runtime.cudaMalloc(max(-(-size // _GRANULE), 1) * _GRANULE)
         if failed:
             raise torch.OutOfMemoryError(f"no {size / 2**30:.2f} GiB of the GPU for the published weights")

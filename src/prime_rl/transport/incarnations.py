@@ -1,4 +1,4 @@
-"""What the run directory says of the trainer's incarnations, versions and leases, in the words of `protocol.py`.
+"""Read and write the trainer's incarnations, versions and leases in the run directory, as the types of `protocol.py`.
 
 The trainer opens an incarnation by committing `incarnations/<incarnation>.json`. The orchestrator, and an evaluation that
 follows a run, each commit in `leases/<reader>.json` what they may still read.
@@ -43,7 +43,7 @@ def read_incarnations(output_dir: Path) -> dict[int, int]:
 
 
 def sparing_incarnations(output_dir: Path) -> dict[int, int]:
-    """Return the incarnations that keep the newest of what they supersede, and the steps they started from."""
+    """Return the incarnations that keep the newest version they supersede, and the steps they started from."""
     tables = _read_files(output_dir)
     return {incarnation: table["step"] for incarnation, table in tables.items() if table.get("spares") is True}
 
@@ -75,7 +75,7 @@ def run_id(output_dir: Path) -> str | None:
 
 
 def next_incarnation(output_dir: Path, saved_by: Collection[int] = ()) -> int:
-    """Return the number of an incarnation that is opened now: above all that the run directory names.
+    """Return the number of a new incarnation: one more than the highest number in the run directory.
 
     Incarnation files may have been lost, so versions and leases count, too.
 

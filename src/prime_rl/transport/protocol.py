@@ -1,4 +1,4 @@
-"""The protocol between trainer, orchestrator and engines, as pure functions of what is committed in the run directory.
+"""The protocol between trainer, orchestrator and servers, as pure functions of what is committed in the run directory.
 
 The processes share no memory and no lock; each reads the committed names and decides by these functions. The model check
 in `tests/unit/protocol` calls the very same ones in all interleavings of commits, updates, prunes, crashes and resumes.
@@ -10,12 +10,12 @@ the trainer to its start step, the number of updates that it began with.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-BASE = 0  # the version that is the base model: made by no incarnation, never pruned
+BASE = 0  # the base model: its manifest says incarnation 0, but it is valid in every one, and never pruned
 
 
 @dataclass(frozen=True)
 class Incarnation:
-    """One incarnation of the trainer: its number, and the step it started from. -1 before the first."""
+    """One incarnation of the trainer: its number, and the step it started from. `number` is -1 before the first."""
 
     number: int = -1
     start: int = 0
@@ -23,7 +23,12 @@ class Incarnation:
 
 @dataclass(frozen=True)
 class Lease:
-    """What a reader may still read: no version from `version` on, of incarnations up to `incarnation`, may be removed."""
+    """What a reader may still read.
+
+    Attributes:
+        incarnation: The newest it has seen; nothing is pruned until that is the current one.
+        version: The oldest it may read.
+    """
 
     incarnation: int
     version: int
@@ -38,7 +43,7 @@ def current_incarnation(incarnations: Mapping[int, int]) -> Incarnation:
 
 
 def valid(version: int, made_by: int, incarnations: Mapping[int, int]) -> bool:
-    """Whether a version made by incarnation `made_by` is of the present history: no later incarnation began before it."""
+    """Whether a version made by incarnation `made_by` counts: no later incarnation restarted from an earlier step."""
     return version == BASE or all(version <= start for number, start in incarnations.items() if number > made_by)
 
 
@@ -48,12 +53,12 @@ def valid_versions(versions: Mapping[int, int], incarnations: Mapping[int, int])
 
 
 def newest_version(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> int | None:
-    """Return the version that the engines should serve; None before the trainer has begun an incarnation."""
+    """Return the version that servers should serve; None before the trainer has opened an incarnation."""
     return max(valid_versions(versions, incarnations), default=None) if incarnations else None
 
 
 def goes_on_from(step: int, incarnations: Mapping[int, int]) -> bool:
-    """Whether the present history goes on from `step`: an incarnation began there, and none since began before it."""
+    """Whether history continues from `step`: an incarnation started there, and none since at an earlier step."""
     return any(start == step and valid(step, number, incarnations) for number, start in incarnations.items())
 
 
@@ -81,6 +86,7 @@ def spared(superseded: Mapping[int, int], sparing: Mapping[int, int]) -> int | N
 
 def may_batch(first: int, last: int, incarnation: int, incarnations: Mapping[int, int]) -> bool:
     """Whether an episode that versions `first` … `last` of incarnation `incarnation` sampled may still be in a batch."""
+    # `first > last`: servers went back while it ran. The scheduler cancels such episodes, so none should come here.
     return first <= last and valid(last, incarnation, incarnations)
 
 
@@ -98,12 +104,12 @@ def serve_floor(step: int, async_level: int) -> int:
 
 
 def planned_step(step: int, groups: int, groups_per_batch: int) -> int:
-    """Return the step that the next group is trained at, after `groups` unbatched ones, while `step` is collected."""
+    """Return the step the next group will be trained in: `groups` are not yet batched while `step` is collected."""
     return step + groups // groups_per_batch
 
 
 def may_start(step: int, version: int, async_level: int) -> bool:
-    """Whether an episode for `step` may start while the engines serve `version`."""
+    """Whether an episode for `step` may start while servers serve `version`."""
     return version >= serve_floor(step, async_level)
 
 
@@ -149,7 +155,7 @@ def prunable(
 
 
 def first_lease(held: Lease | None) -> Lease:
-    """Return what an orchestrator that starts commits: the lease that a dead one left, else one that holds everything.
+    """Return what an orchestrator that starts commits: the lease left by a dead orchestrator, else one on everything.
 
     It does so before it looks for a version: a trainer that saw no lease may be removing the one that is then chosen.
     """
@@ -157,12 +163,12 @@ def first_lease(held: Lease | None) -> Lease:
 
 
 def lease_to_load(held: Lease, incarnation: int, version: int) -> Lease:
-    """Return what is committed before any engine reads `version`: one whose load fails goes back to what it served."""
+    """Return what is committed before any server reads `version`: one whose load fails restores what it served."""
     return Lease(incarnation, min(held.version, version))
 
 
 def lease_to_hold(incarnation: int, served: int, reading: Collection[int] = ()) -> Lease:
-    """Return what is committed once all engines in use serve `served`. Others may still be `reading` older versions."""
+    """Return what is committed once all servers in use serve `served`. Others may still be `reading` older versions."""
     return Lease(incarnation, min([served, *reading]))
 
 

@@ -47,10 +47,10 @@ _CODES = {np.dtype(kind): kind for kind in "iqfd"}
 
 @dataclass
 class Sample:
-    """One trainable token sequence of T tokens with its lineage. Streams are per token, of length T.
+    """One trainable token sequence of T tokens, and where it came from. Streams are per token, of length T.
 
     `logprobs` are the sampler's, of the tokens where `loss_mask` is set, 0 elsewhere; `temperature` is the one actually
-    used. Scored by the orchestrator, or read back from a batch, the streams are numpy arrays.
+    used. Streams are numpy arrays once scored or read back.
     """
 
     sample_id: str
@@ -109,11 +109,12 @@ def write_batch(
     """Commit the samples of one step under `root`.
 
     The manifest lists the sample ids, the environments, and each sample's length and number of loss tokens, so that
-    packing needs no look into the file.
+    packing need not open the file.
 
     Args:
         extra: More entries of the manifest.
-        environments: All that the run trains on, in the same order in every step, with samples in this step or without.
+        environments: All that the run trains on, in the same order in every step, including those without samples
+            in this step.
 
     Raises:
         ValueError: a sample's streams do not fit its tokens.
@@ -144,7 +145,7 @@ def _as_written(value: Any, kind: pa.DataType) -> Any:
 
 
 def _check_streams(columns: Mapping[str, list[Any]]) -> None:
-    """Raise ValueError unless every stream has one entry per token, and finite ones that are zero off the mask."""
+    """Raise ValueError unless streams have one entry per token; logprobs and advantages: finite, 0 off the mask."""
     lengths = list(map(len, columns["input_ids"]))
     for name in _STREAMS:
         for sample, stream, tokens in zip(columns["sample_id"], columns[name], lengths, strict=True):
@@ -224,7 +225,7 @@ class RolloutBatch:
         return list(self.manifest.extra["environments"])
 
     def group_ids(self) -> list[str]:
-        """Return the group of each sample: one column is read, and no other."""
+        """Return the group of each sample; reads only that column."""
         options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("group_id")])
         with pa.OSFile(str(self.directory / FILE)) as file:
             return list(pa.ipc.open_file(file, options=options).read_all().column(0).to_pylist())
@@ -246,7 +247,8 @@ def open_batch(directory: Path, *, check_bytes: bool = True) -> RolloutBatch:
     """Open a committed batch.
 
     Args:
-        check_bytes: Compare the file's hash with the manifest. One reader of a host is enough; the others look at the size only.
+        check_bytes: Compare the file's hash with the manifest. One reader per host is enough; the others check the
+            size only.
 
     Raises:
         CommitError: it is not committed or its file differs from the manifest.

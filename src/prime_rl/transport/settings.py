@@ -1,6 +1,6 @@
 """Settings that the processes of a run must agree on.
 
-Each process commits its own as `settings/<process>.json`, and refuses a living partner whose settings differ.
+Each process commits its own as `settings/<process>.json`, and refuses to start if a running partner's differ.
 """
 
 import json
@@ -40,7 +40,7 @@ _START_SECONDS = 300.0  # from these settings to the first status, on another ho
 
 @dataclass(frozen=True)
 class Committed:
-    """What one process of a run has said of itself. `time` is unix seconds."""
+    """What one process of a run committed: who it is, and its settings. `time` is unix seconds."""
 
     process: Party
     pid: int
@@ -51,11 +51,11 @@ class Committed:
 
 
 def agree(config: BaseConfig, process: Party) -> None:
-    """Compare the settings of this process with those of every partner that is alive, and commit them.
+    """Compare the settings of this process with those of every running partner, and commit them.
 
     Raises:
-        UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is at work in this
-            run. What was committed before stays.
+        UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is running in
+            this run. What was committed before stays.
     """
     path, itself = config.output_dir / "settings" / f"{process}.json", me()
     host, settings = socket.gethostname(), shared(config, process)
@@ -65,14 +65,14 @@ def agree(config: BaseConfig, process: Party) -> None:
     write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
     try:
         _compare(config.output_dir, mine)  # of two that start at the same time at least one sees the other
-    except UserError:  # a process that was refused is no partner of the next one
-        if read_record(Committed, path) == mine:  # else a twin's
+    except UserError:  # the next process must not compare with one that was refused
+        if read_record(Committed, path) == mine:  # else of a second process of this role
             path.unlink(missing_ok=True)
         raise
 
 
 def _compare(output_dir: Path, mine: Committed) -> None:
-    """Raise UserError unless these settings go with those of every partner, and no twin is at work."""
+    """Raise UserError if a partner's settings differ, or a second process of this role is running."""
     for path in sorted((output_dir / "settings").glob("*.json")):
         partner = read_record(Committed, path)
         if partner is None:
@@ -80,7 +80,7 @@ def _compare(output_dir: Path, mine: Committed) -> None:
         if partner.process == mine.process:
             if mine.process in _ONE_PER_RUN and _at_work(output_dir, partner):  # servers have addresses of their own
                 raise UserError(
-                    f"another {mine.process} (pid {partner.pid} on {partner.host}) is at work on the run in {output_dir}: "
+                    f"another {mine.process} (pid {partner.pid} on {partner.host}) is running in {output_dir}: "
                     "stop that one, or choose another --output-dir"
                 )
             continue
@@ -99,14 +99,14 @@ def dry_path(output_dir: Path, name: str) -> Path:
 
 
 def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
-    """Say what to do about an earlier run in `output_dir`, for an error's end.
+    """Say what to do about an earlier run in `output_dir`, for the end of an error message.
 
     Args:
         saved: Whether a checkpoint is there.
         recover: Whether the command has --recover.
     """
     if recover and at_work(output_dir) & set(_ONE_PER_RUN):
-        return "the other processes of that run are at work: go on with them by --recover, or stop them first"
+        return "the other processes of that run are running: go on with them by --recover, or stop them first"
     stem = output_dir.name.rstrip("0123456789") or output_dir.name
     free = next(path for n in count(2) if not (path := output_dir.with_name(f"{stem}{n}")).exists())
     ways = ["remove it with --clean", f"choose another --output-dir ({free} is free)"]
@@ -116,7 +116,7 @@ def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
 
 
 def at_work(output_dir: Path) -> set[str]:
-    """Return the names of the other processes that are at work in a run directory."""
+    """Return the names of the other processes that are running in a run directory."""
     committed = [read_record(Committed, path) for path in (output_dir / "settings").glob("*.json")]
     names: set[str] = {one.process for one in committed if one is not None and _at_work(output_dir, one)}
     for name, status in read_status(output_dir).items():
@@ -162,7 +162,7 @@ def differs(mine: Committed, partner: Committed) -> str | None:
 
 
 def _at_work(output_dir: Path, partner: Committed) -> bool:
-    """Whether the process that committed these settings is still at work."""
+    """Whether the process that committed these settings is still running."""
     itself = ProcessId(partner.pid, partner.started)
     status = read_status(output_dir).get(partner.process)
     if status is not None and (status.id, status.host) != (itself, partner.host):
@@ -174,7 +174,7 @@ def _at_work(output_dir: Path, partner: Committed) -> bool:
 
 
 def _is_believed_alive(process: ProcessId, host: str, until: float) -> bool:
-    """Whether another process is alive; one on another host is believed to be so `until` then (unix seconds)."""
+    """Whether another process is alive; one on another host counts as alive until `until` (unix seconds)."""
     if host == socket.gethostname():
         return process.pid != os.getpid() and is_alive(process)
     return time.time() < until

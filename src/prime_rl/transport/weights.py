@@ -177,14 +177,14 @@ def manifest_extra(
 
 
 def weights_manifest(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
-    """Read a committed version's identity, without its tensors. `committed` is its manifest, if it was read already.
+    """Read a committed version's identity, without reading tensor data. `committed` is its manifest, if read already.
 
     Raises CommitError if it is not a committed version, or another release wrote it in a way this one cannot read.
     """
     extra = (committed or read_manifest(directory)).extra
     try:
         delta = (extra.get("delta") or {}).get("version") is not None
-        elsewhere = extra.get("tmpfs", extra.get("memory")) is not None  # until November 2026
+        elsewhere = extra.get("tmpfs", extra.get("memory")) is not None  # releases before December 2026
         if "tensors" in extra and (delta or elsewhere or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
             raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
         manifest: WeightsManifest = _MANIFEST.validate_python({**extra, "directory": directory})
@@ -197,7 +197,7 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
 
 
 def verify_weights(directory: Path) -> WeightsManifest:
-    """Hash every tensor of a durable version again. Raises CommitError naming the first one or file that differs."""
+    """Hash every tensor of a durable version again. Raises CommitError naming the first tensor or file that differs."""
     manifest = verify_small_files(directory)
     if manifest.publisher is not None:
         raise CommitError(never_written(directory))
@@ -231,7 +231,7 @@ def verify_small_files(directory: Path, committed: Manifest | None = None) -> We
     tensor_files = {entry.file for entry in manifest.tensors.values()}
     for name, expected in commit.verify(directory, hashes=False, manifest=committed).files.items():
         if name not in tensor_files and hash_file(directory / name) != expected["xxh3"]:
-            raise CommitError(f"{directory / name} has other bytes than the manifest's hash says")
+            raise CommitError(f"{directory / name} does not match the manifest's hash")
     return manifest
 
 
@@ -314,7 +314,7 @@ def read_header(file: Path) -> dict[str, TensorRange]:
 
 
 def write_base_version(root: Path, model: Path, reference: LogprobReference | None = None) -> WeightsManifest:
-    """Commit version 0, the base model at `model`, unless it is. Raises CommitError if another base model is."""
+    """Commit version 0, the base model at `model`, if not committed yet. CommitError if step_0 is another model."""
     directory = version_dir(root, 0)
     extra = manifest_extra(0, 0, hash_directory(model), str(model.resolve()), reference)
     if 0 not in commit.list_steps(root):
@@ -382,16 +382,16 @@ def check_tmpfs(tmpfs: Path, root: Path, size: int, available: int, arithmetic: 
 
 
 def check_writable(tmpfs: Path) -> None:
-    """Raise UserError unless it is a directory that can be written to."""
+    """Raise UserError unless it is a writable directory."""
     if not (tmpfs.is_dir() and os.access(tmpfs, os.W_OK | os.X_OK)):
-        raise UserError(f"weights.tmpfs: {tmpfs} is no directory that can be written to")
+        raise UserError(f"weights.tmpfs: {tmpfs} is not a writable directory")
 
 
 def link_files(stage: Path, tmpfs: Path, names: Iterable[str]) -> None:
-    """Have the files that are written into `stage` next lie in a directory under `tmpfs`."""
+    """Make files written to `stage` land in `tmpfs`, by symlinks."""
     directory = tmpfs.resolve() / f"{commit.tmpfs_prefix(stage.parent)}{stage.name.lstrip('.')}"
     with disk_errors(stage):
-        for name in names:  # before the directory: what is left of a killed trainer has links to it
+        for name in names:  # links first: cleanup finds the tmpfs directory by them
             (stage / name).symlink_to(directory / name)
         directory.mkdir()
 
@@ -399,7 +399,7 @@ def link_files(stage: Path, tmpfs: Path, names: Iterable[str]) -> None:
 def leave_tmpfs(directory: Path) -> None:
     """Verify a version, and copy its tensors from a tmpfs to the disk. Raises CommitError if they are lost or damaged."""
     files = list(directory.glob("*.safetensors"))
-    if any(path.is_symlink() for path in files):  # of all, where a trainer was killed between two of them
+    if any(path.is_symlink() for path in files):  # recopy all: a kill may have come between two
         verify_weights(directory)
         held = commit.tmpfs_dirs(directory)
         make_durable(directory, lambda stage: [shutil.copyfile(path, stage / path.name) for path in files])
@@ -408,6 +408,6 @@ def leave_tmpfs(directory: Path) -> None:
 
 
 def is_lost(directory: Path) -> bool:
-    """Whether a committed version has links to a tmpfs that are dead: the host was started again, or is another one."""
+    """Whether a committed version has dangling links to a tmpfs: the host was restarted, or is another one."""
     links = [path for path in directory.iterdir() if path.is_symlink() and not path.exists()]
     return any(path.readlink().parent.name.startswith(commit.TMPFS_PREFIX) for path in links)

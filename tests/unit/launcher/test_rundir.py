@@ -261,11 +261,11 @@ def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: i
     with cleaned(tmp_path, "orchestrator"):
         pass
     assert (tmp_path / "weights" / "step_0").is_dir()
-    with pytest.raises(UserError, match="another trainer is at work"), cleaned(tmp_path, "trainer"):
+    with pytest.raises(UserError, match="another trainer is running"), cleaned(tmp_path, "trainer"):
         pass
     (tmp_path / "rollouts" / "step_0").mkdir(parents=True)
     with (
-        pytest.raises(UserError, match=r"would remove what trainer is at work on .*\(rollouts\): stop that first"),
+        pytest.raises(UserError, match=r"would remove files of the running trainer .*\(rollouts\): stop that first"),
         cleaned(tmp_path, "orchestrator"),
     ):
         pass

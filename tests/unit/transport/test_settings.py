@@ -120,7 +120,7 @@ def test_there_is_one_of_each(tmp_path: Path, partner: int, process: Party) -> N
     belongs_to(tmp_path, process, partner)
     path = tmp_path / "settings" / f"{process}.json"
     before = path.read_bytes()
-    with pytest.raises(UserError, match=rf"another {process} \(pid {partner} on .*\) is at work on the run"):
+    with pytest.raises(UserError, match=rf"another {process} \(pid {partner} on .*\) is running in"):
         agree(config, process)
     assert path.read_bytes() == before
     path.write_text(json.dumps({**json.loads(before), "started": 1}))
