@@ -112,7 +112,7 @@ def test_a_prune_is_all_or_nothing(tmp_path, live, point):
 
 
 JOIN = (
-    *(f"{boundary}:checkpoints/step_2/{part}" for part in checkpoints.TOGETHER for boundary in COMMIT),
+    *(f"{boundary}:checkpoints/step_2/{part}" for part in checkpoints.BOTH_PARTS for boundary in COMMIT),
     *(f"{boundary}:checkpoints/step_2" for boundary in ("join", "joined")),
     *(f"{boundary}:checkpoints/step_2/manifest.json" for boundary in ("rename", "renamed")),
 )
@@ -124,22 +124,22 @@ def test_a_checkpoint_is_complete_or_never_chosen(tmp_path, live, point):
     root = tmp_path / "checkpoints"
 
     def save() -> None:
-        for part in checkpoints.TOGETHER:
+        for part in checkpoints.BOTH_PARTS:
             checkpoints.clean(root, part)
             if 2 not in checkpoints.steps_with(root, part):
                 publish(checkpoints.part_dir(root, 2, part), part, step=2)
-        checkpoints.join(root, 2, checkpoints.TOGETHER, "orchestrator")
+        checkpoints.join(root, 2, checkpoints.BOTH_PARTS, "orchestrator")
 
     assert live(save, fault("kill", point)) == KILLED
     if checkpoints.complete_steps(root):
         assert point.partition(":")[0] in ("joined", "renamed")
-        assert checkpoints.find(root, -1, "trainer") == checkpoints.find(root, -1, "orchestrator") == 2
+        assert checkpoints.choose_step(root, -1, "trainer") == checkpoints.choose_step(root, -1, "orchestrator") == 2
     else:
         with pytest.raises(UserError, match="no complete checkpoint|no checkpoint"):
-            checkpoints.find(root, -1, "trainer")
+            checkpoints.choose_step(root, -1, "trainer")
     assert live(save) == 0
     assert checkpoints.complete_steps(root) == [2]
     assert list(root.rglob(".*")) == []
-    for part in checkpoints.TOGETHER:
+    for part in checkpoints.BOTH_PARTS:
         checkpoints.check(root, 2, part)
         verify(checkpoints.part_dir(root, 2, part))

@@ -84,7 +84,7 @@ def received(directory: Path) -> dict[str, torch.Tensor]:
 
 def publish_slowly(root: Path, timeout: float, line: Connection) -> None:
     """In a process: publish each version that is asked for, block by block so slowly that the socket never holds the rest."""
-    exchange.BLOCK_BYTES, send = 51_200, exchange.Channel.send_bytes
+    exchange.TCP_BLOCK_BYTES, send = 51_200, exchange.Channel.send_bytes
 
     def send_slowly(channel: exchange.Channel, data: memoryview) -> None:
         time.sleep(0.1)

@@ -15,7 +15,7 @@ from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.checkpoint import refuse_used, resume_point
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.settings import agree
+from prime_rl.transport.settings import check_and_commit
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def run(config: OrchestratorConfig) -> None:
         return
     prepare(config.all_environments())
     with cleaned(config.output_dir, "orchestrator") if config.clean else nullcontext():
-        agree(config, "orchestrator")
+        check_and_commit(config, "orchestrator")
     log.setup(config.log.level, "orchestrator", config.output_dir)
     write_toml(config, config.output_dir / "configs" / "orchestrator.toml")
     if config.bench:

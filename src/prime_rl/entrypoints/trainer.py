@@ -12,7 +12,7 @@ from prime_rl.launcher.preflight import check_model
 from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
-from prime_rl.transport.settings import agree
+from prime_rl.transport.settings import check_and_commit
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def run(config: TrainerConfig, rank: int) -> None:
         return
     if rank == 0:
         with cleaned(config.output_dir, "trainer") if config.clean else nullcontext():
-            agree(config, "trainer")
+            check_and_commit(config, "trainer")
         if config.bench:
             metrics_path(config.output_dir, "trainer").unlink(missing_ok=True)  # of an earlier benchmark
     with quick_imports():

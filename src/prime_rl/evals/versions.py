@@ -16,7 +16,7 @@ from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease, read_incarnations, read_lease, write_lease
 from prime_rl.transport.protocol import BASE, Lease, current_incarnation
-from prime_rl.transport.weights import WeightsManifest, is_lost, never_written, version_dir, weights_manifest
+from prime_rl.transport.weights import WeightsManifest, is_lost, never_written_message, version_dir, weights_manifest
 
 LOOK_SECONDS = 1.0  # between two looks at the directory
 _WRITERS = ("trainer", "sft")  # processes that commit versions, by the names of their status
@@ -124,7 +124,7 @@ class EvalVersions:
         except CommitError as error:
             return f"{error}" if directory.is_dir() else "it was removed before it was its turn"
         if manifest.publisher is not None:
-            return never_written(directory)
+            return never_written_message(directory)
         return (
             f"its tensors were in memory ({manifest.files}), and are there no more" if is_gone(manifest) else manifest
         )

@@ -26,8 +26,8 @@ from prime_rl.fleet.published_versions import PublishedVersions
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, cancel_tasks, rest_seconds
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.incarnations import ask_for_files, call_for_files
-from prime_rl.transport.protocol import BASE, first_lease, goes_on_from, lease_to_hold, lease_to_load
+from prime_rl.transport.incarnations import read_files_request, request_files
+from prime_rl.transport.protocol import BASE, continues_from, first_lease, lease_after_load, lease_before_load
 from prime_rl.transport.weights import UNREACHABLE, WeightsManifest
 from prime_rl.wait import wait_async
 
@@ -131,7 +131,7 @@ class WeightSync:
         while True:  # `_may_retry` raises after a few failures
             ready = await self.fleet.wait_ready(self.status.waiting)
             version, incarnation = self._first_version(owed), self.history.incarnation.number
-            self._lease_to_load(incarnation, version)
+            self._lease_before_load(incarnation, version)
             try:
                 failures = await self._check_bases(ready, version)
                 # Also where it is served already, to find a server that cannot read the directory now.
@@ -149,7 +149,7 @@ class WeightSync:
                     logger.warning("the run begins without {}: {}", replica.name, failures[replica])
                 else:
                     self.fleet.move(replica, ReplicaState.READY)
-            self.history.hold(lease_to_hold(incarnation, version))
+            self.history.hold(lease_after_load(incarnation, version))
             return version
 
     async def _await_history(self, progress: "ResumePoint") -> None:
@@ -160,7 +160,7 @@ class WeightSync:
             newest = self.history.newest
             if newest is None or progress.recovered:
                 return newest is not None
-            resumed = not progress.resumed or goes_on_from(progress.version, self.history.incarnations)
+            resumed = not progress.resumed or continues_from(progress.version, self.history.incarnations)
             return newest >= progress.version and resumed
 
         subject = f"weights/step_{progress.version}"
@@ -258,7 +258,7 @@ class WeightSync:
                 return  # found while this waited for the lock
             began = time.monotonic()
             self.scheduler.announce(version)
-            self._lease_to_load(self.scheduler.incarnation, version)
+            self._lease_before_load(self.scheduler.incarnation, version)
             if not await self._load_all(version) or self.scheduler.must_go_back:
                 return
             seconds = time.monotonic() - began
@@ -280,7 +280,7 @@ class WeightSync:
             before = self.scheduler.version
             logger.warning("version {} is no longer available: the run goes on with version {}", before, version)
             self.scheduler.announce(version)
-            self._lease_to_load(self.scheduler.incarnation, version)
+            self._lease_before_load(self.scheduler.incarnation, version)
             self._served(version)
         await self._loop.on_version_served(version)
 
@@ -298,7 +298,7 @@ class WeightSync:
             assert version is not None
             if self.history.incarnation != incarnation:
                 return  # it began again meanwhile
-            self._lease_to_load(incarnation.number, version)
+            self._lease_before_load(incarnation.number, version)
             if await self._load_all(version) and self.scheduler.incarnation == incarnation.number:
                 self.scheduler.go_back(version)
                 self._hold(incarnation.number, version)
@@ -312,13 +312,13 @@ class WeightSync:
         self.status.progress()
         self._drop(stale)
 
-    def _lease_to_load(self, incarnation: int, version: int) -> None:
+    def _lease_before_load(self, incarnation: int, version: int) -> None:
         assert self.history.lease is not None  # `start` has taken one
-        self.history.hold(lease_to_load(self.history.lease, incarnation, version))
+        self.history.hold(lease_before_load(self.history.lease, incarnation, version))
 
     def _hold(self, incarnation: int, version: int) -> None:
         """`version` is served: nothing older is read, but by replicas that come back."""
-        self.history.hold(lease_to_hold(incarnation, version, self._recovery_loads.values()))
+        self.history.hold(lease_after_load(incarnation, version, self._recovery_loads.values()))
 
     # -- one load, and its failures ------------------------------------------------------------------------------------
 
@@ -436,9 +436,9 @@ class WeightSync:
         if UNREACHABLE in str(error):
             with suppress(CommitError):  # removed meanwhile
                 publisher = self.history.manifest(version).publisher
-                asked = call_for_files(self.config.output_dir, incarnation) is not None
+                asked = read_files_request(self.config.output_dir, incarnation) is not None
                 if publisher is not None and publisher.fallback and not asked:
-                    ask_for_files(self.config.output_dir, incarnation, str(error))
+                    request_files(self.config.output_dir, incarnation, str(error))
         if self._unsent is None:
             logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
         before, since = self._unsent or (version, time.monotonic())

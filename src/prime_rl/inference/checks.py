@@ -18,7 +18,7 @@ from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference.compat import Engine
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import INDEX, read_header, without_tensors
+from prime_rl.transport.weights import INDEX, no_tensors_message, read_header
 
 _CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _GIB = 1 << 30
@@ -119,7 +119,7 @@ def check_model(model: Path, needs_weights: bool = True) -> None:
         raise UserError(f"{model}: {missing[0]} is missing, though the index lists it")
     files = sorted(model.glob("*.safetensors"))
     if not files:
-        raise UserError(without_tensors(model))
+        raise UserError(no_tensors_message(model))
     for file in files:
         try:
             read_header(file)

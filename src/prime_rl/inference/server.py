@@ -24,7 +24,7 @@ from prime_rl.inference import checks, compat, engine_watch
 from prime_rl.inference.checks import gpu_count, local_model, read_json, tiny_cache_bytes
 from prime_rl.monitor import Status, log
 from prime_rl.redact import is_secret
-from prime_rl.transport.settings import agree, dry_path
+from prime_rl.transport.settings import check_and_commit, dry_path
 
 WORKER_EXTENSION = "prime_rl.inference.staging.WeightsExtension"
 LOOPBACK, ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"
@@ -84,7 +84,7 @@ def run(config: InferenceConfig) -> None:
     if not config.headless:
         checks.hold_port(config.server.port)
     argv = arguments(config, engine)
-    agree(config, "inference")  # what could not start writes nothing
+    check_and_commit(config, "inference")  # what could not start writes nothing
     log.setup(config.log.level, config.process, config.output_dir)
     prepare_environment(config, engine)
     if any(argument.partition("=")[0].replace("_", "-") == "--api-key" for argument in sys.argv):

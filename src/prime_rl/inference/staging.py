@@ -33,7 +33,7 @@ from prime_rl.lifeline import follow
 from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, open_file
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
-from prime_rl.transport.weights import WeightsManifest, never_written, weights_manifest
+from prime_rl.transport.weights import WeightsManifest, never_written_message, weights_manifest
 
 Place = Literal["device", "host", "nowhere"]
 Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
@@ -125,7 +125,7 @@ class Staging:
         self.place = self._choose(size)
         if self.place == "nowhere":
             if manifest.publisher is not None:
-                raise UserError(f"{never_written(self.directory)}, and there is no memory here to receive them")
+                raise UserError(f"{never_written_message(self.directory)}, and there is no memory here to receive them")
             if self._verify:
                 weights.check_tensors(manifest, weights.hash_directory(manifest.files, self._progress))
             return []
@@ -157,7 +157,7 @@ class Staging:
         sums = checksums(buffer, ranges)
         for name, entry in manifest.tensors.items():
             if sums[name] != entry.checksum:
-                raise ExchangeError(str(weights.other_tensor(manifest, name)))
+                raise ExchangeError(str(weights.tensor_mismatch(manifest, name)))
 
     def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
         """Read and verify every tensor of the files: what is hashed is what is loaded."""
@@ -165,7 +165,7 @@ class Staging:
         stored = {name: tensor for path in paths for name, tensor in weights.read_header(path).items()}
         for name, tensor in stored.items():
             if name not in ranges or tensor.size != ranges[name][1]:
-                raise weights.other_tensor(manifest, name)
+                raise weights.tensor_mismatch(manifest, name)
         with ExitStack() as stack:
             files = {path.name: stack.enter_context(open_file(path)) for path in paths}
             threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
@@ -181,7 +181,7 @@ class Staging:
             hashed = {}
             for name, futures in reading.items():
                 digests = [future.result() for future in futures]  # bounded: the service gives up on a read that hangs
-                hashed[name] = replace(stored[name].entry, xxh3=weights.of_chunks(digests))
+                hashed[name] = replace(stored[name].entry, xxh3=weights.hash_of_chunks(digests))
         weights.check_tensors(manifest, hashed)
 
     def _read_chunk(self, file: BinaryIO, offset: int, target: Tensor) -> bytes:
@@ -373,5 +373,5 @@ def files_of(directory: Path, identity: Identity | None) -> Path:
     if manifest.hash != identity["hash"]:
         raise RuntimeError(f"{directory} was committed anew: load a version again")
     if manifest.publisher is not None:
-        raise RuntimeError(f"{never_written(directory)}: load a version again")
+        raise RuntimeError(f"{never_written_message(directory)}: load a version again")
     return manifest.files

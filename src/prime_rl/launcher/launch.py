@@ -94,7 +94,7 @@ def resume_at(config: RLConfig) -> RLConfig:
     if ckpt is None or ckpt.resume_step != -1:
         return config
     root = checkpoints_root(config.output_dir, ckpt)
-    step = checkpoints.find(root, -1, "trainer", config.trainer.max_steps)
+    step = checkpoints.choose_step(root, -1, "trainer", config.trainer.max_steps)
     if checkpoints.part_dir(root, step, "orchestrator").exists():
         checkpoints.check(root, step, "orchestrator")
     sections = {}

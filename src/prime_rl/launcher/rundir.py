@@ -19,7 +19,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_record, unless_full
 from prime_rl.processes import ProcessId, boot_id, is_alive, me
 from prime_rl.transport.commit import list_steps, remove, tmpfs_dirs
-from prime_rl.transport.settings import LEDGER, at_work, ways_out
+from prime_rl.transport.settings import LEDGER, running_processes, suggestions
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
@@ -167,7 +167,7 @@ def recoverable(output_dir: Path) -> bool:
 def refuse_results(output_dir: Path) -> None:
     """Raises UserError when the directory holds an earlier run's results."""
     if names := results(output_dir):
-        ways = ways_out(output_dir, saved=_newest(output_dir / "checkpoints") >= 0)
+        ways = suggestions(output_dir, saved=_newest(output_dir / "checkpoints") >= 0)
         raise UserError(f"{output_dir} holds an earlier run ({', '.join(names)}): {ways}")
 
 
@@ -183,7 +183,7 @@ def cleaned(output_dir: Path, process: str, keep_evals: bool = False) -> Iterato
     output_dir.mkdir(parents=True, exist_ok=True)
     elsewhere = "or choose another --output-dir"
     with _locked(output_dir):
-        owner, others = read_claim(output_dir), sorted(at_work(output_dir) & _OF_ONE_RUN)
+        owner, others = read_claim(output_dir), sorted(running_processes(output_dir) & _OF_ONE_RUN)
         if owner is not None and owner.pid != os.getpid() and is_held(owner):
             raise UserError(f"`rl` (pid {owner.pid} on {owner.host}) runs in {output_dir}: stop it, {elsewhere}")
         if process in others:
@@ -206,7 +206,7 @@ def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False)
     """
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
-    alive = at_work(output_dir)
+    alive = running_processes(output_dir)
     kept = alive | ({"eval"} if keep_evals else set())
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name

@@ -23,8 +23,8 @@ from prime_rl.transport.commit import (
     stage,
 )
 from prime_rl.transport.incarnations import run_id
-from prime_rl.transport.protocol import first_to_collect, joinable
-from prime_rl.transport.settings import ways_out
+from prime_rl.transport.protocol import first_missing_batch, joinable
+from prime_rl.transport.settings import suggestions
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import CkptConfig
@@ -95,9 +95,9 @@ def resume_point(
     else:
         assert asked is not None
         root = checkpoints_root(output_dir, ckpt)
-        start = checkpoints.find(root, asked, PART, None if recover else max_steps)
+        start = checkpoints.choose_step(root, asked, PART, None if recover else max_steps)
         state, version = read_part(root, start), 0 if recover else start
-    step = first_to_collect(batches, start)
+    step = first_missing_batch(batches, start)
     if step > start:
         try:
             state = read_state(rollouts, step - 1)
@@ -117,7 +117,7 @@ def refuse_used(output_dir: Path, progress: ResumePoint) -> None:
         return
     for name, first in (("rollouts", 0), ("weights", 1)):  # a trainer that is up already has committed version 0
         if steps := [step for step in list_steps(output_dir / name) if step >= first]:
-            ways = ways_out(output_dir, saved=bool(list_steps(output_dir / "checkpoints")))
+            ways = suggestions(output_dir, saved=bool(list_steps(output_dir / "checkpoints")))
             raise UserError(f"{output_dir / name} holds steps {steps[0]}-{steps[-1]} of an earlier run: {ways}")
 
 
@@ -214,7 +214,7 @@ class JointCheckpoints:
             if not (part / MANIFEST).is_file():
                 with stage(part, step=step, producer=PART) as directory, disk_errors(directory):
                     (directory / STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
-            checkpoints.join(self.root, step, checkpoints.TOGETHER, PART)
+            checkpoints.join(self.root, step, checkpoints.BOTH_PARTS, PART)
         except (CommitError, FileNotFoundError) as error:
             if checkpoints.part_dir(self.root, step, "trainer").is_dir():  # else it was set aside meanwhile
                 self._hopeless.add(step)

@@ -53,7 +53,7 @@ from prime_rl.transport.commit import (
     write_atomically,
 )
 from prime_rl.transport.rollouts import as_array
-from prime_rl.transport.settings import LEDGER, ways_out
+from prime_rl.transport.settings import LEDGER, suggestions
 
 FORMAT = 1
 _BUSY_SECONDS = 10.0
@@ -554,7 +554,7 @@ def open_ledger(output_dir: Path, seed: int, progress: ResumePoint) -> Ledger:
     try:
         issued = total(ledger.counts()).issued
         if progress.fresh and issued:
-            ways = ways_out(output_dir, saved=False)
+            ways = suggestions(output_dir, saved=False)
             raise UserError(f"{ledger.path} has {issued} episodes of an earlier run: {ways}")
         refuse_other_seed(progress, seed)
     except UserError:

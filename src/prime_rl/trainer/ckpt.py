@@ -38,8 +38,8 @@ from prime_rl.transport.commit import (
     subject_of,
     supersede,
 )
-from prime_rl.transport.protocol import current_incarnation, spared
-from prime_rl.transport.settings import ways_out
+from prime_rl.transport.protocol import current_incarnation, superseded_to_keep
+from prime_rl.transport.settings import suggestions
 from prime_rl.transport.weights import hash_directory, is_lost, version_dir, version_hash, weights_manifest
 from prime_rl.wait import LEAST_POLL_SECONDS, wait
 
@@ -292,7 +292,7 @@ class Checkpoints:
             newest = self._newest_whole()
             return newest, is_finished and newest == str(self._final(self.max_steps or 0, "checkpoint"))
         if resume is not None:
-            step = checkpoints.find(self.root, resume, PART, self.max_steps)
+            step = checkpoints.choose_step(self.root, resume, PART, self.max_steps)
             return str(self._final(step, "checkpoint")), False
         refuse_earlier(self.output_dir, self.root, recover=self._recoverable)
         return None, False
@@ -370,14 +370,14 @@ class Checkpoints:
             with suppress(CommitError):  # a damaged one is not worth keeping
                 if step > start:
                     saved[step] = checkpoints.saved_by(read_manifest(self._final(step, "recovery checkpoint")))
-        newest = spared(saved, incarnations.sparing_incarnations(self.output_dir))
+        newest = superseded_to_keep(saved, incarnations.keeping_incarnations(self.output_dir))
         if newest is not None:
             renamed = supersede(self._final(newest, "recovery checkpoint"), self.incarnation)
             if renamed is not None:
                 logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, renamed)
         self._remove_recovery_but(max((step for step in list_steps(self.recovery) if step <= start), default=None))
         if self.alone() and start in self._own():  # where a crash came between part and joint manifest
-            checkpoints.join(self.root, start, checkpoints.ALONE, PART)
+            checkpoints.join(self.root, start, checkpoints.TRAINER_ONLY, PART)
 
     # ---- writing
 
@@ -414,7 +414,7 @@ class Checkpoints:
         try:
             dcp.save(state, stage.path / _STATE, world.group)
             on_main(world, lambda: self._await_record(progress.step, final, recorded))
-            on_main(world, lambda: incarnations.refuse_outlived(self.output_dir, self.incarnation))
+            on_main(world, lambda: incarnations.refuse_if_superseded(self.output_dir, self.incarnation))
             on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
         except BaseException:
             stage.abort()
@@ -446,7 +446,7 @@ class Checkpoints:
         if final.name != PART:
             self._remove_recovery_but(step)
         elif self.alone() and self.config is not None:
-            checkpoints.join(self.root, step, checkpoints.ALONE, PART)
+            checkpoints.join(self.root, step, checkpoints.TRAINER_ONLY, PART)
             checkpoints.remove_expendable(self.root, self.config.keep, self.config.keep_interval, run=self.run)
 
     def _remove_recovery_but(self, kept: int | None) -> None:
@@ -461,7 +461,7 @@ def refuse_earlier(output_dir: Path, root: Path, *, recover: bool) -> None:
     saved = checkpoints.steps_with(root, PART)
     for directory, what, steps in ((root, "checkpoints", saved), (output_dir / "weights", "versions", versions)):
         if steps:
-            ways = ways_out(output_dir, saved=bool(saved), recover=recover)
+            ways = suggestions(output_dir, saved=bool(saved), recover=recover)
             raise UserError(f"{directory} holds {what} of an earlier run (up to step_{steps[-1]}): {ways}")
 
 

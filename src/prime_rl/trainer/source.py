@@ -17,7 +17,7 @@ from transformers import (
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree, on_main
-from prime_rl.transport.weights import without_tensors
+from prime_rl.transport.weights import no_tensors_message
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainerModel
@@ -100,7 +100,7 @@ def _find(name: str, trust_remote_code: bool, random_weights: bool) -> Source:
         raise UserError(f"{directory}/config.json cannot be used: {one_line(error)}") from error
     has_weights = any(directory.glob("*.safetensors"))
     if not has_weights and not random_weights:
-        raise UserError(f"model directory {without_tensors(directory)}")
+        raise UserError(f"model directory {no_tensors_message(directory)}")
     return Source(name, config, directory if has_weights else None, trust_remote_code)
 
 

@@ -53,13 +53,13 @@ from prime_rl.transport.commit import (
     tmpfs_prefix,
 )
 from prime_rl.transport.exchange import Publisher, checksums, own_address
-from prime_rl.transport.protocol import prunable, spared, superseded_versions
+from prime_rl.transport.protocol import prunable, superseded_to_keep, superseded_versions
 from prime_rl.transport.weights import (
     LogprobReference,
     TensorEntry,
     check_tmpfs,
+    copy_out_of_tmpfs,
     is_lost,
-    leave_tmpfs,
     link_files,
     make_durable,
     manifest_extra,
@@ -325,7 +325,7 @@ class WeightPublisher:
                 copies.buffer, host=host, port=config.port, timeout=timeout, handle=copies.handle
             )
             if config.transport == "auto":
-                threading.Thread(target=self._await_call_for_files, args=(copies,), name="files", daemon=True).start()
+                threading.Thread(target=self._await_files_request, args=(copies,), name="files", daemon=True).start()
 
     def _commit(
         self,
@@ -338,7 +338,7 @@ class WeightPublisher:
         try:
             agree(world, check)
             reference = None if scored is None else agree(world, scored)
-            on_main(world, lambda: incarnations.refuse_outlived(self.output_dir, self.incarnation))
+            on_main(world, lambda: incarnations.refuse_if_superseded(self.output_dir, self.incarnation))
         finally:
             copy_seconds = copied.finish()
         if isinstance(copies, GatheredCopy):
@@ -397,10 +397,10 @@ class WeightPublisher:
             if directory.is_dir():  # else it was pruned meanwhile: nobody needs it
                 raise
 
-    def _await_call_for_files(self, copies: GatheredCopy) -> None:
+    def _await_files_request(self, copies: GatheredCopy) -> None:
         """Write versions to files once servers ask for it, from the present one on (`transport = "auto"`)."""
         while not self._closed.wait(_FILES_POLL_SECONDS):  # bounded: it ends with `close`
-            reason = incarnations.call_for_files(self.output_dir, self.incarnation)
+            reason = incarnations.read_files_request(self.output_dir, self.incarnation)
             if reason is None:
                 continue
             logger.warning("weights are written to files from now on: {}", reason)
@@ -422,7 +422,7 @@ class WeightPublisher:
             return
         versions = incarnations.read_versions(self.root, self._seen)
         starts = incarnations.read_incarnations(self.output_dir)
-        lease, needed = incarnations.strictest_lease(self.output_dir), checkpoints()
+        lease, needed = incarnations.combined_lease(self.output_dir), checkpoints()
         level, keep = self.async_level, self.config.keep
         for version in prunable(versions, starts, lease=lease, async_level=level, keep=keep, checkpoints=needed):
             if not self._is_saved(version):
@@ -468,7 +468,7 @@ class WeightPublisher:
         """Copy a version from tmpfs to the disk. Returns False for a version that is damaged, or has no files."""
         directory = version_dir(self.root, version)
         try:
-            leave_tmpfs(directory)
+            copy_out_of_tmpfs(directory)
             return weights_manifest(directory).publisher is None
         except (CommitError, FileNotFoundError) as error:
             logger.warning("version {} cannot be brought to the disk: {}", version, error)
@@ -479,7 +479,9 @@ class WeightPublisher:
         versions = incarnations.read_versions(self.root)
         superseded = superseded_versions(versions, incarnations.read_incarnations(self.output_dir))
         with_files = [v for v in superseded if weights_manifest(version_dir(self.root, v)).publisher is None]
-        kept = spared({v: versions[v] for v in with_files}, incarnations.sparing_incarnations(self.output_dir))
+        kept = superseded_to_keep(
+            {v: versions[v] for v in with_files}, incarnations.keeping_incarnations(self.output_dir)
+        )
         if kept is not None and not self._bring_to_disk(kept):
             kept = None
         for version in superseded:  # ascending, so that after a crash the newest is still there to be kept

@@ -31,8 +31,8 @@ from prime_rl.transport.commit import (
 from prime_rl.transport.protocol import current_incarnation, expendable_checkpoints, resume_step, valid
 
 Part = Literal["trainer", "orchestrator"]
-ALONE: tuple[Part, ...] = ("trainer",)  # sft, fake data, a trainer without an orchestrator
-TOGETHER: tuple[Part, ...] = ("trainer", "orchestrator")
+TRAINER_ONLY: tuple[Part, ...] = ("trainer",)  # sft, fake data, a trainer without an orchestrator
+BOTH_PARTS: tuple[Part, ...] = ("trainer", "orchestrator")
 
 
 def part_dir(root: Path, step: int, part: Part) -> Path:
@@ -52,7 +52,7 @@ def complete_steps(root: Path) -> list[int]:
 
 def foreign(root: Path) -> list[Path]:
     """Return `step_N` directories with content but no part of ours; we never write there."""
-    without_parts = sorted(set(list_steps(root)).difference(*(steps_with(root, part) for part in TOGETHER)))
+    without_parts = sorted(set(list_steps(root)).difference(*(steps_with(root, part) for part in BOTH_PARTS)))
     directories = [step_dir(root, step) for step in without_parts]
     return [path for path in directories if any(not inside.name.startswith(".") for inside in path.iterdir())]
 
@@ -102,7 +102,7 @@ def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
     faults.point(f"joined:checkpoints/step_{step}", path)
 
 
-def find(root: Path, asked: int, part: Part, max_steps: int | None = None) -> int:
+def choose_step(root: Path, asked: int, part: Part, max_steps: int | None = None) -> int:
     """Return the step that `part` resumes from; -1 is the newest complete checkpoint.
 
     A step asked for by its number may hold this part alone: then only this process goes on from it.
@@ -183,7 +183,7 @@ def supersede_after(root: Path, step: int, incarnation: int, run: str | None = N
 
 def _own_steps(root: Path, run: str | None) -> list[int]:
     """Return the steps of `run` that hold a part, ascending."""
-    steps = {step for part in TOGETHER for step in steps_with(root, part)}
+    steps = {step for part in BOTH_PARTS for step in steps_with(root, part)}
     return sorted(step for step in steps if belongs(root, step, run))
 
 

@@ -295,12 +295,12 @@ def open_file(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_file(path: Path, most: int) -> bytes:
-    """Read all of a regular file of at most `most` bytes; raise as `open_file` does, and CommitError if it is longer."""
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Read all of a regular file of at most `max_bytes`; raise as `open_file` does, and CommitError if it is longer."""
     with open_file(path) as file:
-        data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-    if data is None or len(data) > most:
-        raise CommitError(f"{path} cannot be read: it is longer than {most >> 20} MiB")
+        data = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if data is None or len(data) > max_bytes:
+        raise CommitError(f"{path} cannot be read: it is longer than {max_bytes >> 20} MiB")
     return data
 
 

@@ -50,15 +50,15 @@ ALIGNMENT = 512  # bytes: every tensor begins at a multiple, as in torch's own a
 _COLUMNS = ALIGNMENT // 8
 _CHUNK_ROWS = 1 << 17  # 64 MiB multiplied at once: the products take as much again
 PROTOCOL = 3
-BLOCK_BYTES = 32 << 20  # by TCP
+TCP_BLOCK_BYTES = 32 << 20
 NCCL_BLOCK_BYTES = 256 << 20
-_AHEAD = 3  # blocks under way at the same time (NCCL)
+_BLOCKS_IN_FLIGHT = 3  # by NCCL
 _CTAS = 4  # multiprocessors for a transfer: 100 GB/s between two H100s, and the engine keeps the other 128
 _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 1e-3  # between two looks at whether a GPU is done
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 _CLOSED = "the other side has closed the connection"
-_STRANGER = "the other side does not speak this protocol"
+_UNKNOWN_PROTOCOL = "the other side does not speak this protocol"
 
 
 class ExchangeError(Exception):
@@ -114,20 +114,20 @@ class Channel:
         except OSError as error:
             raise ExchangeError(f"the other side is gone ({error.strerror or error})") from error
 
-    def receive(self, *, wait: bool = False) -> dict[str, Any]:
-        """Return the next message. With `wait` there is no deadline; keep-alive probes find out if the other side dies."""
+    def receive(self, *, no_deadline: bool = False) -> dict[str, Any]:
+        """Return the next message. With `no_deadline`, keep-alive probes find out if the other side dies."""
         header = bytearray(4)
-        self.receive_bytes(memoryview(header), wait=wait)
+        self.receive_bytes(memoryview(header), no_deadline=no_deadline)
         (size,) = struct.unpack("<I", header)
         if size > _MESSAGE_BYTES:
-            raise ExchangeError(_STRANGER)
+            raise ExchangeError(_UNKNOWN_PROTOCOL)
         data = bytearray(size)
         self.receive_bytes(memoryview(data))
         message = None
         with suppress(ValueError, RecursionError):
             message = json.loads(data)
         if not isinstance(message, dict):
-            raise ExchangeError(_STRANGER)
+            raise ExchangeError(_UNKNOWN_PROTOCOL)
         if "error" in message:
             raise ExchangeError(str(message["error"]))
         return message
@@ -139,10 +139,10 @@ class Channel:
             raise ExchangeError(f"the other side says {sorted(message)} where {key} was expected")
         return message[key]
 
-    def receive_bytes(self, data: memoryview, *, wait: bool = False) -> None:
-        """Fill `data`. Some bytes must come within every `seconds`, unless `wait`."""
+    def receive_bytes(self, data: memoryview, *, no_deadline: bool = False) -> None:
+        """Fill `data`. Some bytes must come within every `seconds`, unless `no_deadline`."""
         try:
-            self._socket.settimeout(None if wait else self.seconds)
+            self._socket.settimeout(None if no_deadline else self.seconds)
             while data:
                 count = self._socket.recv_into(data)  # bounded: by the time-out just set, or by the other side's end
                 if not count:
@@ -199,11 +199,11 @@ class _Published:
     hash: str
     size: int
     readers: int = 0
-    withdrawn: bool = False
+    cut_off: bool = False
 
     def check(self) -> None:
         """Raise if the buffer may change; a worker that is in the middle of it sees the connection close."""
-        if self.withdrawn:
+        if self.cut_off:
             raise ExchangeError(f"version {self.version} is superseded: its memory is needed for a newer one")
 
 
@@ -246,7 +246,7 @@ class Publisher:
         with self._changed:
             current, self._current = self._current, None
             if current is not None and not self._changed.wait_for(lambda: not current.readers, timeout=self._timeout):
-                current.withdrawn = True
+                current.cut_off = True
                 late = f"{current.readers} workers have not read version {current.version}"
                 logger.warning("{} in {:.0f} s: they are cut off", late, self._timeout)
 
@@ -273,14 +273,14 @@ class Publisher:
         group: _NcclGroup | None = None
         try:
             channel = Channel(connection, self._timeout)
-            backend = self._welcome(channel)
+            backend = self._handshake(channel)
             if backend == "nccl":
                 group = self._make_group(channel)
             elif backend == "cuda-ipc":
                 channel.send(handle=self._handle)
             logger.info("a worker at {} gets weights by {}", address, backend)
             while True:  # ends when the worker closes the connection
-                self._answer(channel, group, backend, channel.receive(wait=True))
+                self._answer(channel, group, backend, channel.receive(no_deadline=True))
         except ExchangeError as error:
             logger.debug("publishing to {}: {}", address, error)
         except (OSError, RuntimeError) as error:  # torch's, of a GPU without memory for a group
@@ -290,7 +290,7 @@ class Publisher:
                 group.abort()
             _close(connection)
 
-    def _welcome(self, channel: Channel) -> str:
+    def _handshake(self, channel: Channel) -> str:
         """Have the worker prove that it knows the token, and choose a backend."""
         challenge, cuda = secrets.token_hex(16), self._buffer.is_cuda
         gpu = _uuid(self._buffer.device) if cuda else None
@@ -346,7 +346,7 @@ class Publisher:
                     group.transfer(block)
                 group.flush()
             else:
-                for block in self._buffer[: current.size].split(BLOCK_BYTES):
+                for block in self._buffer[: current.size].split(TCP_BLOCK_BYTES):
                     current.check()
                     channel.send_bytes(block.cpu().numpy().data)
             current.check()
@@ -454,8 +454,8 @@ class Subscriber:
                 group.transfer(block)
             group.flush()
         else:
-            host = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if buffer.is_cuda else None
-            for block in buffer.split(BLOCK_BYTES):
+            host = torch.empty(TCP_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if buffer.is_cuda else None
+            for block in buffer.split(TCP_BLOCK_BYTES):
                 progress()
                 if host is None:
                     channel.receive_bytes(block.numpy().data)
@@ -487,18 +487,18 @@ class _NcclGroup:
         self._channel, self._rank, self._device = channel, rank, device
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
         self._stream = torch.cuda.Stream(device)
-        self._met = self._aborted = False
+        self._connected = self._aborted = False
         self._group = _nccl_group(store, rank, device)
 
     def transfer(self, block: Tensor) -> None:
         """Begin to send or receive a block, once few enough are under way."""
-        while len(self._under_way) >= _AHEAD:
+        while len(self._under_way) >= _BLOCKS_IN_FLIGHT:
             self._finish(*self._under_way.popleft())
         try:
-            work = self._begin(block) if self._met else self._begin_first(block)
+            work = self._begin(block) if self._connected else self._begin_first(block)
         except RuntimeError as error:
             raise ExchangeError(f"NCCL failed ({_brief(error)})") from error
-        self._met = True
+        self._connected = True
         self._under_way.append((work, block))
 
     def flush(self) -> None:
@@ -587,7 +587,7 @@ def _brief(error: BaseException) -> str:
 # ---- CUDA IPC
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE; the bindings give a handle's address only
-_GRANULE = 2 << 20  # bytes that the driver allocates at least: a smaller buffer would be shared with others beside it
+_GRANULARITY = 2 << 20  # bytes, of allocations: a handle exports the whole one, neighbours of a small buffer too
 _ipc_failed: list[str] = []  # why this process cannot open memory of other processes: it does not try again
 
 
@@ -599,9 +599,9 @@ def shared_buffer(size: int, device: torch.device) -> tuple[Tensor, str | None]:
     """
     from cuda.bindings import runtime  # comes with torch for GPUs
 
-    with _on(device):
+    with _current_device(device):
         torch.cuda.empty_cache()  # give torch's cached blocks back to the driver
-        failed, address = runtime.cudaMalloc(max(-(-size // _GRANULE), 1) * _GRANULE)
+        failed, address = runtime.cudaMalloc(max(-(-size // _GRANULARITY), 1) * _GRANULARITY)
         if failed:
             raise torch.OutOfMemoryError(f"no {size / 2**30:.2f} GiB of the GPU for the published weights")
         failed, handle = runtime.cudaIpcGetMemHandle(address)
@@ -622,7 +622,7 @@ def opened(handle: str, size: int, device: torch.device) -> Iterator[Tensor]:
         raise ExchangeError("the publisher's CUDA IPC handle is malformed")
     native = runtime.cudaIpcMemHandle_t()
     ctypes.memmove(native.getPtr(), data, _HANDLE_BYTES)
-    with _on(device):
+    with _current_device(device):
         failed, address = runtime.cudaIpcOpenMemHandle(native, runtime.cudaIpcMemLazyEnablePeerAccess)
     if failed:
         _ipc_failed.append(str(failed.name))
@@ -632,7 +632,7 @@ def opened(handle: str, size: int, device: torch.device) -> Iterator[Tensor]:
     try:
         yield _tensor(int(address), size, device)
     finally:
-        with _on(device):
+        with _current_device(device):
             runtime.cudaIpcCloseMemHandle(int(address))
 
 
@@ -641,7 +641,7 @@ def _uuid(device: torch.device) -> str:
 
 
 @contextmanager
-def _on(device: torch.device) -> Iterator[None]:
+def _current_device(device: torch.device) -> Iterator[None]:
     """Make a device the current one of torch and of the bindings, which keep one each."""
     from cuda.bindings import runtime
 

@@ -25,7 +25,7 @@ from prime_rl.transport.weights import is_lost, weights_manifest
 
 ORCHESTRATOR, EVAL = "orchestrator", "eval"
 """Readers of versions, each with a lease of its own."""
-_FILES_WANTED = "files_wanted.json"  # in `weights/`
+_FILES_REQUEST = "files_wanted.json"  # in `weights/`
 
 Seen = dict[tuple[int, int, int], int]
 """The incarnation that a manifest names, by version, inode and time of the manifest."""
@@ -42,7 +42,7 @@ def read_incarnations(output_dir: Path) -> dict[int, int]:
     return {incarnation: table["step"] for incarnation, table in _read_files(output_dir).items()}
 
 
-def sparing_incarnations(output_dir: Path) -> dict[int, int]:
+def keeping_incarnations(output_dir: Path) -> dict[int, int]:
     """Return the incarnations that keep the newest version they supersede, and the steps they started from."""
     tables = _read_files(output_dir)
     return {incarnation: table["step"] for incarnation, table in tables.items() if table.get("spares") is True}
@@ -103,7 +103,7 @@ def open_incarnation(output_dir: Path, start: int, *, spares: bool = False, save
     return incarnation
 
 
-def refuse_outlived(output_dir: Path, incarnation: int) -> None:
+def refuse_if_superseded(output_dir: Path, incarnation: int) -> None:
     """Raise UserError if a later incarnation than `incarnation` was opened: two trainers must not write one history."""
     newest = max(read_incarnations(output_dir), default=incarnation)
     if newest > incarnation:
@@ -164,7 +164,7 @@ def leases(output_dir: Path) -> list[Lease]:
     return [lease for reader in (ORCHESTRATOR, EVAL) if (lease := read_lease(output_dir, reader)) is not None]
 
 
-def strictest_lease(output_dir: Path) -> Lease | None:
+def combined_lease(output_dir: Path) -> Lease | None:
     """Return what any reader may still read; None if nobody holds a lease. Raises CommitError if a file is damaged."""
     if not (held := leases(output_dir)):
         return None
@@ -187,16 +187,16 @@ def drop_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> None:
 # ---- files instead of the trainer's memory
 
 
-def ask_for_files(output_dir: Path, incarnation: int, reason: str) -> None:
+def request_files(output_dir: Path, incarnation: int, reason: str) -> None:
     """Have this incarnation of the trainer write versions to files, since servers cannot reach its publisher."""
     request = {"incarnation": incarnation, "reason": reason}
-    write_atomically(output_dir / "weights" / _FILES_WANTED, json.dumps(request).encode())
+    write_atomically(output_dir / "weights" / _FILES_REQUEST, json.dumps(request).encode())
 
 
-def call_for_files(output_dir: Path, incarnation: int) -> str | None:
+def read_files_request(output_dir: Path, incarnation: int) -> str | None:
     """Return why servers ask this incarnation of the trainer for files; None if they do not."""
     try:
-        request = json.loads((output_dir / "weights" / _FILES_WANTED).read_bytes())
+        request = json.loads((output_dir / "weights" / _FILES_REQUEST).read_bytes())
         return str(request["reason"]) if request["incarnation"] == incarnation else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -57,7 +57,7 @@ def newest_version(versions: Mapping[int, int], incarnations: Mapping[int, int])
     return max(valid_versions(versions, incarnations), default=None) if incarnations else None
 
 
-def goes_on_from(step: int, incarnations: Mapping[int, int]) -> bool:
+def continues_from(step: int, incarnations: Mapping[int, int]) -> bool:
     """Whether history continues from `step`: an incarnation started there, and none since at an earlier step."""
     return any(start == step and valid(step, number, incarnations) for number, start in incarnations.items())
 
@@ -70,15 +70,15 @@ def superseded_versions(versions: Mapping[int, int], incarnations: Mapping[int, 
     return sorted(versions.keys() - set(valid_versions(versions, incarnations)))
 
 
-def spared(superseded: Mapping[int, int], sparing: Mapping[int, int]) -> int | None:
-    """Return the newest superseded step, if an incarnation that spares it superseded it; None: nothing is spared.
+def superseded_to_keep(superseded: Mapping[int, int], keepers: Mapping[int, int]) -> int | None:
+    """Return the newest superseded step, if one of `keepers` superseded it; None: nothing is kept.
 
     Args:
         superseded: Steps and the incarnations that made them.
-        sparing: Incarnations that were opened by hand or without any state, and their start steps.
+        keepers: Incarnations that were opened by hand or without any state, and their start steps.
     """
     newest = max(superseded, default=None)
-    return None if newest is None or valid(newest, superseded[newest], sparing) else newest
+    return None if newest is None or valid(newest, superseded[newest], keepers) else newest
 
 
 # ---- what may be sampled and trained
@@ -90,7 +90,7 @@ def may_batch(first: int, last: int, incarnation: int, incarnations: Mapping[int
     return first <= last and valid(last, incarnation, incarnations)
 
 
-def first_to_collect(batches: Collection[int], start: int) -> int:
+def first_missing_batch(batches: Collection[int], start: int) -> int:
     """Return the first step from `start` on without a committed batch. Those before are trained (again) as they are."""
     step = start
     while step in batches:
@@ -98,7 +98,7 @@ def first_to_collect(batches: Collection[int], start: int) -> int:
     return step
 
 
-def serve_floor(step: int, async_level: int) -> int:
+def oldest_start_version(step: int, async_level: int) -> int:
     """Return the oldest version on which an episode for `step` may start."""
     return max(0, step - async_level)
 
@@ -110,7 +110,7 @@ def planned_step(step: int, groups: int, groups_per_batch: int) -> int:
 
 def may_start(step: int, version: int, async_level: int) -> bool:
     """Whether an episode for `step` may start while servers serve `version`."""
-    return version >= serve_floor(step, async_level)
+    return version >= oldest_start_version(step, async_level)
 
 
 def too_old(step: int, first: int, max_off_policy_steps: int) -> bool:
@@ -150,7 +150,7 @@ def prunable(
         if lease.incarnation < incarnation.number:
             return []
         floor = min(floor, lease.version)
-    needed = {version for step in checkpoints for version in range(serve_floor(step, async_level), step + 1)}
+    needed = {version for step in checkpoints for version in range(oldest_start_version(step, async_level), step + 1)}
     return [version for version in valid_now if BASE < version < floor and version not in needed]
 
 
@@ -162,12 +162,12 @@ def first_lease(held: Lease | None) -> Lease:
     return held or Lease(-1, BASE)
 
 
-def lease_to_load(held: Lease, incarnation: int, version: int) -> Lease:
+def lease_before_load(held: Lease, incarnation: int, version: int) -> Lease:
     """Return what is committed before any server reads `version`: one whose load fails restores what it served."""
     return Lease(incarnation, min(held.version, version))
 
 
-def lease_to_hold(incarnation: int, served: int, reading: Collection[int] = ()) -> Lease:
+def lease_after_load(incarnation: int, served: int, reading: Collection[int] = ()) -> Lease:
     """Return what is committed once all servers in use serve `served`. Others may still be `reading` older versions."""
     return Lease(incarnation, min([served, *reading]))
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from prime_rl.transport.commit import CommitError, Manifest, stage, step_dir, verify
 
 FILE = "samples.arrow"
-_ROWS_PER_BATCH = 8
+_ROWS_PER_RECORD_BATCH = 8
 
 _FLOATS = pa.list_(pa.float32())
 SCHEMA = pa.schema(
@@ -131,12 +131,12 @@ def write_batch(
         "loss_tokens": [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]],
         "environments": [*environments, *sorted(set(columns["env"]).difference(environments))],
     }
-    batch = pa.record_batch([_column(field, columns[field.name]) for field in SCHEMA], schema=SCHEMA)
+    record_batch = pa.record_batch([_column(field, columns[field.name]) for field in SCHEMA], schema=SCHEMA)
     final = step_dir(root, step)
     with stage(final, step=step, producer="orchestrator", extra=index | (extra or {})) as directory:
         with pa.OSFile(str(directory / FILE), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-            for first in range(0, len(samples), _ROWS_PER_BATCH):
-                writer.write_batch(batch.slice(first, _ROWS_PER_BATCH))
+            for first in range(0, len(samples), _ROWS_PER_RECORD_BATCH):
+                writer.write_batch(record_batch.slice(first, _ROWS_PER_RECORD_BATCH))
     return final
 
 
@@ -235,11 +235,11 @@ class RolloutBatch:
         samples: dict[int, Sample] = {}
         with pa.OSFile(str(self.directory / FILE)) as file:
             reader = pa.ipc.open_file(file)
-            for number in sorted({int(i) // _ROWS_PER_BATCH for i in indices}):
-                batch = reader.get_batch(number)
-                for row in range(batch.num_rows):
-                    values = {name: _value(batch.column(name)[row]) for name in SCHEMA.names}
-                    samples[number * _ROWS_PER_BATCH + row] = Sample(**values)
+            for number in sorted({int(i) // _ROWS_PER_RECORD_BATCH for i in indices}):
+                record_batch = reader.get_batch(number)
+                for row in range(record_batch.num_rows):
+                    values = {name: _value(record_batch.column(name)[row]) for name in SCHEMA.names}
+                    samples[number * _ROWS_PER_RECORD_BATCH + row] = Sample(**values)
         return [samples[int(i)] for i in indices]
 
 

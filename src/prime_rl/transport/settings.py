@@ -39,7 +39,7 @@ _START_SECONDS = 300.0  # from these settings to the first status, on another ho
 
 
 @dataclass(frozen=True)
-class Committed:
+class ProcessSettings:
     """What one process of a run committed: who it is, and its settings. `time` is unix seconds."""
 
     process: Party
@@ -50,7 +50,7 @@ class Committed:
     settings: dict[str, Any]
 
 
-def agree(config: BaseConfig, process: Party) -> None:
+def check_and_commit(config: BaseConfig, process: Party) -> None:
     """Compare the settings of this process with those of every running partner, and commit them.
 
     Raises:
@@ -59,26 +59,26 @@ def agree(config: BaseConfig, process: Party) -> None:
     """
     path, itself = config.output_dir / "settings" / f"{process}.json", me()
     host, settings = socket.gethostname(), shared(config, process)
-    mine = Committed(process, itself.pid, itself.started, host, time.time(), settings)
+    mine = ProcessSettings(process, itself.pid, itself.started, host, time.time(), settings)
     _compare(config.output_dir, mine)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
     try:
         _compare(config.output_dir, mine)  # of two that start at the same time at least one sees the other
     except UserError:  # the next process must not compare with one that was refused
-        if read_record(Committed, path) == mine:  # else of a second process of this role
+        if read_record(ProcessSettings, path) == mine:  # else of a second process of this role
             path.unlink(missing_ok=True)
         raise
 
 
-def _compare(output_dir: Path, mine: Committed) -> None:
+def _compare(output_dir: Path, mine: ProcessSettings) -> None:
     """Raise UserError if a partner's settings differ, or a second process of this role is running."""
     for path in sorted((output_dir / "settings").glob("*.json")):
-        partner = read_record(Committed, path)
+        partner = read_record(ProcessSettings, path)
         if partner is None:
             continue
         if partner.process == mine.process:
-            if mine.process in _ONE_PER_RUN and _at_work(output_dir, partner):  # servers have addresses of their own
+            if mine.process in _ONE_PER_RUN and _is_running(output_dir, partner):  # servers have addresses of their own
                 raise UserError(
                     f"another {mine.process} (pid {partner.pid} on {partner.host}) is running in {output_dir}: "
                     "stop that one, or choose another --output-dir"
@@ -88,8 +88,8 @@ def _compare(output_dir: Path, mine: Committed) -> None:
         if len(passed) == 2 and (alone := [data for data in passed if data != _BATCHES]):
             ways = "start over with --clean, or choose another --output-dir"
             raise UserError(f"in {output_dir} {_ALONE[alone[0]]}, {ways}")
-        if _at_work(output_dir, partner) and (difference := differs(mine, partner)):
-            raise UserError(difference)
+        if _is_running(output_dir, partner) and (problem := difference(mine, partner)):
+            raise UserError(problem)
 
 
 def dry_path(output_dir: Path, name: str) -> Path:
@@ -98,14 +98,14 @@ def dry_path(output_dir: Path, name: str) -> Path:
     return output_dir / "configs" / ("dry-run" if held else "") / f"{name}.toml"
 
 
-def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
+def suggestions(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
     """Say what to do about an earlier run in `output_dir`, for the end of an error message.
 
     Args:
         saved: Whether a checkpoint is there.
         recover: Whether the command has --recover.
     """
-    if recover and at_work(output_dir) & set(_ONE_PER_RUN):
+    if recover and running_processes(output_dir) & set(_ONE_PER_RUN):
         return "the other processes of that run are running: go on with them by --recover, or stop them first"
     stem = output_dir.name.rstrip("0123456789") or output_dir.name
     free = next(path for n in count(2) if not (path := output_dir.with_name(f"{stem}{n}")).exists())
@@ -115,10 +115,10 @@ def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
     return ", or ".join([", ".join(ways), f"go on {' or '.join(on)}"]) if on else " or ".join(ways)
 
 
-def at_work(output_dir: Path) -> set[str]:
+def running_processes(output_dir: Path) -> set[str]:
     """Return the names of the other processes that are running in a run directory."""
-    committed = [read_record(Committed, path) for path in (output_dir / "settings").glob("*.json")]
-    names: set[str] = {one.process for one in committed if one is not None and _at_work(output_dir, one)}
+    committed = [read_record(ProcessSettings, path) for path in (output_dir / "settings").glob("*.json")]
+    names: set[str] = {one.process for one in committed if one is not None and _is_running(output_dir, one)}
     for name, status in read_status(output_dir).items():
         if status.outcome is None and _is_believed_alive(status.id, status.host, status.heartbeat + _FRESH_SECONDS):
             names.add(name.partition(".")[0])
@@ -145,7 +145,7 @@ def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
     return settings
 
 
-def differs(mine: Committed, partner: Committed) -> str | None:
+def difference(mine: ProcessSettings, partner: ProcessSettings) -> str | None:
     """Say what the two disagree on; None if they agree."""
     for key in mine.settings.keys() & partner.settings.keys() - {_SEQ_LEN, _DATA}:
         ours, theirs = mine.settings[key], partner.settings[key]
@@ -161,7 +161,7 @@ def differs(mine: Committed, partner: Committed) -> str | None:
     return None
 
 
-def _at_work(output_dir: Path, partner: Committed) -> bool:
+def _is_running(output_dir: Path, partner: ProcessSettings) -> bool:
     """Whether the process that committed these settings is still running."""
     itself = ProcessId(partner.pid, partner.started)
     status = read_status(output_dir).get(partner.process)

@@ -1,7 +1,7 @@
 """Manifests and files of policy versions: `weights/step_v` is version v.
 
-A durable version is a Hugging Face directory whose manifest holds a hash of every tensor (`of_chunks`). A version that
-is published from the trainer's memory (`exchange.py`) is a manifest with a checksum of every tensor. One hash over
+A durable version is a Hugging Face directory whose manifest holds a hash of every tensor (`hash_of_chunks`). A version
+that is published from the trainer's memory (`exchange.py`) is a manifest with a checksum of every tensor. One hash over
 all tensors identifies a version wherever it is served. Version 0 is the base model: a manifest with its hashes and its
 path. Nothing here imports torch.
 """
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"  # if there are several files: which hold
 HASH_CHUNK_BYTES = 8 << 20  # part of every manifest: other chunks give other hashes
 REFERENCE_TOKENS = 64  # of the fixed prompt
 UNREACHABLE = "does not reach the trainer's publisher"
-"""Part of a server's error when it cannot connect: files may help then (`incarnations.ask_for_files`)."""
+"""Part of a server's error when it cannot connect: files may help then (`incarnations.request_files`)."""
 _HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers, too
 
 
@@ -141,7 +141,7 @@ def chunks(size: int) -> list[tuple[int, int]]:
     return [(start, min(start + HASH_CHUNK_BYTES, size)) for start in starts]
 
 
-def of_chunks(digests: Sequence[bytes]) -> str:
+def hash_of_chunks(digests: Sequence[bytes]) -> str:
     """Return a tensor's hash in hex: its xxh3-128 or, if it has several chunks, that of their hashes in order."""
     return (digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))).hex()
 
@@ -184,8 +184,8 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
     extra = (committed or read_manifest(directory)).extra
     try:
         delta = (extra.get("delta") or {}).get("version") is not None
-        elsewhere = extra.get("tmpfs", extra.get("memory")) is not None  # releases before December 2026
-        if "tensors" in extra and (delta or elsewhere or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
+        in_memory = extra.get("tmpfs", extra.get("memory")) is not None  # releases before December 2026
+        if "tensors" in extra and (delta or in_memory or extra.get("hash_chunk") != HASH_CHUNK_BYTES):
             raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
         manifest: WeightsManifest = _MANIFEST.validate_python({**extra, "directory": directory})
     except (ValueError, AttributeError) as error:
@@ -200,12 +200,12 @@ def verify_weights(directory: Path) -> WeightsManifest:
     """Hash every tensor of a durable version again. Raises CommitError naming the first tensor or file that differs."""
     manifest = verify_small_files(directory)
     if manifest.publisher is not None:
-        raise CommitError(never_written(directory))
+        raise CommitError(never_written_message(directory))
     check_tensors(manifest, hash_directory(manifest.files))
     return manifest
 
 
-def never_written(directory: Path) -> str:
+def never_written_message(directory: Path) -> str:
     """Return the message for a version that was published from memory and has no files."""
     return (
         f"{directory} holds no tensors: they went to the servers from the trainer's memory and were never written "
@@ -213,11 +213,11 @@ def never_written(directory: Path) -> str:
     )
 
 
-def without_tensors(directory: Path) -> str:
+def no_tensors_message(directory: Path) -> str:
     """Return the message for any directory without safetensors files."""
     with suppress(CommitError):
         if weights_manifest(directory).publisher is not None:
-            return never_written(directory)
+            return never_written_message(directory)
     return f"{directory} holds no safetensors files (older formats are to be converted)"
 
 
@@ -240,11 +240,11 @@ def check_tensors(manifest: WeightsManifest, actual: Mapping[str, TensorEntry]) 
     for name in sorted(manifest.tensors.keys() | actual.keys()):
         wanted, entry = manifest.tensors.get(name), actual.get(name)
         if wanted is None or entry is None or replace(wanted, checksum="") != replace(entry, checksum=""):
-            raise other_tensor(manifest, name)
+            raise tensor_mismatch(manifest, name)
     check_hash(manifest)
 
 
-def other_tensor(manifest: WeightsManifest, name: str) -> CommitError:
+def tensor_mismatch(manifest: WeightsManifest, name: str) -> CommitError:
     """Return the error for a tensor that is missing, not listed, or has other bytes, another type or shape."""
     return CommitError(f"{manifest.directory}: tensor {name} is not the one its manifest describes")
 
@@ -262,7 +262,7 @@ def hash_directory(directory: Path, progress: Callable[[], None] = lambda: None)
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise CommitError(without_tensors(directory))
+        raise CommitError(no_tensors_message(directory))
     return {name: entry for file in files for name, entry in hash_tensors(file, progress).items()}
 
 
@@ -279,7 +279,7 @@ def hash_tensors(file: Path, progress: Callable[[], None] = lambda: None) -> dic
                 if len(chunk) < last - first:
                     raise CommitError(f"{file} ended while it was read")
                 digests.append(xxhash.xxh3_128_digest(chunk))
-            hashed[name] = replace(entry, xxh3=of_chunks(digests))
+            hashed[name] = replace(entry, xxh3=hash_of_chunks(digests))
     return hashed
 
 
@@ -396,7 +396,7 @@ def link_files(stage: Path, tmpfs: Path, names: Iterable[str]) -> None:
         directory.mkdir()
 
 
-def leave_tmpfs(directory: Path) -> None:
+def copy_out_of_tmpfs(directory: Path) -> None:
     """Verify a version, and copy its tensors from a tmpfs to the disk. Raises CommitError if they are lost or damaged."""
     files = list(directory.glob("*.safetensors"))
     if any(path.is_symlink() for path in files):  # recopy all: a kill may have come between two

@@ -32,7 +32,7 @@ SECONDS = 120.0  # a bound for what takes moments, also on a machine that is bus
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors begin, end and lie within blocks."""
-    monkeypatch.setattr(exchange, "BLOCK_BYTES", 51_200)
+    monkeypatch.setattr(exchange, "TCP_BLOCK_BYTES", 51_200)
 
 
 @pytest.fixture

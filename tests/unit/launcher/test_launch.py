@@ -36,7 +36,7 @@ def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
         resume_at(given)
     for step in (2, 4):
         save(tmp_path, step, "trainer", "orchestrator")
-        checkpoints.join(tmp_path / "checkpoints", step, checkpoints.TOGETHER, "orchestrator")
+        checkpoints.join(tmp_path / "checkpoints", step, checkpoints.BOTH_PARTS, "orchestrator")
     save(tmp_path, 6, "trainer")
     found = resume_at(given)
     assert found.trainer.ckpt is not None
@@ -107,7 +107,7 @@ def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     assert ways_on(saving) == "to go on: the same command with --recover"
     assert "the same command without --clean and with --recover" in ways_on(config(tmp_path, clean=True))
     save(tmp_path, 4, "orchestrator")
-    checkpoints.join(tmp_path / "checkpoints", 4, checkpoints.TOGETHER, "orchestrator")
+    checkpoints.join(tmp_path / "checkpoints", 4, checkpoints.BOTH_PARTS, "orchestrator")
     assert ways_on(saving).endswith("or from a checkpoint with --ckpt.resume-step -1")
 
 

@@ -24,7 +24,7 @@ from prime_rl.launcher.rundir import (
 )
 from prime_rl.monitor import Status, read_status
 from prime_rl.processes import ProcessId, boot_id, identify
-from prime_rl.transport.settings import agree
+from prime_rl.transport.settings import check_and_commit
 from prime_rl.transport.weights import link_files
 from support import partners
 from support.ledgers import ScriptedLedger, finish_group, open_group
@@ -219,7 +219,7 @@ def left_behind(root: Path) -> None:
     for name in ("rollouts/step_0", "weights/step_1"):
         (root / name).mkdir(parents=True)
     for name in ("inference", "orchestrator"):
-        agree(OrchestratorConfig(output_dir=root, environment={"id": "x"}), name)  # type: ignore[arg-type]
+        check_and_commit(OrchestratorConfig(output_dir=root, environment={"id": "x"}), name)  # type: ignore[arg-type]
     for name in ("inference", "orchestrator"):
         (root / "logs").mkdir(exist_ok=True)
         (root / "logs" / f"{name}.log").write_text("x")
@@ -255,7 +255,7 @@ def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: i
     """Contract: started in any order with --clean, neither removes what the other has begun; and it never empties a run that is going on."""
     left_behind(tmp_path)
     with cleaned(tmp_path, "trainer"):  # the trainer, first
-        agree(TrainerConfig(output_dir=tmp_path), "trainer")
+        check_and_commit(TrainerConfig(output_dir=tmp_path), "trainer")
     belongs_to(tmp_path, "trainer", partner)
     (tmp_path / "weights" / "step_0").mkdir(parents=True)
     with cleaned(tmp_path, "orchestrator"):

@@ -132,7 +132,7 @@ def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):
     assert read_part(root, 2).groups_opened == 20
     assert read_part(root, 2).step == 2
     assert joint.join({0: 0}) == []
-    for part in checkpoints.TOGETHER:
+    for part in checkpoints.BOTH_PARTS:
         checkpoints.check(root, 2, part)
 
 

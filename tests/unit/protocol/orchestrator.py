@@ -23,7 +23,7 @@ def dead(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     pending = tuple(number for number in range(cursor) if not known >> number & 1)
     if not rules.unflushed_is_issued_again:
         pending = ()
-    step = rules.first_to_collect(range(d.batches), 0)
+    step = rules.first_missing_batch(range(d.batches), 0)
     started = Orch(
         resumed=o.resumed, waits=o.waits,
         phase="start" if rules.lease_before_look else "look", step=step, pending=pending, finished=finished, cursor=cursor,
@@ -39,7 +39,7 @@ def start(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 def look(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     """Take up the trainer's newest incarnation once the version it began from stands; what is not of its history any more is dropped."""
-    if not d.incarnations or (o.waits and not rules.goes_on_from(o.resumed, d.history)):
+    if not d.incarnations or (o.waits and not rules.continues_from(o.resumed, d.history)):
         return []
     if rules.prove_before_load and (wrong := prove(o, rules)):
         return [("orchestrator finds an engine that serves something else", d, notice(o, wrong))]
@@ -55,7 +55,7 @@ def drop_given_up(d: Dir, o: Orch, rules: Rules) -> Orch:
 
 def lease(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     """Before a load; then every engine is given the version anew, for what it calls by this number may be of another incarnation."""
-    taken = rules.lease_to_load(rules.first_lease(d.lease), o.seen - 1, o.loading)
+    taken = rules.lease_before_load(rules.first_lease(d.lease), o.seen - 1, o.loading)
     replicas = tuple(
         r._replace(known=2) if r.known < 2 and (rules.load_anew or r.version != o.loading) else r for r in o.replicas
     )
@@ -135,9 +135,9 @@ def follow(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
         if newest is not None and newest > o.served:
             announced = newest if rules.announce_before_load else o.announced
             begun = o._replace(loading=newest, announced=max(o.announced, announced))
-            leased = d if rules.lease_after_load else d._replace(lease=Lease(o.seen - 1, newest))
+            leased = d if rules.lease_waits_for_load else d._replace(lease=Lease(o.seen - 1, newest))
             found.append((f"orchestrator announces version {newest}", leased, begun))
-        held = rules.lease_to_hold(o.seen - 1, o.served, [r.reading[0] for r in o.replicas if r.reading is not None])
+        held = rules.lease_after_load(o.seen - 1, o.served, [r.reading[0] for r in o.replicas if r.reading is not None])
         if healthy and d.lease != held:
             words = f"orchestrator raises its lease to incarnation {held.incarnation}, version {held.version}"
             found.append((words, d._replace(lease=held), o))

@@ -21,7 +21,7 @@ from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps
 from prime_rl.transport.exchange import ExchangeError
-from prime_rl.transport.incarnations import ask_for_files, read_versions
+from prime_rl.transport.incarnations import read_versions, request_files
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait
 from support import trainer as support
@@ -323,10 +323,10 @@ def test_servers_that_cannot_reach_the_publisher_get_files(
     TRANSPORTS["auto"] = {"transport": "auto", "host": "127.0.0.1"}
     with open_run("auto", world, make_policy(tied_model), tied_model, tmp_path) as run:
         incarnation = run.incarnation()
-        ask_for_files(run.root / "run", 7, "of another incarnation")
+        request_files(run.root / "run", 7, "of another incarnation")
         run.train(incarnation, range(1, 2))
         assert weights_manifest(run.weights / "step_1").publisher is not None
-        ask_for_files(run.root / "run", incarnation.incarnation, "no route")
+        request_files(run.root / "run", incarnation.incarnation, "no route")
         wait(
             lambda: weights_manifest(run.weights / "step_1").publisher is None,
             subject="files", owner="the publisher", seconds=60, poll=0.05,

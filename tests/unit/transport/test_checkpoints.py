@@ -7,7 +7,7 @@ import pytest
 
 from prime_rl.errors import UserError
 from prime_rl.transport import checkpoints
-from prime_rl.transport.checkpoints import ALONE, TOGETHER, Part
+from prime_rl.transport.checkpoints import BOTH_PARTS, TRAINER_ONLY, Part
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, stage
 
 
@@ -17,7 +17,7 @@ def publish(directory: Path, step: int, incarnation: int = 0) -> None:
 
 
 def save(
-    root: Path, step: int, parts: tuple[Part, ...] = TOGETHER, *, joined: bool = True, incarnation: int = 0
+    root: Path, step: int, parts: tuple[Part, ...] = BOTH_PARTS, *, joined: bool = True, incarnation: int = 0
 ) -> None:
     for part in parts:
         publish(checkpoints.part_dir(root, step, part), step, incarnation)
@@ -31,36 +31,36 @@ def root(tmp_path: Path) -> Path:
     directory = tmp_path / "checkpoints"
     save(directory, 2)
     save(directory, 4)
-    save(directory, 6, ALONE, joined=False)
+    save(directory, 6, TRAINER_ONLY, joined=False)
     return directory
 
 
 def test_half_saved_is_never_the_newest(root: Path) -> None:
     """-1 is the newest complete one; a single part is taken by name alone, by its own process alone."""
     assert checkpoints.complete_steps(root) == [2, 4]
-    for part in TOGETHER:
-        assert checkpoints.find(root, -1, part) == 4
-    assert checkpoints.find(root, 6, "trainer") == 6
+    for part in BOTH_PARTS:
+        assert checkpoints.choose_step(root, -1, part) == 4
+    assert checkpoints.choose_step(root, 6, "trainer") == 6
     with pytest.raises(UserError, match="resume_step 6: not in .*, which has 2, 4"):
-        checkpoints.find(root, 6, "orchestrator")
+        checkpoints.choose_step(root, 6, "orchestrator")
 
 
 def test_only_single_parts(tmp_path: Path) -> None:
     """Where nothing is complete, that is said, with what a single part is good for."""
-    save(tmp_path, 3, ALONE, joined=False)
+    save(tmp_path, 3, TRAINER_ONLY, joined=False)
     with pytest.raises(UserError, match="no complete checkpoint, only single parts of step 3"):
-        checkpoints.find(tmp_path, -1, "trainer")
+        checkpoints.choose_step(tmp_path, -1, "trainer")
     with pytest.raises(UserError, match="holds no checkpoint"):
-        checkpoints.find(tmp_path / "nothing", -1, "trainer")
+        checkpoints.choose_step(tmp_path / "nothing", -1, "trainer")
 
 
 def test_joining_needs_every_part(root: Path) -> None:
     """No joint manifest over a part that is not committed; a joined checkpoint stays as it is."""
     with pytest.raises(CommitError):
-        checkpoints.join(root, 6, TOGETHER, "test")
+        checkpoints.join(root, 6, BOTH_PARTS, "test")
     assert 6 not in checkpoints.complete_steps(root)
     before = (root / "step_4" / MANIFEST).read_bytes()
-    checkpoints.join(root, 4, ALONE, "another")
+    checkpoints.join(root, 4, TRAINER_ONLY, "another")
     assert (root / "step_4" / MANIFEST).read_bytes() == before
 
 
@@ -90,15 +90,15 @@ def test_damage_is_named_with_a_way_out(damage: str, root: Path) -> None:
         "replaced": "is not the part that",
     }.get(damage, "state")
     with pytest.raises(UserError, match=f"cannot resume from step 4: .*{message}.*other checkpoints .*: 2$"):
-        checkpoints.find(root, -1, "trainer")
+        checkpoints.choose_step(root, -1, "trainer")
 
 
 def test_keep_and_keep_interval(tmp_path: Path) -> None:
     """The newest `keep` stay and those at a multiple of `keep_interval`; half-saved ones older than the newest complete one go."""
     for step in (1, 2, 3, 4, 6):
         save(tmp_path, step)
-    save(tmp_path, 5, ALONE, joined=False)
-    save(tmp_path, 7, ALONE, joined=False)
+    save(tmp_path, 5, TRAINER_ONLY, joined=False)
+    save(tmp_path, 7, TRAINER_ONLY, joined=False)
     assert checkpoints.remove_expendable(tmp_path, None, None, in_progress=[5]) == []
     assert checkpoints.remove_expendable(tmp_path, 1, 3) == [1, 2, 4, 5]
     assert list_steps(tmp_path) == [3, 6, 7]
@@ -120,7 +120,7 @@ def test_foreign_directories_are_left_alone(root: Path) -> None:
     (root / "step_9" / "trainer").mkdir(parents=True)
     (root / "step_9" / "trainer" / "weights.bin").write_text("theirs")
     assert checkpoints.foreign(root) == [root / "step_1", root / "step_9"]
-    assert checkpoints.find(root, -1, "trainer") == 4
+    assert checkpoints.choose_step(root, -1, "trainer") == 4
     checkpoints.clean(root, "trainer")
     checkpoints.remove_expendable(root, 1, None)
     checkpoints.supersede_after(root, 0, incarnation=1)
@@ -137,7 +137,7 @@ def test_clean_removes_ones_own_remains(root: Path) -> None:
     left = {path.relative_to(root).as_posix() for path in root.rglob(".*")}
     assert left == {"step_4/.orchestrator.tmp-3", f"step_6/.{MANIFEST}.tmp-5"}
     assert not (root / "step_8").exists()
-    checkpoints.join(root, 6, ALONE, "test")  # by the owner of the joint manifest
+    checkpoints.join(root, 6, TRAINER_ONLY, "test")  # by the owner of the joint manifest
     assert list((root / "step_6").glob(".*")) == []
 
 
@@ -201,7 +201,7 @@ def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
         with stage(checkpoints.part_dir(root, step, "trainer"), step=step, producer="test", extra={"run": run}):
             pass
         if step < 6:
-            checkpoints.join(root, step, ALONE, "test")
+            checkpoints.join(root, step, TRAINER_ONLY, "test")
     assert checkpoints.remove_expendable(root, 1, None, run="ours") == [1]
     assert [step for step, _, _ in checkpoints.recoverable(root, recovery, {0: 0}, "ours")] == [3]
     assert [step for step, _, _ in checkpoints.recoverable(root, recovery, {0: 2}, "ours")] == [3, 2]

@@ -55,7 +55,7 @@ def buffer() -> Tensor:
 @pytest.fixture
 def publisher(buffer: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
     """It holds version 3, in blocks of which there are many."""
-    monkeypatch.setattr(exchange, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(exchange, "TCP_BLOCK_BYTES", 5000)
     made = Publisher(buffer, host="127.0.0.1", port=0, timeout=SECONDS)
     made.offer(3, 0, "hash", SIZE)
     yield made

@@ -5,6 +5,7 @@ import pytest
 from prime_rl.transport.commit import CommitError, prune, stage
 from prime_rl.transport.incarnations import (
     EVAL,
+    combined_lease,
     drop_lease,
     lease_path,
     next_incarnation,
@@ -12,10 +13,9 @@ from prime_rl.transport.incarnations import (
     read_incarnations,
     read_lease,
     read_versions,
-    strictest_lease,
     write_lease,
 )
-from prime_rl.transport.protocol import Lease, goes_on_from
+from prime_rl.transport.protocol import Lease, continues_from
 from prime_rl.transport.weights import TensorEntry, manifest_extra
 
 
@@ -67,10 +67,10 @@ def test_the_lease_is_read_back_and_given_back(tmp_path):
 
 def test_a_resumed_run_waits_for_the_incarnation_that_goes_on_from_its_checkpoint():
     """Not the incarnation that is given up; and a trainer that has crashed and recovered since still counts."""
-    assert not goes_on_from(4, {0: 0})
-    assert goes_on_from(4, {0: 0, 1: 4})
-    assert goes_on_from(4, {0: 0, 1: 4, 2: 6})
-    assert not goes_on_from(4, {0: 0, 1: 4, 2: 2})
+    assert not continues_from(4, {0: 0})
+    assert continues_from(4, {0: 0, 1: 4})
+    assert continues_from(4, {0: 0, 1: 4, 2: 6})
+    assert not continues_from(4, {0: 0, 1: 4, 2: 2})
 
 
 def test_a_number_is_not_given_twice_though_incarnation_files_are_lost(tmp_path):
@@ -86,7 +86,7 @@ def test_a_number_is_not_given_twice_though_incarnation_files_are_lost(tmp_path)
 
 def test_every_reader_has_a_lease_of_its_own(tmp_path):
     """The trainer goes by the strictest; an incarnation that any of them heard of is not numbered again; one reader's half-written file is not another's to remove."""
-    assert strictest_lease(tmp_path) is None
+    assert combined_lease(tmp_path) is None
     write_lease(tmp_path, Lease(1, 5))
     half_written = tmp_path / "leases" / f".{EVAL}.json.tmp-1"
     half_written.touch()
@@ -94,7 +94,7 @@ def test_every_reader_has_a_lease_of_its_own(tmp_path):
     assert half_written.exists()
     write_lease(tmp_path, Lease(1, 9), EVAL)
     assert not half_written.exists()
-    assert strictest_lease(tmp_path) == Lease(1, 7)
+    assert combined_lease(tmp_path) == Lease(1, 7)
     drop_lease(tmp_path)
-    assert strictest_lease(tmp_path) == Lease(1, 9)
+    assert combined_lease(tmp_path) == Lease(1, 9)
     assert next_incarnation(tmp_path) == 2

@@ -11,7 +11,7 @@ from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig, ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import status_path
-from prime_rl.transport.settings import Party, agree, dry_path, ways_out
+from prime_rl.transport.settings import Party, check_and_commit, dry_path, suggestions
 from support import partners
 from support.partners import belongs_to
 
@@ -47,31 +47,31 @@ def write_status(root: Path, claim: dict[str, object], **fields: object) -> Path
 def test_a_living_partner_with_other_settings_is_refused(
     tmp_path: Path, partner: int, given: dict[str, object], message: str
 ) -> None:
-    agree(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
+    check_and_commit(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
     belongs_to(tmp_path, "trainer", partner)
     with pytest.raises(UserError, match=message):
-        agree(orchestrator(tmp_path, **given), "orchestrator")
+        check_and_commit(orchestrator(tmp_path, **given), "orchestrator")
 
 
 def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner: int) -> None:
     """Shorter samples fit; no checkpoints of one's own are no contradiction; a dead, or ended, partner has no say."""
-    agree(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
+    check_and_commit(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
     belongs_to(tmp_path, "trainer", partner)
-    agree(orchestrator(tmp_path, seq_len=128), "orchestrator")
+    check_and_commit(orchestrator(tmp_path, seq_len=128), "orchestrator")
     claim = json.loads((tmp_path / "settings/trainer.json").read_text())
     path = write_status(tmp_path, claim, outcome="finished")
-    agree(orchestrator(tmp_path, seed=9), "orchestrator")
+    check_and_commit(orchestrator(tmp_path, seed=9), "orchestrator")
     path.unlink()
     (tmp_path / "settings/trainer.json").write_text(json.dumps({**claim, "started": 1}))
-    agree(orchestrator(tmp_path, seed=9), "orchestrator")
+    check_and_commit(orchestrator(tmp_path, seed=9), "orchestrator")
 
 
 def test_a_server_is_asked_for_its_model_alone(tmp_path: Path, partner: int) -> None:
-    agree(InferenceConfig(output_dir=tmp_path, seed=5), "inference")
+    check_and_commit(InferenceConfig(output_dir=tmp_path, seed=5), "inference")
     belongs_to(tmp_path, "inference", partner)
-    agree(orchestrator(tmp_path), "orchestrator")
+    check_and_commit(orchestrator(tmp_path), "orchestrator")
     with pytest.raises(UserError, match="model.name is other here, but Qwen/Qwen3-0.6B in the inference"):
-        agree(orchestrator(tmp_path, model=ModelConfig(name="other")), "orchestrator")
+        check_and_commit(orchestrator(tmp_path, model=ModelConfig(name="other")), "orchestrator")
 
 
 @pytest.mark.parametrize("first", ["trainer", "orchestrator"])
@@ -85,29 +85,29 @@ def test_data_of_one_without_the_other_is_never_mixed(tmp_path: Path, first: Par
     other = orchestrator(tmp_path, trainer=case != "no trainer").model_copy(update={"bench": case == "bench"})
     parties = {"trainer": trainer, "orchestrator": other}
     second: Party = "orchestrator" if first == "trainer" else "trainer"
-    agree(parties[first], first)
+    check_and_commit(parties[first], first)
     if case == "bench":
-        agree(parties[second], second)
+        check_and_commit(parties[second], second)
         return
     message = {
         "random samples": "trains on random samples",
         "no trainer": "rollouts for no trainer.*--trainer.*--clean",
     }
     with pytest.raises(UserError, match=message[case]):
-        agree(parties[second], second)
+        check_and_commit(parties[second], second)
 
 
 def test_a_process_that_was_refused_leaves_no_settings(tmp_path: Path) -> None:
     """Contract: the next process is compared with those that took part."""
-    agree(orchestrator(tmp_path), "orchestrator")
+    check_and_commit(orchestrator(tmp_path), "orchestrator")
     own = tmp_path / "settings" / "orchestrator.json"
     before = own.read_bytes()
-    agree(TrainerConfig(output_dir=tmp_path), "trainer")
+    check_and_commit(TrainerConfig(output_dir=tmp_path), "trainer")
     for earlier in (before, None):
         if earlier is None:
             own.unlink()
         with pytest.raises(UserError, match="makes rollouts for no trainer"):
-            agree(orchestrator(tmp_path, trainer=False), "orchestrator")
+            check_and_commit(orchestrator(tmp_path, trainer=False), "orchestrator")
         assert (own.read_bytes() if own.exists() else None) == earlier
 
 
@@ -115,33 +115,33 @@ def test_a_process_that_was_refused_leaves_no_settings(tmp_path: Path) -> None:
 def test_there_is_one_of_each(tmp_path: Path, partner: int, process: Party) -> None:
     """A second one is refused and changes nothing; a dead or ended one is succeeded."""
     config = TrainerConfig(output_dir=tmp_path) if process == "trainer" else orchestrator(tmp_path)
-    agree(config, process)
-    agree(config, process)  # the same process
+    check_and_commit(config, process)
+    check_and_commit(config, process)  # the same process
     belongs_to(tmp_path, process, partner)
     path = tmp_path / "settings" / f"{process}.json"
     before = path.read_bytes()
     with pytest.raises(UserError, match=rf"another {process} \(pid {partner} on .*\) is running in"):
-        agree(config, process)
+        check_and_commit(config, process)
     assert path.read_bytes() == before
     path.write_text(json.dumps({**json.loads(before), "started": 1}))
-    agree(config, process)
+    check_and_commit(config, process)
 
 
 def test_on_another_host_fresh_settings_or_a_fresh_heartbeat_count(tmp_path: Path) -> None:
     """Pids mean nothing there."""
-    agree(TrainerConfig(output_dir=tmp_path, seed=4), "trainer")
+    check_and_commit(TrainerConfig(output_dir=tmp_path, seed=4), "trainer")
     path = tmp_path / "settings/trainer.json"
     claim = {**json.loads(path.read_text()), "host": "elsewhere"}
     path.write_text(json.dumps(claim))
     with pytest.raises(UserError, match="seed is 0 here, but 4 in the trainer"):
-        agree(orchestrator(tmp_path), "orchestrator")
+        check_and_commit(orchestrator(tmp_path), "orchestrator")
     path.write_text(json.dumps({**claim, "time": 1.0}))
-    agree(orchestrator(tmp_path), "orchestrator")
+    check_and_commit(orchestrator(tmp_path), "orchestrator")
     write_status(tmp_path, claim)
     with pytest.raises(UserError, match="another trainer"):
-        agree(TrainerConfig(output_dir=tmp_path), "trainer")
+        check_and_commit(TrainerConfig(output_dir=tmp_path), "trainer")
     write_status(tmp_path, claim, heartbeat=time.time() - 1000)
-    agree(TrainerConfig(output_dir=tmp_path), "trainer")
+    check_and_commit(TrainerConfig(output_dir=tmp_path), "trainer")
 
 
 # ---- beside an earlier run
@@ -156,11 +156,11 @@ def test_a_dry_run_writes_beside_what_a_run_has_left(tmp_path: Path) -> None:
 def test_what_to_do_about_an_earlier_run(tmp_path: Path, partner: int) -> None:
     """--clean first, then a directory that is free, then what can be gone on with; beside the rest of its run, --recover."""
     (tmp_path / "outputs2").mkdir()
-    ways = ways_out(tmp_path / "outputs", saved=True)
+    ways = suggestions(tmp_path / "outputs", saved=True)
     order = ["--clean", f"{tmp_path / 'outputs3'} is free", "--ckpt.resume-step -1", "--recover"]
     assert sorted(order, key=ways.index) == order
-    assert ways_out(tmp_path / "outputs2", saved=False, recover=False).endswith(f"({tmp_path / 'outputs3'} is free)")
-    agree(orchestrator(tmp_path), "orchestrator")
+    assert suggestions(tmp_path / "outputs2", saved=False, recover=False).endswith(f"({tmp_path / 'outputs3'} is free)")
+    check_and_commit(orchestrator(tmp_path), "orchestrator")
     belongs_to(tmp_path, "orchestrator", partner)
-    assert "go on with them by --recover" in ways_out(tmp_path, saved=False)
-    assert "--clean" not in ways_out(tmp_path, saved=False)
+    assert "go on with them by --recover" in suggestions(tmp_path, saved=False)
+    assert "--clean" not in suggestions(tmp_path, saved=False)

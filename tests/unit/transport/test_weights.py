@@ -19,8 +19,8 @@ from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import (
     chunks,
     hash_directory,
+    hash_of_chunks,
     manifest_extra,
-    of_chunks,
     verify_weights,
     version_dir,
     version_hash,
@@ -152,7 +152,7 @@ def by_hand(data: bytes) -> str:
 def test_a_tensors_hash_is_that_of_its_chunks(small_chunks: None, data: bytes) -> None:
     """Of a small tensor it is xxh3-128 of its bytes; of a large one that of its chunks' hashes."""
     digests = [xxhash.xxh3_128_digest(data[start:end]) for start, end in chunks(len(data))]
-    assert of_chunks(digests) == by_hand(data)
+    assert hash_of_chunks(digests) == by_hand(data)
 
 
 def test_writers_and_readers_agree(small_chunks: None, tmp_path: Path) -> None:
