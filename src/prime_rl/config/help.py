@@ -66,8 +66,13 @@ def search(cls: type[Section], word: str) -> str:
     entries: dict[str, None] = {}
     for setting in settings(cls):
         text = f"{'.'.join(setting.keys)} {spell(setting.keys, 'option')} {setting.field.description}".lower()
-        if not setting.sections and word.lower() in text:
+        if word.lower() not in text:
+            continue
+        if not setting.sections:
             entries["\n".join(_lines(setting))] = None
+        elif setting.nullable:
+            switch = f"  {_option(setting)} | {_option(setting, 'no-')}"
+            entries[f"{switch:<{LEFT - 1}} {setting.field.description}"] = None
     if not entries:
         raise ConfigError([f"no option has '{word}' in its name or description"])
     return "\n".join(entries)

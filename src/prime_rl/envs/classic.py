@@ -26,6 +26,7 @@ from prime_rl.envs.ids import (
     import_module,
     keywords,
     module_name,
+    report,
     takes_any,
     unique,
 )
@@ -105,7 +106,7 @@ class ClassicEnv:
         try:
             output = await self._env.run_rollout(self._rows[task_index], client, self._client.model, dict(sampling))
         except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
-            result.outcome, result.message = Outcome.ERRORED, describe(error)
+            result.outcome, result.message = Outcome.ERRORED, report(error)
         else:
             self._judge(result, output, client.state, raised)
         at_limit = client.state.get("stop_condition") == "max_turns_reached"
@@ -130,7 +131,7 @@ class ClassicEnv:
             if theirs in output["timing"]:  # since verifiers 0.1.14
                 result.timing[ours] = float(output["timing"][theirs]["duration"])
         if (error := state.get("error")) is not None:
-            result.outcome, result.message = Outcome.ERRORED, describe(error.__cause__ or error)
+            result.outcome, result.message = Outcome.ERRORED, report(error.__cause__ or error)
         elif state.get("timed_out"):
             result.outcome, result.message = Outcome.TIMEOUT, "time limit of the environment"
         elif raised:

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -20,6 +21,8 @@ from typing import Any, Literal
 import prime_rl
 
 Kind = Literal["verifiers", "classic", "python"]
+_MOST_REPORTED = 100  # failures whose traceback a worker prints
+_REPORTED: set[str] = set()
 
 
 class LoadError(Exception):
@@ -184,6 +187,15 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"
 
 
+def report(error: BaseException) -> str:
+    """Describe why an episode failed, and print the traceback to the worker's log the first time it fails so."""
+    description = describe(error)
+    if description not in _REPORTED and len(_REPORTED) < _MOST_REPORTED:
+        _REPORTED.add(description)
+        traceback.print_exception(error)
+    return description
+
+
 def import_module(env_id: str) -> ModuleType:
     """The module of an environment.
 
@@ -217,6 +229,6 @@ def check_arguments(env_id: str, names: Iterable[str], accepted: Sequence[str]) 
             near = difflib.get_close_matches(name, accepted, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if name == "split":
-                hint = ", by which the tasks for evaluation are asked for: name in [[eval.environments]] what is to be evaluated (under `rl`: [[orchestrator.eval.environments]]), or evaluate nothing (`--no-eval`)"
+                hint = ", by which the tasks for evaluation are asked for: name in [[eval.environments]] what is to be evaluated (under `rl`: [[orchestrator.eval.environments]]), or evaluate nothing (`--no-eval`, under `rl` `--orchestrator.no-eval`)"
             listed = ", ".join(accepted) or "none"
             raise LoadError(f"environment {env_id!r} has no argument {name!r}{hint} (arguments: {listed})")

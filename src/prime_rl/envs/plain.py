@@ -50,6 +50,7 @@ from prime_rl.envs.ids import (
     import_module,
     keywords,
     module_name,
+    report,
     takes_any,
     unique,
 )
@@ -153,7 +154,7 @@ class PlainEnv:
             returned = await self._rollout(task, chat)
         except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
             after = f" (after the conversation was over: {chat.over})" if chat.over else ""
-            result.outcome, result.message = Outcome.ERRORED, f"{describe(error)}{after}"
+            result.outcome, result.message = Outcome.ERRORED, f"{report(error)}{after}"
         else:
             _judge(result, returned, chat.metrics)
         result.timing = {"agent": time.monotonic() - begun}

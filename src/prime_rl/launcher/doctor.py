@@ -231,6 +231,11 @@ def examination(run: Path, facts: Facts, state: RunState, sentence: str) -> list
     launcher = "not running" if facts.launcher is ProcessState.ABSENT else facts.launcher.value
     rows = [("run", str(run)), ("launcher", launcher)]
     for name, process in facts.processes.items():
+        status = process.status
+        if state is RunState.FINISHED and status is not None and process.state is ProcessState.DEAD:
+            # The launcher stopped it: vLLM's engine may be too slow to let its server say so.
+            rows.append((name, f"{'ended':<11}stopped, {minutes(max(0.0, facts.now - status.heartbeat))} ago"))
+            continue
         rows += _describe(facts, name.replace(".", " "), process)
     newest = {
         "batch": _newest(list_steps, run / "rollouts"),

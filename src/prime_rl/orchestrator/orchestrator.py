@@ -143,6 +143,10 @@ class Orchestrator:
             finally:
                 await self._cancel_all(tasks)
                 await self.weight_sync.close()
+        except UserError:
+            with suppress(UserError):  # the disk may be full
+                self.ledger.flush()  # `rl audit` counts what ended since the last flush, too
+            raise
         finally:
             self.ledger.close()
 

@@ -185,15 +185,21 @@ async def test_engine_failures_are_the_cause(model: Path, package: Callable[[str
     ],
 )
 async def test_faults_of_the_environment(
-    body: str, outcome: Outcome, message: str, model: Path, package: Callable[[str, str], str]
+    body: str,
+    outcome: Outcome,
+    message: str,
+    model: Path,
+    package: Callable[[str, str], str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Outcomes of the episode, with the reason; nothing to train on."""
+    """Outcomes of the episode, with the reason, and a traceback of what was raised; nothing to train on."""
     name = package("plain_faulty", f"{HEAD}async def rollout(task, chat):\n {body}")
     async with FakeEngine(model) as engine:
         result = await play(engine, setup(name, model))
     assert result.outcome is outcome
     assert message in result.message
     assert not result.samples
+    assert ("Traceback" in capfd.readouterr().err) == (".py:" in result.message)
 
 
 async def test_class_with_resources(model: Path, package: Callable[[str, str], str]) -> None:

@@ -13,6 +13,7 @@ from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator import orchestrator as loop
+from prime_rl.orchestrator.audit import audit_text
 from prime_rl.transport.commit import list_steps, prune
 from prime_rl.transport.rollouts import open_batch
 from support.scripted import World, follow, fresh, has_batch, until
@@ -262,6 +263,7 @@ async def test_episodes_that_fail_as_fast_as_they_start_end_the_run(tmp_path):
     async with asyncio.timeout(60):
         with pytest.raises(UserError, match="of the last .* episodes failed"):
             await world.orchestrator().run()
+    assert "errored" in audit_text(tmp_path), "those that failed since the last flush are counted, too"
 
 
 async def test_without_a_trainer_all_batches_come_from_the_base_model(tmp_path, heard):
