@@ -132,7 +132,7 @@ async def test_weights_that_somebody_else_keeps_changing_end_it(world):
         world.server.now = world.server.now.__class__(4, "f" * 32, "1")
 
     world.pool.before = before
-    with pytest.raises(UserError, match="are they another run's"):
+    with pytest.raises(UserError, match="is it another run's"):
         await world.run(weights_dir=world.weights, steps=[3], eval_base=False, max_concurrent=1, num_examples=1)
 
 
