@@ -232,7 +232,7 @@ def examination(run: Path, facts: Facts, state: RunState, sentence: str) -> list
     rows = [("run", str(run)), ("launcher", launcher)]
     for name, process in facts.processes.items():
         status = process.status
-        if state is RunState.FINISHED and status is not None and process.state is ProcessState.DEAD:
+        if state is RunState.FINISHED and process.state is ProcessState.DEAD and status and status.outcome is None:
             # The launcher stopped it: vLLM's engine may be too slow to let its server say so.
             rows.append((name, f"{'ended':<11}stopped, {minutes(max(0.0, facts.now - status.heartbeat))} ago"))
             continue
