@@ -159,7 +159,7 @@ SYNC = (
     "check / stage / in no part ms",
     "pause: stop / load / all ms",
     "HTTP to resumed / from step to served ms",
-    "then until its canary is scored ms",
+    "then until its logprobs are checked ms",
     "first token after ms",
     "gap between tokens: all requests / the longest of one ms",
     "gap before it / while staging ms",

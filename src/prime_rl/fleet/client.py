@@ -51,8 +51,12 @@ class CannotScore(UserError):
 
 @dataclass(frozen=True)
 class Served:
-    """What the server says it serves. `boot` names the incarnation of the server and `loads` counts its loads of weights, where it tells them; `seconds`, what parts its update took, of one that
-    answered (`inference.service.WeightUpdate`, and `verify`, its logprob check); `models`, the names that requests may give."""
+    """What a server says it serves.
+
+    `boot` names the incarnation of the server and `loads` counts its loads of weights, where it gives them. `seconds`:
+    the parts of the update that it answered (`inference.service.WeightUpdate`, and `verify`, its logprob check).
+    `models`: the names that requests may give.
+    """
 
     version: int
     hash: str

@@ -64,7 +64,8 @@ class RouterClient:
         return all(await _all(each.answers() for each in (*self._parts, self._router)))
 
     async def served(self) -> Served:
-        """What all parts serve, whose `boot` and `loads` change with those of any of them; `NO_VERSION` where they serve different weights, which an update ends.
+        """Return what all parts serve; `NO_VERSION` where they serve different weights, which an update ends. `boot` and
+        `loads` change with those of any part.
 
         Raises:
             UserError: as a single server's.

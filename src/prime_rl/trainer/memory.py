@@ -424,7 +424,7 @@ def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: 
     """The fastest settings that fit; the leanest when none does.
 
     Unless `config` says whether to offload, each block may offload eighths of what the host link carries while it
-    computes, or everything: no more than makes the settings fit, and only where that saves time worth having.
+    computes, or everything: no more than makes the settings fit, and only where that saves time.
 
     Args:
         budget: Bytes that torch may take of the GPU.

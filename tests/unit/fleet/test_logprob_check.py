@@ -26,7 +26,7 @@ from support.scripted import until
 
 LOGPROBS = (-1.0, -2.0, -3.0)
 TOKENS = (5, 6, 7, 8)
-CANARY = LogprobReference(TOKENS, LOGPROBS)
+REFERENCE = LogprobReference(TOKENS, LOGPROBS)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------------------
@@ -53,11 +53,11 @@ def test_a_spoilt_canary_makes_a_manifest_unreadable(found, tmp_path):
         weights_manifest(tmp_path / "step_1")
 
 
-@pytest.mark.parametrize("canary", [LogprobReference(TOKENS, LOGPROBS), None])
-def test_a_canary_comes_back_from_a_manifest(canary, tmp_path):
-    with stage(tmp_path / "step_1", step=1, producer="trainer", extra=manifest_extra(1, 0, {}, reference=canary)):
+@pytest.mark.parametrize("reference", [LogprobReference(TOKENS, LOGPROBS), None])
+def test_a_logprob_reference_comes_back_from_a_manifest(reference, tmp_path):
+    with stage(tmp_path / "step_1", step=1, producer="trainer", extra=manifest_extra(1, 0, {}, reference=reference)):
         pass
-    assert weights_manifest(tmp_path / "step_1").reference == canary
+    assert weights_manifest(tmp_path / "step_1").reference == reference
 
 
 # -- a server --------------------------------------------------------------------------------------------------------------------
@@ -107,15 +107,15 @@ class Scored:
         await canaries.check(self, weights, await self.give(weights))
 
 
-def commit(root: Path, version: int, canary: LogprobReference | None = CANARY) -> WeightsManifest:
+def commit(root: Path, version: int, reference: LogprobReference | None = REFERENCE) -> WeightsManifest:
     place = version_dir(root, version)
-    with stage(place, step=version, producer="trainer", extra=manifest_extra(version, 0, {}, reference=canary)):
+    with stage(place, step=version, producer="trainer", extra=manifest_extra(version, 0, {}, reference=reference)):
         pass
     return replace(weights_manifest(place), hash=f"hash {version}")
 
 
 def commit_without_reading(root: Path, version: int) -> WeightsManifest:
-    return WeightsManifest(version, 0, f"hash {version}", {}, None, version_dir(root, version), CANARY)
+    return WeightsManifest(version, 0, f"hash {version}", {}, None, version_dir(root, version), REFERENCE)
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ async def test_a_server_that_cannot_answer_is_not_checked_and_says_so(server, tm
         await server.update(canaries, two)
 
 
-async def test_versions_without_a_canary_are_served_by_their_hash(server, tmp_path, heard):
+async def test_versions_without_a_reference_are_served_by_their_hash(server, tmp_path, heard):
     """A run that was begun before there were any: that is said once."""
     canaries = LogprobCheck()
     for version in (1, 2):
@@ -350,7 +350,7 @@ async def test_one_of_two_servers_that_computes_something_else_gets_no_work_and_
     pool_run = world.pool.pools[wrong.root].run
 
     async def held(*, episode_id: str, **rest):
-        """Those of the second batch end while the first canary is scored."""
+        """Those of the second batch end while the first prompt is scored."""
         group, _, issue = map(int, episode_id.split("."))
         if group in range(3, 6) and issue == 0:
             await until(lambda: wrong.claim is not None)
