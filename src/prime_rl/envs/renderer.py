@@ -4,20 +4,18 @@ A renderer that bridges extends the ids already sampled instead of rendering the
 multi-turn episode is one sequence and nothing that the model sampled is re-tokenized.
 """
 
+import contextlib
 import json
 import logging
+import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
-import tokenizers
-from huggingface_hub import hf_hub_download
 from renderers import CustomRendererConfig, create_renderer
 from renderers.base import (
     MODEL_RENDERER_MAP,
@@ -125,21 +123,26 @@ def choose(model: str, choice: str, tools: bool = False) -> RendererChoice:
     `file.py:Class`). "auto" takes the first that provably renders what the model's chat template renders, with tools
     where there are `tools`. Raises RendererError.
     """
-    if choice == "auto":
-        return _auto(model, tools)
-    if choice == "chatml":
-        return _chatml(_tokenizer(model))
-    if choice == "default":
-        return _default(model, tools)
-    if choice in KNOWN:
-        return _named(choice, _tokenizer(model))
-    if "." not in choice:
+    custom = choice not in KNOWN
+    if custom and "." not in choice:
         raise RendererError(f"unknown renderer {choice!r} (known: {', '.join(KNOWN)}, or an import path)")
+    tokenizer = tokenizer_of(model)
+    if choice == "auto" and model in MODEL_RENDERER_MAP:
+        choice = MODEL_RENDERER_MAP[model]
+    if choice in ("auto", "default") and not tokenizer.chat_template:
+        raise RendererError(
+            f"the tokenizer of {model!r} has no chat template: add one to its files, or choose a renderer explicitly"
+        )
+    if choice == "auto":
+        return _auto(model, tokenizer, tools)
+    if choice == "default" and tools:
+        raise RendererError("the renderer 'default' has no tools: choose the model's own, or chatml")
     try:
-        config = CustomRendererConfig(import_path=choice)
-        return RendererChoice(choice, config, create_renderer(_tokenizer(model), config))
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        raise RendererError(f"cannot load the renderer {choice!r}: {error}") from error
+        return _made(choice, tokenizer)
+    except (ValueError, AssertionError, KeyError, TypeError, ImportError, OSError) as error:
+        # Of one that is known: tokens of its family that this tokenizer lacks.
+        what = f"cannot load the renderer {choice!r}" if custom else f"renderer {choice!r} does not fit {model!r}"
+        raise RendererError(f"{what}: {error}") from error
 
 
 def choose_for(setup: Setup, tools: bool) -> RendererChoice:
@@ -150,25 +153,14 @@ def choose_for(setup: Setup, tools: bool) -> RendererChoice:
         raise LoadError(f"environment {setup.env_id!r}: {error}") from error
 
 
-def _auto(model: str, tools: bool) -> RendererChoice:
-    tokenizer = _tokenizer(model)
-    if model in MODEL_RENDERER_MAP:
-        return _named(MODEL_RENDERER_MAP[model], tokenizer)
-    _require_template(model, tokenizer)
-    vocabulary = tokenizer.get_vocab()
-    if IM_START in vocabulary and IM_END in vocabulary:
-        chatml = _chatml(tokenizer)
-        if equals_template(chatml.renderer, tokenizer, tools):
-            return chatml
+def _auto(model: str, tokenizer: Any, tools: bool) -> RendererChoice:
     path = Path(model) / "config.json"
     model_type = json.loads(path.read_text()).get("model_type", "") if path.is_file() else ""
-    for name in _BY_MODEL_TYPE.get(model_type, ()):
-        try:
-            family = _named(name, tokenizer)
-        except RendererError:  # same architecture, another tokenizer
-            continue
-        if equals_template(family.renderer, tokenizer, tools):
-            return family
+    for name in ("chatml", *_BY_MODEL_TYPE.get(model_type, ())):
+        with contextlib.suppress(ValueError, AssertionError, KeyError):  # same architecture, another tokenizer
+            made = _made(name, tokenizer)
+            if equals_template(made.renderer, tokenizer, tools):
+                return made
     if tools:
         raise RendererError(
             f"no renderer shows tools to the model as the chat template of {model!r} does: choose one by name, such as "
@@ -179,32 +171,15 @@ def _auto(model: str, tools: bool) -> RendererChoice:
         "the first is rendered again and may become a sample of its own",
         model,
     )
-    return _default(model, tools)
+    return _made("default", tokenizer)
 
 
-def _chatml(tokenizer: Any) -> RendererChoice:
-    try:
-        renderer = ChatMLRenderer(tokenizer)
-    except ValueError as error:
-        raise RendererError(str(error)) from error
-    return RendererChoice("chatml", CustomRendererConfig(import_path=f"{__name__}.ChatMLRenderer"), renderer)
-
-
-def _named(name: str, tokenizer: Any) -> RendererChoice:
-    config = config_from_name(name)
-    try:
-        return RendererChoice(name, config, create_renderer(tokenizer, config))
-    except (ValueError, AssertionError, KeyError) as error:  # tokens of the family that this tokenizer lacks
-        raise RendererError(f"renderer {name!r} does not fit {tokenizer.name_or_path!r}: {error}") from error
-
-
-def _default(model: str, tools: bool) -> RendererChoice:
-    """The template itself, through transformers: whatever extension it uses."""
-    if tools:
-        raise RendererError("the renderer 'default' has no tools: choose the model's own, or chatml")
-    tokenizer = _transformers_tokenizer(model)
-    _require_template(model, tokenizer)
-    return _named("default", tokenizer)
+def _made(name: str, tokenizer: Any) -> RendererChoice:
+    if name == "chatml":
+        config: Any = CustomRendererConfig(import_path=f"{__name__}.ChatMLRenderer")
+        return RendererChoice(name, config, ChatMLRenderer(tokenizer))
+    config = config_from_name(name) if name in KNOWN else CustomRendererConfig(import_path=name)
+    return RendererChoice(name, config, create_renderer(tokenizer, config))
 
 
 def equals_template(renderer: Any, tokenizer: Any, tools: bool = False) -> bool:
@@ -228,23 +203,32 @@ def equals_template(renderer: Any, tokenizer: Any, tools: bool = False) -> bool:
     return True
 
 
-def _tokenizer(model: str) -> Any:
-    return from_files(model) or _transformers_tokenizer(model)
-
-
-def _transformers_tokenizer(model: str) -> Any:
+def tokenizer_of(model: str) -> Any:
+    """transformers' tokenizer of a hub name or local directory. Raises RendererError."""
     try:
-        return load_tokenizer(model)
+        with _no_torch():
+            return load_tokenizer(model)
     except (OSError, ValueError, KeyError, ImportError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RendererError(f"cannot load the tokenizer of {model!r}: {cause}") from error
 
 
-def _require_template(model: str, tokenizer: Any) -> None:
-    if not tokenizer.chat_template:
-        raise RendererError(
-            f"the tokenizer of {model!r} has no chat template: add one to its files, or choose a renderer explicitly"
-        )
+@contextlib.contextmanager
+def _no_torch() -> Iterator[None]:
+    """Hide torch, which transformers would import: 600 MB and seconds for every worker, and a tokenizer needs none of it.
+
+    An environment that imports transformers itself gets another copy, with torch.
+    """
+    if {"transformers", "torch"} & set(sys.modules):
+        yield
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "transformers")]:
+            del sys.modules[name]
 
 
 class ChatMLConfig(BaseRendererConfig):
@@ -410,122 +394,3 @@ def _text(content: Any) -> str:
             raise ValueError(f"the ChatML renderer is text only, a message has {unknown[0]!r}")
         return "".join(part["text"] for part in content)
     return content or ""
-
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-
-
-class FileTokenizer:
-    """The part of a transformers tokenizer that renderers use, with the same results, from its files alone.
-
-    transformers' loader imports torch, which costs every worker 600 MB and several seconds for nothing.
-    """
-
-    def __init__(self, name_or_path: str, backend: tokenizers.Tokenizer, config: dict[str, Any], template: str) -> None:
-        """Raises jinja2.TemplateError when the template is not plain Jinja."""
-        self.name_or_path = name_or_path
-        self.chat_template = template
-        self._backend = backend
-        self._special = {name: token for name in SPECIAL_TOKENS if (token := _content(config.get(name)))}
-        self._template = _environment().from_string(template)
-        self.eos_token_id = self._id("eos_token")
-        self.unk_token_id = self._id("unk_token")
-
-    def get_vocab(self) -> dict[str, int]:
-        return self._backend.get_vocab(with_added_tokens=True)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
-        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        if isinstance(tokens, str):
-            number = self._backend.token_to_id(tokens)
-            return self.unk_token_id if number is None else number
-        return [self.convert_tokens_to_ids(token) for token in tokens]
-
-    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
-
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = False, tokenize: bool = True, **kwargs: Any
-    ) -> Any:
-        """The rendered text, or its ids. Raises jinja2.TemplateError when the template refuses the messages."""
-        kwargs.pop("return_dict", None)
-        variables = {"tools": None, "documents": None, **self._special, **kwargs}
-        text = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self.encode(text, add_special_tokens=False) if tokenize else text
-
-    def _id(self, name: str) -> int | None:
-        token = self._special.get(name)
-        return None if token is None else self._backend.token_to_id(token)
-
-
-def from_files(model: str) -> FileTokenizer | None:
-    """The tokenizer of a local directory or hub model; None when its files do not suffice."""
-    paths = {name: _file(model, name) for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")}
-    tokenizer_path, config_path, template_path = paths.values()
-    if tokenizer_path is None or config_path is None:
-        return None
-    config = json.loads(config_path.read_text())
-    template = template_path.read_text() if template_path is not None else config.get("chat_template")
-    backend = tokenizers.Tokenizer.from_file(str(tokenizer_path))
-    # Where a tokenizer was saved after a call with truncation or padding, the file has both; transformers sets them anew for every call.
-    backend.no_truncation()
-    backend.no_padding()
-    several = any((tokenizer_path.parent / "additional_chat_templates").glob("*.jinja"))
-    if not isinstance(template, str) or several or not _has_all_tokens(backend, config):
-        return None
-    try:
-        return FileTokenizer(model, backend, config, template)
-    except jinja2.TemplateError:  # an extension that only transformers has
-        return None
-
-
-def _has_all_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> bool:
-    """Whether tokenizer.json has, just so, every added and special token that tokenizer_config.json names: transformers adds the others."""
-    known = backend.get_added_tokens_decoder().values()
-    added = [tokenizers.AddedToken(**fields) for fields in (config.get("added_tokens_decoder") or {}).values()]
-    more = [config.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens")]
-    special = [config.get(name) for name in SPECIAL_TOKENS]
-    for tokens in more:
-        special += tokens.values() if isinstance(tokens, dict) else tokens
-    names = {token.content for token in known}
-    described = {repr(token) for token in known}
-    return all(repr(token) in described for token in added) and {_content(token) for token in special} - {""} <= names
-
-
-def _file(model: str, name: str) -> Path | None:
-    if Path(model).is_dir():
-        path = Path(model) / name
-        return path if path.is_file() else None
-    try:
-        return Path(hf_hub_download(model, name))
-    except (OSError, ValueError):  # no such file, no such model, no network: the caller's fallback says which
-        return None
-
-
-def _content(token: Any) -> str:
-    return token.get("content", "") if isinstance(token, dict) else token or ""
-
-
-def _environment() -> jinja2.Environment:
-    """As chat templates expect it (transformers' documentation of chat templates)."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda text: datetime.now().strftime(text)
-    return environment

@@ -29,7 +29,7 @@ from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 from prime_rl.envs.conversation import EngineClient, EngineReply
 from prime_rl.envs.convert import samples_of, turns_of
 from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
-from prime_rl.envs.renderer import RendererChoice, choose, from_files
+from prime_rl.envs.renderer import RendererChoice, choose, tokenizer_of
 from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
 from prime_rl.envs.verifiers_v1 import ConversationClient
 
@@ -112,7 +112,7 @@ def clients(choices: dict[str, RendererChoice]) -> dict[tuple[str, bool], Any]:
 
 @pytest.fixture(scope="module")
 def tokenizers(models: dict[str, str]) -> dict[str, Any]:
-    return {name: from_files(model) for name, model in models.items()}
+    return {name: tokenizer_of(model) for name, model in models.items()}
 
 
 @pytest.mark.parametrize("by_verifiers", [True, False])

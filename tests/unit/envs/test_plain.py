@@ -267,11 +267,13 @@ def test_ids_without_names_are_durable(model: Path, package: Callable[[str, str]
 
 
 def test_imports_little(model: Path) -> None:
-    """A worker of a plain environment holds neither verifiers nor torch nor transformers."""
+    """A worker of a plain environment holds neither verifiers nor torch nor transformers; what imports transformers later has it with torch."""
     code = (
         f"import sys; sys.path.insert(0, {str(GUESS)!r})\n"
         "from prime_rl.envs.adapter import load\nfrom prime_rl.envs.protocol import Setup\n"
         f"load(Setup('guess', 'guess', {{}}, {str(model)!r}, 'auto', 4, 'info'))\n"
-        "print(sorted({'verifiers', 'torch', 'transformers'} & set(sys.modules)))"
+        "print(sorted({'verifiers', 'torch', 'transformers'} & set(sys.modules)))\n"
+        "from transformers.utils.import_utils import is_torch_available\nprint(is_torch_available())"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, "PyTorch" in done.stderr) == ("[]\nTrue\n", False)

@@ -3,7 +3,6 @@
 import ast
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderers import extract_message_tool_names
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from fake_engine import CHATML, make_tokenizer
 
-from prime_rl.envs.renderer import (
-    ChatMLRenderer,
-    FileTokenizer,
-    RendererError,
-    _tokenizer,
-    choose,
-    equals_template,
-    from_files,
-)
+from prime_rl.envs.renderer import ChatMLRenderer, RendererError, choose, equals_template, tokenizer_of
 
 # What Qwen3 does and plain ChatML does not: an empty thinking block in a final assistant turn.
 NOT_PLAIN = CHATML.replace(
@@ -48,18 +37,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(model: Path) -> FileTokenizer:
-    tokenizer = from_files(str(model))
-    assert tokenizer is not None
-    return tokenizer
+def tokenizer(model: Path) -> Any:
+    return tokenizer_of(str(model))
 
 
 @settings(max_examples=60, deadline=None)
 @given(messages=conversations, generate=st.booleans())
-def test_chatml_equals_the_template(tokenizer: FileTokenizer, messages: list[dict[str, Any]], generate: bool) -> None:
+def test_chatml_equals_the_template(tokenizer: Any, messages: list[dict[str, Any]], generate: bool) -> None:
     """Token for token, for any text: also where BPE merges across the border of role and content."""
     rendered = ChatMLRenderer(tokenizer).render(messages, add_generation_prompt=generate)
-    assert rendered.token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=generate)
+    assert rendered.token_ids == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=generate, return_dict=False
+    )
     assert len(rendered.token_ids) == len(rendered.message_indices)
 
 
@@ -85,20 +74,18 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "é
 
 
 @pytest.fixture(scope="module")
-def tooled(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
-    tokenizer = from_files(str(make_tokenizer(tmp_path_factory.mktemp("tooled"), TEMPLATE)))
-    assert tokenizer is not None
-    return tokenizer
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tokenizer_of(str(make_tokenizer(tmp_path_factory.mktemp("tooled"), TEMPLATE)))
 
 
 @settings(max_examples=80, deadline=None)
 @given(messages=with_tools, generate=st.booleans())
-def test_chatml_with_tools_equals_the_template(
-    tooled: FileTokenizer, messages: list[dict[str, Any]], generate: bool
-) -> None:
+def test_chatml_with_tools_equals_the_template(tooled: Any, messages: list[dict[str, Any]], generate: bool) -> None:
     """Definitions, calls and results, token for token; each message has its own tokens, in its place."""
     rendered = ChatMLRenderer(tooled).render(messages, tools=TOOLS, add_generation_prompt=generate)
-    assert rendered.token_ids == tooled.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=generate)
+    assert rendered.token_ids == tooled.apply_chat_template(
+        messages, tools=TOOLS, add_generation_prompt=generate, return_dict=False
+    )
     assert rendered.message_tool_names == extract_message_tool_names(messages)
     indices = [index for index in rendered.message_indices if index >= 0]
     assert indices == sorted(indices)
@@ -146,85 +133,13 @@ def test_auto_wants_the_tools_of_the_template(model: Path, tmp_path: Path) -> No
         ),
     ],
 )
-def test_calls_are_read(tooled: FileTokenizer, text: str, content: str, statuses: list[str]) -> None:
+def test_calls_are_read(tooled: Any, text: str, content: str, statuses: list[str]) -> None:
     """Every attempt, in order, with what is wrong; only where there are tools."""
     renderer = ChatMLRenderer(tooled)
     ids = tooled.encode(f"{text}<|im_end|>", add_special_tokens=False)
     parsed = renderer.parse_response(ids, tools=TOOLS)
     assert (parsed.content, [call.status for call in parsed.tool_calls]) == (content, statuses)
     assert (renderer.parse_response(ids).content, renderer.parse_response(ids).tool_calls) == (text, [])
-
-
-TOOL_TEMPLATE = (
-    "{{ tools | tojson(separators=(',', ':'), sort_keys=true) }}{% for m in messages %}{{ m.content }}{% endfor %}"
-)
-SAVED: dict[str, Callable[[Any, Path], None]] = {
-    "plain": lambda saved, directory: None,
-    "truncation": lambda saved, directory: saved(TEXTS, truncation=True, max_length=4),
-    "padding": lambda saved, directory: saved(TEXTS, padding="max_length", truncation=True, max_length=9),
-    "an added token": lambda saved, directory: saved.add_tokens(["é 你"]),
-    "a special token of the config alone": lambda saved, directory: in_config(directory, eos_token="Hello"),
-    "an added token of the config alone": lambda saved, directory: in_config(
-        directory, added_tokens_decoder={"999": {"content": " two", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": False}}
-    ),
-    "templates by name": lambda saved, directory: setattr(saved, "chat_template", {"default": CHATML, "tool_use": TOOL_TEMPLATE}),
-    "sorted JSON": lambda saved, directory: setattr(saved, "chat_template", TOOL_TEMPLATE),
-}  # fmt: skip
-TEXTS = ["Hello  world, two\n" * 4, "é 你好 🦊", "<|im_start|>user\n\nx<|im_end|>", ""]
-
-
-def in_config(directory: Path, **settings: Any) -> None:
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-
-
-def of_kind(kind: str) -> Any:
-    """A tokenizer of one of the kinds that models have, as transformers makes it."""
-    trained = {
-        "byte-level BPE": (models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(), trainers.BpeTrainer),
-        "SentencePiece": (models.Unigram(), pre_tokenizers.Metaspace(), decoders.Metaspace(), trainers.UnigramTrainer),
-        "WordPiece": (models.WordPiece(unk_token="[UNK]"), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(), trainers.WordPieceTrainer),
-    }  # fmt: skip
-    model, splitter, decoder, trainer = trained[kind]
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer, tokenizer.decoder = splitter, decoder
-    special = ["[UNK]", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    more: dict[str, Any] = {"unk_token": "[UNK]"} if kind == "SentencePiece" else {}
-    tokenizer.train_from_iterator(
-        TEXTS * 3, trainer(vocab_size=300, special_tokens=special, show_progress=False, **more)
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    fast.chat_template = CHATML
-    return fast
-
-
-@pytest.mark.parametrize("change", SAVED)
-@pytest.mark.parametrize("kind", ["byte-level BPE", "SentencePiece", "WordPiece"])
-def test_saved_tokenizers_equal_transformers(kind: str, change: str, tmp_path: Path) -> None:
-    """However a tokenizer was saved, we read what transformers does: no truncation and padding, all tokens, the template for tools."""
-    saved = of_kind(kind)
-    if "config" not in change:
-        SAVED[change](saved, tmp_path)
-    saved.save_pretrained(tmp_path)
-    if "config" in change:
-        SAVED[change](saved, tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    ours, theirs = _tokenizer(str(tmp_path)), PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for text in TEXTS:
-        assert list(ours.encode(text, add_special_tokens=False)) == theirs.encode(text, add_special_tokens=False)
-        assert (
-            list(ours(text, add_special_tokens=False)["input_ids"]) == theirs(text, add_special_tokens=False).input_ids
-        )
-    messages = [{"role": "user", "content": "Hello  world, two\n" * 4}]
-    for tools in (None, [{"b": 1, "a": [2, "é"]}]):
-        expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
-        assert (
-            list(ours.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
-            == expected
-        )
-    assert (ours.eos_token_id, ours.get_vocab()) == (theirs.eos_token_id, theirs.get_vocab())
 
 
 @settings(max_examples=40, deadline=None)
@@ -234,7 +149,7 @@ def test_saved_tokenizers_equal_transformers(kind: str, change: str, tmp_path: P
     followup=st.lists(texts, min_size=1, max_size=2),
 )
 def test_bridge_extends_what_was_sampled(
-    tokenizer: FileTokenizer, completion: list[int], closed: bool, followup: list[str]
+    tokenizer: Any, completion: list[int], closed: bool, followup: list[str]
 ) -> None:
     """Whatever the model sampled (even bytes that are no text), the next prompt starts with exactly those ids."""
     renderer = ChatMLRenderer(tokenizer)
@@ -250,7 +165,7 @@ def test_bridge_extends_what_was_sampled(
     assert rest == ([] if closed else [end]) + newline + renderer.render_ids(new, add_generation_prompt=True)
 
 
-def test_bridge_refuses_to_retokenize_an_assistant_turn(tokenizer: FileTokenizer) -> None:
+def test_bridge_refuses_to_retokenize_an_assistant_turn(tokenizer: Any) -> None:
     """An assistant message in the extension would replace sampled ids: no bridge."""
     renderer = ChatMLRenderer(tokenizer)
     assert renderer.bridge_to_next_turn([1], [2], [{"role": "assistant", "content": "x"}]) is None
@@ -261,8 +176,7 @@ def test_auto_takes_chatml_only_when_it_is(model: Path, tmp_path: Path) -> None:
     """Plain ChatML gets ours; a template that differs in one corner gets the template itself."""
     assert choose(str(model), "auto").name == "chatml"
     other = make_tokenizer(tmp_path / "other", NOT_PLAIN)
-    tokenizer = from_files(str(other))
-    assert tokenizer is not None
+    tokenizer = tokenizer_of(str(other))
     assert not equals_template(ChatMLRenderer(tokenizer), tokenizer)
     assert choose(str(other), "auto").name == "default"
 
