@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -20,13 +19,13 @@ from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import packing
 from prime_rl.trainer import training_loop as loop
-from prime_rl.trainer.dcp import HostCopy
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.perf import host_syncs
 from prime_rl.trainer.report import Report
 from prime_rl.trainer.rl.train import train
+from prime_rl.trainer.training_state import HostCopy, State
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import write_batch
@@ -208,8 +207,7 @@ def test_a_saved_state_is_that_of_its_step(
     """What is copied for a checkpoint beside the next step is copied before that step changes it, however long copying takes."""
     take = HostCopy.take
 
-    def slow(copies: HostCopy, state: dict[str, Any]) -> dict[str, Any]:
-        assert copies._stream is not None
+    def slow(copies: HostCopy, state: State) -> State:
         with torch.cuda.stream(copies._stream):
             torch.cuda._sleep(1_000_000_000)  # cycles: some 0.5 s
         return take(copies, state)
@@ -219,9 +217,8 @@ def test_a_saved_state_is_that_of_its_step(
     run_training(config(tmp_path, model, max_steps=4, recovery_interval=3, model={"compile": False}))
     weights = version(tmp_path, 3)
     name = "model.embed_tokens.weight"
-    state = {"model": {f"lm.{name}": torch.empty_like(weights[name])}}
-    checkpoint.load(state, checkpoint_id=tmp_path / "recovery" / "step_3" / "state", no_dist=True)
-    assert torch.equal(state["model"][f"lm.{name}"], weights[name])
+    state = load_file(tmp_path / "recovery" / "step_3" / "state" / "rank_0.safetensors")
+    assert torch.equal(state[f"model.lm.{name}"], weights[name])
     assert not torch.equal(weights[name], version(tmp_path, 4)[name])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
-from prime_rl.trainer import dcp, optim
+from prime_rl.trainer import optim
 from prime_rl.trainer.optim import build_optimizer, is_hidden_matrix
 from prime_rl.trainer.parallel import World, close_world, init_world
 from support import optim as support
@@ -45,12 +45,9 @@ def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyP
             for parameter, gradient in zip(model.parameters(), of_step, strict=True):
                 parameter.grad = gradient.clone()
             optimizer.step()
-        states = [
-            state
-            for of_parameter in optimizer.state_dict()["state"].values()
-            for name, state in of_parameter.items()
-            if name != "step"
-        ]
+        optimizer.settle()
+        of_parameters = (optimizer.state[parameter] for parameter in model.parameters())
+        states = [state for each in of_parameters for name, state in each.items() if name != "step"]
         assert all(state.is_pinned() if offload else state.is_cuda for state in states)
         results.append([tensor.cpu() for tensor in (*model.parameters(), *states)])
     for one, other in zip(*results, strict=True):
@@ -73,11 +70,9 @@ def test_a_checkpoint_restores_every_bit(config: OptimConfig, offload: bool, wor
         fully_shard(model, mesh=world.mesh)
     first, second = (build_optimizer(model, config) for model in models)
     support.train(models[0], first, range(2))
-    dcp.save(support.state_of(models[0], first), tmp_path / "state")
+    support.save(models[0], first, tmp_path / "state", world)
     whole = support.train(models[0], first, range(2, 4))
-    state = support.state_of(models[1], second)
-    dcp.load(state, tmp_path / "state", world)
-    support.restore(models[1], second, state)
+    support.load(models[1], second, tmp_path / "state", world)
     for name, value in support.train(models[1], second, range(2, 4)).items():
         assert torch.equal(value, whole[name]), name
 

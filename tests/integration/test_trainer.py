@@ -138,7 +138,7 @@ def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> N
         os.kill(ranks["trainer.1"].pid, signal.SIGKILL)
         assert command.wait(SECONDS) != 0
     for directory in (tmp_path / "checkpoints" / "step_2" / "trainer", tmp_path / "recovery" / "step_3"):
-        assert verify(directory).extra["ranks"] == 2
+        assert verify(directory).files.keys() >= {f"state/rank_{rank}.safetensors" for rank in range(2)}
     verify_weights(tmp_path / "weights" / "step_3")
     support.write_rollouts(tmp_path / "more", 4)
     (tmp_path / "more" / "rollouts" / "step_3").rename(tmp_path / "rollouts" / "step_3")

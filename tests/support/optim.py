@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import OptimConfig
-from prime_rl.trainer import dcp
-from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.parallel import close_world, init_world
+from prime_rl.trainer import training_state
+from prime_rl.trainer.optim import ShardedOptimizer, build_optimizer
+from prime_rl.trainer.parallel import World, close_world, init_world
 from support.forking import fork_ranks
 
 STEPS = 4
@@ -107,14 +106,12 @@ def adamw(value: Tensor, gradients: list[Tensor], lr: float, betas: tuple[float,
     return value
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dcp.State:
-    """As checkpoints hold it."""
-    saved, optim = get_state_dict(model, optimizer)
-    return {"model": saved, "optimizer": optim}
+def save(model: nn.Module, optimizer: ShardedOptimizer, directory: Path, world: World) -> None:
+    training_state.save(training_state.training_state(model, optimizer), directory, world, {})
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: dcp.State) -> None:
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+def load(model: nn.Module, optimizer: ShardedOptimizer, directory: Path, world: World) -> None:
+    training_state.load(training_state.training_state(model, optimizer), directory, world)
 
 
 def run_rank(out: str, settings: dict[str, Any], replicate: int = 1, checkpoint: str | None = None) -> None:
@@ -126,12 +123,10 @@ def run_rank(out: str, settings: dict[str, Any], replicate: int = 1, checkpoint:
     fully_shard(model, mesh=world.mesh)
     optimizer = build_optimizer(model, optim_config(**settings))
     if checkpoint is not None:
-        state = state_of(model, optimizer)
-        dcp.load(state, Path(checkpoint), world)
-        restore(model, optimizer, state)
+        load(model, optimizer, Path(checkpoint), world)
     else:
         train(model, optimizer, range(STEPS // 2))
-        dcp.save(state_of(model, optimizer), Path(out) / "state")
+        save(model, optimizer, Path(out) / "state", world)
     result = train(model, optimizer, range(STEPS // 2, STEPS))
     if world.is_main:
         torch.save(result, Path(out) / "parameters.pt")

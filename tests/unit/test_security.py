@@ -40,9 +40,8 @@ UNPICKLES = re.compile(
     | multiprocessing\.(Queue|Pipe|Manager|Pool)\(""",
     re.VERBOSE,
 )
-# Read torch's checkpoint metadata through an Unpickler that admits only the classes it consists of, and a dataset's strings through one that
-# admits no class; the latter runs programs in the sandbox.
-RESTRICTED = {"src/prime_rl/trainer/dcp.py", "environments/livecodebench/tests.py"}
+# Reads a dataset's strings through an Unpickler that admits no class; runs programs in the sandbox.
+RESTRICTED = {"environments/livecodebench/tests.py"}
 
 
 def test_nothing_is_unpickled() -> None:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from loguru import logger
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from prime_rl import faults
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.trainer import dcp
+from prime_rl.trainer import training_state
 from prime_rl.trainer.model import Policy
+from prime_rl.trainer.optim import ShardedOptimizer
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, on_main, sum_over_ranks
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_publisher import WeightPublisher
@@ -106,7 +106,7 @@ class Checkpoints:
         # Of the last save: when it was, and the seconds that it took of the loop and of the thread.
         self._saved_at = self._held_up = self._writing = 0.0
         self._background = background_world(world, config.dist_timeout)
-        self._copy = dcp.HostCopy(self._background)
+        self._copy = training_state.HostCopy(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=self._use_device)
 
     def choose(self, said_finished: bool = False) -> bool:
@@ -127,27 +127,23 @@ class Checkpoints:
         """Raise UserError unless the base model is the one that the run, and the state it resumes from, began with."""
         on_main(self.world, lambda: self._check_model(source))
 
-    def load(self, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
+    def load(self, policy: Policy, optimizer: ShardedOptimizer) -> Progress:
         """Put the chosen state, which is verified, into model and optimizer; they are what is saved from now on.
+
+        On another number of ranks there is no random state to go on with; the seed's own then stands.
 
         Raises UserError if the state is damaged, or belongs to another model.
         """
         self.policy, self.optimizer = policy, optimizer
         if self.resumed is None:
             return Progress()
-        directory, world = self.resumed, self.world
-        extra = on_main(world, lambda: read_manifest(directory).extra)
-        state = _state(policy, optimizer)
-        same_ranks = extra["ranks"] == world.size
-        if same_ranks:  # on another number of ranks there is no state to continue; the seed's own then stands
-            state["rng"] = {str(world.rank): _rng(world)}
-        dcp.load(state, directory / _STATE, world)
-        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        if same_ranks:
-            rng = state["rng"][str(world.rank)]
-            torch.set_rng_state(rng["cpu"])
-            if world.device.type == "cuda":
-                torch.cuda.set_rng_state(rng["cuda"], world.device)
+        directory, device = self.resumed, self.world.device
+        extra = on_main(self.world, lambda: read_manifest(directory).extra)
+        rng = training_state.load(self._state(), directory / _STATE, self.world, own=_rng(device))
+        if "rng.cpu" in rng:
+            torch.set_rng_state(rng["rng.cpu"])
+        if "rng.cuda" in rng:
+            torch.cuda.set_rng_state(rng["rng.cuda"], device)
         return Progress(**extra["progress"])
 
     def begin(self, versions: WeightPublisher, start: int) -> None:
@@ -159,7 +155,7 @@ class Checkpoints:
         self.run = on_main(self.world, lambda: incarnations.run_id(self.output_dir))
         on_main(self.world, lambda: self._supersede_after(start))
         if self.recovery_interval is not None or self._in_background("checkpoint"):
-            self._reservation = self._thread.submit(self._copy.reserve, _state(self.policy, self.optimizer))
+            self._reservation = self._thread.submit(self._copy.reserve, self._state())
         self._scheduled = start + _FIRST
 
     def due(self, step: int) -> Kind | None:
@@ -201,11 +197,12 @@ class Checkpoints:
         if self._in_background(kind):
             if self._reservation is not None:  # `take` allocates what is missing, and says why it cannot
                 wait_for_futures([self._reservation], timeout=self._timeout)
-            copy = self._copy.take(self._saved_state())
+            copy = self._copy.take(self._state())
             faults.point(f"saved-copy:step_{progress.step}")
-            self._pending = final, self._thread.submit(self._write, copy, progress, final, recorded)
+            rng = _rng(self.world.device)
+            self._pending = final, self._thread.submit(self._write, copy, rng, progress, final, recorded)
         else:
-            self._write(self._saved_state(), progress, final, recorded)
+            self._write(self._state(), _rng(self.world.device), progress, final, recorded)
         self._scheduled, self._saved_at = None, time.monotonic()
         self._held_up = self._saved_at - began
 
@@ -256,7 +253,7 @@ class Checkpoints:
         if self.config is None or progress.step == 0 or final == self.resumed:
             return
         if progress.step not in on_main(self.world, self._own):
-            self._write(self._saved_state(), progress, final)
+            self._write(self._state(), _rng(self.world.device), progress, final)
 
     def close(self) -> None:
         """Let the thread finish its work, for at most `dist_timeout`, and log what failed."""
@@ -386,8 +383,8 @@ class Checkpoints:
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)
 
-    def _saved_state(self) -> dcp.State:
-        return _state(self.policy, self.optimizer) | {"rng": {str(self.world.rank): _rng(self.world)}}
+    def _state(self) -> training_state.State:
+        return training_state.training_state(self.policy, self.optimizer)
 
     def _final(self, step: int, kind: Kind) -> Path:
         if kind == "checkpoint":
@@ -395,7 +392,12 @@ class Checkpoints:
         return step_dir(self.recovery, step)
 
     def _write(
-        self, state: dcp.State, progress: Progress, final: Path, recorded: Callable[[], bool] = lambda: True
+        self,
+        state: training_state.State,
+        rng: dict[str, torch.Tensor],
+        progress: Progress,
+        final: Path,
+        recorded: Callable[[], bool] = lambda: True,
     ) -> None:
         """Write and commit `state`, in any thread. Rank 0 hashes its files within `dist_timeout`; the others wait."""
         began, world = time.monotonic(), self._background
@@ -406,13 +408,12 @@ class Checkpoints:
         stage = agree(world, lambda: Stage(final, nonce))
         extra = {
             "progress": asdict(progress),
-            "ranks": world.size,
             "incarnation": self.incarnation,
             "base": self.base,
             "run": self.run,
         }
         try:
-            dcp.save(state, stage.path / _STATE, world.group)
+            training_state.save(state, stage.path / _STATE, world, rng)
             on_main(world, lambda: self._await_record(progress.step, final, recorded))
             on_main(world, lambda: incarnations.refuse_if_superseded(self.output_dir, self.incarnation))
             on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
@@ -473,13 +474,8 @@ def refuse_foreign(weights_dir: Path, root: Path) -> None:
         raise UserError(f"{others[0]} was not made by this program, or is damaged: move it out of the run directory")
 
 
-def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dcp.State:
-    model, optim = get_state_dict(policy, optimizer)
-    return {"model": model, "optimizer": optim}
-
-
-def _rng(world: World) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(world.device)
+def _rng(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["rng.cuda"] = torch.cuda.get_rng_state(device)
     return states

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from prime_rl.errors import UserError
@@ -139,10 +138,10 @@ class States:
                     )
 
     def of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """A parameter's states by name, sharded as it is: views of the buffers. Call `settle` before reading them."""
+        """The states of this rank's rows by name: views of the buffers. Call `settle` before reading or writing them."""
         local, offset = local_part(parameter), self._offsets[parameter]
         views = (buffer[offset : offset + local.numel()].view(local.shape) for buffer in self._buffers)
-        return {name: _sharded_as(parameter, view) for name, view in zip(self._names, views, strict=True)}
+        return dict(zip(self._names, views, strict=True))
 
     def walk(self) -> Iterator[Chunk]:
         """Yield the chunks in order, each to be updated by the current stream before the next one is asked for."""
@@ -209,17 +208,6 @@ def _aligned(elements: int) -> int:
     return -(-elements // _ALIGNED) * _ALIGNED
 
 
-def _sharded_as(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, kind = parameter.device_mesh, local.device.type
-    if mesh.device_type != kind:  # `from_local` would move the tensor to its mesh's device
-        groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-        mesh = DeviceMesh.from_group(groups, kind, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
-
-
 # ---- the optimizer
 
 
@@ -228,7 +216,7 @@ class ParameterGroup:
     """Parameters that are updated by one rule.
 
     Args:
-        settings: The rule's numbers, `lr` among them. They are saved in checkpoints, but it is the config's that count.
+        settings: The rule's numbers, `lr` among them.
         rule: Updates chunks of them in place, given the updates counted for each parameter (this one included) as [] on
             its device.
         chunks: What is updated together (None: each element may be by itself).
@@ -267,21 +255,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 torch._foreach_add_(list(steps.values()), 1)
                 group.rule(settings, states.walk(), steps)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, of states that may be read on the host."""
+    def settle(self) -> None:
+        """Wait until the host may read and write all states in `state`."""
         for states in self._states:
             states.settle()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy saved values into the existing states, in whatever memory they lie. Settings stay the config's."""
-        saved = [name for group in state_dict["param_groups"] for name in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for states in self._states:
-            states.settle()
-        for name, parameter in zip(saved, parameters, strict=True):
-            for key, state in self.state[parameter].items():
-                local_part(state).copy_(local_part(state_dict["state"][name][key]))
 
 
 def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer:

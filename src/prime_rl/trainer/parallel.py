@@ -124,23 +124,15 @@ def close_world() -> None:
 
 def background_world(world: World, timeout: float) -> World:
     """The same ranks with a gloo group of their own, for a thread's collectives on host memory. Every rank calls it."""
-    limit = timedelta(seconds=timeout)
-    group = dist.new_group(backend="gloo", timeout=limit)
-    if world.replicas > 1:
-        mesh = _replicated_mesh("cpu", world.rank, world.size, world.replicas, limit, backend="gloo")
-    else:
-        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(SHARD,))
-    return replace(world, mesh=mesh, group=group)
+    return replace(world, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
 
 
-def _replicated_mesh(
-    kind: str, rank: int, size: int, replicas: int, limit: timedelta, backend: str | None = None
-) -> DeviceMesh:
+def _replicated_mesh(kind: str, rank: int, size: int, replicas: int, limit: timedelta) -> DeviceMesh:
     """Replicas of consecutive ranks, each sharded, with groups that keep the time limit (torch's have the default one)."""
     ranks = torch.arange(size).reshape(replicas, -1)
     groups = []
     for lines in (ranks.T.tolist(), ranks.tolist()):  # ranks with the same rows, ranks of the same replica
-        made = {tuple(line): dist.new_group(line, timeout=limit, backend=backend) for line in lines}
+        made = {tuple(line): dist.new_group(line, timeout=limit) for line in lines}
         groups.append(next(group for line, group in made.items() if rank in line))
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
 
@@ -153,8 +145,7 @@ def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:
     return total.tolist()
 
 
-# Values travel between ranks as JSON: what arrives is data, never code. (torch's own object collectives unpickle; only its checkpoint
-# planner still uses them, see `dcp.py`.)
+# Values travel between ranks as JSON: what arrives is data, never code. (torch's own object collectives unpickle.)
 
 
 def broadcast(world: World, value: T | None) -> T:

@@ -22,7 +22,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, local_part, rows_of_rank
 from prime_rl.trainer.source import one_line
 
-_WRAPPED = "_checkpoint_wrapped_module."
+_WRAPPED = "_checkpoint_wrapped_module."  # of blocks that keep less, or keep it elsewhere
 # Parameters that hold a matrix of every expert, and the names of their parts in the files, one below the other.
 _FUSED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 
@@ -55,11 +55,16 @@ class StoredTensor:
         return local.new_empty(0, *self.shape[1:]), 0
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what checkpointing and offloading put into it."""
+    return name.replace(_WRAPPED, "")
+
+
 def named_parameters(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters under transformers' names; a tied head appears once, as the embedding."""
     assert isinstance(policy.lm, nn.Module)
     for name, parameter in policy.lm.named_parameters():
-        yield name.replace(_WRAPPED, ""), parameter
+        yield plain_name(name), parameter
 
 
 def stored_tensors(policy: nn.Module) -> Iterator[StoredTensor]:

@@ -1,7 +1,6 @@
 """A file system that fails while results are written: one clear line, nothing half-written under a final name, and the run goes on later."""
 
 import errno
-import io
 import os
 import threading
 from collections.abc import Callable
@@ -9,22 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
-from prime_rl.trainer import dcp
 from prime_rl.trainer import training_loop as loop
-from prime_rl.trainer.parallel import World
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights
 from prime_rl.wait import wait
 from support import trainer as support
 
-tied_model, run_training, world = support.tied_model, support.run_training, support.world
+tied_model, run_training = support.tied_model, support.run_training
 Run = Callable[[TrainerConfig], None]
 FAILS = r"the file system fails at \S* \(Input/output error\): nothing was committed, and what was committed before is untouched"
 
@@ -112,27 +108,3 @@ def test_a_save_that_is_under_way_when_the_run_fails(
 
 def checkpoint_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
-
-
-class Failing(io.FileIO):
-    """A file that takes the first writes only."""
-
-    def __init__(self, path: str | os.PathLike[str], mode: str, writes: int) -> None:
-        super().__init__(path, mode)
-        self.writes = writes
-
-    def write(self, data: Any, /) -> int:
-        self.writes -= 1
-        if self.writes < 0:
-            raise OSError(errno.EIO, "Input/output error")
-        return super().write(data) or 0
-
-
-@pytest.mark.parametrize("writes", [0, 1, 2])
-def test_archive_that_fails(writes: int, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's archive writer tells of positions instead: the file system's own error is found behind it."""
-
-    monkeypatch.setattr(dcp, "_SyncedFile", lambda path, mode: Failing(path, mode, writes))
-    state = {"model": {"w": torch.arange(300_000.0)}, "optimizer": {}}
-    with pytest.raises(UserError, match=FAILS):
-        dcp.save(state, tmp_path / "state")

@@ -162,7 +162,7 @@ def test_recovers_from_an_older_state(
     """Damaged states are passed over, with a warning; what was made from them is made again, the same."""
     run()
     for directory in (tmp_path / "checkpoints" / "step_4" / "trainer", tmp_path / "recovery" / "step_3"):
-        shards = next((directory / "state").glob("*.distcp"))
+        shards = next((directory / "state").glob("rank_*.safetensors"))
         shards.write_bytes(shards.read_bytes()[:-7])
     run(recover=True)
     assert "checkpoints/step_4/trainer is passed over" in caplog.text
@@ -334,7 +334,7 @@ def test_only_damaged_states_are_no_reason_to_start_over(run: Run, undisturbed: 
     """Where states were saved and none is whole, nothing is given up: the user is told which they are, and may move them away."""
     run(ckpt=None, max_steps=3)
     state = tmp_path / "recovery" / "step_3"
-    shards = next((state / "state").glob("*.distcp"))
+    shards = next((state / "state").glob("rank_*.safetensors"))
     shards.write_bytes(shards.read_bytes()[:-7])
     with pytest.raises(UserError, match=r"no state is whole, .*recovery/step_3 \(.*put back a copy, or move these out"):
         run(ckpt=None, recover=True)

@@ -1,0 +1,208 @@
+"""The training state as named tensors: what it consists of, its copy in host memory, and its files.
+
+Each rank writes the rows that it holds into a file of its own, `rank_<r>.safetensors`; `index.json` has the shapes of the
+whole tensors. Rows are divided by a rule (`rows_of_ranks`), so that any number of ranks finds its rows in the files of
+any other. A checkpoint is data, never code.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from prime_rl.errors import UserError
+from prime_rl.trainer.optim import ShardedOptimizer
+from prime_rl.trainer.parallel import World, agree, local_part, rows_of_rank, rows_of_ranks
+from prime_rl.trainer.parameters import plain_name
+from prime_rl.trainer.source import one_line
+from prime_rl.transport.commit import UNSYNCED_BYTES, disk_errors
+
+_INDEX = "index.json"
+_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+
+
+class StateTensor(NamedTuple):
+    """This rank's rows of a tensor, and the shape of the whole. A number (of shape []) is the same on every rank."""
+
+    local: Tensor
+    shape: list[int]
+
+
+State = dict[str, StateTensor]
+
+
+def training_state(model: nn.Module, optimizer: ShardedOptimizer) -> State:
+    """Views of the parameters and of their optimizer states, which may be read on the host."""
+    optimizer.settle()
+    state = {}
+    for full_name, parameter in model.named_parameters():
+        name, shape = plain_name(full_name), list(parameter.shape)
+        state[f"model.{name}"] = StateTensor(local_part(parameter).detach(), shape)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"optimizer.{name}.{key}"] = StateTensor(value, shape if value.ndim else [])
+    return state
+
+
+# ---- the copy
+
+
+class HostCopy:
+    """Copies of the training state in host memory, in buffers that are made once (page-locked for a GPU: full speed).
+
+    A GPU copies on a stream of its own, beside the forward and backward of the next step: `before_update` must come
+    before the state changes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._buffers = device, dict[str, Tensor]()
+        self._copied: torch.cuda.Event | None = None
+        self._module = torch.get_device_module(device)  # torch.cpu's streams do nothing
+        self._stream = self._module.Stream(device)
+        self.closed = False  # nothing more is reserved
+
+    def reserve(self, state: State) -> None:
+        """Allocate the buffers beforehand: page-locking takes about a second for each GB."""
+        for name, tensor in state.items():
+            if self.closed:
+                return
+            self._buffer(name, tensor.local)
+
+    def take(self, state: State) -> State:
+        """Begin a copy, which is whole after `synchronize`. The next call overwrites it."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            copied = {
+                name: StateTensor(self._buffer(name, local).copy_(local, non_blocking=True), shape)
+                for name, (local, shape) in state.items()
+            }
+            if self._device.type == "cuda":
+                self._copied = torch.cuda.Event(blocking=True)
+                self._copied.record()
+        return copied
+
+    def before_update(self) -> None:
+        """Let the device change the state only after it is copied. The host does not wait."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def synchronize(self) -> None:
+        """Wait until the copy is whole. Any thread may."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return self._buffers[name]
+
+
+# ---- the files
+
+
+def save(state: State, directory: Path, world: World, own: Mapping[str, Tensor]) -> None:
+    """Write this rank's file into `directory`; rank 0 writes the index as well. Every rank calls it.
+
+    Args:
+        own: Tensors that each rank has for itself, loaded again by as many ranks only.
+
+    Raises UserError, on every rank, if the disk is full, fails, or may not be written to.
+    """
+    tensors = {name: local for name, (local, shape) in state.items() if world.is_main or (shape and world.writes)}
+    shapes = {name: shape for name, (_, shape) in state.items()}
+
+    def write() -> None:
+        with disk_errors(directory):
+            directory.mkdir(exist_ok=True)
+            _write_file(_rank_file(directory, world.rank), {**tensors, **own})
+            if world.is_main:
+                index = {"ranks": world.size, "shards": world.shards, "shapes": shapes}
+                (directory / _INDEX).write_text(json.dumps(index))
+
+    agree(world, write)
+
+
+def load(state: State, directory: Path, world: World, own: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Fill `state` from `directory`, whatever the number of ranks that wrote it. Every rank calls it.
+
+    Returns what this rank saved of `own`; nothing if the number of ranks was another.
+
+    Raises UserError, on every rank, if the files are damaged or of an older format, or the state is that of another model.
+    """
+    return agree(world, lambda: _load(state, directory, world, own))
+
+
+def _load(state: State, directory: Path, world: World, own: Iterable[str]) -> dict[str, Tensor]:
+    if (directory / ".metadata").is_file():
+        raise UserError(
+            f"{directory} is in the format of an earlier release, which is no longer read: finish the run with that "
+            "release, or begin a new one with model.name = its weights/step_N"
+        )
+    try:
+        index = json.loads((directory / _INDEX).read_text())
+        if problem := _misfit(index["shapes"], state):
+            hint = "; if the model is the same, so must be optim.type, and whether there is momentum"
+            hint = hint if problem.startswith("optimizer.") else ""
+            raise UserError(f"{directory} does not fit this model: {problem}{hint}")
+        with ExitStack() as exit_stack:
+            paths = [_rank_file(directory, rank) for rank in range(index["shards"])]
+            files = [exit_stack.enter_context(safe_open(path, "pt")) for path in paths]
+            for name, (local, shape) in state.items():
+                if not shape:
+                    local.copy_(files[0].get_tensor(name))
+                    continue
+                first, end = rows_of_rank(shape[0], world)
+                for file, (start, stop) in zip(files, rows_of_ranks(shape[0], len(files)), strict=True):
+                    low, high = max(first, start), min(end, stop)
+                    if low < high:
+                        local[low - first : high - first].copy_(file.get_slice(name)[low - start : high - start])
+        if index["ranks"] != world.size:
+            return {}
+        with safe_open(_rank_file(directory, world.rank), "pt") as file:
+            return {name: file.get_tensor(name) for name in own if name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"{directory} cannot be loaded into this model: {one_line(error)}") from error
+
+
+def _misfit(saved: Mapping[str, list[int]], state: State) -> str | None:
+    """The first tensor that only the saved or only this model and optimizer have, or that differs in shape, if any."""
+    ours = {name: tensor.shape for name, tensor in state.items()}
+    for name in sorted(saved.keys() | ours.keys()):
+        if saved.get(name) != ours.get(name):
+            theirs, own = (side.get(name, "not there") for side in (saved, ours))
+            return f"{name} is {theirs} in the checkpoint and {own} in the model"
+    return None
+
+
+def _rank_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank}.safetensors"
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file with at most `UNSYNCED_BYTES` of it in the page cache, and sync it."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + math.prod(tensor.shape) * tensor.itemsize
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        unsynced = 0
+        for tensor in tensors.values():
+            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), UNSYNCED_BYTES):
+                unsynced += file.write(data[start : start + UNSYNCED_BYTES])
+                if unsynced >= UNSYNCED_BYTES:
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    unsynced = 0
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,100 @@
+"""Training state on disk: any number of ranks loads what any other saved, and a state that does not fit is refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl.errors import UserError
+from prime_rl.trainer import training_state
+from prime_rl.trainer.parallel import World, rows_of_rank
+from prime_rl.trainer.training_state import HostCopy, State, StateTensor, load, save
+from support import trainer as support
+
+world = support.world
+WEIGHT, BIAS, STEP = "model.lm.weight", "model.lm.bias", "optimizer.lm.weight.step"
+WHOLE = {WEIGHT: torch.arange(21.0).reshape(7, 3), BIAS: torch.arange(2.0), STEP: torch.tensor(3.0)}
+
+
+@pytest.fixture
+def ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[World]]:
+    """So many ranks, which come one after the other."""
+    monkeypatch.setattr(training_state, "agree", lambda world, action: action())
+    return lambda size, replicas=1: [replace(world, rank=rank, size=size, replicas=replicas) for rank in range(size)]
+
+
+def part(world: World, *, empty: bool = False) -> State:
+    """What a rank holds: its rows of the weights, some ranks none of the bias, and the number."""
+    state = {}
+    for name, tensor in WHOLE.items():
+        rows = tensor[slice(*rows_of_rank(len(tensor), world))] if tensor.ndim else tensor
+        state[name] = StateTensor(torch.zeros_like(rows) if empty else rows.clone(), list(tensor.shape))
+    return state
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 1), (1, 1)), ((3, 1), (3, 1)), ((5, 1), (2, 1)), ((4, 2), (3, 1)), ((1, 1), (4, 2))])  # fmt: skip
+def test_any_number_of_ranks(
+    before: tuple[int, int], after: tuple[int, int], ranks: Callable[..., list[World]], tmp_path: Path
+) -> None:
+    """Each finds its rows wherever they lie. What a rank has for itself comes back where there are as many ranks."""
+    for rank in reversed(ranks(*before)):
+        save(part(rank), tmp_path / "state", rank, {"rng.cpu": torch.tensor([rank.rank], dtype=torch.uint8)})
+    for rank in ranks(*after):
+        state = part(rank, empty=True)
+        own = load(state, tmp_path / "state", rank, own=["rng.cpu", "rng.cuda"])
+        assert {name: value.tolist() for name, value in own.items()} == (
+            {"rng.cpu": [rank.rank]} if before[0] == after[0] else {}
+        )
+        for name, (want, _) in part(rank).items():
+            assert torch.equal(state[name].local, want), name
+
+
+def damage(directory: Path, name: str, content: bytes | None) -> None:
+    (directory / name).unlink(missing_ok=True)
+    if content is not None:
+        (directory / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("index.json", None, "cannot be loaded"),
+        ("index.json", b"[]", "cannot be loaded"),
+        ("rank_0.safetensors", b"", "cannot be loaded"),
+        ("rank_0.safetensors", None, "cannot be loaded"),
+        (".metadata", b"", "in the format of an earlier release, which is no longer read: finish the run with that"),
+        ("model.more", b"[2]", r"does not fit this model: model.more is \[2\] in the checkpoint and not there in the"),
+        ("model.lm.bias", b"[3]", r"does not fit this model: model.lm.bias is \[3\] in the checkpoint and \[2\] in"),
+        ("optimizer.lm.bias.step", b"[]", r"there in the model; if the model is the same, so must be optim.type"),
+    ],
+)
+def test_what_is_refused(name: str, content: bytes | None, message: str, world: World, tmp_path: Path) -> None:
+    """Damaged files, those of an earlier release, and the state of another model are one clear line."""
+    save(part(world), tmp_path / "state", world, {})
+    if name.startswith(("model.", "optimizer.")):
+        index = json.loads((tmp_path / "state" / "index.json").read_text())
+        index["shapes"][name] = json.loads(content or b"")
+        name, content = "index.json", json.dumps(index).encode()
+    damage(tmp_path / "state", name, content)
+    with pytest.raises(UserError, match=message) as caught:
+        load(part(world), tmp_path / "state", world)
+    assert "\n" not in str(caught.value)
+
+
+def test_copies_do_not_change(world: World) -> None:
+    """A copy is one also of what lies in host memory already; it goes into the buffers that were reserved, and so does the next."""
+    copies, state = HostCopy(world.device), part(world)
+    copies.reserve(state)
+    reserved = {name: buffer.data_ptr() for name, buffer in copies._buffers.items()}
+    for first in (0.0, 1.0):
+        copied = copies.take(state)
+        copies.before_update()
+        copies.synchronize()
+        for local, _ in state.values():
+            local.add_(1)
+        assert {name: tensor.local.data_ptr() for name, tensor in copied.items()} == reserved
+        for name, tensor in copied.items():
+            assert torch.equal(tensor.local, WHOLE[name] + first)
