@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.config.base import BaseConfig
-from prime_rl.config.inference import SERVER, server_name
+from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import ModelSize, gpu_count
@@ -32,11 +33,11 @@ _EXTRA_PORTS = 1000  # from the first server of a GPU to the one that was not as
 # vLLM's engine prepares each step in Python. With a small model that takes longer than the GPU computes, and a second
 # engine uses the time.
 _SMALL_GIB = 4.0
-_SERVERS_A_GPU = 2
+_CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
+_EPISODES_A_GPU = 128  # in flight: fewer keep the Python of two engines little busy
 _SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say how large weights are
 _LAST_PORT = 65_535
-_CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
-_EPISODES_A_SERVER = 64  # in flight: fewer keep an engine's Python little busy
+_DRIVER_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -100,18 +101,18 @@ class Layout:
     Attributes:
         servers: GPUs of each server that is started; none on a CPU. Several servers may name the same GPU.
         trainer: GPUs of the trainer.
+        ports: Of the servers, counted from `server.port`.
         utilization: Share of a GPU's memory that one server may use; None: vLLM's choice.
         cache_gib: KV cache of one server, in GiB. None: vLLM sizes it from free memory, so nothing else may allocate on
             the GPU while it starts.
-        ports: Of the servers, counted from `server.port`.
         training_gib: What the trainer may use of a GPU that also serves; None where it has its GPUs for itself.
     """
 
     servers: tuple[tuple[str, ...], ...]
     trainer: tuple[str, ...]
+    ports: tuple[int, ...] = ()
     utilization: float | None = None
     cache_gib: float | None = None
-    ports: tuple[int, ...] = ()
     training_gib: float | None = None
 
 
@@ -122,26 +123,20 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
         UserError: for an impossible layout (see `lay_out`), or too few ports.
     """
     layout, inference, client = lay_out(config, machine), config.inference, config.orchestrator.client
-    servers = [_server(config, number, offset) for number, offset in enumerate(layout.ports)]
-    names = tuple(map(server_name, range(len(servers))))
-    threads = _threads(config, machine, max(1, len(servers)))
+    servers = {server_name(number): _server(config, number, port) for number, port in enumerate(layout.ports)}
+    gpus = dict(zip(servers, layout.servers, strict=True)) | {"trainer": layout.trainer, "orchestrator": ()}
     sections = _sections(config, layout, servers)
     configs = {name: config.output_dir / "configs" / f"{name}.toml" for name in sections}
     api_key = None if inference is None else inference.api_key
 
-    def process(
-        name: str, module: Sequence[str], gpus: tuple[str, ...] = (), key_variable: str | None = None, **more: Any
-    ) -> ProcessSpec:
+    def process(name: str, *module: str, key_variable: str = "", **more: Any) -> ProcessSpec:
         recover = [RECOVER] if config.recover and name in PAIR else []
         argv = (sys.executable, "-m", *module, "@", str(configs[name]), *recover)
-        key = {} if api_key is None or key_variable is None else {key_variable: api_key}
-        env = _environment(gpus, name, threads, machine) | key
-        return ProcessSpec(name, argv, config.output_dir / "logs" / f"{name}.log", env, gpus, **more)
+        env = _environment(config, machine, name, gpus[name], len(servers))
+        if api_key is not None and key_variable:
+            env[key_variable] = api_key
+        return ProcessSpec(name, argv, config.output_dir / "logs" / f"{name}.log", env, gpus[name], **more)
 
-    processes = [
-        process(name, ["prime_rl.entrypoints.inference"], gpus, "VLLM_API_KEY", server=server)
-        for name, gpus, server in zip(names, layout.servers, servers, strict=True)
-    ]
     ranks = config.trainer_ranks or max(1, len(layout.trainer))
     train = ["prime_rl.entrypoints.trainer"]
     if ranks > 1:
@@ -150,16 +145,18 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
         torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous)
         train = ["prime_rl.lifeline", *torchrun, "-m", "prime_rl.trainer.rl.train"]
     # A server that measures what is free of the GPU must be alone with it.
-    alone = names if layout.training_gib and layout.cache_gib is None else ()
+    alone = tuple(servers) if layout.training_gib and layout.cache_gib is None else ()
     # Server and trainer fill two cores while they import; the orchestrator is needed last.
     last = "trainer" if machine.cores <= 2 else None
-    processes += [
-        process("trainer", train, layout.trainer, drain_children=ranks > 1, after_ready=alone),
-        process("orchestrator", ["prime_rl.entrypoints.orchestrator"], (), client.api_key_var, after=last),
-    ]
+    serve, orchestrate = "prime_rl.entrypoints.inference", "prime_rl.entrypoints.orchestrator"
+    processes = (
+        *(process(name, serve, key_variable="VLLM_API_KEY", server=server) for name, server in servers.items()),
+        process("trainer", *train, drain_children=ranks > 1, after_ready=alone),
+        process("orchestrator", orchestrate, key_variable=client.api_key_var, after=last),
+    )
     files = {configs[name]: section for name, section in sections.items()}
     external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
-    return Plan(tuple(processes), files, tuple(servers) or (external,), config.output_dir)
+    return Plan(processes, files, tuple(servers.values()) or (external,), config.output_dir)
 
 
 def describe(plan: Plan) -> str:
@@ -167,19 +164,16 @@ def describe(plan: Plan) -> str:
     lines = [f"run directory  {plan.output_dir}"]
     for process in plan.processes:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else "CPU"
-        lines.append(f"{process.name:<13}  {where:<10}  log {process.log}")
-        lines.append(f"{'':<15}{shlex.join(process.argv)}")
         variables = [f"{key}={'***' if key.endswith('KEY') else value}" for key, value in sorted(process.env.items())]
-        if variables:
-            lines.append(f"{'':<15}{' '.join(variables)}")
+        lines += [f"{process.name:<13}  {where:<10}  log {process.log}", f"{'':<15}{shlex.join(process.argv)}"]
+        lines += [f"{'':<15}{' '.join(variables)}"] if variables else []
     for server in plan.servers:
         whose = "already running" if server.port is None else f"port {server.port}"
         lines.append(f"server         {server.url} ({whose})")
-    lines += [f"config         {path}" for path in plan.configs]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"config         {path}" for path in plan.configs)])
 
 
-def _sections(config: RLConfig, layout: Layout, servers: Sequence[ServerSpec]) -> dict[str, BaseConfig]:
+def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec]) -> dict[str, BaseConfig]:
     """Return what each process is configured with, by its name."""
     trainer, orchestrator, inference = config.trainer, config.orchestrator, config.inference
     if trainer.recovery_interval is None and config.max_restarts and not config.bench:
@@ -189,53 +183,52 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[ServerSpec]) -
         weights = trainer.weights.model_copy(update={"shares_gpu": True})
         trainer = trainer.model_copy(update={"model": limited, "weights": weights})
     if len(servers) > 1:
-        client = orchestrator.client.model_copy(update={"base_url": [f"{server.url}/v1" for server in servers]})
-        orchestrator = orchestrator.model_copy(update={"client": client})
+        urls = [f"{server.url}/v1" for server in servers.values()]
+        orchestrator = orchestrator.model_copy(
+            update={"client": orchestrator.client.model_copy(update={"base_url": urls})}
+        )
     sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": orchestrator}
+    if inference is None:
+        return sections
     # What is free on a shared GPU is the trainer's. It leaves room for a server's copy only where it publishes there.
     published = trainer.weights.transport != "filesystem" and trainer.weights.tmpfs is None
-    for number, server in enumerate(servers):
-        assert inference is not None
-        sections[server_name(number)] = inference.model_copy(
-            update={
-                "weights_root": inference.weights_root or config.output_dir / "weights",
-                "weights_tmpfs": inference.weights_tmpfs or trainer.weights.tmpfs,
-                "server": inference.server.model_copy(update={"port": server.port}),
-                "replica": number,
-                "servers_on_host": len(servers),
-                "kv_cache_gib": layout.cache_gib,
-                "gpu_memory_utilization": layout.utilization,
-                "stage_on_device": inference.stage_on_device and (layout.training_gib is None or published),
-            }
-        )
+    common = {
+        "weights_root": inference.weights_root or config.output_dir / "weights",
+        "weights_tmpfs": inference.weights_tmpfs or trainer.weights.tmpfs,
+        "servers_on_host": len(servers),
+        "kv_cache_gib": layout.cache_gib,
+        "gpu_memory_utilization": layout.utilization,
+        "stage_on_device": inference.stage_on_device and (layout.training_gib is None or published),
+    }
+    for number, (name, server) in enumerate(servers.items()):
+        address = inference.server.model_copy(update={"port": server.port})
+        sections[name] = inference.model_copy(update={**common, "server": address, "replica": number})
     return sections
 
 
-def _threads(config: RLConfig, machine: HostResources, servers: int) -> dict[str, int]:
-    """Return the OpenMP threads of each process. More threads than cores spin and cost much more.
+def _environment(
+    config: RLConfig, machine: HostResources, name: str, gpus: Sequence[str], servers: int
+) -> dict[str, str]:
+    """Return the variables that the child gets on top of ours. What the user has set stays, except for the placement.
 
-    Sampling ahead (async_level ≥ 1) keeps server and trainer busy at the same time, so they share the cores; taken in
-    turns each may use nearly all.
+    More OpenMP threads than cores spin and cost much more. Sampling ahead (async_level ≥ 1) keeps servers and trainer
+    busy at the same time, so they share the cores; taken in turns each may use nearly all.
     """
-    cores, ranks = max(1, machine.cores), config.trainer_ranks or 1
+    cores, ranks = machine.cores, config.trainer_ranks or 1
     in_turns = config.inference is None or config.async_level == 0
-    inference = max(1, cores - 1 if in_turns else cores // 2)
-    trainer = cores if in_turns else max(1, cores - inference)
-    return {SERVER: max(1, inference // servers), "trainer": max(1, trainer // ranks), "orchestrator": 1}
-
-
-def _environment(gpus: Sequence[str], name: str, threads: Mapping[str, int], machine: HostResources) -> dict[str, str]:
-    """Return the variables that the child gets on top of ours. What the user has set stays, except for the placement."""
+    serving = max(1, cores - 1 if in_turns else cores // 2)
+    training = cores if in_turns else cores - serving
     defaults = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not gpus:
-        defaults["OMP_NUM_THREADS"] = str(threads.get(name, threads[SERVER]))
+        threads = {"trainer": training // ranks, "orchestrator": 1}.get(name, serving // max(1, servers))
+        defaults["OMP_NUM_THREADS"] = str(max(1, threads))
     elif name == "trainer":
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        defaults["OMP_NUM_THREADS"] = str(max(1, min(8, machine.cores // (2 * len(gpus)))))
+        defaults["OMP_NUM_THREADS"] = str(max(1, min(8, cores // (2 * len(gpus)))))
+    placement = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else {}
     if machine.gpus:
         defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    chosen = {key: value for key, value in defaults.items() if key not in machine.environ}
-    return {**chosen, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else chosen
+    return {key: value for key, value in defaults.items() if key not in machine.environ} | placement
 
 
 def _server(config: RLConfig, number: int, offset: int) -> ServerSpec:
@@ -258,61 +251,45 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     Raises:
         UserError: it cannot be, with the arithmetic.
     """
-    inference = config.inference
-    if inference is None and (config.inference_servers or config.inference_gpus):
-        raise UserError(
-            "inference_servers and inference_gpus are for servers that `rl` starts: there is no [inference]"
-        )
-    served = inference is not None and _on_cuda(inference.device, machine)
+    inference, wanted, visible = config.inference, config.inference_servers, machine.gpus
+    serves = inference is not None and _on_cuda(inference.device, machine)
     training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
-    if not training and config.trainer_gpus > 1:
+    _refuse_senseless(config, serves, training)
+    sizes = [] if inference is None else _server_sizes(config, inference, serves)
+    serving = sum(sizes)
+    if config.share_gpus and not 0 < serving == training:
+        raise UserError(f"share_gpus: as many GPUs must train as serve, not {training} and {serving} (see --device)")
+    needed = serving if config.share_gpus else serving + training
+    if needed > len(visible):
+        limit = machine.environ.get("CUDA_VISIBLE_DEVICES")
+        have = "no GPU was found" if limit is None else f"CUDA_VISIBLE_DEVICES is '{limit}'"
+        have = f"{len(visible)} visible ({', '.join(visible)})" if visible else have
+        hint = "; one GPU can do both: --share-gpus" if 2 * len(visible) == needed and not config.share_gpus else ""
         raise UserError(
-            f"trainer_gpus {config.trainer_gpus}: the trainer does not use GPUs here (see --device); "
-            "processes on a CPU are --trainer-ranks"
+            f"the run needs {needed} GPUs ({serving} for inference, {training} for trainer), but {have}: see --trainer-gpus, "
+            f"--inference-gpus, --device{hint}"
         )
-    if config.inference_gpus is not None and not served:
-        raise UserError(
-            f"inference_gpus {config.inference_gpus}: the servers do not use GPUs here (see --device); "
-            "several on a CPU are --inference-servers"
-        )
-    if training and config.trainer_ranks not in (None, training):
-        raise UserError(f"trainer_ranks {config.trainer_ranks} must equal trainer_gpus {training}: one GPU a rank")
-    counts = [] if inference is None else _server_sizes(config, inference, served)
-    _check_enough(config, sum(counts), training, machine)
-    left = iter(machine.gpus)
-    groups = tuple(tuple(next(left) for _ in range(count)) for count in counts)
-    trainer = tuple(machine.gpus if config.share_gpus else left)[:training]
+    left = iter(visible)
+    servers = tuple(tuple(next(left) for _ in range(size)) for size in sizes)
+    trainer = tuple(visible if config.share_gpus else left)[:training]
     if inference is None:
         return Layout((), trainer)
-    ports, share, cache = tuple(range(len(groups))), inference.gpu_memory_utilization, inference.kv_cache_gib
-    if not served:
-        return Layout(groups, trainer, share, cache, ports)
-    ports = tuple(range(config.inference_servers or len(groups)))
-    engines, limit = _engines_per_gpu(config, inference, len(groups), machine), None
-    if config.share_gpus:
-        share, limit = _split(config, inference, machine)
-    elif engines == 1:
-        share = _server_fraction(inference, machine)
-    if engines == 1 and not config.share_gpus:
-        return Layout(groups, trainer, share, cache, ports)
-    room = _room_for_cache(inference, (share or _SERVER_GPU_FRACTION) / engines, engines, machine)
-    if cache is not None and room is not None and cache > room:
+    ports = tuple(range(wanted or len(servers)))
+    if not serves:
+        return Layout(servers, trainer, ports, inference.gpu_memory_utilization, inference.kv_cache_gib)
+    if wanted is None and _gains_by_two(config, inference, len(servers), machine):
+        memory = _memory(config, inference, 2, machine)
+        if memory[1] is not None:
+            return Layout(servers * 2, trainer, (*ports, *(_EXTRA_PORTS + port for port in ports)), *memory)
+    engines = 1 if wanted is None else wanted // len(servers)
+    memory = _memory(config, inference, engines, machine)
+    if engines > 1 and memory[1] is None:
         raise UserError(
-            f"inference.kv_cache_gib {cache:g}: {engines} server{'s'[: engines > 1]} on a GPU of {machine.gpu_gib:.1f} GiB "
-            f"leave {max(room, 0):.1f} for each, beside weights and engine"
+            f"inference_servers {wanted}: {engines} servers on a GPU need to know how much memory each may use for keys "
+            "and values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give "
+            "inference.kv_cache_gib"
         )
-    cache = _cache_gib(room, machine) if cache is None else cache
-    if engines > 1:
-        if cache is None:
-            raise UserError(
-                f"inference_servers {config.inference_servers}: {engines} servers on a GPU need to know how much memory each "
-                "may use for keys and values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets "
-                "them; give inference.kv_cache_gib"
-            )
-        share = (share or _SERVER_GPU_FRACTION) / engines
-        if config.inference_servers is None:
-            ports = tuple(extra * _EXTRA_PORTS + number for extra in range(engines) for number in range(len(groups)))
-    return Layout(groups * engines, trainer, share, cache, ports, limit)
+    return Layout(servers * engines, trainer, ports, *memory)
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:
@@ -323,23 +300,15 @@ def gpus_of_a_server(inference: InferenceConfig) -> int:
 
 def _server_sizes(config: RLConfig, inference: InferenceConfig, served: bool) -> list[int]:
     """Return how many GPUs each server, or each group of servers on one GPU, gets."""
-    wanted, total = config.inference_servers, config.inference_gpus
-    if inference.headless:
-        raise UserError("inference.headless: another node serves its requests; start it by itself, with `inference`")
-    if (wanted or 1) > 1 and inference.data_parallel_size_local not in (None, inference.data_parallel_size):
-        raise UserError(
-            "inference_servers: servers whose replicas are spread over nodes (data_parallel_size_local) are started by "
-            "themselves"
-        )
+    wanted, each, total = config.inference_servers, gpus_of_a_server(inference), config.inference_gpus
     if not served:
         return [0] * (wanted or 1)
-    each = gpus_of_a_server(inference)
-    if config.share_gpus and total is None and each == 1 and wanted:
+    if config.share_gpus and total is None and wanted and each == 1:
         total = config.trainer_gpus
     if each == 1 and wanted and total and wanted % total == 0:
         return [1] * total
     count = wanted or (1 if total is None else total // each)
-    if total is not None and total != count * each:
+    if total not in (None, count * each):
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
         factors = " x ".join(f"{name} {size}" for name in sizes if (size := getattr(inference, name)) > 1)
         asked = f"{wanted} servers use {wanted * each}" if wanted else f"{total} is no multiple of that"
@@ -348,93 +317,78 @@ def _server_sizes(config: RLConfig, inference: InferenceConfig, served: bool) ->
     return [each] * count
 
 
-def _check_enough(config: RLConfig, inference: int, training: int, machine: HostResources) -> None:
-    """Raise UserError where the GPUs that serve and train cannot be shared as asked for, or are more than there are."""
-    if config.share_gpus:
-        if config.inference is None:
-            raise UserError("share_gpus splits GPUs between trainer and server, but there is no [inference]")
-        if not inference or not training:
-            raise UserError(
-                "share_gpus splits GPUs between trainer and server: here both do not use GPUs (see --device)"
-            )
-        if inference != training:
-            raise UserError(f"share_gpus needs as many GPUs that train as serve, not {training} and {inference}")
-    total, visible = inference if config.share_gpus else inference + training, len(machine.gpus)
-    if total <= visible:
-        return
-    counts = {"inference": inference, "trainer": training}
-    summands = " + ".join(f"{count} for {name}" for name, count in counts.items() if count)
-    have = f"{visible} visible ({', '.join(machine.gpus)})"
-    if not visible:
-        limit = machine.environ.get("CUDA_VISIBLE_DEVICES")
-        have = "no GPU was found" if limit is None else f"CUDA_VISIBLE_DEVICES is '{limit}'"
-    hint = "; one GPU can do both: --share-gpus" if not config.share_gpus and 2 * visible == total else ""
-    raise UserError(
-        f"the run needs {total} GPUs ({summands}), but {have}: see --trainer-gpus, --inference-gpus, --device{hint}"
+def _refuse_senseless(config: RLConfig, serves: bool, training: int) -> None:
+    """Raise UserError for settings that mean nothing here. `serves`: on GPUs; `training`: how many GPUs train."""
+    inference, servers, gpus, ranks = (
+        config.inference,
+        config.inference_servers,
+        config.inference_gpus,
+        config.trainer_ranks,
     )
+    spread = inference is not None and inference.data_parallel_size_local not in (None, inference.data_parallel_size)
+    refusals = (
+        (
+            inference is None and (servers or gpus),
+            "inference_servers, inference_gpus: there is no [inference] to start",
+        ),
+        (inference and inference.headless, "inference.headless: another node serves its requests; use `inference`"),
+        (spread and (servers or 1) > 1, "inference_servers: servers spread over nodes are started by `inference`"),
+        (not training and config.trainer_gpus > 1, "trainer_gpus: no GPU trains here (--device); use --trainer-ranks"),
+        (not serves and gpus, "inference_gpus: no GPU serves here (--device); use --inference-servers"),
+        (training and ranks not in (None, training), f"trainer_ranks {ranks}, trainer_gpus {training}: one GPU a rank"),
+    )
+    for refused, message in refusals:
+        if refused:
+            raise UserError(message)
 
 
-def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, machine: HostResources) -> int:
-    """Return how many servers share each GPU.
-
-    As many as asked for, else two where the model is small, host and batch are large enough, and a server uses one GPU.
-    """
-    orchestrator = config.orchestrator
-    if config.inference_servers is not None:
-        return config.inference_servers // groups
-    # Who bounds the sequences of an engine means those of the GPU.
-    single = gpus_of_a_server(inference) > 1 or inference.deterministic or "max_num_seqs" in _vllm_options(inference)
-    if single or inference.kv_cache_gib is not None or machine.model is None or machine.model.weights > _SMALL_GIB:
-        return 1
+def _gains_by_two(config: RLConfig, inference: InferenceConfig, groups: int, machine: HostResources) -> bool:
+    """Whether two servers on each GPU would be faster than one: each leaves the GPU idle while its Python works."""
+    orchestrator, vllm = config.orchestrator, _vllm_options(inference)
     in_flight = orchestrator.batch_size * (config.async_level + 1)
     if isinstance(orchestrator.max_concurrent, int):
         in_flight = min(in_flight, orchestrator.max_concurrent)
-    few = machine.cores < _CORES_A_GPU * groups or in_flight < _EPISODES_A_SERVER * _SERVERS_A_GPU * groups
-    if few or inference.server.port + _EXTRA_PORTS * (_SERVERS_A_GPU - 1) + groups > _LAST_PORT:
-        return 1
-    share = inference.gpu_memory_utilization or (_SHARED_GPU_FRACTION if config.share_gpus else _SERVER_GPU_FRACTION)
-    room = _room_for_cache(inference, share / _SERVERS_A_GPU, _SERVERS_A_GPU, machine)
-    return 1 if _cache_gib(room, machine) is None else _SERVERS_A_GPU
+    return (
+        machine.model is not None
+        and machine.model.weights <= _SMALL_GIB
+        and gpus_of_a_server(inference) == 1
+        and machine.cores >= _CORES_A_GPU * groups
+        and in_flight >= _EPISODES_A_GPU * groups
+        and inference.server.port + _EXTRA_PORTS + groups <= _LAST_PORT
+        # Who bounds the sequences or the cache of an engine means those of the GPU.
+        and not (inference.deterministic or inference.kv_cache_gib or "max_num_seqs" in vllm)
+    )
 
 
-def _room_for_cache(
-    inference: InferenceConfig, utilization: float, engines: int, machine: HostResources
-) -> float | None:
-    """Return the GiB that one server's share of a GPU leaves for its KV cache; None if unknown, or set in `[vllm]`."""
+def _memory(
+    config: RLConfig, inference: InferenceConfig, engines: int, machine: HostResources
+) -> tuple[float | None, float | None, float | None]:
+    """Return `utilization`, `cache_gib` and `training_gib` (see `Layout`) where `engines` servers use each GPU."""
+    share, cache, limit = inference.gpu_memory_utilization, inference.kv_cache_gib, None
+    total, model, vllm = machine.gpu_gib, machine.model, _vllm_options(inference)
+    weights = model.weights / (inference.tensor_parallel_size * inference.pipeline_parallel_size) if model else None
+    if config.share_gpus:
+        share, limit = _split(share or _SHARED_GPU_FRACTION, config.trainer.model.memory_limit, total)
+    elif engines == 1:
+        # Leave room to stage a version on the device, unless that is much of the memory.
+        if share is None and inference.stage_on_device and total and weights and "gpu_memory_utilization" not in vllm:
+            rest = 1 - (weights + _OVERHEAD_GIB) / total
+            share = rest if _MIN_SERVER_SHARE <= rest < _SERVER_GPU_FRACTION else None
+        return share, cache, None
+    share = (share or _SERVER_GPU_FRACTION) / engines
+    # Files say how large 16-bit weights are. Room for a staged copy of a single server is in the trainer's plan.
     as_filed = inference.model.dtype in _SIXTEEN_BITS and inference.quantization is None
-    chosen = _vllm_options(inference) & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
-    if chosen or not as_filed or machine.gpu_gib is None or machine.model is None:
-        return None
-    # Room for a staged copy of one server is in the trainer's plan.
-    copies = 1 if engines == 1 else 2
-    return utilization * machine.gpu_gib - copies * _weights_gib(inference, machine.model) - _ENGINE_GIB
+    chosen = cache is not None or vllm & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
+    if as_filed and not chosen and total and model and weights:
+        room = share * total - weights * (2 if engines > 1 else 1) - _ENGINE_GIB
+        if room >= max(_LEAST_CACHE_GIB, model.sequence or 0.0):
+            cache = round(min(room, model.cache or room), 1)
+    return share, cache, limit
 
 
-def _cache_gib(room: float | None, machine: HostResources) -> float | None:
-    """Return the KV cache to give a server; None where one sequence would not fit, or its size is not known."""
-    if room is None or machine.model is None or room < max(_LEAST_CACHE_GIB, machine.model.sequence or 0.0):
-        return None
-    return round(min(room, machine.model.cache or room), 1)
-
-
-def _server_fraction(inference: InferenceConfig, machine: HostResources) -> float | None:
-    """Return the share of a GPU that only serves; None: vLLM's choice.
-
-    It leaves room to stage a version on the device, unless that is much of the memory.
-    """
-    chosen = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in _vllm_options(inference)
-    if chosen or not inference.stage_on_device:
-        return inference.gpu_memory_utilization
-    if machine.gpu_gib is None or machine.model is None:
-        return None
-    share = 1 - (_weights_gib(inference, machine.model) + _OVERHEAD_GIB) / machine.gpu_gib
-    return share if _MIN_SERVER_SHARE <= share < _SERVER_GPU_FRACTION else None
-
-
-def _split(config: RLConfig, inference: InferenceConfig, machine: HostResources) -> tuple[float, float]:
+def _split(share: float, limit: float | None, total: float | None) -> tuple[float, float]:
     """Split the memory of GPUs that train and serve: the share of all servers of a GPU, and the trainer's GiB."""
-    share, limit = inference.gpu_memory_utilization or _SHARED_GPU_FRACTION, config.trainer.model.memory_limit
-    if (total := machine.gpu_gib) is None:
+    if total is None:
         if limit is None:
             raise UserError(
                 "share_gpus: nvidia-smi does not say how much memory there is; give trainer.model.memory_limit"
@@ -455,11 +409,6 @@ def _vllm_options(inference: InferenceConfig) -> set[str]:
     return {name.replace("-", "_") for name in inference.vllm}
 
 
-def _weights_gib(inference: InferenceConfig, model: ModelSize) -> float:
-    """Return the size of the weights on each GPU of a server."""
-    return model.weights / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
-
-
 def _on_cuda(device: str, machine: HostResources) -> bool:
     return device == "cuda" or (device == "auto" and len(machine.gpus) > 0)
 
@@ -468,10 +417,24 @@ def _on_cuda(device: str, machine: HostResources) -> bool:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those."""
+    """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those.
+
+    Raises:
+        UserError: the driver hangs.
+    """
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return parse_visible(visible)
-    return [str(index) for index in range(gpu_count())]
+        # Up to the first invalid entry, such as -1, as CUDA does.
+        items = [item.strip() for item in visible.split(",")]
+        return list(itertools.takewhile(lambda item: item and not item.startswith("-"), items))
+    count: list[int] = []
+    asking = threading.Thread(target=lambda: count.append(gpu_count()), daemon=True)
+    asking.start()
+    asking.join(_DRIVER_SECONDS)
+    if not count:
+        raise UserError(
+            f"the NVIDIA driver did not say within {_DRIVER_SECONDS:.0f} s how many GPUs there are: give CUDA_VISIBLE_DEVICES"
+        )
+    return [str(index) for index in range(count[0])]
 
 
 def memory_gib(gpus: Sequence[str]) -> float | None:
@@ -480,13 +443,7 @@ def memory_gib(gpus: Sequence[str]) -> float | None:
         return None
     query = [tool, f"--id={','.join(gpus)}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.splitlines()
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_SECONDS).stdout.splitlines()
     except subprocess.TimeoutExpired:
         return None
     return min((int(line) for line in lines if line.isdigit()), default=0) / 1024 or None
-
-
-def parse_visible(value: str) -> list[str]:
-    """Read the list up to the first invalid entry, such as -1, as CUDA does."""
-    items = [item.strip() for item in value.split(",")]
-    return list(itertools.takewhile(lambda item: item and not item.startswith("-"), items))
