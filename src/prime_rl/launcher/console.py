@@ -3,7 +3,6 @@
 import math
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -11,10 +10,9 @@ from statistics import fmean
 from prime_rl.config.loader import say
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import Limit, LimitWatch, Row, limit_of
-from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
+from prime_rl.monitor.monitor import metrics_path, read_metrics
 from prime_rl.monitor.status import ProcessStatus, phase_name
 from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.weights import version_dir, weights_manifest
 
 _LOOK_SECONDS = 0.25
@@ -23,8 +21,16 @@ _PATIENCE_WHILE_STEPPING_SECONDS = 60.0
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
 _LINE_COLUMNS = 120 - len("00:00:00 ")  # of a step's line, without the time before it
-_KEPT_STEPS = 100  # more than lie between two recovery checkpoints
+_DISPENSABLE = ("loss/mean", "perf/throughput", "entropy/mean", "mismatch_kl/mean")  # from a long line, in this order
 _EVAL_PREFIX, _EVAL_SUFFIX = "eval/", "/reward/mean"
+_STEP_METRICS = {
+    "reward/mean": "reward {:.4f}",
+    "loss/mean": "loss {:.4f}",
+    "entropy/mean": "entropy {:.4f}",
+    "mismatch_kl/mean": "KL {:.2e}",
+    "perf/throughput": "{:,.0f} tokens/s",
+    "time/step": "{:.2f} s",
+}
 _BENCH_ROWS = {
     "perf/throughput": "throughput (tokens/s)",
     "perf/mfu": "MFU (%)",
@@ -39,8 +45,7 @@ class Console:
     def __init__(self, output_dir: Path, max_steps: int | None, bench: bool = False) -> None:
         """`bench`: trainer and orchestrator have no steps in common."""
         self.steps = StepLines(output_dir, max_steps)
-        self._bench = bench
-        self._output_dir = output_dir
+        self._bench, self._output_dir = bench, output_dir
         self._next_look = 0.0
         self._phases: dict[str, str] = {}
         self._waits_shown: set[tuple[str, str, float]] = set()
@@ -66,15 +71,15 @@ class Console:
 
     def _show(self, status: ProcessStatus) -> None:
         """Print a new phase until the first step (from then on there is a line a step), and a long wait once."""
-        name, wait = phase_name(status.phase), status.waiting
+        name, wait, now = phase_name(status.phase), status.waiting, time.time()
         if self._phases.get(status.process) != name:
             self._phases[status.process] = name
             if not self.steps.count and name not in ("starting", "done"):
                 self.say(f"{status.process}: {name}")
-        if wait is None or (key := (status.process, wait.subject, wait.since)) in self._waits_shown:
+        patience = _PATIENCE_WHILE_STEPPING_SECONDS if self.steps.count else _PATIENCE_SECONDS
+        if wait is None or now - wait.since < patience:
             return
-        now = time.time()
-        if now - wait.since >= (_PATIENCE_WHILE_STEPPING_SECONDS if self.steps.count else _PATIENCE_SECONDS):
+        if (key := (status.process, wait.subject, wait.since)) not in self._waits_shown:
             self._waits_shown.add(key)
             left = minutes(max(0.0, wait.deadline - now))
             self.say(f"{status.process} waits for {wait.subject} from {wait.owner} (gives up in {left})")
@@ -88,18 +93,11 @@ class StepLines:
     """
 
     def __init__(self, output_dir: Path, max_steps: int | None) -> None:
-        self._tails = {name: Tail(metrics_path(output_dir, name)) for name in ("orchestrator", "trainer")}
-        # A resumed trainer takes batches that the orchestrator made, and reported, in an earlier incarnation.
-        earlier = [row for row in read_metrics(metrics_path(output_dir, "orchestrator")) if is_step(row)]
-        self._rows: dict[str, dict[int, Row]] = {
-            "orchestrator": {int(row["step"]): row for row in earlier},
-            "trainer": {},
-        }
-        self._limits = LimitWatch(output_dir)
-        self._max_steps = max_steps
+        self._watch, self._max_steps = LimitWatch(output_dir), max_steps
+        self._watch.read()  # a resumed trainer takes batches that were made, and reported, in an earlier incarnation
+        self._updates: dict[int, Row] = {}  # the trainer's rows that have no line yet
         self._times: list[float] = []  # unix times at which steps ended
         self._shown: set[int] = set()
-        self._output_dir = output_dir
 
     @property
     def count(self) -> int:
@@ -107,45 +105,33 @@ class StepLines:
         return len(self._shown)
 
     def new_lines(self) -> list[str]:
-        """Return lines for what happened since the last call. A step has one once both sides have reported it."""
+        """Return lines for what happened since the last call. A step has one once both sides have reported it.
+
+        A trainer that recovers trains on the same batches again, and has their lines again.
+        """
         lines = []
-        for name, tail in self._tails.items():
-            rows = self._rows[name]
-            for row in tail.read():
-                lines += eval_lines(row)
-                if not is_step(row):
-                    continue
-                step = int(row["step"])
-                # The trainer adds what it knows late, such as the time to save: that makes no line of its own.
-                if name == "trainer" and "loss/mean" not in row:
-                    if step in rows:
-                        rows[step] = {**rows[step], **row}
-                else:
-                    rows[step] = row
-        batches, updates = self._rows["orchestrator"], self._rows["trainer"]
-        for step in sorted(batches.keys() & updates.keys()):
-            # A trainer that recovers trains on the same batch again, and has a line again: keep the batch's row.
-            batches.pop(step - _KEPT_STEPS, None)
-            limit = self._limits.look(_incarnations(self._output_dir).values())
-            lines.append(self._line(step, batches[step], updates.pop(step), limit))
+        for process, row in self._watch.read():
+            lines += eval_lines(row)
+            step = int(row["step"])
+            # The trainer adds what it knows late, such as the time to save: that makes no line of its own.
+            if process == "trainer" and ("loss/mean" in row or step in self._updates):
+                self._updates[step] = {**self._updates.get(step, {}), **row}
+        batches = self._watch.rows["orchestrator"]
+        for step in sorted(self._updates.keys() & batches.keys()):
+            if is_step(batches[step]):
+                lines.append(self._line(step, batches[step], self._updates.pop(step)))
         return lines
 
-    def _line(self, step: int, orchestrator: Row, trainer: Row, limit: Limit | None) -> str:
+    def _line(self, step: int, orchestrator: Row, trainer: Row) -> str:
         self._shown.add(step)
-        self._times.append(trainer["time"])
-        recent, remaining = self._times[-_ETA_STEPS - 1 :], None
+        self._times = [*self._times[-_ETA_STEPS:], trainer["time"]]
+        shares, remaining = self._watch.shares(), None
         # The first step waited for the start-up: its duration says nothing about the pace.
-        if self._max_steps is not None and len(recent) > 1:
-            remaining = (recent[-1] - recent[0]) / (len(recent) - 1) * (self._max_steps - step - 1)
+        if self._max_steps is not None and len(self._times) > 1:
+            pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+            remaining = pace * (self._max_steps - step - 1)
+        limit = None if shares is None else limit_of(shares)
         return step_line(step, self._max_steps, orchestrator, trainer, remaining, limit)
-
-
-def _incarnations(output_dir: Path) -> dict[int, int]:
-    """Return the first step of each incarnation of the trainer."""
-    try:
-        return read_incarnations(output_dir)
-    except CommitError:  # the trainer reports it
-        return {}
 
 
 def is_step(row: Row) -> bool:
@@ -165,33 +151,17 @@ def step_line(
 
     What does not fit into 120 columns is left to the trainer's log: first the loss, then throughput, entropy and KL.
     """
-
-    def metric(row: Row, key: str, form: str) -> str:
-        return form.format(row[key]) if row.get(key) is not None else ""
-
-    parts = {
-        "step": f"Step {step} [{step + 1}/{max_steps}]" if max_steps else f"Step {step} [{step + 1}]",
-        "reward": metric(orchestrator, "reward/mean", "reward {:.4f}"),
-        "loss": metric(trainer, "loss/mean", "loss {:.4f}"),
-        "entropy": metric(trainer, "entropy/mean", "entropy {:.4f}"),
-        "mismatch": metric(trainer, "mismatch_kl/mean", "KL {:.2e}"),
-        "throughput": metric(trainer, "perf/throughput", "{:,.0f} tokens/s"),
-        "seconds": metric(trainer, "time/step", "{:.2f} s"),
-        "limit": "" if limit is None else f"limited by {limit.name}",
-        "eta": "" if remaining is None else f"ETA {minutes(remaining)}",
-    }
-    for dispensable in ("", "loss", "throughput", "entropy", "mismatch"):
-        parts.pop(dispensable, None)
-        line = " | ".join(filter(None, parts.values()))
+    row = {**trainer, **{key: orchestrator[key] for key in ("reward/mean",) if key in orchestrator}}
+    shown = {key: form.format(row[key]) for key, form in _STEP_METRICS.items() if key in row}
+    begin = [f"Step {step} [{step + 1}/{max_steps}]" if max_steps else f"Step {step} [{step + 1}]"]
+    end = [] if limit is None else [f"limited by {limit.name}"]
+    end += [] if remaining is None else [f"ETA {minutes(remaining)}"]
+    for dispensable in ("", *_DISPENSABLE):
+        shown.pop(dispensable, None)
+        line = " | ".join([*begin, *shown.values(), *end])
         if len(line) <= _LINE_COLUMNS:
             break
     return line
-
-
-def limit_line(output_dir: Path) -> str | None:
-    """Return what limits a run, by its last steps; None where too few were made to say."""
-    limit = LimitWatch(output_dir).look(_incarnations(output_dir).values())
-    return None if limit is None else str(limit)
 
 
 def eval_lines(row: Row) -> list[str]:
@@ -226,7 +196,16 @@ def summary(output_dir: Path, since: float) -> list[str]:
             compare(f"eval {_eval_name(key)}, first → last", values[0], values[-1])
         else:
             lines.append(f"eval {_eval_name(key)}: {values[0]:.4f}")
-    lines += _time_lines(output_dir, rows, since)
+    starts = [row["time"] - row["time/step"] for row in rows if row["time"] >= since and "time/step" in row]
+    start = [f"time, start: {max(starts[0] - since, 0.0):.0f} s"] if starts else []
+    watch = LimitWatch(output_dir, steps=sys.maxsize, since=since)
+    watch.read()
+    if (shares := watch.shares()) is None:
+        lines += start
+    else:
+        trainer = f"trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}"
+        engines = f"engines: sample {shares.sampled:.0%}, load weights {shares.paused:.0%}, idle {shares.idle:.0%}"
+        lines += ["; ".join([*start, trainer, engines]), str(limit_of(shares))]
     for version in sorted(list_steps(output_dir / "weights"), reverse=True):
         # Version 0 is the base model and has no files, nor have versions that went from memory.
         path = version_dir(output_dir / "weights", version)
@@ -234,20 +213,6 @@ def summary(output_dir: Path, since: float) -> list[str]:
             if version and weights_manifest(path).publisher is None:
                 return [*lines, f"weights  {path}"]
     return lines
-
-
-def _time_lines(output_dir: Path, orchestrator: Sequence[Row], since: float) -> list[str]:
-    """Say when the first step began, and how long both sides worked and waited in the steps after it."""
-    starts = [row["time"] - row["time/step"] for row in orchestrator if row["time"] >= since and "time/step" in row]
-    line = f"time, start: {max(starts[0] - since, 0.0):.0f} s" if starts else ""
-    watch = LimitWatch(output_dir, steps=sys.maxsize, since=since)
-    if (shares := watch.shares(_incarnations(output_dir).values())) is None:
-        return [line] if line else []
-    line += (
-        f"; trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}; "
-        f"engines: sample {shares.sampled:.0%}, load weights {shares.paused:.0%}, idle {shares.idle:.0%}"
-    )
-    return [line, str(limit_of(shares))]
 
 
 def bench_table(output_dir: Path, since: float) -> list[str]:

@@ -11,6 +11,7 @@ import socket
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,11 +20,12 @@ from prime_rl.config.inference import SERVER
 from prime_rl.config.loader import say
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
-from prime_rl.launcher.console import limit_line, minutes
-from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason
+from prime_rl.launcher.console import minutes
+from prime_rl.launcher.supervise import RESTARTS, RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
+from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import ProcessStatus, parse_record
-from prime_rl.processes import ProcessId, identify, is_stopped
+from prime_rl.processes import ProcessId, is_alive, is_stopped
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 
@@ -32,6 +34,12 @@ _MIN_FREE_BYTES = 64 * 2**20
 _LONG_WAIT_SECONDS = 60.0
 _ERRORS_SHOWN = 2
 _ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: \S")
+_COMMITTED: dict[str, tuple[str, Callable[[Path], Sequence[int]]]] = {
+    "batch": ("rollouts", list_steps),
+    "version": ("weights", list_steps),
+    "checkpoint": ("checkpoints", checkpoints.complete_steps),
+    "recovery checkpoint": ("recovery", list_steps),
+}
 
 
 class ProcessState(Enum):
@@ -55,22 +63,17 @@ class RunState(Enum):
     WAITS = "waits"  # for unusually long, and no fault is seen
     STUCK = "stuck"
 
-    @property
-    def fine(self) -> bool:
-        return self in (RunState.FINISHED, RunState.MOVES, RunState.NEVER)
+
+FINE = (RunState.FINISHED, RunState.MOVES, RunState.NEVER)
 
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """One process."""
+    """One process. `restart`: what the launcher reported of its last restart, where it has not reported since."""
 
     state: ProcessState
     status: ProcessStatus | None = None
-
-    @property
-    def may_run(self) -> bool:
-        """Whether it has reported no end, and is not known to be dead."""
-        return self.status is not None and self.status.outcome is None and self.state is not ProcessState.DEAD
+    restart: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,41 +103,40 @@ def examine(run: Path) -> int:
     facts = collect(run)
     state, sentence = diagnose(facts)
     say("\n".join(examination(run, facts, state, sentence)))
-    return 0 if state.fine else 1
-
-
-# -- facts -------------------------------------------------------------------------------------------------------------
+    return 0 if state in FINE else 1
 
 
 def collect(run: Path) -> Facts:
     """Gather everything that is known about a run."""
-    statuses = read_status(run)
-    known = {path.stem for path in (run / "configs").glob("*.toml")} | statuses.keys()
-    names = [name for job in _JOBS for name in sorted(known) if name.partition(".")[0] == job]
-    names += sorted(filter(_is_server, known))
-    states = {name: _state(status.host, status.id) for name, status in statuses.items()}
-    claim, launcher = rundir.read_claim(run), ProcessState.ABSENT
+    statuses, claim, launcher, now = read_status(run), rundir.read_claim(run), ProcessState.ABSENT, time.time()
     if claim is not None:
-        held = rundir.is_held(claim)
-        launcher = _state(claim.host, ProcessId(claim.pid, claim.started)) if held else ProcessState.DEAD
+        launcher = _state(claim.host, claim.id) if rundir.is_held(claim) else ProcessState.DEAD
+    restarts = {}
+    for line in log_tail(run / "logs" / RESTARTS):
+        with suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            restarts[row["process"]] = f"{row['reason']} {minutes(now - row['time'])} ago, is being started again"
     try:  # the timeouts that the run was started with
         settings = tomllib.loads((run / "configs" / "rl.toml").read_text())
     except (OSError, ValueError):  # of TOML or of UTF-8
         settings = {}
-    return Facts(
-        now=time.time(),
-        launcher=launcher,
-        processes={name: ProcessFacts(states.get(name, ProcessState.ABSENT), statuses.get(name)) for name in names},
-        free=shutil.disk_usage(run).free,
-        recoverable=bool(rundir.results(run)),
-        policy=parse_record(RestartPolicy, json.dumps(settings, default=str)) or RestartPolicy(),
-    )
+    known = {path.stem for path in (run / "configs").glob("*.toml")} | statuses.keys()
+    names = [name for job in _JOBS for name in sorted(known) if name.partition(".")[0] == job]
+    processes = {}
+    for name in [*names, *sorted(filter(_is_server, known))]:
+        if (status := statuses.get(name)) is not None:
+            processes[name] = ProcessFacts(_state(status.host, status.id), status)
+        else:
+            alive = launcher not in (ProcessState.ABSENT, ProcessState.DEAD)
+            processes[name] = ProcessFacts(ProcessState.ABSENT, restart=restarts.get(name, "") if alive else "")
+    policy = parse_record(RestartPolicy, json.dumps(settings, default=str)) or RestartPolicy()
+    return Facts(now, launcher, processes, shutil.disk_usage(run).free, bool(rundir.results(run)), policy)
 
 
 def _state(host: str, process: ProcessId) -> ProcessState:
     if not process.started or host != socket.gethostname():
         return ProcessState.UNKNOWN
-    if identify(process.pid) != process:
+    if not is_alive(process):
         return ProcessState.DEAD
     return ProcessState.STOPPED if is_stopped(process) else ProcessState.ALIVE
 
@@ -144,12 +146,6 @@ def _is_server(name: str) -> bool:
     return name.partition("-")[0] == SERVER
 
 
-def _errors(run: Path, name: str) -> list[str]:
-    """Return error lines near the end of a process's log."""
-    lines = log_tail(run / "logs" / f"{name}.log")
-    return [line.strip() for line in lines if _ERROR.match(line)][-_ERRORS_SHOWN:]
-
-
 # -- diagnosis ---------------------------------------------------------------------------------------------------------
 
 
@@ -157,30 +153,35 @@ def diagnose(facts: Facts) -> tuple[RunState, str]:
     """Return the state of the run, and what keeps it from going on, or what it does, in a sentence."""
     processes = {name: process for name, process in facts.processes.items() if "." not in name}
     statuses = {name: process.status for name, process in processes.items() if process.status is not None}
-    launched = facts.launcher not in (ProcessState.ABSENT, ProcessState.DEAD)
-    if not statuses and not launched:
-        return RunState.NEVER, "no process of a run has reported here"
     jobs = {name: status for name, status in statuses.items() if not _is_server(name)}
     finished = bool(jobs) and all(status.outcome == "finished" for status in jobs.values())
+    launched = facts.launcher not in (ProcessState.ABSENT, ProcessState.DEAD)
+    runs = [
+        name for name in statuses if statuses[name].outcome is None and processes[name].state is not ProcessState.DEAD
+    ]
+    failed = [name for name in statuses if (statuses[name].outcome or "").startswith("failed")]
+    silent = [name for name in jobs if jobs[name].outcome is None]
+    advice = " (`rl … --recover` goes on from what is committed)" if facts.recoverable else ""
+    if not statuses and not launched:
+        return RunState.NEVER, "no process of a run has reported here"
     if facts.free < _MIN_FREE_BYTES and not finished:
         sentence = f"the disk is full ({facts.free // 2**20} MiB free): make room; what is committed is safe"
         return RunState.STUCK, sentence
-    if launched or any(process.may_run for process in processes.values()):
+    if launched or runs:
         return _diagnose_running(facts, statuses)
-    advice = " (`rl … --recover` goes on from what is committed)" if facts.recoverable else ""
-    for name, status in statuses.items():
-        if (status.outcome or "").startswith("failed"):
-            return RunState.FAILED, f"{name} {status.outcome}{advice}"
+    if failed:
+        return RunState.FAILED, f"{failed[0]} {statuses[failed[0]].outcome}{advice}"
     if facts.launcher is ProcessState.DEAD:
         sentence = f"rl ended without a last word (killed, or the host went down), and everything with it{advice}"
         return RunState.INTERRUPTED, sentence
-    for name, status in jobs.items():
-        if status.outcome is None:
-            ago = f"{facts.now - status.heartbeat:.0f} s ago"
-            return RunState.FAILED, f"{name} ended without a last word {ago}{advice}"
-    if finished:
-        return RunState.FINISHED, "the run has finished"
-    return RunState.INTERRUPTED, f"the run was stopped{advice}"
+    if silent:
+        ago = f"{facts.now - jobs[silent[0]].heartbeat:.0f} s ago"
+        return RunState.FAILED, f"{silent[0]} ended without a last word {ago}{advice}"
+    return (
+        (RunState.FINISHED, "the run has finished")
+        if finished
+        else (RunState.INTERRUPTED, f"the run was stopped{advice}")
+    )
 
 
 def _diagnose_running(facts: Facts, statuses: Mapping[str, ProcessStatus]) -> tuple[RunState, str]:
@@ -203,6 +204,7 @@ def _diagnose_running(facts: Facts, statuses: Mapping[str, ProcessStatus]) -> tu
         f"{name} waits for {waits[name].subject}" if name in waits else f"{name}: {status.outcome or status.phase}"
         for name, status in statuses.items()
     ]
+    doing += [f"{name} {process.restart}" for name, process in facts.processes.items() if process.restart]
     return RunState.MOVES, f"nothing is wrong: {', '.join(doing)}"
 
 
@@ -231,40 +233,32 @@ def examination(run: Path, facts: Facts, state: RunState, sentence: str) -> list
     launcher = "not running" if facts.launcher is ProcessState.ABSENT else facts.launcher.value
     rows = [("run", str(run)), ("launcher", launcher)]
     for name, process in facts.processes.items():
-        status = process.status
-        if state is RunState.FINISHED and process.state is ProcessState.DEAD and status and status.outcome is None:
-            # The launcher stopped it: vLLM's engine may be too slow to let its server say so.
-            rows.append((name, f"{'ended':<11}stopped, {minutes(max(0.0, facts.now - status.heartbeat))} ago"))
-            continue
-        rows += _describe(facts, name.replace(".", " "), process)
-    newest = {
-        "batch": _newest(list_steps, run / "rollouts"),
-        "version": _newest(list_steps, run / "weights"),
-        "checkpoint": _newest(checkpoints.complete_steps, run / "checkpoints"),
-        "recovery checkpoint": _newest(list_steps, run / "recovery"),
-    }
-    rows.append(("committed", ", ".join(f"{what} {step}" for what, step in newest.items())))
-    rows.append(("disk", f"{facts.free / 2**30:,.1f} GiB free"))
-    if (limit := limit_line(run)) is not None:
-        rows.append(("speed", limit))
+        rows += _describe(facts, state, name.replace(".", " "), process)
+    newest = ", ".join(f"{what} {_newest(steps_of, run / name)}" for what, (name, steps_of) in _COMMITTED.items())
+    rows += [("committed", newest), ("disk", f"{facts.free / 2**30:,.1f} GiB free")]
+    if (limit := LimitWatch(run).look()) is not None:
+        rows.append(("speed", str(limit)))
     for name, process in facts.processes.items():
         # One that ended well may have been noisy: vLLM's engine prints a traceback when it is asked to stop.
-        ended_well = process.status is not None and process.status.outcome in ("finished", "stopped")
-        if not state.fine and not ended_well:
-            rows += [("error", f"{name}.log: {line}") for line in _errors(run, name)]
+        if state not in FINE and (process.status is None or process.status.outcome not in ("finished", "stopped")):
+            errors = [line.strip() for line in log_tail(run / "logs" / f"{name}.log") if _ERROR.match(line)]
+            rows += [("error", f"{name}.log: {line}") for line in errors[-_ERRORS_SHOWN:]]
     rows.append((state.value, sentence))
     return [f"{name:<15}{text}".rstrip() for name, text in rows]
 
 
-def _describe(facts: Facts, name: str, process: ProcessFacts) -> list[tuple[str, str]]:
+def _describe(facts: Facts, run: RunState, name: str, process: ProcessFacts) -> list[tuple[str, str]]:
     def ago(then: float) -> str:
         return f"{minutes(max(0.0, facts.now - then))} ago" if then else "unknown"
 
     status, state = process.status, f"{process.state.value:<11}"
     if status is None:
-        return [(name, state)]
+        return [(name, process.restart or state)]
     if status.outcome is not None:
         return [(name, f"{'ended':<11}{status.outcome}, {ago(status.since)}")]
+    if run is RunState.FINISHED and process.state is ProcessState.DEAD:
+        # The launcher stopped it: vLLM's engine may be too slow to let its server say so.
+        return [(name, f"{'ended':<11}stopped, {ago(status.heartbeat)}")]
     doing = status.phase if status.step is None else f"{status.phase}, step {status.step}"
     silent = "" if process.state is ProcessState.ALIVE else f"; last sign of life {ago(status.heartbeat)}"
     rows = [(name, f"{state}{doing}; pid {status.pid}; last progress {ago(status.progress)}{silent}")]

@@ -119,7 +119,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
         if server.port is None:
             console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
     supervisor = Supervisor(
-        plan.processes, config.output_dir, console.say, tick, policy(config), drained=drained(config)
+        plan.processes, config.output_dir, console.say, tick, policy(config), drained=lambda: drained(config)
     )
     outcome = supervisor.run()
     console.look()
@@ -131,12 +131,13 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
 
 
 def drained(config: RLConfig) -> str:
-    """Say what a run that is asked to stop still does, as far as it is set up to save anything."""
+    """Say what a run that is asked to stop still does, and from where it could go on."""
     if config.bench:
         return "the current step will be finished; a benchmark saves nothing"
     if config.trainer.ckpt is not None:
         return "the current step will be finished and saved"
-    return "the current step will be finished; without [ckpt] its training state is not saved"
+    step = max(rundir.newest_step(config.output_dir / "recovery"), 0)
+    return f"the current step will be finished, not saved (no [ckpt]): --recover would go on from step {step}"
 
 
 def ways_on(config: RLConfig) -> str:

@@ -1,7 +1,6 @@
 """The run directory belongs to one launcher at a time, and earlier results are never overwritten unasked."""
 
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -10,13 +9,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import read_record, unless_full
+from prime_rl.monitor.status import read_record, unless_full, write_record
 from prime_rl.processes import ProcessId, boot_id, is_alive, me
 from prime_rl.transport.commit import list_steps, remove, tmpfs_dirs
 from prime_rl.transport.settings import LEDGER, running_processes, suggestions
@@ -66,19 +65,24 @@ class Claim:
     nonce: str
     heartbeat: float
 
+    @property
+    def id(self) -> ProcessId:
+        """Meaningful on `host` alone."""
+        return ProcessId(self.pid, self.started)
+
 
 class Owner:
     """Claim the run directory for this process; leaving the `with` block releases it. Call `beat()` now and then."""
 
     def __init__(self, output_dir: Path) -> None:
         """Raises UserError when another living launcher holds it. A dead one's claim is taken over."""
-        self._made = not output_dir.exists()
+        self._made, self._output_dir, itself = not output_dir.exists(), output_dir, me()
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the output directory {output_dir}: {error.strerror}") from error
-        self._output_dir, itself, nonce = output_dir, me(), uuid.uuid4().hex
-        self._claim = Claim(itself.pid, itself.started, socket.gethostname(), boot_id(), nonce, time.time())
+        host, nonce = socket.gethostname(), uuid.uuid4().hex
+        self._claim = Claim(itself.pid, itself.started, host, boot_id(), nonce, time.time())
         with _locked(output_dir):
             other = read_claim(output_dir)
             if other is not None and is_held(other):
@@ -86,7 +90,7 @@ class Owner:
                     f"{output_dir} is in use by another rl (pid {other.pid} on {other.host}): "
                     "stop that one, or choose another --output-dir"
                 )
-            self._write()
+            write_record(output_dir / _OWNER, self._claim)
 
     def beat(self) -> None:
         """Refresh the claim for launchers on other hosts. Raises UserError when one of them has taken over."""
@@ -97,7 +101,7 @@ class Owner:
             raise UserError(f"{self._output_dir} was taken over by pid {current.pid} on {current.host}")
         self._claim = replace(self._claim, heartbeat=time.time())
         with unless_full():
-            self._write()
+            write_record(self._output_dir / _OWNER, self._claim)
 
     def __enter__(self) -> Self:
         return self
@@ -108,15 +112,6 @@ class Owner:
             (self._output_dir / _OWNER).unlink()
         if self._made and not any(self._output_dir.iterdir()):  # bad input leaves nothing behind
             self._output_dir.rmdir()
-
-    def _write(self) -> None:
-        temporary = self._output_dir / f".{_OWNER}.tmp-{self._claim.nonce}"
-        try:
-            temporary.write_text(json.dumps(asdict(self._claim)))
-            temporary.replace(self._output_dir / _OWNER)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
 
 
 def results(output_dir: Path) -> list[str]:
@@ -147,11 +142,12 @@ def _holds_episodes(ledger: Path) -> bool:
 
 
 def newest_steps(output_dir: Path) -> tuple[int, int]:
-    """Return the numbers of the run's newest batch and version; -1 where there is none, or none can be seen."""
-    return _newest(output_dir / "rollouts"), _newest(output_dir / "weights")
+    """Return the numbers of the run's newest batch and version."""
+    return newest_step(output_dir / "rollouts"), newest_step(output_dir / "weights")
 
 
-def _newest(parent: Path) -> int:
+def newest_step(parent: Path) -> int:
+    """Return the newest step in a directory of them; -1 where there is none, or none can be seen."""
     try:
         return max(list_steps(parent), default=-1)
     except UserError:  # a file system that is away for a moment
@@ -167,7 +163,7 @@ def recoverable(output_dir: Path) -> bool:
 def refuse_results(output_dir: Path) -> None:
     """Raises UserError when the directory holds an earlier run's results."""
     if names := results(output_dir):
-        ways = suggestions(output_dir, saved=_newest(output_dir / "checkpoints") >= 0)
+        ways = suggestions(output_dir, saved=newest_step(output_dir / "checkpoints") >= 0)
         raise UserError(f"{output_dir} holds an earlier run ({', '.join(names)}): {ways}")
 
 
@@ -242,7 +238,7 @@ def read_claim(output_dir: Path) -> Claim | None:
 def is_held(claim: Claim) -> bool:
     """Whether the launcher that made the claim lives."""
     if (claim.host, claim.boot) == (socket.gethostname(), boot_id()):
-        return is_alive(ProcessId(claim.pid, claim.started))
+        return is_alive(claim.id)
     return time.time() - claim.heartbeat < _MISSED_BEATS * HEARTBEAT_SECONDS
 
 
@@ -250,19 +246,19 @@ def is_held(claim: Claim) -> bool:
 def _locked(directory: Path) -> Iterator[None]:
     """Two launchers of one host must not both find the claim dead. (Across hosts the heartbeat has to do.)"""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+    def lock() -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
     try:
-        wait(lambda: _try_lock(fd), subject=f"lock on {directory}", owner="another rl", seconds=_LOCK_SECONDS)
+        wait(lock, subject=f"lock on {directory}", owner="another rl", seconds=_LOCK_SECONDS)
         yield
     finally:
         os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # -- benchmarks --------------------------------------------------------------------------------------------------------
@@ -286,10 +282,7 @@ def separate_bench(config: Config, say: Callable[[str], None]) -> Config:
     """Return the config of a benchmark of one process, or of all, which touches no run in `output_dir` or W&B.
 
     Nothing is evaluated (no trainer commits what the server could be verified against); a whole run saves nothing and
-    resumes from nothing.
-
-    Args:
-        say: Shows where the benchmark writes, unless that is the given directory.
+    resumes from nothing. `say` shows where the benchmark writes, unless that is the given directory.
 
     Raises:
         UserError: a run is in the way.
@@ -307,6 +300,4 @@ def separate_bench(config: Config, say: Callable[[str], None]) -> Config:
         return config.model_copy(update=update)
     if (wandb := config.monitor.wandb) is not None:
         update["monitor"] = config.monitor.model_copy(update={"wandb": wandb.model_copy(update={"id": None})})
-    if isinstance(config, OrchestratorConfig):
-        update["eval"] = None
-    return config.model_copy(update=update)
+    return config.model_copy(update=update | ({"eval": None} if isinstance(config, OrchestratorConfig) else {}))

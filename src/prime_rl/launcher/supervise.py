@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,13 +26,14 @@ from prime_rl.monitor.status import ProcessStatus, say_for, unless_full
 from prime_rl.processes import backoff_seconds, describe_exit, send, table
 from prime_rl.wait import WaitTimeout, wait
 
+RESTARTS = "restarts.jsonl"  # in logs/, a line a restart
 _POLL_SECONDS = 0.1
 _STATUS_SECONDS = 0.5  # between two looks at the status files
 _DRAIN_SECONDS = 300.0
 _STOP_SECONDS = 15.0
 _AFTER_SECONDS = 30.0
 _ECHO_SECONDS = 0.5
-_MAX_LOOK_SECONDS = 2.5  # a longer gap was the launcher's own: a SIGSTOP, a starved machine
+_MAX_LOOK_SECONDS = 2.5  # a longer gap was the launcher's own: a SIGSTOP, a laptop that slept, a clock that was set
 _BUDGET_WINDOW_SECONDS = 3600.0
 _MAX_BACKOFF_SECONDS = 60.0
 _BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
@@ -56,8 +57,7 @@ class ChildState(Enum):
     PENDING = auto()  # is started once it is due
     STARTING = auto()
     READY = auto()  # by its own status
-    FAILED = auto()  # has ended, and must not have
-    STOPPED = auto()  # ended well, or the run goes on without it
+    ENDED = auto()
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,10 @@ class RestartBudget:
     """Limit the restarts of one process within an hour, and those since the run last made progress.
 
     A fault that comes back at the same place is not mended by restarting, however far apart the restarts are.
-
-    Args:
-        furthest: The newest steps of the run, in independent counts.
     """
 
     def __init__(self, policy: RestartPolicy, furthest: Sequence[int] = (-1, -1)) -> None:
+        """`furthest`: the newest steps of the run, in independent counts."""
         self.policy, self._furthest = policy, furthest
         self._times: list[float] = []
         self._without_progress = 0
@@ -94,12 +92,7 @@ class RestartBudget:
     def ask(self, now: float, newest: Sequence[int] = (-1, -1)) -> str | tuple[int, float]:
         """Grant one more restart, which then counts: its number within the hour, and the seconds to wait before it.
 
-        Args:
-            now: Seconds of the launcher's clock.
-            newest: The newest steps of the run. A step that is repeated is no progress.
-
-        Returns:
-            The limit that is reached, in words, where it is not granted.
+        Where it is not granted, return the limit that is reached, in words. A step that is repeated is no progress.
         """
         if any(step > before for step, before in zip(newest, self._furthest, strict=True)):
             self._without_progress = 0
@@ -114,16 +107,8 @@ class RestartBudget:
         return len(self._times), backoff_seconds(len(self._times), self.policy.backoff, _MAX_BACKOFF_SECONDS)
 
 
-# -- stalls ------------------------------------------------------------------------------------------------------------
-
-
 def stalled(
-    name: str,
-    statuses: Mapping[str, ProcessStatus],
-    policy: RestartPolicy,
-    now: float,
-    since: float,
-    service: bool = False,
+    name: str, statuses: Mapping[str, ProcessStatus], policy: RestartPolicy, now: float, since: float, service: bool
 ) -> str | None:
     """Return why a process of this host counts as stalled, in words that follow its name; None where it does not.
 
@@ -164,12 +149,8 @@ def stall_reason(
         where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
         return f"has stalled for {unchanged:.0f} s ({where})" if unchanged > policy.stall_timeout else None
     overdue = unchanged - (wait.deadline - wait.since)
-    if overdue <= policy.heartbeat_timeout:
-        return None
-    return f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline"
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
+    late = overdue > policy.heartbeat_timeout
+    return f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline" if late else None
 
 
 class SupervisedChild:
@@ -230,16 +211,13 @@ class _Failure(NamedTuple):
     final: bool = False
 
 
-# -- the loop ----------------------------------------------------------------------------------------------------------
-
-
 class Supervisor:
     """Run processes to the end of the run.
 
     Args:
         say: Shows a line to the user.
         tick: Called at every look.
-        drained: What the jobs still do when they are asked to stop.
+        drained: Says what the jobs still do when they are asked to stop.
 
     Attributes:
         failures: How the processes ended that made the run fail, and the ends of their logs.
@@ -254,7 +232,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         drain_seconds: float = _DRAIN_SECONDS,
         stop_seconds: float = _STOP_SECONDS,
-        drained: str = "the current step will be finished",
+        drained: Callable[[], str] = lambda: "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._policy = policy or RestartPolicy()
@@ -298,14 +276,13 @@ class Supervisor:
         self._interrupted_at = now
 
     def _loop(self, lifeline: Lifeline) -> RunOutcome:
-        last, offset = time.monotonic(), time.time() - time.monotonic()
+        last = time.time()
         while True:  # bounded: as long as the run; every process is watched for stalls
-            gap, last = time.monotonic() - last, time.monotonic()
-            shift, offset = time.time() - last - offset, time.time() - last  # a laptop that slept, a clock that was set
-            self._now += min(gap, _MAX_LOOK_SECONDS)
+            gap, last = time.time() - last, time.time()
+            self._now += min(max(gap, 0.0), _MAX_LOOK_SECONDS)
             for child in self._children.values():
-                if max(gap, abs(shift)) > _MAX_LOOK_SECONDS and child.running:
-                    child.watched_since = time.time()  # perhaps it was suspended together with us
+                if child.running and abs(gap) > _MAX_LOOK_SECONDS:
+                    child.watched_since = last  # perhaps it was suspended together with us
                 if child.state is ChildState.PENDING and self._now >= child.due and self._may_start(child.spec):
                     child.start(lifeline, self._environ, self._now)
             if (outcome := self._look()) is not None:
@@ -317,68 +294,40 @@ class Supervisor:
         reported = spec.after is None or self._now > _AFTER_SECONDS or spec.after in read_status(self._output_dir)
         awaited = [self._children[name] for name in spec.after_ready]
         # A server that never serves ends the run, or is stopped.
-        return reported and all(child.was_ready or child.state is ChildState.STOPPED for child in awaited)
+        return reported and all(child.was_ready or child.state is ChildState.ENDED for child in awaited)
 
     def _look(self) -> RunOutcome | None:
         """Look at every process once; return the outcome once there is one."""
         if self._interrupts > 1:
             self._say("stopping now")
             return RunOutcome.INTERRUPTED
-        if self._interrupts == 1 and self._drain_deadline is None:
-            self._drain()
-        if self._drain_deadline is not None:
-            return self._look_while_draining(self._drain_deadline)
-        failures = [*self._ended(), *self._kill_stalled()]
-        if not self._jobs_left():
+        if self._interrupts == 1:
+            return self._drain()
+        failures = [*self._failed(), *self._kill_stalled()]
+        if not self._jobs_left() and not any(failure.child.is_job for failure in failures):
             return RunOutcome.SUCCESS
         answers = [self._restart(failure) for failure in failures]  # each is reported
         return None if all(answers) else RunOutcome.FAILURE
 
     def _jobs_left(self) -> bool:
-        return any(child.is_job and child.state is not ChildState.STOPPED for child in self._children.values())
+        return any(child.is_job and child.state is not ChildState.ENDED for child in self._children.values())
 
     def _running(self) -> list[SupervisedChild]:
         return [child for child in self._children.values() if child.running]
 
-    # -- failures ------------------------------------------------------------------------------------------------------
-
-    def _ended(self) -> list[_Failure]:
-        """Reap what has ended; return those that must not have: a job that failed, a service that stopped."""
-        failures = []
+    def _reap_ended(self) -> Iterator[tuple[SupervisedChild, int]]:
+        """Yield what has ended since the last look, and its exit status."""
         for child in self._running():
-            if (status := child.process.status) is None:
-                continue
-            self._reap(child)
-            reason, last = describe_exit(status), read_status(self._output_dir).get(child.name)
-            if status == 0 and child.is_job:
-                if last is None or last.outcome == "finished":
-                    child.state = ChildState.STOPPED
-                    continue
-                # Its exit status says that it ended well, but somebody stopped it apart from the run.
-                reason = f"ended too early ({last.outcome or 'without a last word'})"
-            words = child.last_words()
-            # Before it was ready a restart would end with the same line.
-            to_correct = status > 0 and not child.was_ready and any(map(_ERROR_LINE.match, words))
-            failures.append(_Failure(child, reason, words, final=to_correct))
-        return failures
-
-    def _kill_stalled(self) -> list[_Failure]:
-        if self._now < self._next_look:
-            return []
-        self._next_look = self._now + _STATUS_SECONDS
-        now, statuses = time.time(), read_status(self._output_dir)  # a slow file system makes nobody late
-        failures = []
-        for child in self._running():
-            self._note_ready(child, statuses)
-            server, service = child.server, not child.is_job
-            reason = stalled(child.name, statuses, self._policy, now, child.watched_since, service)
-            if server and child.state is ChildState.STARTING and self._now - child.began > server.ready_timeout:
-                reason = f"is not ready after {server.ready_timeout:.0f} s"
-            if reason is not None:
+            if (status := child.process.status) is not None:
                 self._reap(child)
-                never_ready = server is not None and not child.was_ready  # in all the time it may take
-                failures.append(_Failure(child, reason, child.last_words(), final=never_ready))
-        return failures
+                yield child, status
+
+    def _reap(self, child: SupervisedChild) -> None:
+        child.process.reap()
+        for process in child.process.survivors:
+            self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
+        self._note_ready(child, read_status(self._output_dir))
+        child.state = ChildState.ENDED
 
     def _note_ready(self, child: SupervisedChild, statuses: Mapping[str, ProcessStatus]) -> None:
         """Record that this incarnation is ready, by its own status (that of the one before was removed)."""
@@ -388,28 +337,58 @@ class Supervisor:
             if child.server is not None:
                 self._say(f"{child.name} ready in {self._now - child.began:.1f} s ({child.server.url})")
 
-    def _reap(self, child: SupervisedChild) -> None:
-        child.process.reap()
-        for process in child.process.survivors:
-            self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
-        self._note_ready(child, read_status(self._output_dir))
-        child.state = ChildState.FAILED
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def _failed(self) -> Iterator[_Failure]:
+        """Yield what must not have ended: a job that failed, a service that stopped."""
+        for child, status in self._reap_ended():
+            reason, last = describe_exit(status), read_status(self._output_dir).get(child.name)
+            if status == 0 and child.is_job:
+                if last is None or last.outcome == "finished":
+                    continue
+                # Its exit status says that it ended well, but somebody stopped it apart from the run.
+                reason = f"ended too early ({last.outcome or 'without a last word'})"
+            words = child.last_words()
+            # Before it was ready a restart would end with the same line.
+            to_correct = status > 0 and not child.was_ready and any(map(_ERROR_LINE.match, words))
+            yield _Failure(child, reason, words, final=to_correct)
+
+    def _kill_stalled(self) -> Iterator[_Failure]:
+        if self._now < self._next_look:
+            return
+        self._next_look = self._now + _STATUS_SECONDS
+        now, statuses = time.time(), read_status(self._output_dir)  # a slow file system makes nobody late
+        for child in self._running():
+            self._note_ready(child, statuses)
+            reason = stalled(child.name, statuses, self._policy, now, child.watched_since, not child.is_job)
+            timeout = math.inf if child.server is None else child.server.ready_timeout
+            if child.state is ChildState.STARTING and self._now - child.began > timeout:
+                reason = f"is not ready after {timeout:.0f} s"
+            if reason is not None:
+                self._reap(child)
+                # A server that was never ready, in all the time it may take, will not be.
+                yield _Failure(child, reason, child.last_words(), final=not child.is_job and not child.was_ready)
 
     def _restart(self, failure: _Failure) -> bool:
         """Schedule a restart where it may help; return whether the run goes on."""
-        child, name, most = failure.child, failure.child.name, self._policy.max_restarts
+        child, name, most, reason = failure.child, failure.child.name, self._policy.max_restarts, failure.reason
         grant = "" if failure.final else child.budget.ask(self._now, newest_steps(self._output_dir))
         if isinstance(grant, str):
             self._report(failure)
             if grant and most:
                 self._say(f"error: {name} was started again {most} times {grant}: giving up")
-            return self._does_without(child)
+            others = [
+                each.name for each in self._children.values() if each.server and each.state is not ChildState.ENDED
+            ]
+            goes_on = child.server is not None and bool(others) and most > 0
+            if goes_on:
+                self._say(f"the run goes on without {name}, on {', '.join(others)}")
+            return goes_on
         number, seconds = grant
         recover = child.was_ready and child.is_job
         child.state, child.due = ChildState.PENDING, self._now + seconds
         child.options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
         forget_status(self._output_dir, name)
-        reason = failure.reason
         if reason.startswith("failed") and failure.last_words:
             reason += f" ({failure.last_words[-1].strip()})"
         self._say(
@@ -419,20 +398,8 @@ class Supervisor:
         # Unix seconds, the wait before the restart, and how long the incarnation lived.
         times = {"time": time.time(), "after": seconds, "lived": self._now - child.began}
         row = {"process": name, "reason": reason, "number": number, "recover": recover, **times}
-        path = self._output_dir / "logs" / "restarts.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with unless_full(), path.open("a") as file:
+        with unless_full(), (self._output_dir / "logs" / RESTARTS).open("a") as file:
             file.write(json.dumps(row) + "\n")
-        return True
-
-    def _does_without(self, child: SupervisedChild) -> bool:
-        """Stop one server of several for good; return whether the run goes on without this process."""
-        servers = [each for each in self._children.values() if each.server and each.state is not ChildState.STOPPED]
-        others = [each.name for each in servers if each is not child]
-        if child.server is None or not others or not self._policy.max_restarts:
-            return False
-        child.state = ChildState.STOPPED
-        self._say(f"the run goes on without {child.name}, on {', '.join(others)}")
         return True
 
     def _report(self, failure: _Failure) -> None:
@@ -444,22 +411,18 @@ class Supervisor:
 
     # -- stopping ------------------------------------------------------------------------------------------------------
 
-    def _drain(self) -> None:
-        self._drain_deadline = self._now + self._drain_seconds
-        self._say(f"draining: {self._drained}; interrupt again to stop now")
-        for child in self._children.values():
-            if child.state is ChildState.PENDING:
-                child.state = ChildState.STOPPED
-                say_for(self._output_dir, child.name, "stopped")
-            elif child.running and child.is_job:
-                child.interrupt()
-
-    def _look_while_draining(self, deadline: float) -> RunOutcome | None:
-        for child in self._running():
-            if (status := child.process.status) is None:
-                continue
-            self._reap(child)
-            child.state = ChildState.STOPPED
+    def _drain(self) -> RunOutcome | None:
+        """Ask the jobs to stop, once, and wait for them within bounds."""
+        if self._drain_deadline is None:
+            self._drain_deadline = self._now + self._drain_seconds
+            self._say(f"draining: {self._drained()}; interrupt again to stop now")
+            for child in self._children.values():
+                if child.state is ChildState.PENDING:
+                    child.state = ChildState.ENDED
+                    say_for(self._output_dir, child.name, "stopped")
+                elif child.running and child.is_job:
+                    child.interrupt()
+        for child, status in self._reap_ended():
             reason, words = describe_exit(status), child.last_words()
             # A rank that was still importing dies of the signal that asks it to stop.
             stopped = status in (0, -signal.SIGINT, 128 + signal.SIGINT)
@@ -468,12 +431,10 @@ class Supervisor:
                 say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {reason}")
             if not child.is_job or not stopped:
                 self._report(_Failure(child, reason, words))
-        if not self._jobs_left():
-            return RunOutcome.INTERRUPTED
-        if self._now < deadline:
+        if self._jobs_left() and self._now < self._drain_deadline:
             return None
-        late = ", ".join(child.name for child in self._running() if child.is_job)
-        self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")
+        if late := ", ".join(child.name for child in self._running() if child.is_job):
+            self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")
         return RunOutcome.INTERRUPTED
 
     def _stop_all(self) -> None:

@@ -5,19 +5,22 @@ limits the run. Where neither is, and measured waits explain at least half of wh
 does; else the pipeline, in which the two take turns.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
+from prime_rl.monitor.monitor import Tail, metrics_path
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.incarnations import read_incarnations
 
 Row = Mapping[str, float]
 
 FULL = 0.8  # of the time: a side that is busy for so long waits for nothing that matters
 NOTABLE = 0.1  # of the time: a wait shorter than this limits nothing
 STEPS = 8  # of a running judgement; even, as steps may come in pairs
-_KEPT = 4  # times as many rows: one side is ahead of the other
+_KEPT = 16  # times as many rows: one side is ahead of the other, or goes back to a recovery checkpoint
 
 
 class LimitName(StrEnum):
@@ -142,41 +145,41 @@ def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | N
 
 
 class LimitWatch:
-    """Follow the metrics of a run: rows of the last `steps` of both sides that were written `since`, in unix seconds.
+    """Follow the metrics of a run: rows of both sides by step that were written `since`, in unix seconds.
 
-    What comes late (the time to save) adds to its step's row.
+    What comes late (the time to save) adds to its step's row. `steps`: how many of the last ones are judged.
     """
 
     def __init__(self, output_dir: Path, steps: int = STEPS, since: float = 0.0) -> None:
-        self._steps, self._since = steps, since
-        paths = {process: metrics_path(output_dir, process) for process in ("orchestrator", "trainer")}
-        self._tails = {process: Tail(path) for process, path in paths.items()}
-        self._rows: dict[str, dict[int, dict[str, float]]] = {process: {} for process in paths}
-        for process, path in paths.items():
-            self._add(process, read_metrics(path))
+        self._output_dir, self._steps, self._since = output_dir, steps, since
+        self.rows: dict[str, dict[int, dict[str, float]]] = {"orchestrator": {}, "trainer": {}}
+        self._tails = {process: Tail(metrics_path(output_dir, process)) for process in self.rows}
 
-    def _add(self, process: str, rows: Iterable[Row]) -> None:
-        kept = self._rows[process]
-        for row in rows:
-            if row["time"] >= self._since:
-                step = int(row["step"])
-                kept.setdefault(step, {}).update(row)
-                kept.pop(step - _KEPT * self._steps, None)
+    def read(self) -> Sequence[tuple[str, Row]]:
+        """Take in the rows that were added; return them, each with its process."""
+        tails = self._tails.items()
+        added = [(process, row) for process, tail in tails for row in tail.read() if row["time"] >= self._since]
+        for process, row in added:
+            step = int(row["step"])
+            self.rows[process].setdefault(step, {}).update(row)
+            self.rows[process].pop(step - _KEPT * self._steps, None)
+        return added
 
-    def shares(self, starts: Collection[int] = ()) -> Shares | None:
+    def shares(self) -> Shares | None:
         """Of the last steps that both sides made; None before two were.
 
-        Args:
-            starts: Steps at which a trainer began: they include its start-up, and are left out, as the very first is.
+        Steps at which a trainer began include its start-up, and are left out, as the very first is.
         """
-        for process, tail in self._tails.items():
-            self._add(process, tail.read())
-        orchestrator, trainer = self._rows["orchestrator"], self._rows["trainer"]
-        made = sorted(orchestrator.keys() & trainer.keys())
-        steps = [step for step in made[1:] if step not in starts][-self._steps :]
+        starts: set[int] = set()
+        with suppress(CommitError):  # the trainer reports it
+            starts.update(read_incarnations(self._output_dir).values())
+        orchestrator, trainer = self.rows["orchestrator"], self.rows["trainer"]
+        made = sorted(orchestrator.keys() & trainer.keys())[1:]
+        steps = [step for step in made if step not in starts][-self._steps :]
         return shares_of([orchestrator[step] for step in steps], [trainer[step] for step in steps])
 
-    def look(self, starts: Collection[int]) -> Limit | None:
-        """What limits the run now. `starts`: see `shares`."""
-        shares = self.shares(starts)
+    def look(self) -> Limit | None:
+        """What limits the run now; None where too few steps were made to say."""
+        self.read()
+        shares = self.shares()
         return None if shares is None else limit_of(shares)

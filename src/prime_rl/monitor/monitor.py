@@ -5,7 +5,8 @@ import math
 import netrc
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 from urllib.parse import urlsplit
@@ -141,41 +142,33 @@ def metrics_path(output_dir: Path, process: str) -> Path:
     return output_dir / "metrics" / f"{process}.jsonl"
 
 
-def _rows(lines: Iterable[str]) -> list[dict[str, float]]:
-    """The rows of metrics lines, without those that a crash cut short."""
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows
-
-
 class Tail:
-    """Reads the lines that are added to a metrics file, from its present end on. The file may not exist yet."""
+    """Reads the lines that were added to a metrics file since the last call. The file may not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._path, self._offset = path, 0
 
     def read(self) -> list[dict[str, float]]:
-        """The rows of the whole lines added since the last call."""
+        """The rows of whole lines, without those that a crash cut short."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
             text, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(text) + len(newline)
-        return _rows(text.decode().splitlines())
+        rows = []
+        for line in text.splitlines():
+            with suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict) and "step" in row:
+                    rows.append(row)
+        return rows
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """One row per step in order of steps. Lines of one step are merged key by key and the later one wins, so that a
     resumed run that repeats a step replaces it, and metrics logged apart (evals) stay with their step."""
     rows: dict[int, dict[str, float]] = {}
-    for row in _rows(path.read_text().splitlines()) if path.exists() else []:
+    for row in Tail(path).read():
         rows.setdefault(int(row["step"]), {}).update(row)
     return [rows[step] for step in sorted(rows)]

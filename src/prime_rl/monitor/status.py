@@ -190,7 +190,8 @@ class Status:
 
     def _write(self) -> None:
         self._status = replace(self._status, heartbeat=time.time())
-        _replace(self._path, self._status)
+        with unless_full():
+            write_record(self._path, self._status)
         self._last_write = time.monotonic()
 
 
@@ -213,7 +214,8 @@ def say_for(output_dir: Path, process: str, outcome: str) -> None:
     _remove_stages(path)
     last = read_record(ProcessStatus, path) or ProcessStatus(process, 0, "done", None, now, now, None, None)
     if last.outcome is None:
-        _replace(path, replace(last, phase="done", heartbeat=now, waiting=None, outcome=outcome))
+        with unless_full():
+            write_record(path, replace(last, phase="done", heartbeat=now, waiting=None, outcome=outcome))
 
 
 def _remove_stages(path: Path) -> None:
@@ -228,11 +230,14 @@ def _stage(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")
 
 
-def _replace(path: Path, status: ProcessStatus) -> None:
-    temporary = _stage(path)
-    with unless_full():
-        temporary.write_text(json.dumps(asdict(status)))
-        temporary.replace(path)
+def write_record(path: Path, record: Any) -> None:
+    """Replace a small JSON file by a dataclass. It is not made durable: what it says is of the moment."""
+    try:
+        _stage(path).write_text(json.dumps(asdict(record)))
+        _stage(path).replace(path)
+    except OSError:
+        _stage(path).unlink(missing_ok=True)
+        raise
 
 
 def phase_name(text: str) -> str:

@@ -463,7 +463,7 @@ class Orchestrator:
             several=len(self.config.environments) > 1,
         )
         metrics["workers/cpu"] = self.pool.busiest
-        if (limit := self.limits.look(self.weight_sync.history.incarnations.values())) is not None:
+        if (limit := self.limits.look()) is not None:
             metrics[limit.name.metric] = limit.share
         self._step_began = now
         return metrics

@@ -196,6 +196,9 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
         trainer.step(40)
         trainer.waiting("weights", "inference", 600.0)
         write_status(tmp_path, "orchestrator", os.getpid(), started=1)
+        (tmp_path / "configs/inference-1.toml").touch()
+        restart = {"process": "inference-1", "reason": "was killed by SIGKILL", "time": time.time()}
+        (tmp_path / "logs/restarts.jsonl").write_text(json.dumps(restart) + "\n[]\n")
         before = sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name)
         assert doctor.examine(tmp_path) == 1
         trainer.close()
@@ -205,6 +208,7 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search("trainer +alive +starting, step 40", out)
     assert "waits for weights from inference for 0:00 (gives up in 10:00)" in out
     assert re.search(r"inference +no report\n", out)
+    assert re.search(r"inference-1 +was killed by SIGKILL 0:00 ago, is being started again\n", out)
     assert "batch 40, version 40, checkpoint -, recovery checkpoint 30" in out
     assert "trainer.log: RuntimeError: out of memory" in out
     assert "orchestrator died without a last word 0 s ago" in out.splitlines()[-1]

@@ -102,7 +102,9 @@ def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     plain, saving = config(tmp_path), config(tmp_path, ckpt=CkptConfig())
     assert drained(saving) == "the current step will be finished and saved"
     assert "saves nothing" in drained(config(tmp_path, bench=True))
-    assert drained(plain).endswith("its training state is not saved")
+    assert drained(plain).endswith("not saved (no [ckpt]): --recover would go on from step 0")
+    (tmp_path / "recovery" / "step_3").mkdir(parents=True)
+    assert drained(plain).endswith("--recover would go on from step 3")
     save(tmp_path, 4, "trainer")
     assert ways_on(saving) == "to go on: the same command with --recover"
     assert "the same command without --clean and with --recover" in ways_on(config(tmp_path, clean=True))

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.launcher.console import StepLines, limit_line, summary
+from prime_rl.launcher.console import StepLines, summary
 from prime_rl.launcher.doctor import Facts, ProcessState, RunState, examination
 from prime_rl.monitor.limits import FULL, LimitName, LimitWatch, Shares, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.transport.incarnations import open_incarnation
 
 # Situations, worked out by hand. The first number is the share that is named.
 SITUATIONS = {
@@ -119,7 +120,7 @@ def test_nothing_is_said_without_times(tmp_path: Path) -> None:
     assert shares_of([{"reward/mean": 1.0}], [trainer]) is None
     add(tmp_path, "orchestrator", {"step": 0, **orchestrator}, {"step": 1, **orchestrator})
     add(tmp_path, "trainer", {"step": 0, **trainer})
-    assert LimitWatch(tmp_path).shares() is None
+    assert LimitWatch(tmp_path).look() is None
 
 
 def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began(tmp_path: Path) -> None:
@@ -130,11 +131,13 @@ def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began(tmp_pa
         add(tmp_path, "orchestrator", {"step": step, **orchestrator})
         add(tmp_path, "trainer", {"step": step, **trainer}, {"step": step, "time/save_ckpt": 1.0})
         if step == 1:
-            found = watch.shares()
-            assert found is not None
+            watch.read()
+            assert (found := watch.shares()) is not None
             assert found.waited == pytest.approx(0.6)
-    found = watch.shares(starts=[0, 3])
-    assert found is not None
+    watch.read()
+    for start in (0, 3):
+        open_incarnation(tmp_path, start)
+    assert (found := watch.shares()) is not None
     assert (found.waited, found.saved) == (pytest.approx(0.25), pytest.approx(0.1))
 
 
@@ -148,7 +151,7 @@ def test_console_metrics_and_doctor_name_the_same(tmp_path: Path) -> None:
     steps, watch = StepLines(tmp_path, 3), LimitWatch(tmp_path)
     write(tmp_path, 3, wait_for_batch=7.0, idle=1.0, read_batch=0.5)
     words = "limited by generation (trainer waits 70%)"
-    assert str(watch.look([])) == limit_line(tmp_path) == words
+    assert str(watch.look()) == words
     assert steps.new_lines()[-1].endswith("| limited by generation | ETA 0:00")
     assert summary(tmp_path, since=0.0)[-1] == words
     facts = Facts(2.0, ProcessState.ABSENT, {})
