@@ -216,11 +216,11 @@ def _environment(
     """
     cores, ranks = machine.cores, config.trainer_ranks or 1
     in_turns = config.inference is None or config.async_level == 0
-    serving = max(1, cores - 1 if in_turns else cores // 2)
-    training = cores if in_turns else cores - serving
+    served = max(1, cores - 1 if in_turns else cores // 2)
+    training = cores if in_turns else cores - served
     defaults = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not gpus:
-        threads = {"trainer": training // ranks, "orchestrator": 1}.get(name, serving // max(1, servers))
+        threads = {"trainer": training // ranks, "orchestrator": 1}.get(name, served // max(1, servers))
         defaults["OMP_NUM_THREADS"] = str(max(1, threads))
     elif name == "trainer":
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -256,17 +256,19 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
     _refuse_senseless(config, serves, training)
     sizes = [] if inference is None else _server_sizes(config, inference, serves)
-    serving = sum(sizes)
-    if config.share_gpus and not 0 < serving == training:
-        raise UserError(f"share_gpus: as many GPUs must train as serve, not {training} and {serving} (see --device)")
-    needed = serving if config.share_gpus else serving + training
+    inference_gpus = sum(sizes)
+    if config.share_gpus and not 0 < inference_gpus == training:
+        raise UserError(
+            f"share_gpus: as many GPUs must train as serve, not {training} and {inference_gpus} (see --device)"
+        )
+    needed = inference_gpus if config.share_gpus else inference_gpus + training
     if needed > len(visible):
         limit = machine.environ.get("CUDA_VISIBLE_DEVICES")
         have = "no GPU was found" if limit is None else f"CUDA_VISIBLE_DEVICES is '{limit}'"
         have = f"{len(visible)} visible ({', '.join(visible)})" if visible else have
         hint = "; one GPU can do both: --share-gpus" if 2 * len(visible) == needed and not config.share_gpus else ""
         raise UserError(
-            f"the run needs {needed} GPUs ({serving} for inference, {training} for trainer), but {have}: see --trainer-gpus, "
+            f"the run needs {needed} GPUs ({inference_gpus} for inference, {training} for trainer), but {have}: see --trainer-gpus, "
             f"--inference-gpus, --device{hint}"
         )
     left = iter(visible)
