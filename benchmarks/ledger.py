@@ -96,7 +96,7 @@ def run_step(ledger: Ledger, rollouts: Path, step: int, flushes: int) -> dict[st
         counts = ledger.check(EPISODES)
     event = Batched(step, groups, list(results), [])
     with clock.part("commit of the batch"):
-        extra = batch_extra(event, [Group(group, tasks[group]) for group in groups], counts)
+        extra = batch_extra(event, [Group(group, tasks[group]) for group in groups], counts.after(event))
         write_batch(rollouts, step, samples, extra)
     with clock.part("record"):
         ledger.record(event)

@@ -1,11 +1,12 @@
 """Small ledgers for tests."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.audit import audit
-from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_copy, read_counts, total
+from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_copy, read_counts
 from prime_rl.orchestrator.scheduler import (
     Batched,
     Discarded,
@@ -21,7 +22,7 @@ from prime_rl.orchestrator.scheduler import (
 from prime_rl.transport.rollouts import Sample, write_batch
 
 
-def result(reward: float = 0.5, sampled: int = 3, prompt: int = 2) -> EpisodeResult:
+def an_episode(reward: float = 0.5, sampled: int = 3, prompt: int = 2) -> EpisodeResult:
     tokens = SampleTokens.of(
         input_ids=list(range(10, 10 + prompt + sampled)),
         loss_mask=[False] * prompt + [True] * sampled,
@@ -36,37 +37,44 @@ class ScriptedLedger(Ledger):
     """A ledger that is told of episodes by name. `counts` flushes before."""
 
     def opened(self, group: int, env: str = "reverse-text") -> None:
-        self.record(Opened(group, Task(env, group + 100, f"task-{group}")))
+        self.record(Opened(group, task(group, env)))
 
     def issued(self, episode: str, version: int = 0, incarnation: int = 0, env: str = "reverse-text") -> None:
         self.record(Issued(start_of(episode, env, version), incarnation))
 
-    def finished(self, episode: str, first: int, last: int, incarnation: int, result: EpisodeResult) -> None:
-        self.record(Finished(start_of(episode), first, last, result, incarnation))
+    def finished(
+        self, episode: str, first: int = 0, last: int = 0, incarnation: int = 0, result: EpisodeResult | None = None
+    ) -> None:
+        self.record(Finished(start_of(episode), first, last, result or an_episode(), incarnation))
 
     def dropped(self, episode: str, reason: str, detail: str = "", retried: bool = False) -> None:
         self.record(Dropped(start_of(episode), Drop(reason), detail, retried))
 
-    def discarded(self, groups: list[int], step: int = 0) -> None:
-        for group in groups:
-            self.record(Discarded(group, step, Drop.FILTERED, ""))
+    def discarded(self, group: int) -> None:
+        self.record(Discarded(group, 0, Drop.FILTERED, ""))
 
     def batched(
         self, step: int, trained: list[str], filtered: list[str], truncated: list[str], groups: list[int]
     ) -> None:
         self.record(Batched(step, groups, trained, filtered, truncated))
 
-    def counts(self) -> dict[str, Counts]:
+    def counts(self) -> Counts:
         self.flush()
         return super().counts()
 
-    def total(self) -> Counts:
-        return total(self.counts())
+    def reopened(self) -> "ScriptedLedger":
+        """The ledger as the next incarnation finds it; what was not flushed is lost."""
+        self.close()
+        return ScriptedLedger(self.path)
+
+
+def task(group: int, env: str) -> Task:
+    return Task(env, group + 100, f"task-{group}")
 
 
 def start_of(episode: str, env: str = "reverse-text", version: int = 0) -> Start:
     group, number, attempt = map(int, episode.split("."))
-    return Start(group, number, attempt, Task(env, group + 100, f"task-{group}"), version)
+    return Start(group, number, attempt, task(group, env), version)
 
 
 def open_group(ledger: ScriptedLedger, number: int, size: int = 2, env: str = "reverse-text") -> list[str]:
@@ -82,7 +90,7 @@ def finish_group(ledger: ScriptedLedger, number: int, size: int = 2, env: str = 
     """A group with all its episodes finished."""
     names = open_group(ledger, number, size, env)
     for i, name in enumerate(names):
-        ledger.finished(name, 0, 0, 0, result(i / size))
+        ledger.finished(name, result=an_episode(i / size))
     return names
 
 
@@ -90,28 +98,28 @@ def commit(
     ledger: ScriptedLedger, rollouts: Path, step: int, trained: list[str], filtered: list[str], groups: list[int]
 ) -> None:
     """Commit a batch of the ledger's episodes without telling the ledger: what a crash right after the rename leaves."""
-    counts = ledger.counts()
-    whole = [Group(number, Task("reverse-text", number + 100, f"task-{number}")) for number in groups]
-    extra = batch_extra(Batched(step, groups, trained, filtered), whole, counts)
+    event = Batched(step, groups, trained, filtered)
+    whole = [Group(number, task(number, "reverse-text")) for number in groups]
     samples = [
         Sample(f"{name}.0", "g", "t", "reverse-text", [0], [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], 1.0, 0.5)
         for name in trained
     ]
-    write_batch(rollouts, step, samples, extra)
+    write_batch(rollouts, step, samples, batch_extra(event, whole, ledger.counts().after(event)))
+
+
+def stored_counts(path: Path) -> Counts:
+    with open_copy(path) as db:
+        return read_counts(db)
 
 
 def conserved(output_dir: Path) -> Counts:
     """The counts of a run, whose ledger must not contradict itself."""
     assert audit(output_dir).faults == []
-    with open_copy(output_dir / "ledger.sqlite") as db:
-        return total(read_counts(db))
+    return stored_counts(output_dir / "ledger.sqlite")
 
 
 def dump(path: Path) -> list[tuple[object, ...]]:
     """Everything a ledger holds, in a fixed order."""
-    db = sqlite3.connect(path)
-    try:
-        tables = ("meta", "issued", "carried", "groups", "episodes", "results")
+    with closing(sqlite3.connect(path)) as db:
+        tables = ("meta", "issued", "groups", "episodes", "results")
         return [(table, *row) for table in tables for row in sorted(db.execute(f"SELECT * FROM {table}"), key=repr)]
-    finally:
-        db.close()

@@ -171,7 +171,7 @@ def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0,
     """The batch of `step`, with the two episodes of group `step` in it, as the orchestrator commits one."""
     group = Group[EpisodeResult](step, Task("env", 0, "task"))
     batched = Batch(step, [group]).committed([f"{step}.0.0", f"{step}.1.0"])
-    counts = {"env": Counts(issued=2 * (step + 1), finished=2, batched=2 * step)}
+    counts = Counts(issued=2 * (step + 1), finished=2, batched=2 * step)
     state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened)
     told = {**batch_extra(batched, [group], counts), "state": asdict(state), **extra}
     with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):

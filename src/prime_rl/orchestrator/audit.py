@@ -1,30 +1,25 @@
 """`rl audit RUN`: where every episode of a run went, and whether the ledger contradicts itself."""
 
-import sqlite3
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from prime_rl.orchestrator.ledger import open_copy, read_counts
+from prime_rl.orchestrator.ledger import COUNTED, open_copy
 from prime_rl.transport.settings import LEDGER
 
-_OUTCOMES = {
-    "": "issued",
-    "trained": "trained",
-    "batched": "in a batch",
-    "finished": "finished",
-    "issued": "in flight",
-    "dropped": "dropped",
-}
-_BY_OUTCOME = """
-    WITH counted AS (
-        SELECT env, e.state, COALESCE(reason, '') AS reason, 1 AS count, output_tokens, reward
-        FROM episodes e JOIN groups g ON g.number = group_number
-        UNION ALL SELECT env, state, reason, count, NULL, NULL FROM carried
-    )
-    SELECT env, '', '', SUM(count), AVG(output_tokens), AVG(reward) FROM counted GROUP BY env
-    UNION ALL SELECT env, state, reason, SUM(count), AVG(output_tokens), AVG(reward) FROM counted GROUP BY 1, 2, 3"""
+# A row for all episodes of an environment, then one for each way in which they ended.
+_OUTCOMES = f"""
+    WITH counted AS ({COUNTED}), outcomes (state, name) AS (VALUES
+        ('', 'issued'), ('trained', 'trained'), ('batched', 'in a batch'), ('finished', 'finished'),
+        ('issued', 'in flight'), ('dropped', 'dropped: ')),
+    ended AS (SELECT env, '' AS state, '' AS reason, count, output_tokens, reward FROM counted
+        UNION ALL SELECT * FROM counted)
+    SELECT env, name || reason, SUM(count), AVG(output_tokens), AVG(reward) FROM ended NATURAL JOIN outcomes
+    GROUP BY env, name, reason ORDER BY env, INSTR('issued|trained|in a batch|finished|in flight|dropped: ', name), 2"""
 _FAULTS = {
+    "unaccounted for": f"""
+        SELECT env || printf(': %+d episodes are', issued.count - COALESCE(
+            (SELECT SUM(count) FROM ({COUNTED}) counted WHERE counted.env = issued.env), 0
+        )) AS difference FROM issued WHERE difference NOT LIKE '%: +0 %'""",
     "episodes of no group": "SELECT COUNT(*) FROM episodes WHERE group_number NOT IN (SELECT number FROM groups)",
     "episodes in flight, or waiting for a batch, in groups that are closed": """
         SELECT COUNT(*) FROM episodes e JOIN groups g ON g.number = group_number
@@ -34,7 +29,8 @@ _FAULTS = {
         WHERE e.state IN ('batched', 'trained') AND (g.state != 'batched' OR e.step != g.step)""",
     "episodes with more than one trained attempt": """
         SELECT COUNT(*) FROM (
-            SELECT 1 FROM episodes WHERE state IN ('batched', 'trained') GROUP BY group_number, number HAVING COUNT(*) > 1
+            SELECT 1 FROM episodes WHERE state IN ('batched', 'trained')
+            GROUP BY group_number, number HAVING COUNT(*) > 1
         )""",
     "finished episodes without their tokens": """
         SELECT COUNT(*) FROM episodes WHERE state = 'finished' AND id NOT IN (SELECT id FROM results)""",
@@ -44,8 +40,7 @@ _FAULTS = {
 }
 
 
-@dataclass(frozen=True)
-class OutcomeRow:
+class OutcomeRow(NamedTuple):
     """The episodes (attempts) of one environment that ended the same way, and means over those whose values are known."""
 
     env: str
@@ -55,8 +50,7 @@ class OutcomeRow:
     reward: float | None
 
 
-@dataclass(frozen=True)
-class AuditReport:
+class AuditReport(NamedTuple):
     """The audit of a run. `faults`: where the ledger contradicts itself."""
 
     outcomes: list[OutcomeRow]
@@ -70,22 +64,9 @@ def audit(run_dir: Path) -> AuditReport:
         UserError: the run has no ledger, or a damaged one.
     """
     with open_copy(run_dir / LEDGER) as db:
-        order = list(_OUTCOMES)
-        rows = sorted(db.execute(_BY_OUTCOME), key=lambda row: (row[0], order.index(row[1]), row[2]))
-        outcomes = [
-            OutcomeRow(env, ": ".join(filter(None, (_OUTCOMES[state], reason))), *values)
-            for env, state, reason, *values in rows
-        ]
-        return AuditReport(outcomes, _faults(db))
-
-
-def _faults(db: sqlite3.Connection) -> list[str]:
-    differences = {env: counts.difference for env, counts in read_counts(db).items()}
-    faults = [f"{env}: {count:+d} episodes are unaccounted for" for env, count in differences.items() if count]
-    for fault, query in _FAULTS.items():
-        (count,) = db.execute(query).fetchone()
-        faults += [f"{count} {fault}"] if count else []
-    return faults
+        found = [(count, fault) for fault, query in _FAULTS.items() for (count,) in db.execute(query)]
+        faults = [f"{count} {fault}" for count, fault in found if count]
+        return AuditReport([OutcomeRow(*row) for row in db.execute(_OUTCOMES)], faults)
 
 
 def audit_text(run_dir: Path) -> str:
@@ -93,27 +74,20 @@ def audit_text(run_dir: Path) -> str:
     report = audit(run_dir)
     lines = [f"Episodes of {run_dir} (attempts; length: sampled tokens)"]
     if report.outcomes:
-        table = [["environment", "outcome", "episodes", "mean length", "mean reward"]]
+        table = [("environment", "outcome", "episodes", "mean length", "mean reward")]
         for row in report.outcomes:
             length = "-" if row.output_tokens is None else f"{row.output_tokens:.1f}"
             reward = "-" if row.reward is None else f"{row.reward:.4f}"
-            table.append([row.env, row.name, f"{row.episodes:,}", length, reward])
-        lines += _aligned(table)
+            table.append((row.env, row.name, f"{row.episodes:,}", length, reward))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for env, outcome, *numbers in table:
+            cells = [env.ljust(widths[0]), outcome.ljust(widths[1])]
+            cells += [number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True)]
+            lines.append("  " + "  ".join(cells))
     else:
         lines.append("None was issued yet.")
     if report.faults:
-        return "\n".join(
-            [*lines, "NOT CONSERVED, the ledger contradicts itself:", *(f"  {fault}" for fault in report.faults)]
-        )
-    conserved = "Conserved: issued = trained + dropped + in flight, finished or in a batch, in every environment."
-    return "\n".join([*lines, conserved])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: the two of words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(widths[i]) if i < 2 else cell.rjust(widths[i]) for i, cell in enumerate(row)]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return lines
+        lines += ["NOT CONSERVED, the ledger contradicts itself:", *(f"  {fault}" for fault in report.faults)]
+    else:
+        lines.append("Conserved: issued = trained + dropped + in flight, finished or in a batch, in every environment.")
+    return "\n".join(lines)

@@ -46,7 +46,7 @@ from prime_rl.orchestrator.checkpoint import (
 )
 from prime_rl.orchestrator.concurrency import LoadWatch, limits, most_in_flight
 from prime_rl.orchestrator.evaluation import Evaluations, eval_environments, eval_worker
-from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_ledger, restore, total
+from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_ledger, restore
 from prime_rl.orchestrator.metrics import Tally, bench_table, discard_metrics, groups_since, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
@@ -412,10 +412,11 @@ class Orchestrator:
         self.curriculum.observe(since)
         self.admission.empty_batches = 0
         pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
-        metrics = self._take_metrics(batch, scored, total(counts)) | discard_metrics(batch, discarded, since)
+        metrics = self._take_metrics(batch, scored, counts) | discard_metrics(batch, discarded, since)
         metrics |= self.curriculum.metrics()
-        extra = batch_extra(batched, batch.groups, counts)  # which counts the batch
-        self.tally = Tally(total(counts))
+        counts = counts.after(batched)
+        extra = batch_extra(batched, batch.groups, counts)
+        self.tally = Tally(counts)
         state = OrchestratorState(
             step=batch.step + 1,
             seed=self.config.seed,
@@ -428,8 +429,8 @@ class Orchestrator:
         await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
         return metrics
 
-    async def _check_ledger(self) -> dict[str, Counts]:
-        """Write the events recorded so far and check that no episode is lost. Returns the counts of each environment.
+    async def _check_ledger(self) -> Counts:
+        """Write the events recorded so far and check that no episode is lost. Returns the counts.
 
         Raises:
             UserError: one is, or the disk is full.
@@ -440,7 +441,7 @@ class Orchestrator:
 
     async def _flush_ledger(self) -> None:
         self._flushed = time.monotonic()
-        await asyncio.to_thread(self.ledger.flush, self.ledger.recorded)
+        await asyncio.to_thread(self.ledger.flush, self.ledger.unwritten)
 
     def _count_idle(self, now: float) -> None:
         """Count the time since the last episode of this step ended: nothing was in flight."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.ledger import Ledger, total
+from prime_rl.orchestrator.ledger import Ledger
 from prime_rl.orchestrator.scheduler import Drop, Limits, Scheduler, State
 from support.scheduling import Counted, World
 
@@ -69,7 +69,7 @@ def test_crashes_at_any_event_lose_and_double_nothing(limits, seed, turned_away)
         world.ledger.trained_through(limits.max_steps)
         world.flush()
         world.ledger.close()
-        found = total(Ledger(Path(directory) / "ledger.sqlite").counts())
+        found = Ledger(Path(directory) / "ledger.sqlite").counts()
         assert (found.in_flight, found.finished, found.batched) == (0, 0, 0)
         assert found.trained == len(trained)
         assert found.issued == found.trained + sum(found.dropped.values())
