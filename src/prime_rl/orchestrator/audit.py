@@ -64,8 +64,8 @@ def audit(run_dir: Path) -> AuditReport:
         UserError: the run has no ledger, or a damaged one.
     """
     with open_copy(run_dir / LEDGER) as db:
-        found = [(count, fault) for fault, query in _FAULTS.items() for (count,) in db.execute(query)]
-        faults = [f"{count} {fault}" for count, fault in found if count]
+        findings = [(count, fault) for fault, query in _FAULTS.items() for (count,) in db.execute(query)]
+        faults = [f"{count} {fault}" for count, fault in findings if count]
         return AuditReport([OutcomeRow(*row) for row in db.execute(_OUTCOMES)], faults)
 
 

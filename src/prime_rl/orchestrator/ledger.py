@@ -489,21 +489,21 @@ class Ledger:
         Returns how many episodes had to be changed.
         """
         step, outcomes = batch.event.step, _outcomes(batch.event)
-        found: dict[str, tuple[str, str | None]] = {}
+        stored: dict[str, tuple[str, str | None]] = {}
         columns = "SELECT id, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, step FROM episodes"
         rows = self._db.execute(f"{columns} WHERE {_IN_BATCH}", (step,)).fetchall()
         for number, *_ in batch.groups:
             rows += self._db.execute(f"{columns} WHERE group_number = ?", (number,)).fetchall()
         for name, state, reason, at in rows:
             if name in outcomes or state != "dropped":
-                found[name] = (state if state != "batched" or at == step else "batched elsewhere", reason)
-        wrong = [name for name in found.keys() | outcomes.keys() if found.get(name) != outcomes.get(name)]
+                stored[name] = (state if state != "batched" or at == step else "batched elsewhere", reason)
+        wrong = [name for name in stored.keys() | outcomes.keys() if stored.get(name) != outcomes.get(name)]
         if not wrong:
             return 0
         env = {number: env for number, env, *_ in batch.groups}
         for group in batch.groups:
             self._update(f"INSERT OR REPLACE {_OPEN_GROUP}", *group)
-        for name in found.keys() - outcomes.keys():
+        for name in stored.keys() - outcomes.keys():
             self._update(f"{_CANCEL} WHERE {_KEY}", f"the batch of step {step} was committed without it", *_key(name))
         unknown = """
             INSERT OR IGNORE INTO episodes (group_number, number, attempt, state, detail, retried)
