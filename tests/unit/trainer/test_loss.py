@@ -20,7 +20,6 @@ from prime_rl.config.trainer import (
     GSPOLoss,
     IPOLoss,
     LossConfig,
-    PolicyLoss,
     PPOClipLoss,
     ReinforceLoss,
 )
@@ -263,58 +262,36 @@ def test_against_an_independent_implementation(config: LossConfig, world: World)
 
 
 @every_loss
-def test_packing_and_order_do_not_matter(config: LossConfig, world: World) -> None:
-    """Contract: one micro-batch, one of each sample, or another order: the same loss and gradient."""
+def test_partition_does_not_matter(config: LossConfig, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: one micro-batch, one of each sample, another order, or two ranks with a part each: the same loss and gradient. A token that is on no
+    mask and in no component has no influence, whatever the policy thinks of it."""
     samples = ragged()
     new = policy(samples)
     whole = step_loss(config, samples, new, world)
     want = slopes(whole, new).numpy()
-    for packs in ([[i] for i in range(7)], [[6, 0], [3, 2, 5], [], [4, 1]]):
-        got = step_loss(config, samples, new, world, packs)
-        assert got.item() == pytest.approx(whole.item(), rel=1e-6)
-        np.testing.assert_allclose(slopes(got, new).numpy(), want, rtol=1e-5, atol=1e-9)
 
-
-@every_loss
-def test_ranks_do_not_matter(config: LossConfig, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: what two ranks with a part of the samples each add up to is what one has with all."""
-    samples = ragged()
-    new = policy(samples)
-    shares = [samples[:3], samples[3:]]
-    counts: list[list[float]] = []
+    shares, counts = [samples[:3], samples[3:]], list[list[float]]()
     monkeypatch.setattr(rl_data, "sum_over_ranks", lambda world, values: counts.append(list(values)) or list(values))
     for share in shares:
         step_loss(config, share, new, world)
     both = [one + other for one, other in zip(*counts, strict=True)]
     monkeypatch.setattr(rl_data, "sum_over_ranks", lambda world, values: both)
-    got = sum((step_loss(config, share, new, world) for share in shares), torch.zeros(()))
+    of_ranks = sum((step_loss(config, share, new, world) for share in shares), torch.zeros(()))
     monkeypatch.undo()
-    want = step_loss(config, samples, new, world)
-    assert got.item() == pytest.approx(want.item(), rel=1e-6)
-    np.testing.assert_allclose(slopes(got, new).numpy(), slopes(want, new).numpy(), rtol=1e-5, atol=1e-9)
+    packs = [[i] for i in range(7)], [[6, 0], [3, 2, 5], [], [4, 1]]
+    for got in (of_ranks, *(step_loss(config, samples, new, world, pack) for pack in packs)):
+        assert got.item() == pytest.approx(whole.item(), rel=1e-6)
+        np.testing.assert_allclose(slopes(got, new).numpy(), want, rtol=1e-5, atol=1e-9)
 
-
-@every_loss
-def test_masked_tokens_never_matter(config: LossConfig, world: World) -> None:
-    """Contract: what is on no mask and in no component has no influence, whatever the policy thinks of it."""
-    samples = ragged()
-    new = policy(samples)
-    before = step_loss(config, samples, new, world)
-    unused = []
-    for sample in samples:
-        out = (
-            ~np.asarray(sample.loss_mask)
-            & (np.asarray(sample.ce_weight) == 0)
-            & (np.asarray(sample.ref_kl_weight) == 0)
-        )
-        unused.append(torch.tensor(out))
+    streams = [(one.loss_mask, one.ce_weight, one.ref_kl_weight) for one in samples]
+    unused = [torch.tensor(~np.any(np.asarray(rows, dtype=bool), axis=0)) for rows in streams]
     assert sum(int(out[1:].sum()) for out in unused) > 0
-    assert not slopes(before, new)[: sum(map(len, unused))][torch.cat(unused)].any()
+    assert not want[: sum(map(len, unused))][torch.cat(unused).numpy()].any()
     with torch.no_grad():
         for sample, out in zip(samples, unused, strict=True):
             for by in new:
                 by[sample.sample_id][out] = -50.0
-    assert step_loss(config, samples, new, world).item() == before.item()
+    assert step_loss(config, samples, new, world).item() == whole.item()
 
 
 @pytest.mark.parametrize("which", ["tied_model", "untied_model"])
@@ -362,6 +339,23 @@ def whole_sequences(
     return -ratio * advantage, ratio > 1e9
 
 
+GIVEN: dict[str, tuple[Callable[..., Any], str]] = {
+    "one too many": (lambda loss: loss[:, None], r"a tensor of float32 of shape \(5, 1\) for \(5,\) tokens"),
+    "one for all": (lambda loss: loss.mean(), r"a tensor of float32 of shape \(\)"),
+    "integers": (lambda loss: loss.long(), "a tensor of int64"),
+    "nothing": (lambda loss: None, "gave a NoneType"),
+    "three": (lambda loss: (loss, loss > 0, {}), "gave a tuple of .* a dict"),
+    "weights": (lambda loss: (loss, torch.zeros_like(loss)), "a tuple of .*, a tensor of float32"),
+    "detached": (lambda loss: loss.detach(), "has no gradient in its first argument"),
+    "of nothing": (lambda loss: torch.ones(5, requires_grad=True), "has no gradient in its first argument"),
+    "failing": (lambda loss: loss.view(2, -1), "failed on a few tokens: RuntimeError"),
+}
+
+
+def misshaped(logprob: Tensor, old: Tensor, advantage: Tensor, *, kind: str) -> Any:
+    return GIVEN[kind][0](-advantage * logprob)
+
+
 @pytest.mark.parametrize(
     ("custom", "same"),
     [
@@ -390,11 +384,11 @@ def test_a_loss_of_ones_own(custom: LossConfig, same: LossConfig, world: World) 
         (f"{__name__}:plain_gradient", {"wieght": 2}, "unexpected keyword argument 'wieght'"),
         (f"{__name__}:step_loss", {}, "needs arguments that are not given: world"),
         ("torch:mul", {}, "does not tell its parameters"),
-        ("builtins:max", {}, "does not tell its parameters"),
+        *((f"{__name__}:misshaped", {"kind": kind}, message) for kind, (_, message) in GIVEN.items()),
     ],
 )
-def test_a_loss_that_is_not_there(path: str, args: dict[str, Any], message: str) -> None:
-    """Contract: said with the setting's name before anything starts."""
+def test_a_loss_of_ones_own_that_cannot_be_used(path: str, args: dict[str, Any], message: str) -> None:
+    """Contract: said with the setting's name before anything is trained."""
     with pytest.raises(UserError, match=message) as caught:
         make_loss(CustomLoss(path=path, args=args))
     assert str(caught.value).startswith("loss.path: ")
@@ -406,36 +400,6 @@ def test_a_reference_that_samples_do_not_have() -> None:
     document(sample)
     with pytest.raises(UserError, match=r"sample 0 has no ref_logprobs, which loss\.kl_coef needs"):
         document(sample, reference=True)
-
-
-GIVEN: dict[str, tuple[Callable[..., Any], str]] = {
-    "one too many": (lambda loss: loss[:, None], r"a tensor of float32 of shape \(5, 1\) for \(5,\) tokens"),
-    "one for all": (lambda loss: loss.mean(), r"a tensor of float32 of shape \(\)"),
-    "number": (lambda loss: loss.sum().item(), "gave a float"),
-    "integers": (lambda loss: loss.long(), "a tensor of int64"),
-    "nothing": (lambda loss: None, "gave a NoneType"),
-    "list": (lambda loss: list(loss), "gave a list"),
-    "empty": (lambda loss: (), "gave a tuple of nothing"),
-    "three": (lambda loss: (loss, loss > 0, {}), "gave a tuple of .* a dict"),
-    "metrics": (lambda loss: (loss, {"clipped": 0.1}), "a tuple of .*, a dict"),
-    "weights": (lambda loss: (loss, torch.zeros_like(loss)), "a tuple of .*, a tensor of float32"),
-    "dropped at all": (lambda loss: (loss, (loss > 0).any()), r"a tuple of .*, a tensor of bool of shape \(\)"),
-    "detached": (lambda loss: loss.detach(), "has no gradient in its first argument"),
-    "of nothing": (lambda loss: torch.ones(5, requires_grad=True), "has no gradient in its first argument"),
-    "failing": (lambda loss: loss.view(2, -1), "failed on a few tokens: RuntimeError"),
-}
-
-
-def misshaped(logprob: Tensor, old: Tensor, advantage: Tensor, *, kind: str) -> Any:
-    return GIVEN[kind][0](-advantage * logprob)
-
-
-@pytest.mark.parametrize("kind", GIVEN)
-def test_what_a_loss_of_ones_own_gives_is_checked(kind: str) -> None:
-    """Contract: before anything is trained, naming the setting."""
-    with pytest.raises(UserError, match=GIVEN[kind][1]) as caught:
-        make_loss(CustomLoss(path=f"{__name__}:misshaped", args={"kind": kind}))
-    assert str(caught.value).startswith("loss.path: ")
 
 
 def wrong_for_long_chunks(logprob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
@@ -450,17 +414,12 @@ def test_every_chunk_of_a_loss_of_ones_own_is_checked() -> None:
         loss_of(torch.zeros(10), torch.zeros(10), torch.zeros(len(STREAMS), 10))
 
 
-@pytest.mark.parametrize("make", [lambda: PolicyLoss(normalization="fixed"), lambda: PolicyLoss(fixed_length=8)])
-def test_a_fixed_length_and_its_normalization_come_together(make: Callable[[], PolicyLoss]) -> None:
-    with pytest.raises(ValueError, match="fixed_length"):
-        make()
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"type": "grpo", "normalization": "fixed"}, "fixed_length"),
+        ({"type": "grpo", "fixed_length": 8}, "fixed_length"),
         ({"type": "reinforce", "low": 0.5}, "low has no effect: importance is truncate"),
-        ({"type": "reinforce", "importance": "none", "low": 0.5}, "low has no effect: importance is none"),
         ({"type": "reinforce", "importance": "none", "high": 2.0}, "high has no effect"),
         ({"type": "reinforce", "importance": "none", "level": "sequence"}, "level sequence has no effect"),
         ({"type": "reinforce", "importance": "mask", "low": 5.0}, "low 5.0 is not below high 5.0"),

@@ -167,19 +167,6 @@ def test_sums_add_up_over_packing_and_chunks() -> None:
         assert list(other.values()) == pytest.approx(list(found[0].values()), rel=1e-9)
 
 
-def test_float32_is_enough() -> None:
-    """Contract: sums in the precision of the head give means to 1e-5 and deviations to 1 %, near the sampler as well."""
-    tokens = draw_tokens(3, 4000, spread=0.003)
-    exact = describe([], sums_of(tokens).tolist())
-    got = describe([], sums_of(tokens, dtype=torch.float32).tolist())
-    for name in ("entropy/all", "importance_ratio"):
-        assert got[f"{name}/mean"] == pytest.approx(exact[f"{name}/mean"], rel=1e-5)
-        assert got[f"{name}/std"] == pytest.approx(exact[f"{name}/std"], rel=1e-2)
-    assert got["mismatch_kl/mean"] == pytest.approx(
-        exact["mismatch_kl/mean"], rel=1e-2
-    )  # 4e-6 of numbers that round to 1e-7
-
-
 def test_what_is_a_mean_over_nothing_is_left_out() -> None:
     """Contract: no tokens, or none that were dropped, give no number instead of one that means nothing."""
     tokens = draw_tokens(0)
@@ -209,15 +196,14 @@ def test_environments_beyond_the_slots() -> None:
         assert got["entropy/mean"] == pytest.approx(some["entropy"][some["mask"]].mean())
 
 
-@pytest.mark.parametrize("where", ["new", "entropy", "both"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 50.0, -500.0])
-def test_what_is_not_finite_stays_where_it_is(bad: float, where: str) -> None:
+def test_what_is_not_finite_stays_where_it_is(bad: float) -> None:
     """Contract: a token whose numbers overflow or are none, on the mask or off it, counts once in the histograms, and leaves the metrics of other
     environments' tokens as they would be without it, and finite those of its own: that something is wrong is the loss's to say."""
     tokens = draw_tokens(0)
     spoilt = {name: values.copy() for name, values in tokens.items()}
     (on, off) = (np.flatnonzero((tokens["environment"] == 0) & (tokens["mask"] == there))[0] for there in (True, False))
-    for name in ("new", "entropy") if where == "both" else (where,):
+    for name in ("new", "entropy"):
         spoilt[name][[on, off]] = bad
     for name in ("ref_kl_scale", "ce_scale"):  # what these say of the token is infinite indeed
         spoilt[name][[on, off]] = tokens[name][[on, off]] = 0
