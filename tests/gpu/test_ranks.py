@@ -79,11 +79,12 @@ def train(directory: Path, model: Path, ranks: int, replicas: int = 1) -> list[d
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("kind", ["filesystem", "memory"])
 def test_two_gpus_put_their_rows_together(kind: str, tmp_path: Path) -> None:
-    """What `tests/unit/trainer/test_rank_versions.py` shows of ranks on a CPU, out of page-locked buffers, two of them."""
+    """What `tests/unit/trainer/test_versions.py` shows of ranks on a CPU, out of page-locked buffers, two of them."""
     model = make_tiny_model(tmp_path / "model", experts=3)
     run = {"ranks": 2, "kind": kind, "model": str(model), "root": str(tmp_path), "replicas": 1, "device": "cuda"}
     env = {"PYTHONPATH": f"{REPOSITORY / 'tests'}:{os.environ.get('PYTHONPATH', '')}", "NCCL_NVLS_ENABLE": "0"}
-    with Command("ranks", json.dumps([run]), log=tmp_path / "log", env=env, module="support.rank_versions") as command:
+    arguments = "ranks", json.dumps([run])
+    with Command("ranks", *arguments, log=tmp_path / "log", env=env, module="support.versions") as command:
         command.succeed(SECONDS)
 
 

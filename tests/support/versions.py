@@ -1,0 +1,267 @@
+"""Versions of the weights by each transport: of a run in this process, of trainers that are killed, of several ranks.
+
+As a program it forks trainers from a process that has imported everything, but has run no threads of torch:
+`python -m support.versions killed TRANSPORT MODEL ROOT`, `python -m support.versions ranks JSON`.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prime_rl import faults
+from prime_rl.config.trainer import TrainerModel, WeightsConfig
+from prime_rl.errors import UserError
+from prime_rl.faults import Fault
+from prime_rl.trainer import weight_copy, weight_publisher
+from prime_rl.trainer.model import Policy, build_policy
+from prime_rl.trainer.parallel import World, close_world, init_world, on_main
+from prime_rl.trainer.source import find_model
+from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
+from prime_rl.transport.commit import list_steps
+from prime_rl.transport.incarnations import read_versions
+from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
+from support.forking import fork_ranks
+from support.publishing import received
+from support.trainer import prune
+
+SECONDS = 150
+
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "filesystem": {},
+    "tmpfs": {"keep": 7},
+    "memory": {"transport": "memory", "host": "127.0.0.1", "timeout": 20.0},
+}
+
+
+def change(policy: torch.nn.Module) -> None:
+    """As an optimizer does: a few elements become others."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.to_local().view(-1)[::7].add_(0.01)
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """Those of all its files."""
+    return {name: x for file in sorted(directory.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+@dataclass
+class Run:
+    """A run directory, a tmpfs, and a policy that each version changes."""
+
+    root: Path
+    policy: Policy
+    make: Callable[..., WeightPublisher]
+    incarnations: list[WeightPublisher] = field(default_factory=list)
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "run" / "weights"
+
+    @property
+    def tmpfs(self) -> Path:
+        return self.root / "tmpfs"
+
+    def incarnation(self, start: int = 0, **options: Any) -> WeightPublisher:
+        made = self.make()
+        self.incarnations.append(made)
+        made.open(start, **options)
+        return made
+
+    def train(self, incarnation: WeightPublisher, versions: range, durable: tuple[int, ...] = ()) -> dict[int, str]:
+        """The hashes of what was committed."""
+        for version in versions:
+            change(self.policy)
+            incarnation.publish(version, durable=version in durable)
+            incarnation.settle()
+        return {version: weights_manifest(self.weights / f"step_{version}").hash for version in versions}
+
+    def held(self) -> list[str]:
+        """What lies in the tmpfs."""
+        return sorted(path.name for path in self.tmpfs.glob("prime-rl-*"))
+
+    def linked(self) -> set[str]:
+        """To what of it versions have links."""
+        return {path.readlink().parent.name for path in self.weights.glob("*/*") if path.is_symlink()}
+
+    def check_whole(self) -> None:
+        """Everything that stands under a final name is what its manifest says, and the tmpfs holds no more."""
+        for version in read_versions(self.weights):
+            directory = self.weights / f"step_{version}"
+            if weights_manifest(directory).publisher is None:
+                verify_weights(directory)
+        assert set(self.held()) >= self.linked()
+
+
+@contextmanager
+def open_run(transport: str, world: World, policy: Policy, model: Path, root: Path, /, **more: Any) -> Iterator[Run]:
+    """In `root`; its incarnations are closed in the end."""
+    source, options = find_model(str(model)), {**TRANSPORTS.get(transport, {}), **more}
+    (root / "tmpfs").mkdir(exist_ok=True)
+    if transport == "tmpfs":
+        options["tmpfs"] = root / "tmpfs"
+    settings: dict[str, Any] = {"weights": WeightsConfig(**options), "memory": "transport" in options}
+    make = partial(WeightPublisher, root / "run", policy, source, world, torch.bfloat16, timeout=60, **settings)
+    run = Run(root, policy, make)
+    try:
+        yield run
+    finally:
+        for incarnation in run.incarnations:
+            incarnation.close()
+
+
+# ---- trainers that are killed
+
+# Of the plain transport tests/faults kills all there is.
+POINTS = {
+    "filesystem": ["rename:weights/step_3"],
+    "tmpfs": [
+        *("rename:weights/step_3", "prune:weights/step_1", "pruned:weights/step_1"),
+        *("lasting:weights/step_4", "lasts:weights/step_4"),
+    ],
+    "memory": [
+        *("rename:weights/step_3", "lasting:weights/step_2", "lasts:weights/step_2"),
+        "renamed:weights/step_4/manifest.json",
+    ],
+}
+
+
+def whole_incarnation(run: Run) -> None:
+    """What trainers do: versions of both kinds, removing, an end."""
+    incarnation = run.incarnation()
+    run.train(incarnation, range(1, 5), durable=(2,))
+    prune(incarnation, 0, 0, lambda: [2])
+    incarnation.settle()
+    incarnation.ensure(4, durable=True)
+    incarnation.finish(lambda: [2])
+
+
+def go_on(run: Run) -> None:
+    """A further incarnation, which cleans up."""
+    run.check_whole()
+    newest = max(read_versions(run.weights))
+    run.train(run.incarnation(newest), range(newest + 1, newest + 3))
+    run.check_whole()
+    assert list_steps(run.weights)[-2:] == [newest + 1, newest + 2]
+    assert set(run.held()) == run.linked()
+    assert [path.name for path in run.weights.iterdir() if path.name.startswith(".")] == []
+
+
+def through_a_full_disk(run: Run) -> None:
+    """The second version finds no room, and nothing of it stands; the third one does."""
+    incarnation = run.incarnation()
+    run.train(incarnation, range(1, 2))
+    with suppress(UserError):
+        run.train(incarnation, range(2, 3))
+    run.train(incarnation, range(3, 4))
+    run.check_whole()
+    assert list_steps(run.weights) == [0, 1, 3]
+    assert set(run.held()) == run.linked()
+
+
+def live(story: Callable[[Run], None], transport: str, model: str, root: Path, fault: Fault | None) -> int:
+    """Exit status of a process that lives `story`: 0, or -9 where it was killed. A planned fault must have fired."""
+    root.mkdir(exist_ok=True)
+    plan = root / "plan.json"
+    plan.write_text(json.dumps([] if fault is None else [vars(fault)]))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(SECONDS)
+        torch.set_num_threads(1)
+        weight_copy._LEAST_FILE_BYTES = 1  # several files
+        os.environ[faults.ENV] = str(plan)
+        faults.arm("trainer")
+        try:
+            world = init_world("cpu", 60)
+            policy = build_policy(find_model(model), TrainerModel(), world)
+            with open_run(transport, world, policy, Path(model), root) as run:
+                story(run)
+        except BaseException:  # noqa: BLE001 it ends here, whatever it is
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert len([*root.glob("plan.*.seen")]) == (fault is not None), f"a fault never fired; exit status {status}"
+    for path in root.glob("plan.*.seen"):
+        path.unlink()
+    return status
+
+
+def killed(transport: str, model: str, root: str) -> None:
+    for number, point in enumerate(POINTS[transport]):
+        directory = Path(root) / str(number)
+        fault = Fault(point, "trainer", "kill")
+        assert live(whole_incarnation, transport, model, directory, fault) == -signal.SIGKILL, point
+        assert live(go_on, transport, model, directory, None) == 0, point
+    full = Fault("fsync:weights/step_2", "trainer", "enospc")
+    assert live(through_a_full_disk, transport, model, Path(root) / "full", full) == 0
+
+
+# ---- several ranks
+
+
+def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -> None:
+    """An incarnation of a rank, on a host of its own. After each version rank 0 compares it with what the ranks write by themselves."""
+    torch.set_num_threads(1)
+    weight_copy.FILE_BYTES = 60_000  # several files
+    world, source, run = init_world(device, 60, replicas), find_model(model), Path(root)
+    weight_publisher.boot_id = lambda: f"host of rank {world.rank}"
+    config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none", dp_replicate=replicas)
+    policy = build_policy(source, config, world)
+    make = partial(WeightPublisher, policy=policy, source=source, world=world, dtype=torch.bfloat16)
+    if kind == "filesystem":
+        refused = make(run / "tmpfs", weights=WeightsConfig(tmpfs=run))
+        with pytest.raises(UserError, match="is the memory of one host"):
+            refused.open(0)
+        refused.close()
+    written = RowCopies(policy, world, torch.bfloat16)
+    weights = WeightsConfig(transport=kind, host="127.0.0.1", timeout=60.0)
+    publisher = make(run / "run", timeout=60, weights=weights, memory=kind == "memory")
+    publisher.open(0)
+    for version in range(1, 4):
+        change(policy)
+        publisher.publish(version, durable=version == 2)
+        publisher.settle()
+        right = version_dir(run, version)
+        write_version(written, written.copy(), source, world, right, version=version, incarnation=0)
+        on_main(world, lambda: check(version_dir(run / "run" / "weights", version), right))  # noqa: B023
+    publisher.ensure(3, durable=True)
+    verify_weights(version_dir(run / "run" / "weights", 3))
+    assert not list(run.glob("**/.*")), "nothing is left of what was under way"
+    publisher.close()
+    close_world()
+
+
+def check(directory: Path, right: Path) -> None:
+    """What is there, or received, is by its own bytes what `right` holds."""
+    if weights_manifest(directory).publisher is None:
+        verify_weights(directory)
+        found = tensors_of(directory)
+    else:
+        assert not list(directory.glob("*.safetensors*"))
+        found = received(directory)
+    expected = tensors_of(right)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def ranks(runs: str) -> None:
+    for each in json.loads(runs):
+        fork_ranks(each.pop("ranks"), rank, SECONDS, **each)
+
+
+if __name__ == "__main__":
+    {"killed": killed, "ranks": ranks}[sys.argv[1]](*sys.argv[2:])

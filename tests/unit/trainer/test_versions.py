@@ -1,0 +1,478 @@
+"""Versions of the weights: exactly what was trained, whole or absent, by every transport, whatever dies at whatever moment."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import make_tiny_model
+from prime_rl.errors import UserError
+from prime_rl.trainer import weight_publisher
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parameters import named_parameters
+from prime_rl.trainer.source import find_model
+from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, write_version
+from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, prune
+from prime_rl.transport.exchange import ExchangeError
+from prime_rl.transport.incarnations import drop_lease, read_versions, request_files, write_lease
+from prime_rl.transport.protocol import Lease
+from prime_rl.transport.weights import verify_weights, weights_manifest
+from prime_rl.wait import wait
+from support import trainer as support
+from support.processes import REPOSITORY, Command
+from support.publishing import received
+from support.versions import TRANSPORTS, Run, open_run
+
+world, make_policy = support.world, support.make_policy
+tied_model, untied_model = support.tied_model, support.untied_model
+MakePolicy = Callable[..., Policy]
+Open = Callable[..., AbstractContextManager[Run]]
+SECONDS = 300.0
+
+
+@pytest.fixture
+def opened(world: World, make_policy: MakePolicy, tied_model: Path, tmp_path: Path) -> Open:
+    """Opens a run by its transport."""
+    return lambda transport, /, **more: open_run(
+        transport, world, make_policy(tied_model), tied_model, tmp_path, **more
+    )
+
+
+@pytest.fixture(params=[*TRANSPORTS])
+def run(request: pytest.FixtureRequest, opened: Open) -> Iterator[Run]:
+    """Each transport."""
+    with opened(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def in_tmpfs(opened: Open) -> Iterator[Run]:
+    """A run that keeps versions in tmpfs."""
+    with opened("tmpfs") as made:
+        yield made
+
+
+@pytest.fixture
+def memory(opened: Open) -> Iterator[Run]:
+    """A run that publishes from memory."""
+    with opened("memory") as made:
+        yield made
+
+
+def trained(policy: Policy, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().detach().to(dtype).clone() for name, p in named_parameters(policy)}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+def load(directory: Path) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+# ---- other processes
+
+
+def test_a_killed_trainer_leaves_what_is_whole(tied_model: Path, tmp_path: Path) -> None:
+    """Contract: whatever a trainer is at when it dies, each version that stands is whole, and the next incarnation cleans up and goes on. On a full
+    disk nothing half-written stands, and the incarnation goes on where there is room again."""
+    env = {"PYTHONPATH": str(REPOSITORY / "tests")}
+    for transport in TRANSPORTS:
+        arguments = "killed", transport, tied_model, tmp_path / transport
+        (tmp_path / transport).mkdir()
+        log = tmp_path / f"{transport}.log"
+        with Command("killed", *arguments, log=log, env=env, module="support.versions") as command:
+            command.succeed(SECONDS)
+
+
+def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
+    """Contract: of three ranks (with three experts), and of two replicas of two ranks each, on as many hosts as ranks, servers get bit for bit the rows
+    of all; what must outlive the processes is written in full; a tmpfs, which is one host's, is refused."""
+    model, env = make_tiny_model(tmp_path / "model", experts=3), {"PYTHONPATH": str(REPOSITORY / "tests")}
+    runs = [
+        {"ranks": n, "kind": kind, "model": str(model), "root": str(tmp_path / f"{kind}-{n}"), "replicas": replicas}
+        for kind in ("filesystem", "memory")
+        for n, replicas in ((3, 1), (4, 2))
+    ]
+    with Command(
+        "ranks", "ranks", json.dumps(runs), log=tmp_path / "log", env=env, module="support.versions"
+    ) as command:
+        command.succeed(SECONDS)
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    ("which", "dtype", "limit"),
+    [("tied_model", torch.bfloat16, None), ("untied_model", torch.float32, 60_000)],
+    ids=["one file", "several"],
+)
+def test_transformers_loads_what_was_trained(
+    which: str,
+    dtype: torch.dtype,
+    limit: int | None,
+    world: World,
+    make_policy: MakePolicy,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers loads the directory bit-equal to the masters rounded to its dtype; the manifest verifies; a tied head is written once. Of several
+    files every one but of a single large tensor keeps to the limit, and the index names the file of every tensor."""
+    directory, final = request.getfixturevalue(which), tmp_path / "step_3"
+    policy = make_policy(directory)
+    with torch.no_grad():
+        for _, p in named_parameters(policy):
+            p.to_local().add_(0.001)
+    if limit is not None:
+        monkeypatch.setattr("prime_rl.trainer.weight_copy.FILE_BYTES", limit)
+    copies = RowCopies(policy, world, dtype)
+    write_version(copies, copies.copy(), find_model(str(directory)), world, final, version=3, incarnation=2)
+    manifest = verify_weights(final)
+    assert (manifest.version, manifest.incarnation, manifest.base) == (3, 2, None)
+    loaded = load(final)
+    assert loaded.dtype == dtype
+    for name, p in named_parameters(policy):
+        assert torch.equal(loaded.get_parameter(name), p.full_tensor().to(dtype)), name
+    assert ("lm_head.weight" in manifest.tensors) == (which == "untied_model")
+    assert AutoTokenizer.from_pretrained(final).chat_template == AutoTokenizer.from_pretrained(directory).chat_template
+    files = sorted(path.name for path in final.glob("*.safetensors"))
+    if limit is None:
+        assert files == ["model.safetensors"]
+        return
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((final / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: entry.file for name, entry in manifest.tensors.items()}
+    for file in files:
+        assert [*index["weight_map"].values()].count(file) == 1 or (final / file).stat().st_size < limit + 2_000
+
+
+def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) -> None:
+    """`auto` keeps the dtype that the base model was published in."""
+    AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert export_dtype("auto", find_model(str(tmp_path))) == torch.bfloat16
+    assert export_dtype("auto", find_model(str(tied_model))) == torch.float32
+    assert export_dtype("bfloat16", find_model(str(tied_model))) == torch.bfloat16
+
+
+def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
+    """Contract: such a version is a model directory by itself, identified by its tensors and verified by them, however it came there; so is the last
+    one. At the end nothing is in memory, and all that is left is whole. A change of one bit is found."""
+    incarnation = run.incarnation()
+    hashes = run.train(incarnation, range(1, 5), durable=(2,))
+    assert len({*hashes.values()}) == 4
+    assert load(run.weights / "step_2") is not None
+    incarnation.ensure(4, durable=True)
+    support.prune(incarnation, 1, 0, list)
+    incarnation.finish(list)
+    assert run.held() == []
+    assert {3, 4} <= {*list_steps(run.weights)} <= {0, 2, 3, 4}
+    assert verify_weights(run.weights / "step_4").hash == hashes[4]
+    assert load(run.weights / "step_4") is not None
+    file = run.weights / "step_4" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CommitError):
+        verify_weights(file.parent)
+
+
+def test_resume(run: Run) -> None:
+    """Contract: an incarnation that goes on from a version has it on the disk, whether it stands there, lies in memory, or is gone; and what it gives up
+    is gone everywhere but for the newest, which can be put back."""
+    hashes = run.train(run.incarnation(), range(1, 5), durable=(2, 4))
+    run.incarnation(2, spares=True)
+    assert list_steps(run.weights) == [0, 1, 2]
+    assert load(run.weights / "step_2") is not None
+    assert weights_manifest(run.weights / "step_2").hash == hashes[2]
+    assert verify_weights(run.weights / "given_up_1_step_4").hash == hashes[4]
+    assert set(run.held()) == run.linked()
+    run.incarnation(7)
+    assert weights_manifest(run.weights / "step_7").incarnation == 2
+
+
+# ---- tmpfs
+
+
+def test_what_is_damaged_is_made_again(in_tmpfs: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Contract: an incarnation that goes on from a version whose tensors lie in tmpfs, and are damaged there, commits it again; none is kept that cannot be
+    read."""
+    run = in_tmpfs
+    run.train(run.incarnation(), range(1, 5))
+    for version in (2, 4):
+        path = next(weights_manifest(run.weights / f"step_{version}").files.glob("model.*"))
+        path.write_bytes(path.read_bytes()[:-9])
+    run.incarnation(2, spares=True)
+    verify_weights(run.weights / "step_2")
+    assert caplog.text.count("cannot be brought to the disk") == 2
+    for kept in run.weights.glob("given_up_*"):
+        verify_weights(kept)
+
+
+def test_after_a_restart_of_the_host(in_tmpfs: Run) -> None:
+    """Contract: versions that were in memory count as not there, the others as there; the next incarnation removes what is left of them."""
+    in_tmpfs.train(in_tmpfs.incarnation(), range(1, 4), durable=(2,))
+    shutil.rmtree(in_tmpfs.tmpfs)
+    in_tmpfs.tmpfs.mkdir()
+    (in_tmpfs.weights / "step_2" / "notes").symlink_to("gone")  # nothing of ours
+    assert [*read_versions(in_tmpfs.weights)] == [0, 2]
+    with pytest.raises(CommitError, match="on this host"):
+        verify_weights(in_tmpfs.weights / "step_3")
+    in_tmpfs.incarnation(2)
+    assert list_steps(in_tmpfs.weights) == [0, 2]
+
+
+def test_only_its_own_is_cleaned(in_tmpfs: Run, tmp_path: Path) -> None:
+    """Contract: an incarnation removes what a dead one left in memory, and nothing of another run: not of a copy of this one either."""
+    first = in_tmpfs.incarnation()
+    in_tmpfs.train(first, range(1, 4))
+    own = in_tmpfs.held()
+    prefix = own[0].partition("step_")[0]
+    shutil.copytree(in_tmpfs.tmpfs / own[0], in_tmpfs.tmpfs / f"{prefix}step_9.tmp-x")  # no version has links to it
+    shutil.copytree(in_tmpfs.tmpfs / own[0], in_tmpfs.tmpfs / "prime-rl-1-2-step_9.tmp-x")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
+    copy = WeightPublisher(
+        tmp_path / "copy", in_tmpfs.policy, first.source, first.world, torch.bfloat16, weights=first.config
+    )
+    with closing(copy):
+        copy.open(1)
+    assert set(in_tmpfs.held()) > set(own)
+    in_tmpfs.incarnation(2)
+    assert {*in_tmpfs.held()} - in_tmpfs.linked() == {"prime-rl-1-2-step_9.tmp-x"}
+
+
+def test_room_is_checked_before_anything_is_begun(in_tmpfs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a run that may not fit is refused, with the arithmetic; one that fits exactly is not. What the run holds there already counts."""
+    incarnation = in_tmpfs.incarnation()
+    in_tmpfs.train(incarnation, range(1, 4))
+    held = sum(path.stat().st_size for path in in_tmpfs.tmpfs.glob("*/*"))
+    assert isinstance(incarnation._copies, RowCopies)
+    needed = 9 * sum(slot.size for slot in incarnation._copies.slots.values())
+    available = "prime_rl.trainer.weight_publisher.available_bytes"
+    monkeypatch.setattr(available, lambda: needed - held - 1)
+    with pytest.raises(UserError, match=r"may be needed: 9 versions \(the newest, async_level 0, keep 7, and one"):
+        in_tmpfs.incarnation(3)
+    monkeypatch.setattr(available, lambda: needed - held)
+    in_tmpfs.train(in_tmpfs.incarnation(3), range(4, 5))
+    assert len(list((in_tmpfs.root / "run" / "incarnations").iterdir())) == 2
+
+
+# ---- memory
+
+
+def test_what_is_received_is_what_was_trained(memory: Run) -> None:
+    """Contract: the newest version can be had bit by bit, its directory holds a manifest alone, and the one before is superseded."""
+    incarnation = memory.incarnation()
+    for version in (1, 2):
+        memory.train(incarnation, range(version, version + 1))
+        directory = memory.weights / f"step_{version}"
+        assert [path.name for path in directory.iterdir()] == [MANIFEST]
+        with pytest.raises(CommitError, match="never written"):
+            verify_weights(directory)
+        assert_equal(received(directory), trained(memory.policy))
+    with pytest.raises(ExchangeError, match="version 1 of incarnation 0 is superseded: .* holds version 2"):
+        received(memory.weights / "step_1")
+
+
+def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: its files come into the directory that is there, under the same hash, while the publisher still has it."""
+    incarnation, directory, seen = memory.incarnation(), memory.weights / "step_1", list[Any]()
+
+    def point(name: str, *_: object) -> None:
+        if name == "lasting:weights/step_1":
+            seen.extend([directory.stat().st_ino, received(directory)])
+
+    monkeypatch.setattr("prime_rl.transport.weights.faults.point", point)
+    (digest,) = memory.train(incarnation, range(1, 2), durable=(1,)).values()
+    assert seen[0] == directory.stat().st_ino
+    manifest = verify_weights(directory)
+    assert (manifest.hash, manifest.publisher) == (digest, None)
+    assert_equal(seen[1], trained(memory.policy))
+    assert_equal(load_file(directory / "model.safetensors"), trained(memory.policy))
+
+
+def test_versions_of_an_interval_are_kept_for_good(opened: Open) -> None:
+    """Contract: `weights.save_interval`; however versions get to servers, these have files and are never pruned."""
+    with opened("memory", save_interval=2) as run:
+        incarnation = run.incarnation()
+        run.train(incarnation, range(1, 8))
+        support.prune(incarnation, 0, 0, list)
+        incarnation.settle()
+        assert list_steps(run.weights) == [0, 2, 4, 6, 7]
+        for version in (2, 4, 6):
+            verify_weights(run.weights / f"step_{version}")
+
+
+def test_servers_that_cannot_reach_the_publisher_get_files(opened: Open) -> None:
+    """Contract: under `auto` the version that they wait for is written, though the loop stands still, and every later one; a call to a dead
+    incarnation counts for nothing."""
+    with opened("auto", transport="auto", host="127.0.0.1") as run:
+        incarnation = run.incarnation()
+        request_files(run.root / "run", 7, "of another incarnation")
+        run.train(incarnation, range(1, 2))
+        assert weights_manifest(run.weights / "step_1").publisher is not None
+        request_files(run.root / "run", incarnation.incarnation, "no route")
+        wait(
+            lambda: weights_manifest(run.weights / "step_1").publisher is None,
+            subject="files", owner="the publisher", seconds=60, poll=0.05,
+        )  # fmt: skip
+        verify_weights(run.weights / "step_1")
+        run.train(incarnation, range(2, 3))
+        verify_weights(run.weights / "step_2")
+
+
+# ---- beside the loop
+
+
+@pytest.fixture
+def publisher(opened: Open) -> Iterator[WeightPublisher]:
+    """Of an incarnation that has begun, on the disk."""
+    with opened("filesystem") as run:
+        yield run.incarnation()
+
+
+def steps(publisher: WeightPublisher) -> list[int]:
+    return list_steps(publisher.root)
+
+
+def test_prune(publisher: WeightPublisher) -> None:
+    """The base, what sampling ahead needs, what checkpoints need, and what the orchestrator holds a lease on stay."""
+    for version in range(1, 7):
+        publisher.publish(version)
+
+    def after(keep: int | None, *checkpoints: int) -> list[int]:
+        support.prune(publisher, 1, keep, lambda: [*checkpoints])
+        publisher.settle()
+        return steps(publisher)
+
+    assert after(None) == [0, 1, 2, 3, 4, 5, 6]
+    write_lease(publisher.output_dir, Lease(incarnation=-1, version=0))  # has not heard of this incarnation yet
+    assert after(0, 3) == [0, 1, 2, 3, 4, 5, 6]
+    write_lease(publisher.output_dir, Lease(incarnation=0, version=4))
+    assert after(0, 2) == [0, 1, 2, 4, 5, 6]
+    drop_lease(publisher.output_dir)
+    assert after(0, 2) == [0, 1, 2, 5, 6]
+
+
+def refuse() -> None:
+    raise UserError("not finite")
+
+
+def test_weights_may_change_meanwhile(publisher: WeightPublisher) -> None:
+    """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written. Waiting for a version has an end,
+    which says what was waited for; what is being written is not written over."""
+    parameter, name = publisher._copies.tensors[0].parameter, publisher._copies.tensors[0].name
+    may_go_on = threading.Event()
+    at_the_time = parameter.full_tensor().detach().bfloat16().clone()
+    publisher.publish(1, lambda: may_go_on.wait(10))
+    with torch.no_grad():
+        parameter.to_local().add_(1.0)
+    assert steps(publisher) == [0]
+    publisher._committer.timeout = 0.05
+    for _ in range(2):
+        with pytest.raises(UserError, match="no weights/step_1 from the thread that commits it"):
+            publisher.publish(2)
+    may_go_on.set()
+    publisher._committer.timeout = 60
+    publisher.settle()
+    assert steps(publisher) == [0, 1]
+    assert torch.equal(load_file(publisher.root / "step_1" / "model.safetensors")[name], at_the_time)
+
+
+def test_a_failure_is_heard_once(publisher: WeightPublisher) -> None:
+    """A version that its check refuses is not committed, nor the next one, whose call says why."""
+    committed: list[int] = []
+    publisher._on_committed = lambda version, times: committed.append(version)
+    publisher.publish(1, refuse)
+    with pytest.raises(UserError, match="not finite"):
+        publisher.publish(3)
+    publisher.settle()
+    publisher.publish(4)
+    publisher.settle()
+    assert steps(publisher) == [0, 4]
+    assert committed == [4]
+    assert [path.name for path in publisher.root.glob(".*")] == []
+
+
+@pytest.fixture
+def four_versions(publisher: WeightPublisher) -> WeightPublisher:
+    """Beside the base; two of them are superfluous."""
+    publisher.async_level = 1
+    for version in range(1, 5):
+        publisher.publish(version)
+    publisher.settle()
+    return publisher
+
+
+def test_the_next_version_does_not_wait(four_versions: WeightPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While old versions are being removed the next one is committed; the one after it begins when that is over."""
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def slow(directory: Path) -> None:
+        began.set()
+        may_go_on.wait(60)
+        prune(directory)
+
+    monkeypatch.setattr(weight_publisher, "prune", slow)
+    try:
+        four_versions.prune(list)
+        assert began.wait(60)
+        four_versions.publish(5)
+        wait(lambda: 5 in steps(four_versions), subject="weights/step_5", owner="the thread", seconds=60, poll=0.05)
+        assert steps(four_versions) == [0, 1, 2, 3, 4, 5]
+        four_versions.prune(list)
+        four_versions._pruner.timeout = 0.05
+        with pytest.raises(UserError, match="no end of removing old versions from the thread that removes them"):
+            four_versions.publish(6)
+    finally:
+        four_versions._pruner.timeout = 60
+        may_go_on.set()
+    four_versions.publish(6)
+    four_versions.settle()
+    assert steps(four_versions) == [0, 4, 5, 6]
+
+
+@pytest.mark.parametrize("hear", [lambda it: it.publish(5), lambda it: it.settle()], ids=["publish", "settle"])
+def test_a_failure_to_prune_is_heard(
+    hear: Callable[[WeightPublisher], None], four_versions: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever comes next, once; what comes after goes on."""
+
+    def failing(directory: Path) -> None:
+        raise UserError(f"the file system fails at {directory}")
+
+    with monkeypatch.context() as context:
+        context.setattr(weight_publisher, "prune", failing)
+        four_versions.prune(list)
+        ((_, failed),) = four_versions._pruner.tasks
+        assert failed.exception(timeout=60) is not None
+    with pytest.raises(UserError, match="the file system fails at .*step_1"):
+        hear(four_versions)
+    four_versions.publish(5)
+    four_versions.prune(list)
+    four_versions.settle()
+    assert steps(four_versions) == [0, 4, 5]
+
+
+def test_nothing_is_removed_for_a_version_that_failed(four_versions: WeightPublisher) -> None:
+    """What the version under way would make superfluous stays where it is not committed."""
+    four_versions.publish(5, refuse)
+    four_versions.prune(list)
+    with pytest.raises(UserError, match="not finite"):
+        four_versions.settle()
+    four_versions.settle()
+    assert steps(four_versions) == [0, 1, 2, 3, 4]
