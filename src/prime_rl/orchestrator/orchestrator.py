@@ -393,7 +393,7 @@ class Orchestrator:
             if not batch.episodes.isdisjoint(self.scheduler.unverified()) or self._failure is not None:
                 return False
             if not scored.samples:
-                self.scheduler.discard(batch, scored.truncated)
+                self.scheduler.discard(batch)
                 self.admission.note_empty_batch(batch.step, set(scored.details.values()))
                 return True
             batched = batch.committed(scored.trained, scored.filtered, scored.truncated, scored.details)

@@ -1,21 +1,33 @@
 """The scheduler of asynchronous RL: what may start, what is a batch, what is too old. No clock, no network, no file.
 
-The orchestrator keeps the engines busy while the trainer works on an older batch. Three questions are answered here:
+In synchronous RL the servers sample a batch, the trainer trains on it, the servers load the new version of the policy
+and sample the next batch: one half of the machines always waits for the other. In asynchronous RL the servers sample
+later batches while the trainer works on an earlier one. The price is staleness: a batch was sampled, in part, by
+versions older than the one that it improves. This file keeps both sides busy within bounds on that staleness.
 
-* *What may start now?* An episode for step n starts only on a policy version >= max(0, n - async_level). With async_level 0 nothing starts
-  before the trainer has caught up (synchronous, on-policy); with k the engines work up to k steps ahead. Batches are *staggered*: episodes of one
-  batch start at once, those beyond them at a pace, so that batches complete one after the other (`paced_until`).
-* *What is a batch?* The first `batch_size / group_size` groups that are complete, in the order in which they were opened. A group that can teach
-  nothing may be turned away at the gate: another one is opened in its place (dynamic sampling).
-* *What is too old, or sampled by weights that do not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that
-  sampled one of its tokens; what could only be trained later than that is cancelled or dropped. What an incarnation of the trainer sampled that was
-  given up, or a server that failed its verification, is dropped and made again: the group keeps its place.
+    async_level = 2: the batches of steps 0 to 4 are committed, the servers serve version 5
+    groups, in the order of opening | of step 5 | of step 6 | of step 7 | of step 8
+    may an episode start?           | yes       | yes       | yes       | only on version 6 or newer
 
-The loop (`orchestrator.py`) reports what happened (`finish`, `fail`, `serve`) and does what comes out (`next_start`, `ready_batch`). Every change of
-an episode is emitted as an `Event`; the ledger stores them and is the only count of episodes. Simulators and property tests drive this very class.
+It answers three questions:
+
+* *What may start now?* (`next_start`) Groups are opened in the order of the task stream, and the batch of a step is the
+  first `batch_size / group_size` of them that complete. So a group's place in the row says which step it is for. An
+  episode for step n starts only on a policy version >= max(0, n - async_level): with level 0 nothing starts before the
+  trainer has caught up (synchronous, on-policy), with k the servers work up to k steps ahead. Batches are *staggered*:
+  the episodes of one batch start at once, those beyond it at a pace, so that batches complete one after the other.
+* *What is a batch?* (`ready_batch`) The first complete groups, whatever finished first. A group that can teach nothing
+  may be turned away at the gate: another one is opened in its place (dynamic sampling).
+* *What does not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that sampled one of
+  its tokens; what could only be trained later is cancelled or dropped. What was sampled by a superseded incarnation of
+  the trainer, or by a server that failed its verification, is dropped and sampled again in the same place.
+
+The loop (`orchestrator.py`) reports what happened (`finish`, `fail`, `serve`) and does what comes out (`next_start`,
+`ready_batch`). Every change of an episode is emitted as an `Event`; the ledger stores them and is the only count of
+episodes. The rules themselves are in `transport/protocol.py`. Simulators and property tests drive this very class.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +43,9 @@ NO_SIGNAL = "no signal in the whole batch"
 BEYOND_BOUND = "beyond max_off_policy_steps"
 PACE = 0.9  # fraction of the recent step time to leave between batch starts; below 1 so that steps can get shorter
 _TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how long a step takes
+
+
+# -- tasks, groups, episodes -------------------------------------------------------------------------------------------
 
 
 class State(StrEnum):
@@ -58,15 +73,6 @@ class Drop(StrEnum):
 
 
 @dataclass(frozen=True)
-class Task:
-    """One row of an environment's dataset."""
-
-    env: str
-    index: int
-    task_id: str
-
-
-@dataclass(frozen=True)
 class Limits:
     """The numbers the decisions depend on. Sizes are in episodes, levels in steps."""
 
@@ -85,8 +91,17 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Task:
+    """One row of an environment's dataset."""
+
+    env: str
+    index: int
+    task_id: str
+
+
+@dataclass(frozen=True)
 class Start:
-    """An episode to start now. `number` is its place in its group; `version` is what the engines serve at this moment."""
+    """An episode to start now. `number` is its slot in its group; `version` is what the servers serve at this moment."""
 
     group: int
     number: int
@@ -107,7 +122,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Finished(Generic[Result]):
-    """A finished episode: the versions that may have sampled its tokens are `first` … `last`, as they stood in the trainer's incarnation `incarnation`."""
+    """A finished episode: versions `first` … `last` of the trainer's `incarnation` may have sampled its tokens."""
 
     start: Start
     first: int
@@ -153,9 +168,13 @@ class Batch(Generic[Result]):
     groups: list[Group[Result]]
 
     @property
+    def finished(self) -> list[Finished[Result]]:
+        return [finished for group in self.groups for finished in group.finished]
+
+    @property
     def episodes(self) -> set[str]:
-        """Its finished episodes."""
-        return {finished.start.episode for group in self.groups for finished in group.finished}
+        """The names of its finished episodes."""
+        return {finished.start.episode for finished in self.finished}
 
     def committed(
         self,
@@ -169,7 +188,7 @@ class Batch(Generic[Result]):
         return Batched(self.step, numbers, list(trained), list(filtered), list(truncated), dict(details or {}))
 
 
-# -- events: what the scheduler emits and the ledger stores. A result that was verified is emitted as `Finished`. ------------------
+# -- events: what the scheduler emits and the ledger stores. A result that was verified is emitted as `Finished`. ------
 
 
 @dataclass(frozen=True)
@@ -182,7 +201,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Issued:
-    """An episode started, in incarnation `incarnation` of the trainer. The same one may be issued again by a later orchestrator."""
+    """An episode started, in incarnation `incarnation` of the trainer. A later orchestrator may issue it again."""
 
     start: Start
     incarnation: int
@@ -230,6 +249,9 @@ class Batched:
 Event = Opened | Issued | Finished[Any] | Dropped | Discarded | Batched
 
 
+# -- the scheduler -----------------------------------------------------------------------------------------------------
+
+
 class Scheduler(Generic[Result]):
     """The scheduler's state.
 
@@ -237,10 +259,11 @@ class Scheduler(Generic[Result]):
         limits: The numbers.
         tasks: Endless iterator over tasks, in the order in which groups are opened.
         step: The first step to collect (0 in a fresh run).
-        version: The policy version the engines serve.
+        version: The policy version the servers serve.
         incarnation: The trainer's present incarnation.
         emit: Called with every event, in order.
-        gate: Returns why a complete group should not be trained, or None. A group that it turns away leaves room for another, so that batches stay full.
+        gate: Returns why a complete group should not be trained, or None. A group that it turns away leaves room for
+            another, so that batches stay full.
     """
 
     def __init__(
@@ -254,20 +277,18 @@ class Scheduler(Generic[Result]):
         gate: Callable[[Group[Result]], str | None] = lambda group: None,
     ) -> None:
         self.limits = limits
-        self.step = step
-        self.version = self.announced = version
+        self.step = step  # the one whose batch is collected
+        self.version = self.announced = version  # served, and the newest that tokens may be of
         self.incarnation = incarnation
-        # The served version was superseded by another incarnation: nothing starts until `go_back`.
-        self.must_go_back = False
-        # When a group may be opened that only the pace held back at the last `next_start`.
-        self.opens_at: float | None = None
+        self.must_go_back = False  # another incarnation superseded the served version: nothing starts until `go_back`
+        self.opens_at: float | None = None  # when a group may be opened that only the pace held back last
         self.groups_opened = 0
         self.ended = 0  # episodes that ran to their end, whatever it was: for rates
         self._tasks, self._emit, self._gate = tasks, emit, gate
         self._groups: dict[int, Group[Result]] = {}  # in no batch yet, in the order of opening
-        # The scheduler is asked thousands of times a second about thousands of groups, so these are kept up to date by `_reindex`.
-        self._startable: set[int] = set()  # groups with an episode to start
-        self._complete: set[int] = set()  # complete groups that the gate has not checked
+        # Numbers of groups, kept up to date by `_set`: there may be thousands, and events as many a second.
+        self._startable: set[int] = set()  # with an episode to start
+        self._complete: set[int] = set()
         self._admitted: set[int] = set()  # complete, and let through by the gate
         # When groups were opened: those of the last turns, and one more.
         self._opened: deque[float] = deque(maxlen=_TURNS * (limits.async_level + 1) * limits.groups_per_batch + 1)
@@ -275,16 +296,16 @@ class Scheduler(Generic[Result]):
         self._unverified: dict[str, Finished[Result]] = {}  # finished since the servers were last verified
 
     def restore(self, groups: Iterable[Group[Result]]) -> None:
-        """Go on with the open groups of an earlier orchestrator, in the order of opening. What is finished in them was verified.
+        """Go on with the open groups of an earlier orchestrator, in the order of opening; what finished was verified.
 
         Call `begin_incarnation` afterwards: versions may have been superseded meanwhile.
         """
         for group in groups:
-            self._add(group)
-            self._settle(group)
+            self._groups[group.number] = group
+            self._reindex(group)
         self._drop_stale()
 
-    # -- what may start ------------------------------------------------------------------------------------------------------
+    # -- what may start ------------------------------------------------------------------------------------------------
 
     def next_start(self, now: float = 0.0) -> Start | None:
         """Start the next episode that may start now. Opened groups are continued before a new one is opened.
@@ -297,7 +318,7 @@ class Scheduler(Generic[Result]):
             return None
         if self._startable:
             group = self._groups[min(self._startable)]
-            if not self._may_start(bisect_left(list(self._groups), group.number)):  # after going back
+            if not self._may_start(list(self._groups).index(group.number)):  # the servers went back
                 return None
         else:
             if not self.may_open():
@@ -308,10 +329,9 @@ class Scheduler(Generic[Result]):
             group = self._open(now)
         slot = group.next_slot
         assert slot is not None  # or the group could not be started
-        slot.state = State.RUNNING
         start = Start(group.number, slot.number, slot.attempt, group.task, self.version)
         self._running[start.episode] = start
-        self._reindex(group)
+        self._set(group, slot.number, State.RUNNING)
         self._emit(Issued(start, self.incarnation))
         return start
 
@@ -323,9 +343,10 @@ class Scheduler(Generic[Result]):
     def paced_until(self) -> float | None:
         """Earliest time at which the next group may be opened; None: at any time.
 
-        With a full batch in flight, a group is opened no earlier than `PACE` x step time after the group one batch earlier. Batches that start together
-        share the engines and finish together; engines and trainer would then be idle in turn. The step time is the shortest recent time in which
-        `async_level + 1` batches were opened, divided by their number: the shortest, because anything else may have delayed the others.
+        Batches that start together share the servers and finish together; servers and trainer would then be idle in
+        turn. So with a full batch in flight, a group is opened no earlier than `PACE` x step time after the group one
+        batch earlier. The step time is the shortest recent time in which `async_level + 1` batches were opened, divided
+        by their number: the shortest, because anything else may have delayed the others.
         """
         batch, level, opened = self.limits.groups_per_batch, self.limits.async_level, self._opened
         turn = (level + 1) * batch
@@ -339,35 +360,78 @@ class Scheduler(Generic[Result]):
         """Set how many episodes may be in flight from now on; episodes already above the limit are not cancelled."""
         self.limits = replace(self.limits, max_concurrent=max_concurrent)
 
-    # -- what happened -------------------------------------------------------------------------------------------------------
+    def _planned_step(self, position: int) -> int:
+        """The step that the group at `position` among those in no batch will be trained at."""
+        return planned_step(self.step, position, self.limits.groups_per_batch)
+
+    def _may_start(self, position: int) -> bool:
+        return may_start(self._planned_step(position), self.version, self.limits.async_level)
+
+    def _open(self, now: float) -> Group[Result]:
+        slots = {number: GroupSlot(number) for number in range(self.limits.group_size)}
+        group: Group[Result] = Group(self.groups_opened, next(self._tasks), slots)
+        self._groups[group.number] = group
+        self.groups_opened += 1
+        self._opened.append(now)
+        self._emit(Opened(group.number, group.task))
+        return group
+
+    # -- how episodes end ----------------------------------------------------------------------------------------------
 
     def finish(self, episode: str, result: Result) -> None:
         """Take the result of an episode; it can be trained once the servers are verified (`verify`)."""
         start, group = self._end(episode)
         finished = Finished(start, start.version, self.announced, result, self.incarnation)
-        group.slots[start.number].state = State.FINISHED
-        insort(group.finished, finished, key=lambda one: one.start.number)
         self._unverified[episode] = finished
-        self._reindex(group)
+        insort(group.finished, finished, key=lambda one: one.start.number)
+        self._set(group, start.number, State.FINISHED)
         if self._too_old(finished.first):
             self._drop_stale()
 
     def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
-        """End an episode without a result. Returns whether it will be issued again: with `retry`, up to `max_attempts`."""
+        """End an episode without a result. Returns whether it is issued again: with `retry`, up to `max_attempts`."""
         start, group = self._end(episode)
         retried = retry and start.attempt + 1 < self.limits.max_attempts
         self._drop(group, start, reason, detail, retried)
-        self._settle(group)
         return retried
 
+    def _end(self, episode: str) -> tuple[Start, Group[Result]]:
+        start = self._running.pop(episode)
+        self.ended += 1
+        return start, self._groups[start.group]
+
+    def _drop(self, group: Group[Result], start: Start, reason: Drop, detail: str = "", retried: bool = False) -> None:
+        """End an episode of `group` untrained; with `retried` its slot is tried once more."""
+        group.finished = [one for one in group.finished if one.start != start]
+        group.slots[start.number].attempt += retried
+        self._admitted.discard(group.number)  # what is left is another group
+        self._emit(Dropped(start, reason, detail, retried))
+        self._set(group, start.number, State.PENDING if retried else State.FAILED)
+
+    def _retry(self, finished: Iterable[Finished[Result]], running: list[Start], detail: str) -> list[Start]:
+        """Drop these episodes as stale and try their slots once more. Returns `running`; the loop cancels it."""
+        for one in finished:
+            self._unverified.pop(one.start.episode, None)
+            self._drop(self._groups[one.start.group], one.start, Drop.STALE, detail, retried=True)
+        for start in running:
+            _, group = self._end(start.episode)
+            self._drop(group, start, Drop.STALE, detail, retried=True)
+        return running
+
+    # -- versions of the policy ----------------------------------------------------------------------------------------
+
     def announce(self, version: int) -> None:
-        """Begin an update to `version`: tokens sampled from now on may be of it, though `serve` has not been called yet."""
+        """Begin an update to `version`: tokens sampled from now on may be of it, though `serve` is yet to come."""
         if version < self.version:
             raise ValueError(f"version {version} is older than the served {self.version}")
         self.announced = max(self.announced, version)
 
+    def retract(self) -> None:
+        """Take back an announced update that failed, once no episode can hold tokens of that version."""
+        self.announced = self.version
+
     def serve(self, version: int) -> list[Start]:
-        """End the update: the engines serve `version` from now on. What could only be trained beyond the off-policy bound is dropped.
+        """End the update: the servers serve `version` from now on. What could only be trained too late is dropped.
 
         Returns:
             What was in flight; the loop cancels it.
@@ -379,21 +443,63 @@ class Scheduler(Generic[Result]):
             self.fail(start.episode, Drop.STALE, BEYOND_BOUND)
         return stale
 
-    # -- what the servers served ---------------------------------------------------------------------------------------------
+    def begin_incarnation(self, incarnation: int, incarnations: Mapping[int, int]) -> list[Start]:
+        """Enter the trainer's incarnation `incarnation`: what superseded versions sampled is sampled again.
+
+        Returns:
+            What was in flight; the loop cancels it. If `must_go_back` is set afterwards, nothing starts before `go_back`.
+        """
+
+        def superseded(first: int, last: int, made_in: int) -> bool:
+            return not may_batch(first, last, made_in, incarnations)
+
+        running = self._retry(
+            [
+                one
+                for group in self._groups.values()
+                for one in group.finished
+                if superseded(one.first, one.last, one.incarnation)
+            ],
+            [one for one in self._running.values() if superseded(one.version, self.announced, self.incarnation)],
+            f"version given up in incarnation {incarnation}",
+        )
+        self.must_go_back = self.must_go_back or superseded(self.version, self.announced, self.incarnation)
+        self.incarnation = incarnation
+        return running
+
+    def go_back(self, version: int) -> None:
+        """Serve `version` of the present incarnation; it may be older than what was served before."""
+        if self._running and version < self.announced:
+            raise ValueError(f"{len(self._running)} episodes in flight were sampled by later versions than {version}")
+        self.version = self.announced = version
+        self.must_go_back = False
+
+    def _too_old(self, version: int) -> bool:
+        return too_old(self.step, version, self.limits.max_off_policy_steps)
+
+    def _drop_stale(self) -> None:
+        """Drop finished episodes that are too old for the step that is collected."""
+        for group in list(self._groups.values()):
+            for finished in group.finished:
+                if self._too_old(finished.first):
+                    self.verify([finished.start.episode])  # the ledger has what is dropped, too
+                    self._drop(group, finished.start, Drop.STALE, BEYOND_BOUND)
+
+    # -- what the servers served ---------------------------------------------------------------------------------------
 
     def unverified(self) -> list[str]:
         """Episodes that finished since the last verification. Ask before the servers are asked, and `verify` these."""
         return list(self._unverified)
+
+    def running_or_unverified(self) -> set[str]:
+        """Episodes in flight, and those that finished since the last verification."""
+        return {*self._running, *self._unverified}
 
     def verify(self, episodes: Iterable[str]) -> None:
         """Count these: the servers were verified after they had finished."""
         for episode in episodes:
             if (finished := self._unverified.pop(episode, None)) is not None:
                 self._emit(finished)
-
-    def running_or_unverified(self) -> set[str]:
-        """Episodes in flight, and those that finished since the last verification."""
-        return {*self._running, *self._unverified}
 
     def invalidate(self, detail: str, episodes: Collection[str]) -> list[Start]:
         """Drop and retry what a server sampled since its last successful verification.
@@ -407,54 +513,18 @@ class Scheduler(Generic[Result]):
         unverified = [finished for name, finished in self._unverified.items() if name in episodes]
         return self._retry(unverified, [start for name, start in self._running.items() if name in episodes], detail)
 
-    def retract(self) -> None:
-        """Take back an announced update that failed, once no episode can hold tokens of that version."""
-        self.announced = self.version
-
-    def begin_incarnation(self, incarnation: int, incarnations: Mapping[int, int]) -> list[Start]:
-        """Enter the trainer's incarnation `incarnation`: what superseded versions sampled is made again.
-
-        Returns:
-            What was in flight; the loop cancels it. If `must_go_back` is set afterwards, nothing starts before `go_back`.
-        """
-        finished = [one for group in self._groups.values() for one in group.finished]
-        running = self._retry(
-            [one for one in finished if not may_batch(one.first, one.last, one.incarnation, incarnations)],
-            [
-                one
-                for one in self._running.values()
-                if not may_batch(one.version, self.announced, self.incarnation, incarnations)
-            ],
-            f"version given up in incarnation {incarnation}",
-        )
-        self.must_go_back = self.must_go_back or not may_batch(
-            self.version, self.announced, self.incarnation, incarnations
-        )
-        self.incarnation = incarnation
-        return running
-
-    def go_back(self, version: int) -> None:
-        """Serve `version` of the present incarnation; it may be older than what was served before."""
-        if self._running and version < self.announced:
-            raise ValueError(f"{len(self._running)} episodes in flight were sampled by later versions than {version}")
-        self.version = self.announced = version
-        self.must_go_back = False
-
-    # -- what is a batch -----------------------------------------------------------------------------------------------------
+    # -- what is a batch -----------------------------------------------------------------------------------------------
 
     def ready_batch(self) -> Batch[Result] | None:
-        """The batch of the current step if enough groups are complete, independent of the order in which their episodes came back.
+        """The batch of the current step if enough groups are complete, whatever the order of their results.
 
         Groups that the gate turns away are dropped; nothing else changes until `advance` or `discard`.
         """
-        for group in [self._groups[number] for number in sorted(self._complete)]:
-            if (reason := self._gate(group)) is None:
-                self._complete.remove(group.number)
-                self._admitted.add(group.number)
+        for number in sorted(self._complete - self._admitted):
+            if (reason := self._gate(self._groups[number])) is None:
+                self._admitted.add(number)
             else:
-                # The ledger has what is dropped, too.
-                self.verify([finished.start.episode for finished in group.finished])
-                self._discard(group, Drop.FILTERED, reason)
+                self._discard(self._groups[number], Drop.FILTERED, reason)
         count = self.limits.groups_per_batch
         if len(self._admitted) < count:
             return None
@@ -479,15 +549,18 @@ class Scheduler(Generic[Result]):
         self._emit(batched)
         self._drop_stale()
 
-    def discard(self, batch: Batch[Result], truncated: Collection[str] = ()) -> None:
-        """Collect another batch for the same step: this one, whose episodes are verified, carries no learning signal at all."""
+    def discard(self, batch: Batch[Result]) -> None:
+        """Collect another batch for the same step: this one carries no learning signal at all."""
         for group in batch.groups:
-            for finished in group.finished:
-                if finished.start.episode in truncated:
-                    self._emit(Dropped(finished.start, Drop.TRUNCATED, NO_SIGNAL))
             self._discard(group, Drop.FILTERED, NO_SIGNAL)
 
-    # -- the end -------------------------------------------------------------------------------------------------------------
+    def _discard(self, group: Group[Result], reason: Drop, detail: str) -> None:
+        """Remove a group that goes into no batch; another one takes its place."""
+        self.verify([finished.start.episode for finished in group.finished])  # the ledger has what is dropped, too
+        self._remove(group)
+        self._emit(Discarded(group.number, self.step, reason, detail))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> list[Start]:
         """End the run for good: what is in no batch will be in none. Returns what was in flight; the loop cancels it."""
@@ -497,6 +570,7 @@ class Scheduler(Generic[Result]):
                 if slot.state in _HELD:
                     start = Start(group.number, slot.number, slot.attempt, group.task, self.version)
                     self._emit(Dropped(start, Drop.CANCELLED))
+            group.finished.clear()
             self._discard(group, Drop.CANCELLED, "the run ended")
         self._running.clear()
         self._unverified.clear()
@@ -517,91 +591,24 @@ class Scheduler(Generic[Result]):
         """Episodes that were issued and are neither dropped nor in a committed batch."""
         return sum(slot.state in _HELD for group in self._groups.values() for slot in group.slots.values())
 
-    # -- private -------------------------------------------------------------------------------------------------------------
+    # -- the groups ----------------------------------------------------------------------------------------------------
 
-    def _planned_step(self, position: int) -> int:
-        """The step that the group at `position` among those in no batch will be trained at."""
-        return planned_step(self.step, position, self.limits.groups_per_batch)
-
-    def _may_start(self, position: int) -> bool:
-        return may_start(self._planned_step(position), self.version, self.limits.async_level)
-
-    def _too_old(self, version: int) -> bool:
-        return too_old(self.step, version, self.limits.max_off_policy_steps)
-
-    def _open(self, now: float) -> Group[Result]:
-        task = next(self._tasks)
-        self._opened.append(now)
-        group: Group[Result] = Group(self.groups_opened, task, {i: GroupSlot(i) for i in range(self.limits.group_size)})
-        self._add(group)
-        self.groups_opened += 1
-        self._emit(Opened(group.number, task))
-        return group
-
-    def _end(self, episode: str) -> tuple[Start, Group[Result]]:
-        start = self._running.pop(episode)
-        self.ended += 1
-        return start, self._groups[start.group]
-
-    def _drop(self, group: Group[Result], start: Start, reason: Drop, detail: str = "", retried: bool = False) -> None:
-        """End an episode of `group` untrained; with `retried` its slot is tried once more."""
-        slot = group.slots[start.number]
-        slot.state = State.PENDING if retried else State.FAILED
-        slot.attempt += retried
+    def _set(self, group: Group[Result], number: int, state: State) -> None:
+        """Set the state of a slot. A complete group without any result is discarded."""
+        group.slots[number].state = state
         self._reindex(group)
-        self._emit(Dropped(start, reason, detail, retried))
 
-    def _retry(self, finished: Iterable[Finished[Result]], running: list[Start], detail: str) -> list[Start]:
-        """Drop these episodes as stale and try their slots once more. Returns `running`."""
-        for one in finished:
-            group = self._groups[one.start.group]
-            group.finished.remove(one)
-            self._unverified.pop(one.start.episode, None)
-            self._drop(group, one.start, Drop.STALE, detail, retried=True)
-        for start in running:
-            _, group = self._end(start.episode)
-            self._drop(group, start, Drop.STALE, detail, retried=True)
-        return running
-
-    def _settle(self, group: Group[Result]) -> None:
-        """Discard a complete group in which no episode has a result; another one takes its place."""
+    def _reindex(self, group: Group[Result]) -> None:
         if group.complete and not group.finished:
             self._discard(group, Drop.ERRORED, "no episode of the group has a result")
-
-    def _discard(self, group: Group[Result], reason: Drop, detail: str) -> None:
-        self._remove(group)
-        self._emit(Discarded(group.number, self.step, reason, detail))
-
-    def _drop_stale(self) -> None:
-        """Drop finished episodes that are too old for the step that is collected. What is left of a group is another group."""
-        for group in list(self._groups.values()):
-            for finished in [one for one in group.finished if self._too_old(one.first)]:
-                self.verify([finished.start.episode])  # the ledger has what is dropped, too
-                group.finished.remove(finished)
-                self._admitted.discard(group.number)
-                self._drop(group, finished.start, Drop.STALE, BEYOND_BOUND)
-            self._settle(group)
-
-    def _add(self, group: Group[Result]) -> None:
-        """Add a group, whose number is the highest."""
-        self._groups[group.number] = group
-        self._reindex(group)
+            return
+        for numbers, belongs in ((self._startable, group.next_slot is not None), (self._complete, group.complete)):
+            if belongs:
+                numbers.add(group.number)
+            else:
+                numbers.discard(group.number)
 
     def _remove(self, group: Group[Result]) -> None:
         del self._groups[group.number]
         for numbers in (self._startable, self._complete, self._admitted):
             numbers.discard(group.number)
-
-    def _reindex(self, group: Group[Result]) -> None:
-        """Note that slots of the group have changed. One that is complete again is the gate's to look at again."""
-        number, complete = group.number, group.complete
-        if not complete:
-            self._admitted.discard(number)
-        for numbers, belongs in (
-            (self._startable, group.next_slot is not None),
-            (self._complete, complete and number not in self._admitted),
-        ):
-            if belongs:
-                numbers.add(number)
-            else:
-                numbers.discard(number)
