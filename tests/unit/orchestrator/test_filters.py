@@ -18,19 +18,21 @@ TASK = Task("env", 0, "task")
 
 def result(tokens: list[int], reward: float = 0.0, logprob: float = -0.5, **fields: object) -> EpisodeResult:
     """A prompt of two tokens, then `tokens`."""
-    sample = SampleTokens.of(
-        [1, 2, *tokens], [False, False, *[True] * len(tokens)], [0.0, 0.0, *[logprob] * len(tokens)], 2, reward
-    )
+    mask = [False, False, *[True] * len(tokens)]
+    sample = SampleTokens.of([1, 2, *tokens], mask, [logprob * sampled for sampled in mask], 2, reward)
     return EpisodeResult("e", "env", "task", Outcome.OK, reward=reward, samples=[sample], **fields)
 
 
-def group(number: int, *results: EpisodeResult) -> Group[EpisodeResult]:
-    finished = [Finished(Start(number, i, 0, TASK, 0), 0, 0, one) for i, one in enumerate(results)]
-    return Group(number, TASK, finished=finished)
+def group(*results: EpisodeResult) -> Group[EpisodeResult]:
+    finished = [Finished(Start(0, i, 0, TASK, 0), 0, 0, one) for i, one in enumerate(results)]
+    return Group(0, TASK, finished=finished)
 
 
 def config(**settings: object) -> OrchestratorConfig:
-    return OrchestratorConfig(environment={"id": "env"}, batch_size=4, rollouts_per_example=2, **settings)
+    return OrchestratorConfig(**{"environment": {"id": "env"}, "batch_size": 4, "rollouts_per_example": 2} | settings)
+
+
+ROUND, REPEATED = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -38,18 +40,14 @@ def config(**settings: object) -> OrchestratorConfig:
     [
         ({"truncated": {}}, result([5]), result([5], is_truncated=True)),
         ({"overlong": {"max_tokens": 3}}, result([5, 6, 7]), result([5, 6, 7, 8])),
-        # of 8 tokens 7 pairs: 1 2 3 4 1 2 3 4 has 4 different ones, so that 3 of 7 repeat
-        (
-            {"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 4}},
-            result([1, 2, 3, 4, 5, 6, 7, 8]),
-            result([1, 2, 3, 4, 1, 2, 3, 4]),
-        ),
-        ({"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 9}}, result([1, 2, 3, 4, 1, 2, 3, 4]), None),
-        ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([100], logprob=-8.9), result([100], logprob=-9.1)),
-        ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([99], logprob=-20.0), None),
+        # of 8 tokens 7 pairs, of which the repeated ones have 4 different: 3 of 7 repeat
+        ({"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 4}}, result(ROUND), result(REPEATED)),
+        ({"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 9}}, result(REPEATED), None),
+        ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([100], 0, -8.9), result([100], 0, -9.1)),
+        ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([99], 0, -20.0), None),
         ({"custom": {"path": f"{__file__}:shorter_than", "args": {"tokens": 2}}}, result([5, 6]), result([5])),
     ],
-)  # fmt: skip
+)
 def test_rules_about_an_episode(rule: dict, kept: EpisodeResult, left_out: EpisodeResult | None) -> None:
     (name,) = rule
     assert filter_reason(FilterConfig(**rule), kept, 100) == ""
@@ -59,42 +57,29 @@ def test_rules_about_an_episode(rule: dict, kept: EpisodeResult, left_out: Episo
 def test_prompts_do_not_count() -> None:
     """Contract: what is repeated, long or improbable in a prompt is not the policy's doing."""
     sample = SampleTokens.of([7] * 100 + [1], [False] * 100 + [True], [0.0] * 100 + [-0.1], 100, 0.0)
-    long = EpisodeResult("e", "env", "task", Outcome.OK, samples=[sample])
-    rules = FilterConfig(
-        overlong={"max_tokens": 1},
-        repetition={"ngram": 1, "max_share": 0.0, "min_tokens": 1},
-        gibberish={"min_token_id": 0},
-    )
-    assert filter_reason(rules, long, 1000) == ""
+    repetition, gibberish = {"ngram": 1, "max_share": 0.0, "min_tokens": 1}, {"min_token_id": 0}
+    rules = FilterConfig(overlong={"max_tokens": 1}, repetition=repetition, gibberish=gibberish)
+    assert filter_reason(rules, EpisodeResult("e", "env", "task", Outcome.OK, samples=[sample]), 1000) == ""
 
 
 def test_what_is_left_out_still_counts_in_the_baseline() -> None:
     """Contract: one that a filter leaves out is not trained and is named; others are compared with it."""
-    batch = Batch(3, [group(0, result([5, 6], 1.0), result([5], 0.0), result([6], 0.5, is_truncated=True))])
-    batch.groups[0].finished[2].result.filtered = "truncated"
-    settings = config(filters={"truncated": {}})
-    scored = score_batch(batch, settings, {"env": 1.0}, {})
+    one = group(result([5, 6], 1.0), result([5], 0.0), result([6], 0.5, filtered="truncated"))
+    scored = score_batch(Batch(3, [one]), config(filters={"truncated": {}}), {"env": 1.0}, {})
     assert [float(sample.advantages[-1]) for sample in scored.samples] == [0.5, -0.5]
     assert (scored.trained, scored.filtered, scored.details) == (["0.0.0", "0.1.0"], ["0.2.0"], {"0.2.0": "truncated"})
-    batch.groups[0].finished[2].result.reward = 2.0
-    scored = score_batch(batch, settings, {"env": 1.0}, {})
-    assert [float(sample.advantages[-1]) for sample in scored.samples] == [0.0, -1.0] or scored.filtered == [
-        "0.0.0",
-        "0.2.0",
-    ]
+
+
+DYNAMIC = {"filters": {"dynamic_sampling": True}}
 
 
 @pytest.mark.parametrize(
     ("settings", "rewards", "why"),
     [
         ({}, (0.5, 0.5), None),
-        ({"filters": {"dynamic_sampling": True}}, (0.5, 0.5), "dynamic_sampling"),
-        ({"filters": {"dynamic_sampling": True}}, (0.5, 0.6), None),
-        (
-            {"filters": {"dynamic_sampling": True}, "algorithm": {"type": "reinforce_pp", "group_baseline": True}},
-            (0.5, 0.5),
-            "dynamic_sampling",
-        ),
+        (DYNAMIC, (0.5, 0.5), "dynamic_sampling"),
+        (DYNAMIC, (0.5, 0.6), None),
+        (DYNAMIC | {"algorithm": {"type": "reinforce_pp", "group_baseline": True}}, (0.5, 0.5), "dynamic_sampling"),
         ({"filters": {"difficulty": {}}}, (0.0, 0.0), "difficulty"),
         ({"filters": {"difficulty": {}}}, (1.0, 1.0), "difficulty"),
         ({"filters": {"difficulty": {}}}, (1.0, 0.0), None),
@@ -102,17 +87,13 @@ def test_what_is_left_out_still_counts_in_the_baseline() -> None:
     ],
 )
 def test_groups_that_are_turned_away(settings: dict, rewards: tuple[float, ...], why: str | None) -> None:
-    assert turned_away(group(0, *(result([5], reward) for reward in rewards)), config(**settings)) == why
-
-
-def test_a_group_of_which_nothing_is_left() -> None:
-    """Contract: it does not take a place in a batch that it would leave empty."""
-    both = group(0, result([5], 1.0), result([6], 0.0))
-    rules = config(filters={"overlong": {"max_tokens": 1}})
+    """One of which the filters leave nothing does not take a place in a batch, either."""
+    both = group(*(result([5], reward) for reward in rewards))
+    assert turned_away(both, config(**settings)) == why
     both.finished[0].result.filtered = "overlong"
-    assert turned_away(both, rules) is None
+    assert turned_away(both, config(**settings)) == why
     both.finished[1].result.filtered = "repetition"
-    assert turned_away(both, rules) == "overlong+repetition"
+    assert turned_away(both, config(**settings)) == "overlong+repetition"
 
 
 def shorter_than(episode: EpisodeResult, tokens: int) -> bool:
@@ -128,57 +109,54 @@ def careless(episode: EpisodeResult) -> bool:
 
 
 def test_a_filter_of_ones_own_says_yes_or_no() -> None:
-    with pytest.raises(UserError, match="gave 'too long': True"):
-        filter_reason(FilterConfig(custom={"path": f"{__file__}:wordy"}), result([5]), 100)
-    with pytest.raises(UserError, match=r"raised KeyError\(.nothing.\) of episode e"):
-        filter_reason(FilterConfig(custom={"path": f"{__file__}:careless"}), result([5]), 100)
+    for function, message in (
+        ("wordy", "gave 'too long': True"),
+        ("careless", r"raised KeyError\(.nothing.\) of episode e"),
+    ):
+        with pytest.raises(UserError, match=message):
+            filter_reason(FilterConfig(custom={"path": f"{__file__}:{function}"}), result([5]), 100)
     with pytest.raises(UserError, match=r"^filters\.custom\.path: .* needs arguments that are not given: tokens"):
         check_filters(FilterConfig(custom={"path": f"{__file__}:shorter_than"}), "filters")
 
 
-TEACHER = {"base_url": "http://teacher"}
+def algorithm(kind: str, **settings: object) -> dict[str, dict[str, object]]:
+    return {"algorithm": {"type": kind, **settings}}
+
+
+TEACHER, ALONE = {"base_url": "http://teacher"}, {"rollouts_per_example": 1}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         *(
-            ({"algorithm": {"type": kind}, "rollouts_per_example": 1}, f"{kind} compares attempts at one task")
+            (algorithm(kind) | ALONE, f"{kind} compares attempts at one task")
             for kind in ("grpo", "rloo", "opo", "max_rl", "gdpo")
         ),
+        (algorithm("reinforce_pp", group_baseline=True) | ALONE, "reinforce_pp compares attempts at one task"),
+        ({"environment": {"id": "env", **algorithm("grpo")}} | ALONE, "grpo compares attempts at one task"),
+        (algorithm("reinforce_pp") | ALONE | {"batch_size": 1}, "compares the episodes of a batch: with batch_size 1"),
+        (algorithm("gdpo", length_penalty={"type": "linear"}), "length_penalty has no effect"),
+        (algorithm("gdpo", weights={"a": 0.0}), "weights are all zero, and so would be every"),
         (
-            {"algorithm": {"type": "reinforce_pp", "group_baseline": True}, "rollouts_per_example": 1},
-            "reinforce_pp compares attempts at one task",
-        ),
-        (
-            {"environment": {"id": "env", "algorithm": {"type": "grpo"}}, "rollouts_per_example": 1},
-            "grpo compares attempts at one task",
-        ),
-        (
-            {"algorithm": {"type": "reinforce_pp"}, "rollouts_per_example": 1, "batch_size": 1},
-            "compares the episodes of a batch: with batch_size 1",
-        ),
-        ({"algorithm": {"type": "gdpo", "length_penalty": {"type": "linear"}}}, "length_penalty has no effect"),
-        ({"algorithm": {"type": "gdpo", "weights": {"a": 0.0}}}, "weights are all zero, and so would be every"),
-        (
-            {"algorithm": {"type": "grpo", "length_penalty": {"type": "overlong", "max_tokens": 10, "cache": 20}}},
+            algorithm("grpo", length_penalty={"type": "overlong", "max_tokens": 10, "cache": 20}),
             "cache 20 is more than max_tokens 10",
         ),
         ({"filters": {"difficulty": {"low": 0.9, "high": 0.1}}}, r"low 0\.9 is not below high 0\.1"),
         ({"filters": {"difficulty": {"low": math.nan}}}, "low"),
         ({"curriculum": {"hard": 0.9}}, r"hard 0\.9 is not below easy 0\.8"),
-        ({"algorithm": {"type": "opd"}}, r"opd needs a teacher: give teacher\.base_url"),
-        ({"algorithm": {"type": "sft"}}, r"sft needs a teacher: give teacher\.base_url"),
-        ({"algorithm": {"type": "grpo", "teacher": TEACHER}}, "teacher"),
-        ({"algorithm": {"type": "sft", "teacher": TEACHER | {"timeout": 3}}}, "timeout"),
-        ({"algorithm": {"type": "opd", "teacher": {"base_url": "teacher:8000"}}}, "does not start with http"),
-        ({"algorithm": {"type": "opd", "teacher": {"base_url": "http://me:secret@t"}}}, "holds a password"),
-        ({"algorithm": {"type": "echo", "weights": {"judge": 1.0}}}, "no message has the role 'judge'"),
-        ({"algorithm": {"type": "echo", "weights": {"tool": -1.0}}}, "tool is below zero"),
-        ({"algorithm": {"type": "opsd", "template": "look"}}, r"template has no \{demonstration\}"),
+        (algorithm("opd"), r"opd needs a teacher: give teacher\.base_url"),
+        (algorithm("sft"), r"sft needs a teacher: give teacher\.base_url"),
+        (algorithm("grpo", teacher=TEACHER), "teacher"),
+        (algorithm("sft", teacher=TEACHER | {"timeout": 3}), "timeout"),
+        (algorithm("opd", teacher={"base_url": "teacher:8000"}), "does not start with http"),
+        (algorithm("opd", teacher={"base_url": "http://me:secret@t"}), "holds a password"),
+        (algorithm("echo", weights={"judge": 1.0}), "no message has the role 'judge'"),
+        (algorithm("echo", weights={"tool": -1.0}), "tool is below zero"),
+        (algorithm("opsd", template="look"), r"template has no \{demonstration\}"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict, message: str) -> None:
     """Contract: one clear line before anything starts."""
     with pytest.raises(ValidationError, match=message):
-        OrchestratorConfig(**{"environment": {"id": "env"}, "batch_size": 4, "rollouts_per_example": 2} | settings)
+        config(**settings)
