@@ -10,7 +10,7 @@ from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConf
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.orchestrator import EvalSection, TrainingEnv
 from prime_rl.config.shared import TRAINER_STEPS, CkptConfig, MonitorConfig, WandbConfig
-from prime_rl.entrypoints import orchestrator, sft, trainer
+from prime_rl.entrypoints import sft, trainer
 from prime_rl.errors import UserError
 from prime_rl.launcher import launch as rl
 from prime_rl.launcher.rundir import bench_dir, separate_bench
@@ -84,12 +84,6 @@ def environment() -> dict[str, Any]:
     return {"environments": [TrainingEnv(id="reverse-text")]}
 
 
-def test_the_orchestrators_benchmark(tmp_path: Path) -> None:
-    """The same for an orchestrator."""
-    orchestrator.run(OrchestratorConfig(output_dir=tmp_path, bench=True, dry_run=True, **environment()))
-    assert list(files(tmp_path)) == [tmp_path / "bench" / "configs" / "orchestrator.toml"]
-
-
 def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rl --bench` beside a run starts all processes in the other directory, again and again, and goes on from nothing."""
     with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator") as path:
@@ -106,10 +100,8 @@ def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {path: after.get(path) for path in before} == before
     configs = {tmp_path / "bench" / "configs" / f"{name}.toml" for name in ("rl", "trainer", "orchestrator")}
     assert after.keys() - before.keys() == configs
-    for process in (inner := separate_bench(given, print)).trainer, inner.orchestrator:
-        assert (
-            separate_bench(process, pytest.fail).output_dir == tmp_path / "bench"
-        )  # as the processes do that it starts
+    for process in (inner := separate_bench(given, print)).trainer, inner.orchestrator:  # as these do themselves
+        assert separate_bench(process, pytest.fail).output_dir == tmp_path / "bench"
     assert inner.orchestrator.eval is None
 
 

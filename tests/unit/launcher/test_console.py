@@ -31,11 +31,12 @@ def add(root: Path, process: str, step: int, time: float, **metrics: float) -> N
 
 
 def test_a_step_is_told_once_both_sides_have_it(tmp_path: Path) -> None:
-    """Joined by step, with the remaining time from the pace of the steps so far."""
+    """Joined by step, with the remaining time from the pace of the steps so far. An eval at step n neither hides step n nor counts as it."""
     steps = StepLines(tmp_path, max_steps=20)
-    add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25})
-    assert steps.new_lines() == []
+    add(tmp_path, "orchestrator", 0, 99.0, **{"eval/reverse-text/reward/mean": 0.125, "eval/reverse-text/n": 8})
     add(tmp_path, "trainer", 0, 101.0, **TRAINER)
+    assert steps.new_lines() == ["Eval reverse-text at step 0 | reward 0.1250"]
+    add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25})
     assert steps.new_lines() == [
         "Step 0 [1/20] | reward 0.2500 | loss 0.0123 | entropy 2.5000 | KL 1.25e-04 | 12,346 tokens/s | 3.21 s"
     ]
@@ -44,16 +45,6 @@ def test_a_step_is_told_once_both_sides_have_it(tmp_path: Path) -> None:
     add(tmp_path, "orchestrator", 1, 105.0, **{"reward/mean": 0.5})
     assert steps.new_lines()[0].endswith("ETA 3:00")
     assert steps.count == 2
-
-
-def test_evals_are_told_and_are_no_steps(tmp_path: Path) -> None:
-    """An eval at step n neither hides step n nor counts as it."""
-    steps = StepLines(tmp_path, max_steps=None)
-    add(tmp_path, "orchestrator", 0, 99.0, **{"eval/reverse-text/reward/mean": 0.125, "eval/reverse-text/n": 8})
-    add(tmp_path, "trainer", 0, 101.0, **TRAINER)
-    assert steps.new_lines() == ["Eval reverse-text at step 0 | reward 0.1250"]
-    add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25})
-    assert steps.new_lines()[0].startswith("Step 0 [1] | reward 0.2500")
 
 
 @given(

@@ -38,109 +38,85 @@ def edit_claim(root: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_second_owner_is_refused_and_a_dead_one_replaced(tmp_path: Path) -> None:
-    """A living launcher keeps the directory, whoever it is; a dead one's claim is taken over."""
+def overdue(owner: Owner) -> Owner:
+    owner._claim = replace(owner._claim, heartbeat=0.0)
+    return owner
+
+
+def test_one_owner(tmp_path: Path) -> None:
+    """A living launcher keeps the directory: by its pid on this host, by its heartbeat on another. A dead one's claim is taken over."""
     first = Owner(tmp_path)
     with pytest.raises(UserError, match=f"in use by another rl \\(pid {os.getpid()}"):
         Owner(tmp_path)
     edit_claim(tmp_path, started=1)  # the same pid, but another process: the old one has died
     second = Owner(tmp_path)
-    edit_claim(tmp_path, nonce="somebody else")
+    edit_claim(tmp_path, host="elsewhere", pid=1)
+    with pytest.raises(UserError, match="on elsewhere"):
+        Owner(tmp_path)
+    edit_claim(tmp_path, heartbeat=1.0)
+    Owner(tmp_path)
+    with pytest.raises(UserError, match="taken over"):
+        overdue(first).beat()
     for owner in (first, second):
         with owner:
             pass
     assert (tmp_path / "launcher.json").exists()  # not theirs any more
 
 
-def test_owner_on_another_host_lives_by_its_heartbeat(tmp_path: Path) -> None:
-    """Pids mean nothing across hosts: three missed beats do."""
-    Owner(tmp_path)
-    edit_claim(tmp_path, host="elsewhere", pid=1)
-    with pytest.raises(UserError, match="on elsewhere"):
-        Owner(tmp_path)
-    edit_claim(tmp_path, heartbeat=1.0)
-    Owner(tmp_path)
-
-
-def test_an_owner_that_was_replaced_notices(tmp_path: Path) -> None:
-    """Two launchers never go on side by side."""
-    owner = Owner(tmp_path)
-    edit_claim(tmp_path, nonce="other", host="elsewhere")
-    owner._claim = type(owner._claim)(**{**vars(owner._claim), "heartbeat": 0.0})
-    with pytest.raises(UserError, match="taken over"):
-        owner.beat()
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", '{"pid": 1}', "null"])
+@pytest.mark.parametrize("text", ["{}", "[]", '{"pid": 1}'])
 def test_a_damaged_claim_is_none(tmp_path: Path, text: str) -> None:
-    """Whatever somebody wrote there: it is taken over, also from an owner that lives, and nobody fails by it."""
+    """It is taken over, also from an owner that lives, and nobody fails by it."""
     path = tmp_path / "launcher.json"
     path.write_text(text)
     with Owner(tmp_path) as owner:
-        mine = path.read_text()
+        mine = json.loads(path.read_text())["nonce"]
         path.write_text(text)
-        owner._claim = replace(owner._claim, heartbeat=0.0)
-        owner.beat()
-        assert json.loads(path.read_text())["nonce"] == json.loads(mine)["nonce"]
+        overdue(owner).beat()
+        assert json.loads(path.read_text())["nonce"] == mine
 
 
-def test_a_heartbeat_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(self: Path, text: str) -> None:
-        self.touch()  # the name takes no room
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with Owner(tmp_path) as owner:
-        owner._claim = replace(owner._claim, heartbeat=0.0)
-        monkeypatch.setattr(Path, "write_text", write)
-        owner.beat()
-        assert [path.name for path in tmp_path.iterdir()] == ["launcher.json"]
-
-
-def test_an_empty_directory_made_for_a_refused_run_goes_again(tmp_path: Path) -> None:
-    """Bad input leaves nothing behind."""
+def test_an_owner_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does bad input, in a directory made for it; nor a heartbeat on a full disk."""
     fresh = tmp_path / "a" / "run"
     with pytest.raises(RuntimeError), Owner(fresh):
         raise RuntimeError
     assert not fresh.exists()
 
+    def write(self: Path, text: str) -> None:
+        self.touch()  # the name takes no room
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Owner(fresh) as owner:
+        monkeypatch.setattr(Path, "write_text", write)
+        overdue(owner).beat()
+        assert [path.name for path in fresh.iterdir()] == ["launcher.json"]
+
+
+WRITTEN = """
+rollouts/step_0/x weights/step_1/x weights/.step_2.tmp-x/x recovery/step_2/x recovery/.step_4.tmp-x/x checkpoints/step_2/x
+checkpoints/given_up_1_step_4/x logs/envs/x configs/trainer.toml evals/rt/step_0/results.jsonl evals/.lock logs/trainer.log
+metrics/trainer.jsonl incarnations/0.json leases/orchestrator.json settings/trainer.json settings/.trainer.json.tmp-1
+status/trainer.json status/trainer.1.json status/.trainer.1.json.tmp-1 logs/restarts.jsonl ledger.sqlite
+ledger.sqlite-journal configs/mine.toml notes/x
+"""
+
 
 def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None:
     """`--clean` removes the names that a run writes; a person's files beside them stay, even in `configs/`."""
-    directories = (
-        "rollouts/step_0", "weights/step_0", "weights/step_1", "weights/.step_2.tmp-x", "recovery/step_2", "recovery/.step_4.tmp-x",
-        "checkpoints/step_2", "checkpoints/given_up_1_step_4", "logs/envs", "notes",
-    )  # fmt: skip
-    for name in directories:
-        (tmp_path / name).mkdir(parents=True)
-    for name in (
-        "configs/trainer.toml",
-        "evals/rt/step_0/results.jsonl",
-        "evals/.lock",
-        "configs/mine.toml",
-        "logs/trainer.log",
-        "metrics/trainer.jsonl",
-        "incarnations/0.json",
-        "leases/orchestrator.json",
-        "settings/trainer.json",
-        "settings/.trainer.json.tmp-1",
-        "status/trainer.json",
-        "status/trainer.1.json",
-        "status/.trainer.1.json.tmp-1",
-        "logs/restarts.jsonl",
-        "ledger.sqlite",
-        "ledger.sqlite-journal",
-    ):
+    for name in WRITTEN.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match=r"\(rollouts, weights, checkpoints, recovery, metrics\).*--clean.*--recover"):
         refuse_results(tmp_path)
     clean(tmp_path)
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
-        "configs",
-        "configs/mine.toml",
-        "notes",
-    ]
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["configs", "configs/mine.toml", "notes", "notes/x"]
     refuse_results(tmp_path)
+    (tmp_path / "elsewhere" / "step_1").mkdir(parents=True)
+    (tmp_path / "weights").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link"):
+        clean(tmp_path)
+    assert (tmp_path / "elsewhere" / "step_1").exists()
 
 
 @pytest.mark.parametrize("whose", ["its own", "another run's"])
@@ -157,23 +133,6 @@ def test_clean_empties_the_memory_that_no_version_names(tmp_path: Path, whose: s
     clean(tmp_path / "run")
     assert len(list(tmpfs.iterdir())) == (whose == "another run's")
     assert list((tmp_path / "run").rglob("*")) == []
-
-
-def test_clean_follows_no_link(tmp_path: Path) -> None:
-    """Weights kept elsewhere are not deleted through a link."""
-    (tmp_path / "elsewhere" / "step_1").mkdir(parents=True)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "weights").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is a link"):
-        clean(tmp_path / "run")
-    assert (tmp_path / "elsewhere" / "step_1").exists()
-
-
-def test_an_evaluation_that_was_killed_is_forgotten(tmp_path: Path) -> None:
-    """Contract: a run shows no wait of a process that is gone."""
-    Status(tmp_path, "eval", of=ProcessId(os.getpid(), 1)).close()  # its pid is another process's now
-    with cleaned(tmp_path, "rl", keep_evals=True):
-        assert read_status(tmp_path) == {}
 
 
 def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
@@ -216,12 +175,10 @@ def test_finished_episodes_are_results_before_the_first_batch(tmp_path: Path) ->
 
 def left_behind(root: Path) -> None:
     """What an earlier run, and a server that still runs, have written."""
-    for name in ("rollouts/step_0", "weights/step_1"):
+    for name in ("rollouts/step_0", "weights/step_1", "logs"):
         (root / name).mkdir(parents=True)
     for name in ("inference", "orchestrator"):
         check_and_commit(OrchestratorConfig(output_dir=root, environment={"id": "x"}), name)  # type: ignore[arg-type]
-    for name in ("inference", "orchestrator"):
-        (root / "logs").mkdir(exist_ok=True)
         (root / "logs" / f"{name}.log").write_text("x")
 
 
@@ -231,11 +188,8 @@ def test_clean_by_hand_keeps_the_files_of_a_server_that_stays_up(tmp_path: Path,
     belongs_to(tmp_path, "inference", partner)
     with cleaned(tmp_path, "orchestrator"):
         pass
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
-        "inference.json",
-        "inference.log",
-        "orchestrator.log",  # which it has begun already
-    ]
+    left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["inference.json", "inference.log", "orchestrator.log"]  # its own log it has begun already
 
 
 def test_what_a_server_and_an_eval_measured_is_no_earlier_run(tmp_path: Path) -> None:
@@ -244,15 +198,16 @@ def test_what_a_server_and_an_eval_measured_is_no_earlier_run(tmp_path: Path) ->
     for name in ("inference", "eval"):
         (tmp_path / "metrics" / f"{name}.jsonl").write_text("{}\n")
     (tmp_path / "evals" / "rt" / "api").mkdir(parents=True)
+    Status(tmp_path, "eval", of=ProcessId(os.getpid(), 1)).close()  # killed: its pid is another process's now
     refuse_results(tmp_path)
     with cleaned(tmp_path, "rl", keep_evals=True):
-        pass
+        assert read_status(tmp_path) == {}, "no wait of a process that is gone is shown"
     assert (tmp_path / "metrics" / "eval.jsonl").exists()
     assert (tmp_path / "evals" / "rt" / "api").is_dir()
 
 
 def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: int) -> None:
-    """Contract: started in any order with --clean, neither removes what the other has begun; and it never empties a run that is going on."""
+    """Contract: started in any order with --clean, neither removes what the other has begun; and nobody empties a run that is going on."""
     left_behind(tmp_path)
     with cleaned(tmp_path, "trainer"):  # the trainer, first
         check_and_commit(TrainerConfig(output_dir=tmp_path), "trainer")
@@ -261,24 +216,18 @@ def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: i
     with cleaned(tmp_path, "orchestrator"):
         pass
     assert (tmp_path / "weights" / "step_0").is_dir()
-    with pytest.raises(UserError, match="another trainer is running"), cleaned(tmp_path, "trainer"):
-        pass
     (tmp_path / "rollouts" / "step_0").mkdir(parents=True)
-    with (
-        pytest.raises(UserError, match=r"would remove files of the running trainer .*\(rollouts\): stop that first"),
-        cleaned(tmp_path, "orchestrator"),
-    ):
-        pass
-    assert (tmp_path / "rollouts" / "step_0").is_dir()
-
-
-def test_what_a_living_launcher_holds_is_not_cleaned_by_hand(tmp_path: Path, partner: int) -> None:
-    """Contract: also while none of its processes has started, or all of them are between two restarts."""
-    left_behind(tmp_path)
     itself = identify(partner)
     assert itself is not None
     claim = Claim(partner, itself.started, socket.gethostname(), boot_id(), "nonce", time.time())
-    (tmp_path / "launcher.json").write_text(json.dumps(asdict(claim)))
-    with pytest.raises(UserError, match=rf"`rl` \(pid {partner} on .*\) runs in"), cleaned(tmp_path, "trainer"):
-        pass
-    assert (tmp_path / "weights" / "step_1").is_dir()
+    for process, message in (
+        ("trainer", "another trainer is running"),
+        ("orchestrator", r"would remove files of the running trainer .*\(rollouts\): stop that first"),
+        # Also while none of its processes has started, or all of them are between two restarts.
+        ("sft", rf"`rl` \(pid {partner} on .*\) runs in"),
+    ):
+        if process == "sft":
+            (tmp_path / "launcher.json").write_text(json.dumps(asdict(claim)))
+        with pytest.raises(UserError, match=message), cleaned(tmp_path, process):
+            pass
+    assert (tmp_path / "rollouts" / "step_0").is_dir()

@@ -16,28 +16,27 @@ class Clock:
 
 @pytest.mark.parametrize(("outcome", "ended"), [("finished", True), ("stopped", True), ("failed: disk full", False)])
 def test_its_last_word(tmp_path: Path, outcome: str, ended: bool) -> None:
-    """One that failed may be started again."""
+    """One that failed may be started again, but not while all is being stopped."""
     watch = TrainerWatch(tmp_path, Clock())
     Status(tmp_path, "trainer").done(outcome)
     assert watch.ended(asked_to_stop=False) is ended
-    assert watch.ended(asked_to_stop=True), "while all is being stopped nobody starts it again"
-
-
-def test_no_status_is_a_trainer_that_is_being_started_again(tmp_path: Path) -> None:
-    clock = Clock()
-    watch = TrainerWatch(tmp_path, clock)
-    assert not watch.ended(asked_to_stop=False)
-    clock.now = GONE_SECONDS - 1
-    Status(tmp_path, "trainer").phase("loading the model")
-    assert not watch.ended(asked_to_stop=False)
-    clock.now += GONE_SECONDS - 1
-    assert not watch.ended(asked_to_stop=False), "it has given a sign since"
+    assert watch.ended(asked_to_stop=True)
 
 
 def test_one_without_a_sign_for_long_is_gone(tmp_path: Path) -> None:
+    """No status is a trainer that is being started again. Of several processes the one that beat last counts."""
     clock = Clock()
-    watch = TrainerWatch(tmp_path, clock)
-    clock.now = GONE_SECONDS + 1
+    watch = TrainerWatch(tmp_path, clock, ("trainer", "sft"))
+    Status(tmp_path, "sft").done("finished")  # an earlier run's
+    for seconds in (0.0, GONE_SECONDS - 1):
+        clock.now += seconds
+        Status(tmp_path, "trainer").phase("loading the model")
+        assert not watch.ended(asked_to_stop=False)
+    for name in ("trainer", "sft"):
+        status_path(tmp_path, name).unlink()
+    clock.now += 1
+    assert not watch.ended(asked_to_stop=False)
+    clock.now += GONE_SECONDS + 1
     assert watch.ended(asked_to_stop=False)
 
 
@@ -52,18 +51,3 @@ def test_one_that_waits_for_our_batches_is_not_waited_for_once_we_stop(tmp_path:
     assert not watch.ended(asked_to_stop=True)
     clock.now += WAITS_FOR_US_SECONDS + 1
     assert watch.ended(asked_to_stop=True)
-
-
-def test_of_several_the_one_that_beat_last_counts(tmp_path: Path) -> None:
-    """An earlier trainer's last word in the directory of an `sft` that runs; its launcher removes the status to restart it."""
-    clock = Clock()
-    watch = TrainerWatch(tmp_path, clock, ("trainer", "sft"))
-    Status(tmp_path, "trainer").done("finished")
-    status = Status(tmp_path, "sft")
-    assert not watch.ended(asked_to_stop=False)
-    status.close()
-    for name in ("trainer", "sft"):
-        status_path(tmp_path, name).unlink()
-    assert not watch.ended(asked_to_stop=False)
-    clock.now = GONE_SECONDS + 1
-    assert watch.ended(asked_to_stop=False)
