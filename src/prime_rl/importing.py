@@ -59,15 +59,9 @@ def load_function(
         raise UserError(f"{key}: {path!r} is a {type(function).__name__}, not a function")
     try:
         signature = inspect.signature(function)
-        bound = signature.bind_partial(*range(positional), **args)
-    except TypeError as error:
+        signature.bind(*range(positional), **{name: None for name in offered if name in signature.parameters}, **args)
+    except (TypeError, ValueError) as error:  # ValueError: of one that is not written in Python
         raise UserError(f"{key}: {path!r} does not take its arguments: {error}") from error
-    except ValueError as error:  # of one that is not written in Python
-        raise UserError(f"{key}: {path!r} does not tell its parameters: call it from a function of your own") from error
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind not in variadic]
-    if missing := [name for name in required if name not in {*bound.arguments, *offered}]:
-        raise UserError(f"{key}: {path!r} needs arguments that are not given: {', '.join(missing)}")
     return function
 
 

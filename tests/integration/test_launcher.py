@@ -103,8 +103,8 @@ def test_drain_is_bounded(launch: Callable[..., Launch]) -> None:
 
 
 def test_a_closed_pipe_does_not_end_the_run(launch: Callable[..., Launch]) -> None:
-    """`rl … | head` and a closed terminal lose the console, not the training. `late` starts after the trainer's first report."""
-    run = launch("trainer=steps", "orchestrator=late")
+    """`rl … | head` and a closed terminal lose the console, not the training."""
+    run = launch("trainer=steps", "orchestrator=quits")
     assert run.popen.stdout is not None
     run.popen.stdout.close()
     assert run.popen.wait(30) == 0

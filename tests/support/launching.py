@@ -28,7 +28,7 @@ for pair in sys.argv[5:]:
     argv = (sys.executable, "-c", (root.parent / "child.py").read_text(), kind, str(root), name)
     server = ServerSpec("http://localhost:1", ready) if name.startswith("inference") else None
     processes.append(ProcessSpec(name, argv, root / "logs" / f"{name}.log", server=server,
-                             drain_children=kind == "agent", after="trainer" if kind == "late" else None))
+                             drain_children=kind == "agent"))
 try:
     with rundir.Owner(root):
         console = Console(root, 3)
@@ -114,8 +114,6 @@ elif kind == "fails":
     sys.exit(3)
 elif kind == "quits":
     time.sleep(0.5)
-elif kind == "late":
-    assert (root / "status" / "trainer.json").exists()
 elif kind == "after":  # ends well once the file is there
     while not (root.parent / "end").exists():
         time.sleep(0.05)

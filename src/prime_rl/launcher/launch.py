@@ -1,6 +1,5 @@
 """`rl` after its configuration has been read: check, plan, start, watch, sum up."""
 
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -12,17 +11,18 @@ from prime_rl.config.base import BaseConfig
 from prime_rl.config.shared import how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
-from prime_rl.inference.checks import check_port, model_size
+from prime_rl.inference.checks import check_port
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console, bench_table, minutes, summary
-from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, memory_gib, visible_gpus
+from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import checkpoints_root, refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
 from prime_rl.transport.settings import dry_path
 from prime_rl.transport.weights import check_writable
+from prime_rl.wait import WaitTimeout, wait
 
 _PORT_SECONDS = 3.0
 
@@ -40,7 +40,7 @@ def run(config: RLConfig) -> int:
         if not config.dry_run:
             _check_directory(config)
         return slurm.submit(resolved)
-    plan = make_plan(resolved, _this_machine(config))
+    plan = make_plan(resolved, HostResources.of_this_host(config.inference))
     _check(resolved)
     # `rl.toml` keeps `resume_step = -1`, which means the newest checkpoint when the file is used again.
     sections = {path: config if path.stem == "rl" else section for path, section in plan.configs.items()}
@@ -49,7 +49,10 @@ def run(config: RLConfig) -> int:
     venv.prepare(config.orchestrator.all_environments())
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
-        _check_ports(plan, _PORT_SECONDS)
+        with suppress(WaitTimeout):  # a killed run's processes may take a moment to die
+            wait(lambda: not _taken_port(plan), subject="port", owner="a run before", seconds=_PORT_SECONDS)
+        if (taken := _taken_port(plan)) is not None:
+            raise taken
         if _resumes(config):
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
@@ -57,24 +60,18 @@ def run(config: RLConfig) -> int:
                 pass
         for path, section in sections.items():
             write_toml(section, path)
-        console = Console(config.output_dir, config.max_steps, config.bench)
-        return _supervise(config, plan, owner, console).value
-
-
-def _this_machine(config: RLConfig) -> HostResources:
-    gpus, inference, gpu_gib, model = visible_gpus(os.environ), config.inference, None, None
-    if inference is not None and gpus and (gpu_gib := memory_gib(gpus)) is not None:
-        model = model_size(inference.model.name, inference.max_model_len)
-    return HostResources(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, model)
+        return _supervise(config, plan, owner).value
 
 
 def _show(config: RLConfig, plan: Plan, sections: Mapping[Path, BaseConfig]) -> int:
     """Print the plan and write its configs, beside those of a run that the directory holds."""
-    for refuse in (lambda: _check_directory(config), lambda: _check_ports(plan)):
-        try:
-            refuse()
-        except UserError as error:
-            print(f"note: now a run would be refused: {error}", file=sys.stderr)
+    problems = [_taken_port(plan)]
+    try:
+        _check_directory(config)
+    except UserError as error:
+        problems.append(error)
+    for problem in filter(None, problems):
+        print(f"note: now a run would be refused: {problem}", file=sys.stderr)
     text = describe(plan)
     for path, section in sections.items():
         target = dry_path(config.output_dir, path.stem)
@@ -105,27 +102,34 @@ def resume_at(config: RLConfig) -> RLConfig:
     return config.model_copy(update=sections)
 
 
-def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Console) -> RunOutcome:
+def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
+    output_dir, bench, began = config.output_dir, config.bench, time.time()
+    console = Console(output_dir, config.max_steps, bench)
+
     def tick() -> None:
         console.tick()
         owner.beat()
 
-    began = time.time()
     names = ", ".join(process.name for process in plan.processes)
-    console.say(f"starting {names}; logs in {config.output_dir / 'logs'}")
+    console.say(f"starting {names}; logs in {output_dir / 'logs'}")
     if sys.dont_write_bytecode:
         console.say("PYTHONDONTWRITEBYTECODE is set: every process compiles what it imports, 10 to 20 s of each start")
     for server in plan.servers:
         if server.port is None:
             console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
     supervisor = Supervisor(
-        plan.processes, config.output_dir, console.say, tick, policy(config), drained=lambda: drained(config)
+        plan.processes, output_dir, console.say, tick, policy(config), drained=lambda: drained(config)
     )
     outcome = supervisor.run()
     console.look()
-    _sum_up(config.output_dir, began, outcome, console, config.bench)
+    words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
+    steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else console.steps.count
+    console.say(f"{words[outcome]}: {steps} steps in {minutes(time.time() - began)}")
+    if bench or outcome is not RunOutcome.FAILURE:
+        for line in (bench_table if bench else summary)(output_dir, began):
+            console.say(line)
     # Where nothing was made yet the same command starts again by itself.
-    if outcome is not RunOutcome.SUCCESS and not config.bench and rundir.results(config.output_dir):
+    if outcome is not RunOutcome.SUCCESS and not bench and rundir.results(output_dir):
         console.say(ways_on(config))
     return outcome
 
@@ -155,15 +159,6 @@ def policy(config: RLConfig) -> RestartPolicy:
     return RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
 
 
-def _sum_up(output_dir: Path, began: float, outcome: RunOutcome, console: Console, bench: bool) -> None:
-    words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
-    steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else console.steps.count
-    console.say(f"{words[outcome]}: {steps} steps in {minutes(time.time() - began)}")
-    if bench or outcome is not RunOutcome.FAILURE:
-        for line in (bench_table if bench else summary)(output_dir, began):
-            console.say(line)
-
-
 def _check(config: RLConfig) -> None:
     sections = (config.trainer, config.orchestrator, config.inference)
     for name in {section.model.name for section in sections if section is not None}:
@@ -182,19 +177,15 @@ def _check(config: RLConfig) -> None:
         preflight.check_environment(environment)
 
 
-def _check_ports(plan: Plan, seconds: float = 0.0) -> None:
-    """Raises UserError when a port is still taken after `seconds`, which a killed run's processes may take to die."""
-    deadline = time.monotonic() + seconds
-    while True:  # bounded: by the deadline
-        try:
-            for server in plan.servers:
-                if server.port is not None:
-                    check_port(server.host, server.port, "--inference.server.port")
-            return
-        except UserError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(0.1)
+def _taken_port(plan: Plan) -> UserError | None:
+    """Say which port of the plan is taken; None where all are free."""
+    try:
+        for server in plan.servers:
+            if server.port is not None:
+                check_port(server.host, server.port, "--inference.server.port")
+    except UserError as error:
+        return error
+    return None
 
 
 def _check_directory(config: RLConfig) -> None:

@@ -1,10 +1,11 @@
 """What `rl` is going to start: a pure function of the configuration and of what this machine has.
 
-`make_plan` lists the processes, `lay_out` says which GPUs, ports and how much memory each gets, `visible_gpus` and
-`memory_gib` look at the machine.
+`make_plan` lists the processes, `lay_out` says which GPUs, ports and how much memory each gets,
+`HostResources.of_this_host` looks at the machine.
 """
 
 import itertools
+import os
 import shlex
 import shutil
 import subprocess
@@ -13,14 +14,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
-from prime_rl.inference.checks import ModelSize, gpu_count
+from prime_rl.inference.checks import ModelSize, gpu_count, model_size
 
 RECOVER = "--recover"  # makes a job go on from what is committed
 _SHARED_GPU_FRACTION = 0.4  # of a GPU's memory, where it is shared and nothing is said
@@ -62,8 +63,6 @@ class ProcessSpec:
     server: ServerSpec | None = None
     # A torchrun agent kills its ranks soon after a signal: signal the ranks themselves, then it exits by itself.
     drain_children: bool = False
-    # Name of a process whose first status report this one waits for (bounded) before it is started.
-    after: str | None = None
     # Names of servers that must have been ready once before this one is started: they measure what memory is free.
     after_ready: tuple[str, ...] = ()
 
@@ -92,6 +91,14 @@ class HostResources:
     environ: Mapping[str, str]
     gpu_gib: float | None = None
     model: ModelSize | None = None
+
+    @classmethod
+    def of_this_host(cls, inference: InferenceConfig | None) -> Self:
+        """Look at this host. Raises UserError where the NVIDIA driver hangs."""
+        gpus, gpu_gib, model = visible_gpus(os.environ), None, None
+        if inference is not None and gpus and (gpu_gib := _memory_gib(gpus)) is not None:
+            model = model_size(inference.model.name, inference.max_model_len)
+        return cls(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, model)
 
 
 @dataclass(frozen=True)
@@ -146,13 +153,11 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
         train = ["prime_rl.lifeline", *torchrun, "-m", "prime_rl.trainer.rl.train"]
     # A server that measures what is free of the GPU must be alone with it.
     alone = tuple(servers) if layout.training_gib and layout.cache_gib is None else ()
-    # Server and trainer fill two cores while they import; the orchestrator is needed last.
-    last = "trainer" if machine.cores <= 2 else None
     serve, orchestrate = "prime_rl.entrypoints.inference", "prime_rl.entrypoints.orchestrator"
     processes = (
         *(process(name, serve, key_variable="VLLM_API_KEY", server=server) for name, server in servers.items()),
         process("trainer", *train, drain_children=ranks > 1, after_ready=alone),
-        process("orchestrator", orchestrate, key_variable=client.api_key_var, after=last),
+        process("orchestrator", orchestrate, key_variable=client.api_key_var),
     )
     files = {configs[name]: section for name, section in sections.items()}
     external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
@@ -439,7 +444,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return [str(index) for index in range(count[0])]
 
 
-def memory_gib(gpus: Sequence[str]) -> float | None:
+def _memory_gib(gpus: Sequence[str]) -> float | None:
     """Return the memory of the smallest of these GPUs, in GiB; None where nvidia-smi is missing or hangs."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return None

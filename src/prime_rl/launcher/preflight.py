@@ -21,21 +21,16 @@ def check_model(name: str, *, weights: bool = True) -> None:
 
     Without `weights` (fake data, which takes random ones) the directory need not hold any.
     """
-    path = Path(name).expanduser()
-    if not path.exists():
-        if _is_path(name):
-            raise UserError(f"model directory {name} does not exist")
-        return
-    if not path.is_dir():
-        raise UserError(f"model {name} is a file: give the directory that holds config.json")
-    if "model_type" not in checks.read_json(path / "config.json"):
-        raise UserError(f"{path / 'config.json'} describes no model: it has no model_type")
-    checks.check_model(path, weights)
+    if (path := checks.local_model(name)) is not None:
+        if "model_type" not in checks.read_json(path / "config.json"):
+            raise UserError(f"{path / 'config.json'} describes no model: it has no model_type")
+        checks.check_model(path, weights)
 
 
 def check_dataset(name: str) -> None:
     """Raises UserError for a local path that does not exist. Hub names are looked up when the data is loaded."""
-    if not Path(name).expanduser().exists() and (_is_path(name) or name.endswith(_DATA_SUFFIXES)):
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith(_DATA_SUFFIXES)
+    if is_path and not Path(name).expanduser().exists():
         raise UserError(f"data.name: {name} does not exist")
 
 
@@ -71,11 +66,6 @@ def check_key(client: ClientConfig) -> None:
     default = ClientConfig.model_fields["api_key_var"].default
     if client.api_key_var != default and not os.environ.get(client.api_key_var):
         raise UserError(f"client.api_key_var: the variable {client.api_key_var} is not set")
-
-
-def _is_path(name: str) -> bool:
-    parts = Path(name).parts
-    return name.startswith(("/", ".", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
 
 
 def _is_builtin_taskset(module: str) -> bool:

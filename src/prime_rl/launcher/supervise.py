@@ -31,7 +31,6 @@ _POLL_SECONDS = 0.1
 _STATUS_SECONDS = 0.5  # between two looks at the status files
 _DRAIN_SECONDS = 300.0
 _STOP_SECONDS = 15.0
-_AFTER_SECONDS = 30.0
 _ECHO_SECONDS = 0.5
 _MAX_LOOK_SECONDS = 2.5  # a longer gap was the launcher's own: a SIGSTOP, a laptop that slept, a clock that was set
 _BUDGET_WINDOW_SECONDS = 3600.0
@@ -291,10 +290,9 @@ class Supervisor:
             time.sleep(_POLL_SECONDS)
 
     def _may_start(self, spec: ProcessSpec) -> bool:
-        reported = spec.after is None or self._now > _AFTER_SECONDS or spec.after in read_status(self._output_dir)
         awaited = [self._children[name] for name in spec.after_ready]
         # A server that never serves ends the run, or is stopped.
-        return reported and all(child.was_ready or child.state is ChildState.ENDED for child in awaited)
+        return all(child.was_ready or child.state is ChildState.ENDED for child in awaited)
 
     def _look(self) -> RunOutcome | None:
         """Look at every process once; return the outcome once there is one."""

@@ -20,7 +20,7 @@ EMPTY_SAFETENSORS = b"\x02\0\0\0\0\0\0\0{}"
 def test_models(tmp_path: Path) -> None:
     """Missing or broken local directories are refused; hub names pass."""
     check_model("Qwen/Qwen3-0.6B")
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="is not a directory"):
         check_model(str(tmp_path / "none"))
     for text, message in (
         (None, r"config\.json is missing"),
