@@ -92,8 +92,8 @@ def test_help(command: str, checkout: Path) -> None:
         entrypoint, option, *default = row.text.split()
         if entrypoint != command:
             continue
-        found = [line for line in re.split(r"\n(?=  -|\[)", output) if line.split()[:1] == [option]]
-        off = "off unless given" if option.startswith("[") else ""
+        found = [line for line in re.split(r"\n(?=  [-\[])", output) if line.split()[:1] == [option]]
+        off = "[default: off;" if option.startswith("[") else ""
         expected = f"[default: {default[0]}]" if default else off
         if not any(expected in " ".join(line.split()) for line in found):
             missing.append((row.text, found))

@@ -18,8 +18,9 @@ from prime_rl.config import (
     parse,
     to_toml,
 )
+from prime_rl.config.base import has_mark
 from prime_rl.config.orchestrator import TrainingEnv
-from prime_rl.config.schema import has_mark, settings
+from prime_rl.config.schema import settings
 from prime_rl.config.shared import ClientConfig, EnvConfig, MonitorConfig, WandbConfig
 from prime_rl.launcher.plan import HostResources, describe, make_plan
 from prime_rl.monitor.monitor import Monitor

@@ -1,14 +1,18 @@
 """What every configuration class is made of: sections, the settings common to all entrypoints, and how they contradict."""
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
+import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from prime_rl.config.layers import LayeredTable
+from prime_rl.config.table import Table
+from prime_rl.errors import UserError
 
 _KEY = r"<([a-z][\w.]*)>"
 
@@ -49,6 +53,12 @@ def option(default: Any, description: str, mark: str = "", **constraints: Any) -
     made = {"default_factory": default} if callable(default) else {"default": default}
     extra: Any = {mark: True} if mark else None
     return Field(**made, description=description, json_schema_extra=extra, repr=mark != "secret", **constraints)
+
+
+def has_mark(field: FieldInfo, mark: str) -> bool:
+    """Whether the field is declared with this `mark`."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get(mark))
 
 
 Checks = Iterator[Problem | None]
@@ -123,7 +133,7 @@ class BaseConfig(Section):
     log: LogConfig = option(LogConfig, "Console and log file.")
 
     @staticmethod
-    def share(table: LayeredTable) -> None:
+    def share(table: Table) -> None:
         """Fill settings that several sections have in common into each of them. Raises Problems."""
 
     @model_validator(mode="before")
@@ -131,11 +141,52 @@ class BaseConfig(Section):
     def _share(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict) or info.context == LOADED or cls.share is BaseConfig.share:
             return data
-        table = LayeredTable(
+        table = Table(
             {  # a section made in Python counts with what was set in it
                 name: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
                 for name, value in data.items()
             }
         )
         cls.share(table)
-        return table.tree
+        return table.get(())
+
+
+# Resolved configurations as TOML that, fed back with `@`, gives an equal configuration
+
+
+def to_toml(config: BaseConfig) -> str:
+    """Return every setting of `config`; null is the string "None".
+
+    Secrets are written as "None": they travel by environment variable. What is meant for one start alone (dry_run,
+    clean) is left out: a configuration fed back is to run.
+    """
+    return tomli_w.dumps(_plain(config))
+
+
+def write_toml(config: BaseConfig, path: Path) -> None:
+    """Write `to_toml(config)` to `path`, whole or not at all, and make its directory.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
+    staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_text(to_toml(config), encoding="utf-8")
+        staged.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        written = {name: item for name, item in value if not has_mark(fields[name], "one_time")}
+        return {name: "None" if has_mark(fields[name], "secret") else _plain(item) for name, item in written.items()}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return "None" if value is None else str(value) if isinstance(value, Path) else value

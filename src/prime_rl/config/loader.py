@@ -8,28 +8,26 @@ import os
 import sys
 import tomllib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from prime_rl.config.base import LOADED, BaseConfig, Problems, Section
-from prime_rl.config.layers import OLDER, PREFIX, ConfigError, Keys, Layer, LayeredTable, is_index, nested
+from prime_rl.config.migration import OLDER, OLDER_FOLDERS
 from prime_rl.config.mistakes import got, problem_line, validation_lines
-from prime_rl.config.schema import Setting, find, has_mark
-from prime_rl.errors import UserError
+from prime_rl.config.schema import Setting, find, settings
+from prime_rl.config.table import PREFIX, ConfigError, Keys, Origin, Table, is_index
 from prime_rl.redact import without_password
 
 Config = TypeVar("Config", bound=BaseConfig)
+Assignment = tuple[Keys, Any, Origin]
 
 FOREIGN = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
 INCLUDE = "include"
 BOOLS = {"true": True, "false": False, "1": True, "0": False, "none": None}
-# configs/trainer/NAME.toml, or configs/trainer/NAME/1b.toml, of older releases is configs/NAME/train.toml.
-OLDER_FOLDERS = {"trainer": "train", "training": "train", "orchestrator": "orch", "inference": "infer"}
 
 
 def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
@@ -41,18 +39,19 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = prog or os.path.basename(sys.argv[0])
     try:
-        if any(token.partition("=")[0] in ("-h", "--help", "--version", "--completion") for token in arguments):
+        if any(word.partition("=")[0] in ("-h", "--help", "--version", "--completion") for word in arguments):
             from prime_rl.config.help import answer
 
             say(answer(cls, name, arguments))
             raise SystemExit(0)
         config, hints = resolve(cls, arguments, os.environ)
     except ConfigError as error:
-        _report("error", error.problems)
         example = "" if arguments else f" Most are given in a file: {name} @ config.toml."
-        print(f"Nothing was started.{example} For all settings: {name} --help", file=sys.stderr)
+        end = f"Nothing was started.{example} For all settings: {name} --help"
+        print(*(f"error: {problem}" for problem in error.problems), end, sep="\n", file=sys.stderr)
         raise SystemExit(2) from None
-    _report("hint", hints)
+    for hint in hints:
+        print(f"hint: {hint}", file=sys.stderr)
     return config
 
 
@@ -67,16 +66,14 @@ def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Con
 
 def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> tuple[Any, list[str]]:
     """As `parse`, with hints at today's spelling of what was given in an older one, and at what is left out."""
-    sources = _Sources(cls)
-    sources.read(argv, env)
-    table = sources.table
-    problems = sources.problems + table.problems
+    table = _read(cls, argv, env)
+    problems = table.problems
     # Once as given, for what is unknown or of a wrong type, and once with the settings that sections share.
     for shared in (False, True):
         try:
             if shared:
                 cls.share(table)
-            config = cls.model_validate(table.tree, context=LOADED)
+            config = cls.model_validate(table.get(()), context=LOADED)
         except Problems as error:
             problems += [problem_line(problem, (), table) for problem in error.problems]
         except ValidationError as error:
@@ -97,93 +94,31 @@ def say(text: str) -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def _report(kind: str, lines: list[str]) -> None:
-    for line in lines:
-        print(f"{kind}: {line}", file=sys.stderr)
-
-
-class _Sources:
-    """Reads variables, files and options into one table, and collects mistakes in what they look like.
+def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Table:
+    """Return what all sources give, the weakest first.
 
     argparse can neither tell an optional section from a setting nor let `@` stand anywhere.
     """
-
-    def __init__(self, cls: type[Section]) -> None:
-        self.table = LayeredTable()
-        self.problems: list[str] = []
-        self._cls, self._rank = cls, 0
-        self._files: list[tuple[Path, Keys]] = []
-        self._options: list[tuple[str, Keys, Any]] = []
-
-    def read(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Add a layer for each source, from the weakest to the strongest."""
-        for name in sorted(env, key=lambda name: [(len(part) * part.isdigit(), part) for part in name.split("__")]):
-            if _is_setting(name, self._cls):
-                keys = _keys_of_variable(name)
-                value = from_text([env[name]], find(self._cls, keys))
-                self.table.add(Layer("variable", name, 0, nested(keys, value)))
-        tokens = deque(argv)
-        while tokens:
-            self._collect(self._take, tokens.popleft(), tokens)
-        for path, prefix in sorted(self._files, key=lambda file: file[1] != ()):
-            self._collect(self._read_file, path, prefix)
-        # Items of lists after the lists, whatever their order on the line: neither is lost.
-        for name, keys, value in sorted(self._options, key=lambda option: any(map(is_index, option[1]))):
-            self.table.add(Layer("option", name, self._rank + 1, nested(keys, value)))
-
-    def _collect(self, step: Callable[..., None], *arguments: Any) -> None:
+    table = Table(unions=frozenset(setting.keys for setting in settings(cls) if len(setting.sections) > 1))
+    for name in sorted(env, key=lambda name: (len(name), name)):  # items of a list by their number
+        if keys := _keys_of_variable(name, cls):
+            table.add(keys, from_text([env[name]], find(cls, keys)), Origin("variable", name))
+    words, assignments, rank = deque(argv), list[Assignment](), 1
+    while words:
         try:
-            step(*arguments)
+            assignments += _take(cls, words)
         except ConfigError as error:
-            self.problems += error.problems
+            table.problems += error.problems
+    for keys, value, origin in sorted(assignments, key=_strength):
+        rank += origin.kind == "file" and not keys  # a file for a section is as strong as the last of the whole
+        table.add(keys, value, origin._replace(rank=rank + (origin.kind == "option")))
+    return table
 
-    def _take(self, token: str, following: deque[str]) -> None:
-        """Read a file, or an option and the values that follow it, as many as its type takes."""
-        if token.startswith("@"):
-            self._files.append((_file(token, following, "@"), ()))
-            return
-        if not token.startswith("--") or token == "--":
-            raise ConfigError([_stray(token)])
-        name, equals, glued = token.partition("=")
-        keys = tuple(name[2:].replace("-", "_").split("."))
-        setting = find(self._cls, keys)
-        peeked = glued if equals else following[0] if following else ""
-        if setting is None and (off := self._switched_off(keys)) is not None:
-            if equals:
-                raise ConfigError([f"{name} takes no value"])
-            self._options.append((name, *off))
-        elif setting is not None and setting.is_table and peeked.startswith("@"):
-            self._files.append((_file(peeked if equals else following.popleft(), following, f"{name} @"), keys))
-        else:
-            most = None if setting is None or setting.takes(list) else 1
-            if setting is not None and setting.takes(bool) and peeked.lower() not in BOOLS:
-                most = 0
-            self._options.append((name, keys, _value(name, [glued] if equals else _values(following, most), setting)))
 
-    def _switched_off(self, keys: Keys) -> tuple[Keys, bool | None] | None:
-        """Return key and value of `--no-flag` (False) or, for what may be null, `--no-ckpt`; also `--trainer.no-ckpt`."""
-        for position, key in enumerate(keys):
-            positive = (*keys[:position], key.removeprefix("no_"), *keys[position + 1 :])
-            setting = find(self._cls, positive) if key.startswith("no_") else None
-            if setting is not None and (setting.takes(bool) or setting.nullable):
-                return positive, False if setting.takes(bool) else None
-        return None
-
-    def _read_file(self, path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> None:
-        """Write what the file gives below `prefix`, after what the files in its `include` give, relative to it."""
-        tree, text = _load_toml(path)
-        names = tree.pop(INCLUDE, [])
-        names = [names] if isinstance(names, str) else names
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ConfigError([f"{path}: {INCLUDE} must be a file name or a list of file names"])
-        for target in [path.parent / name for name in names]:
-            if any(os.path.abspath(target) == os.path.abspath(other) for other in (*including, path)):
-                raise ConfigError([f"{path}: include of {target} is a cycle"])
-            self._read_file(target, prefix, (*including, path))
-        # A file for a section is as strong as the last of the whole.
-        rank = self._rank = max(self._rank + (not prefix), 1)
-        lines = tuple(text.splitlines())
-        self.table.add(Layer("file", str(path), rank, nested(prefix, tree), prefix, lines))
+def _strength(assignment: Assignment) -> tuple[bool, bool]:
+    """Options after files, files for sections after others; items of lists after the lists, so that neither is lost."""
+    keys, _, origin = assignment
+    return (True, any(map(is_index, keys))) if origin.kind == "option" else (False, keys != ())
 
 
 # Environment variables: PRIME_MODEL__NAME is model.name. One without `__` counts only if it names a setting.
@@ -194,85 +129,95 @@ def child_env(env: Mapping[str, str], cls: type[Section]) -> dict[str, str]:
 
     For one that gets its complete configuration as a file: what was meant for `rl` may be a mistake there.
     """
-    return {name: value for name, value in env.items() if not _is_setting(name, cls)}
+    return {name: value for name, value in env.items() if not _keys_of_variable(name, cls)}
 
 
-def _keys_of_variable(name: str) -> Keys:
-    keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
-    return ("log", "level") if keys == ("log_level",) else keys
-
-
-def _is_setting(name: str, cls: type[Section]) -> bool:
+def _keys_of_variable(name: str, cls: type[Section]) -> Keys:
+    """Return the setting that a variable names, () of any other program's."""
     if not name.startswith(PREFIX) or name == FOREIGN:
-        return False
-    keys = _keys_of_variable(name)
+        return ()
+    keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
+    keys = ("log", "level") if keys == ("log_level",) else keys
     today = (OLDER[keys][0],) if keys in OLDER else keys
-    return len(keys) > 1 or find(cls, today) is not None
+    return keys if len(keys) > 1 or find(cls, today) else ()
 
 
 # The words of the command line, and values as text
 
 
-def _values(following: deque[str], most: int | None = None) -> list[str]:
-    """Take the values that follow an option, at most so many."""
-    values: list[str] = []
-    while following and not following[0].startswith(("--", "@")) and len(values) != most:
-        values.append(following.popleft())
-    return values
-
-
-def _file(token: str, following: deque[str], after: str) -> Path:
-    """Return the file of an `@`, glued to it or the next token."""
-    names = [token[1:]] if token != "@" else _values(following, 1)
-    if not names:
-        raise ConfigError([f"{after} must be followed by a file"])
-    return Path(names[0])
-
-
-def _stray(token: str, option: str = "") -> str:
-    if token.endswith(".toml") or os.path.isfile(token):
-        return f"to read the file {token}, write: {option}@ {token}"
-    hint = ": options start with --" if token.startswith("-") else ""
-    return f"unexpected argument '{without_password(token)}'{hint}"
-
-
-def _value(name: str, texts: list[str], setting: Setting | None) -> Any:
-    """Return the value of an option that was given with `texts`; what names nothing is reported later, by validation."""
-    if setting is None:
-        return " ".join(texts)
-    if files := [text for text in texts if text.endswith(".toml") and (setting.is_table or setting.takes(list))]:
-        raise ConfigError([_stray(file, f"{name} " if setting.is_table else "") for file in files])
-    if not texts and (setting.takes(bool) or Any in setting.kinds):
-        return True
-    if not texts and not setting.is_table:
+def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
+    """Take a file with those that it includes, or an option with the values that follow it, as many as its type takes."""
+    word = words.popleft()
+    name, equals, glued = word.partition("=")
+    if word.startswith("@"):
+        return _read_file(_take_path("@", word, words), ())
+    if not name.startswith("--") or name == "--":
+        if word.endswith(".toml") or os.path.isfile(word):
+            raise ConfigError([f"to read the file {word}, write: @ {word}"])
+        hint = ": options start with --" if word.startswith("-") else ""
+        raise ConfigError([f"unexpected argument '{without_password(word)}'{hint}"])
+    keys = tuple(name[2:].replace("-", "_").split("."))
+    setting, origin = find(cls, keys), Origin("option", name)
+    first = glued if equals else words[0] if words else ""
+    if setting is None and (off := _switched_off(cls, keys)) is not None:
+        if equals:
+            raise ConfigError([f"{name} takes no value"])
+        return [(*off, origin)]
+    if setting is not None and setting.is_table and first.startswith("@"):
+        return _read_file(_take_path(f"{name} @", first if equals else words.popleft(), words), keys)
+    several = setting is None or setting.takes(list)
+    is_flag = setting is not None and setting.takes(bool) and first.lower() not in BOOLS
+    most = len(words) if several else 0 if is_flag else 1
+    texts = [glued] if equals else []
+    while not equals and len(texts) < most and words and not words[0].startswith(("--", "@")):
+        if setting is not None and several and words[0].endswith(".toml"):
+            break  # a file without its @
+        texts.append(words.popleft())
+    if setting is not None and not texts and not setting.is_table and not setting.takes(bool, Any):
         raise ConfigError([f"{name} needs a value"])
-    value = from_text(texts, setting) if texts else {} if setting.nullable else ""
-    if setting.is_table and not isinstance(value, dict) and value not in ("None", None):
+    value = from_text(texts, setting)
+    if setting is not None and setting.is_table and not isinstance(value, dict) and value not in (None, "None"):
         table = f"a table such as \"{{'key': 1}}\", {name} @ file.toml, or one of its settings ({name}.…)"
         raise ConfigError([f"{name} is a section: expected {table}{got(''.join(texts))}"])
-    return value
+    return [(keys, value, origin)]
+
+
+def _take_path(after: str, word: str, words: deque[str]) -> Path:
+    """Return the file of an `@`, glued to it or the next word."""
+    if word == "@" and (not words or words[0].startswith(("--", "@"))):
+        raise ConfigError([f"{after} must be followed by a file"])
+    return Path(words.popleft() if word == "@" else word[1:])
+
+
+def _switched_off(cls: type[Section], keys: Keys) -> tuple[Keys, bool | None] | None:
+    """Return key and value of `--no-flag` (False) or, for what may be null, `--no-ckpt`; also `--trainer.no-ckpt`."""
+    for position, key in enumerate(keys):
+        positive = (*keys[:position], key.removeprefix("no_"), *keys[position + 1 :])
+        setting = find(cls, positive) if key.startswith("no_") else None
+        if setting is not None and (setting.takes(bool) or setting.nullable):
+            return positive, False if setting.takes(bool) else None
+    return None
 
 
 def from_text(texts: list[str], setting: Setting | None) -> Any:
-    """Return what `texts` (of a list any number) mean as the type of the setting; what does not fit stays text."""
-    text = texts[0]
+    """Return what `texts` (of a list any number, none for "true") mean as the type of the setting, else the text itself.
+
+    What names no setting, or does not fit, is reported by validation.
+    """
+    text = " ".join(texts) if texts else "true"
     if setting is None or text == "None":
         return text
     if setting.takes(list):
-        if len(texts) == 1 and text.lstrip().startswith("["):
-            return _literal(text)
-        if text.lstrip().startswith("{"):
-            return [_literal(item) for item in texts]
-        return [part.strip() for item in texts for part in item.split(",") if part.strip()]
+        parts = [part.strip() for item in texts for part in item.split(",")]
+        return _literal(text) if text.lstrip().startswith("[") else [part for part in parts if part]
     if setting.takes(bool):
         return BOOLS.get(text.lower(), text)
-    if setting.choices or str in setting.kinds or Path in setting.kinds:
+    if setting.choices or setting.takes(str, Path):
         return text
     if setting.sections and setting.nullable and text.lower() in BOOLS:
         return {} if BOOLS[text.lower()] else None
     value = _literal(text)
-    is_number = int in setting.kinds or float in setting.kinds
-    return text if is_number and isinstance(value, bool) else value  # pydantic would take true for 1
+    return text if isinstance(value, bool) and setting.takes(int, float) else value  # pydantic would take true for 1
 
 
 def _literal(text: str) -> Any:
@@ -287,17 +232,27 @@ def _literal(text: str) -> Any:
 # TOML files
 
 
-def _load_toml(path: Path) -> tuple[dict[str, Any], str]:
+def _read_file(path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> list[Assignment]:
+    """Return what each file that is included, relative to the one that does, then the file itself sets below `prefix`."""
     try:
         text = path.read_text(encoding="utf-8")
-        return tomllib.loads(text), text
+        tree = tomllib.loads(text)
     except FileNotFoundError:
-        problem = f"no such file: {path}{_nearest_file(path)}"
+        raise ConfigError([f"no such file: {path}{_nearest_file(path)}"]) from None
     except OSError as error:
-        problem = f"{path}: cannot be read: {error.strerror}"
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
     except ValueError as error:  # of tomllib, or of an encoding
-        problem = f"{path}: malformed TOML: {str(error).partition(';')[0]}"
-    raise ConfigError([problem])
+        raise ConfigError([f"{path}: malformed TOML: {str(error).partition(';')[0]}"]) from None
+    names = tree.pop(INCLUDE, [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError([f"{path}: {INCLUDE} must be a file name or a list of file names"])
+    assignments: list[Assignment] = []
+    for target in [path.parent / name for name in names]:
+        if os.path.abspath(target) in map(os.path.abspath, (*including, path)):
+            raise ConfigError([f"{path}: include of {target} is a cycle"])
+        assignments += _read_file(target, prefix, (*including, path))
+    return [*assignments, (prefix, tree, Origin("file", str(path), prefix=prefix, lines=tuple(text.splitlines())))]
 
 
 def _nearest_file(path: Path) -> str:
@@ -310,48 +265,3 @@ def _nearest_file(path: Path) -> str:
         return f" (nor is there a directory {path.parent})"
     near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)
     return f" (did you mean {path.parent / near[0]}.toml?)" if near else ""
-
-
-# Resolved configurations as TOML that, fed back with `@`, gives an equal configuration
-
-
-def to_toml(config: BaseConfig) -> str:
-    """Return every setting of `config`; null is the string "None".
-
-    Secrets are written as "None": they travel by environment variable. What is meant for one start alone (dry_run,
-    clean) is left out: a configuration fed back is to run.
-    """
-    return tomli_w.dumps(_plain(config))
-
-
-def write_toml(config: BaseConfig, path: Path) -> None:
-    """Write `to_toml(config)` to `path`, whole or not at all, and make its directory.
-
-    Raises:
-        UserError: the place cannot be written to.
-    """
-    staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(to_toml(config), encoding="utf-8")
-        staged.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _plain(value: Any) -> Any:
-    if value is None:
-        return "None"
-    if isinstance(value, BaseModel):
-        fields = type(value).model_fields
-        written = {name: item for name, item in value if not has_mark(fields[name], "one_time")}
-        return {name: "None" if has_mark(fields[name], "secret") else _plain(item) for name, item in written.items()}
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -5,12 +5,13 @@ options over files over variables. Equally strong sources that differ are refuse
 only there is it visible what was given and what is a default.
 """
 
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 from prime_rl.config.base import Problem, check
-from prime_rl.config.layers import ABSENT, SECTIONS_OF_RL, LayeredTable, spell
-from prime_rl.config.shared import CkptConfig
+from prime_rl.config.shared import CkptConfig, WandbConfig
+from prime_rl.config.table import ABSENT, SECTIONS_OF_RL, Entry, Table, in_section, spell
 
 ALL = SECTIONS_OF_RL
 PAIR = ("trainer", "orchestrator")
@@ -26,170 +27,154 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None}
 DEFAULT_PORT = 8000
 
 
-def share(table: LayeredTable) -> None:
+def share(table: Table) -> None:
     """Fill shared settings of an RLConfig into every section. Raises Problems.
 
     Where nothing has an origin, all sources are equally strong.
     """
-    run = _Sharing(table)
-    if run.get("trainer") is ABSENT:
-        run.set("trainer", {})
-    present = [name for name in ALL if isinstance(run.get(name), dict)]
-    pair = [section for section in PAIR if section in present]
+    if entry_of(table, "trainer").value is ABSENT:
+        put(table, "trainer", Entry({}))
+    sections = [name for name in ALL if isinstance(entry_of(table, name).value, dict)]
+    pair = [name for name in PAIR if name in sections]
+    common = [(key, [name for name in whom if name in sections]) for key, whom in COMMON.items()]
     check(
-        *(
-            run.unify([key, *(f"{section}.{key}" for section in sections if section in present)])
-            for key, sections in COMMON.items()
-        ),
-        *run.seq_len([f"{section}.seq_len" for section in pair]),
-        *run.wandb(pair),
-        run.address("orchestrator.client") if {"inference", "orchestrator"} <= set(present) else None,
+        *(unify(table, [key, *(f"{name}.{key}" for name in whom)]) for key, whom in common),
+        *share_seq_len(table, [f"{name}.seq_len" for name in pair]),
+        *(problem for name in pair for problem in share_wandb(table, name)),
+        agree_on_address(table, "orchestrator.client") if {"inference", "orchestrator"} <= {*sections} else None,
     )
-    run.fake_data()
+    if entry_of(table, "wandb").value is not ABSENT:
+        put(table, "wandb", Entry(None))
+    choose_data(table)
 
 
-def share_eval_server(table: LayeredTable) -> None:
+def share_eval_server(table: Table) -> None:
     """Copy the model of an SFTConfig to the server, and the server's address to `eval.client`. Raises Problems."""
-    run = _Sharing(table)
-    if isinstance(run.get("inference"), dict) and isinstance(run.get("eval"), dict):
-        check(run.unify(["model.name", "inference.model.name"]), run.address("eval.client"))
+    if all(isinstance(entry_of(table, name).value, dict) for name in ("inference", "eval")):
+        check(unify(table, ["model.name", "inference.model.name"]), agree_on_address(table, "eval.client"))
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one == other or str(one) == str(other)  # A path may be given as Path or as text.
+def entry_of(table: Table, key: str) -> Entry:
+    """The entry of a dotted key."""
+    return table.entry(tuple(key.split(".")))
 
 
-def _value_or_on(value: Any) -> Any:
-    return "on" if isinstance(value, dict) else value
+def put(table: Table, key: str, entry: Entry) -> None:
+    """Set a dotted key that was missing or came from a weaker source."""
+    table.fill(tuple(key.split(".")), entry)
 
 
-def _keys(key: str) -> tuple[str, ...]:
-    return tuple(key.split("."))
+def _rank(table: Table, *keys: str) -> int:
+    return max((entry_of(table, key).rank for key in keys), default=-1)
 
 
-class _Sharing:
-    """The table of a run by dotted keys, in which shared settings are filled into the sections."""
+def same(one: Any, other: Any) -> bool:
+    """Whether values are equal. A path may be given as Path or as text; sections are on or off."""
+    return one == other or str(one) == str(other)
 
-    def __init__(self, table: LayeredTable) -> None:
-        self.table = table
 
-    def get(self, key: str) -> Any:
-        return self.table.get(_keys(key))
+def contradiction(table: Table, one: str, other: str) -> Problem:
+    values = ["on" if isinstance(value := entry_of(table, key).value, dict) else value for key in (one, other)]
+    origin, top = entry_of(table, one).origin, in_section(tuple(one.split(".")))
+    advice = "" if origin is None or origin.kind == "option" else f", or decide by {spell(top, 'option')}"
+    message = f"{other} is {values[1]} but {one} is {values[0]}: both are the same setting, give it once{advice}"
+    return Problem(message, one, other)
 
-    def set(self, key: str, value: Any) -> None:
-        """Set a value that was missing or came from a weaker source, and forget that origin."""
-        self.table.fill(_keys(key), value)
 
-    def _rank(self, *keys: str) -> int:
-        """Rank of the strongest source of any of the keys; below that of a default for none."""
-        return max((self.table.rank(_keys(key)) for key in keys), default=-2)
+def unify(table: Table, keys: list[str]) -> Problem | None:
+    """Give all `keys` the value that the strongest source gave one of them; return the Problem if it gave several.
 
-    def _contradiction(self, one: str, value: Any, other: str, different: Any) -> Problem:
-        origin = self.table.exact(_keys(one))
-        section, _, within = one.partition(".")
-        top = within if section in ALL else one
-        by_option = origin is None or origin.kind == "option"
-        advice = "" if by_option else f", or decide by {spell(_keys(top), 'option')}"
-        message = f"{other} is {different} but {one} is {value}: both are the same setting, give it once{advice}"
-        return Problem(message, one, other)
+    Of a section it is whether it is on: its settings are unified one by one.
+    """
+    entries = {key: entry for key in keys if (entry := entry_of(table, key)).value is not ABSENT}
+    strongest = [key for key in entries if entries[key].rank == _rank(table, *entries)]
+    for key in strongest[1:]:
+        if not same(entries[strongest[0]].value, entries[key].value):
+            return contradiction(table, strongest[0], key)
+    for key in keys if strongest else ():
+        if key not in entries or not same(entries[strongest[0]].value, entries[key].value):
+            put(table, key, entries[strongest[0]])
+    return None
 
-    def unify(self, keys: list[str]) -> Problem | None:
-        """Give all `keys` the value that the strongest source gave one of them; the Problem if it gave several.
 
-        Of a section it is whether it is on: its settings are unified one by one.
-        """
-        values = {key: _value_or_on(self.get(key)) for key in keys if self.get(key) is not ABSENT}
-        if not values:
+def share_seq_len(table: Table, keys: list[str]) -> Iterator[Problem | None]:
+    """Share as a common setting, unless a section's source is stronger than the top's: micro-batches may be longer."""
+    if entry_of(table, "seq_len").value not in (ABSENT, None):
+        if _rank(table, *keys) <= _rank(table, "seq_len"):
+            yield from [unify(table, ["seq_len", key]) for key in keys]
+            return
+        put(table, "seq_len", Entry(None))
+    if sum(entry_of(table, key).value is not ABSENT for key in keys) == 1:
+        unify(table, keys)
+
+
+def share_wandb(table: Table, section: str) -> Iterator[Problem | None]:
+    """Copy `wandb` into the monitor of a section, which may differ from it by a stronger source."""
+    place = f"{section}.monitor.wandb"
+    top, own = entry_of(table, "wandb"), entry_of(table, place)
+    if top.value is ABSENT:
+        return
+    # Off is written at the top of a resolved file, too, beside monitors that are on.
+    decided = top.value is not None or (top.origin is not None and top.origin.kind == "option")
+    if own.value is ABSENT or (top.rank > own.rank and None in (own.value, top.value)):
+        put(table, place, Entry(top.value))
+    elif top.rank == own.rank and decided and (own.value is None) != (top.value is None):
+        states = ("off", "on") if top.value is None else ("on", "off")
+        yield Problem(f"wandb is {states[0]} but {place} is {states[1]}", "wandb", place)
+    for name in WandbConfig.model_fields if entry_of(table, place).value is not None else ():
+        top, own = entry_of(table, f"wandb.{name}"), entry_of(table, f"{place}.{name}")
+        if name in ("name", "id") and top.value not in (ABSENT, None):
+            top = top._replace(value=f"{top.value}-{section}")
+        if top.value is not ABSENT and (own.value is ABSENT or top.rank > own.rank):
+            put(table, f"{place}.{name}", top)
+        elif top.value is not ABSENT and top.rank == own.rank and not same(own.value, top.value):
+            yield contradiction(table, f"wandb.{name}", f"{place}.{name}")
+
+
+def agree_on_address(table: Table, client: str) -> Problem | None:
+    """Let a client and the inference server agree on host and port."""
+    key, router = f"{client}.base_url", f"{client}.admin_base_url"
+    host_key, port_key = "inference.server.host", "inference.server.port"
+    leave_out = "but [inference] starts its own: leave one of the two out"
+    if entry_of(table, router).value not in (ABSENT, None):
+        return Problem(f"{router} names servers behind a router, {leave_out}", router)
+    host, port = (None if (value := entry_of(table, one).value) is ABSENT else value for one in (host_key, port_key))
+    url = table.get(tuple(key.split(".")))
+    if isinstance(url, list) and len(url) > 1:
+        return Problem(f"{key} names {len(url)} servers, {leave_out} (`rl` has inference_servers for several)", key)
+    url = url[0] if isinstance(url, list) and url else url
+    if url and url is not ABSENT:
+        address = urlsplit(url)
+        url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)
+        same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
+        gap = _rank(table, key) - _rank(table, port_key, *([] if same_host else [host_key]))
+        if same_host and (port is None or gap > 0 or same(url_port, port)):
+            put(table, port_key, Entry(url_port))
             return None
-        strongest = self._rank(*values)
-        first, *others = [key for key in values if self._rank(key) == strongest]
-        for key in others:
-            if not _same(values[first], values[key]):
-                return self._contradiction(first, values[first], key, values[key])
-        for key in keys:
-            if key not in values or not _same(values[first], values[key]):
-                self.set(key, {} if isinstance(self.get(first), dict) else values[first])
-        return None
+        if gap >= 0:
+            listens = f"{host or 'localhost'}:{port or DEFAULT_PORT}"
+            message = f"{key} is {url} but inference.server listens on {listens}: give one of them"
+            return Problem(message, key, port_key, host_key)
+    name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
+    put(table, key, Entry(f"http://{name}:{port or DEFAULT_PORT}/v1"))
+    return None
 
-    def seq_len(self, keys: list[str]) -> list[Problem | None]:
-        """Share as a common setting, unless a section's source is stronger than the top's: micro-batches may be longer."""
-        if self.get("seq_len") not in (ABSENT, None):
-            if self._rank(*keys) <= self._rank("seq_len"):
-                return [self.unify(["seq_len", key]) for key in keys]
-            self.set("seq_len", None)
-        if sum(self.get(key) is not ABSENT for key in keys) == 1:
-            self.unify(keys)
-        return []
 
-    def wandb(self, sections: list[str]) -> list[Problem | None]:
-        """Move `wandb` into the monitors of `sections`, which may differ from it by a stronger source."""
-        shared, origin = self.get("wandb"), self.table.exact(("wandb",))
-        # Off is written at the top of a resolved file, too, beside monitors that are on.
-        decided = shared is not None or (origin is not None and origin.kind == "option")
-        problems: list[Problem | None] = []
-        for section in sections if shared is not ABSENT else []:
-            place = f"{section}.monitor.wandb"
-            own, gap = self.get(place), self._rank("wandb") - self._rank(place)
-            if own is not ABSENT and gap == 0 and decided and (own is None) != (shared is None):
-                states = ("off", "on") if shared is None else ("on", "off")
-                problems.append(Problem(f"wandb is {states[0]} but {place} is {states[1]}", "wandb", place))
-            if own is ABSENT or (gap > 0 and None in (own, shared)):
-                self.set(place, None if shared is None else {})
-            for name, value in (shared or {}).items() if self.get(place) is not None else ():
-                top, key = f"wandb.{name}", f"{place}.{name}"
-                named = f"{value}-{section}" if name in ("name", "id") and value is not None else value
-                own, gap = self.get(key), self._rank(top) - self._rank(key)
-                if own is ABSENT or gap > 0:
-                    self.set(key, named)
-                elif gap == 0 and not _same(own, named):
-                    problems.append(self._contradiction(top, value, key, own))
-        if shared is not ABSENT:
-            self.set("wandb", None)
-        return problems
+def choose_data(table: Table) -> None:
+    """Give the trainer random samples under bench, as many as the orchestrator would send.
 
-    def address(self, client: str) -> Problem | None:
-        """Let a client and the inference server agree on host and port."""
-        key, router = f"{client}.base_url", f"{client}.admin_base_url"
-        host_key, port_key = "inference.server.host", "inference.server.port"
-        leave_out = "but [inference] starts its own: leave one of the two out"
-        if self.get(router) not in (ABSENT, None):
-            return Problem(f"{router} names servers behind a router, {leave_out}", router)
-        host, port, url = (None if (value := self.get(one)) is ABSENT else value for one in (host_key, port_key, key))
-        if isinstance(url, list) and len(url) > 1:
-            return Problem(f"{key} names {len(url)} servers, {leave_out} (`rl` has inference_servers for several)", key)
-        url = url[0] if isinstance(url, list) and url else url
-        if url:
-            address = urlsplit(url)
-            url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)
-            same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
-            gap = self._rank(key) - self._rank(port_key, *([] if same_host else [host_key]))
-            if same_host and (port is None or gap > 0 or str(url_port) == str(port)):
-                self.set(port_key, url_port)
-                return None
-            if gap >= 0:
-                listens = f"{host or 'localhost'}:{port or DEFAULT_PORT}"
-                message = f"{key} is {url} but inference.server listens on {listens}: give one of them"
-                return Problem(message, key, port_key, host_key)
-        name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
-        self.set(key, f"http://{name}:{port or DEFAULT_PORT}/v1")
-        return None
-
-    def fake_data(self) -> None:
-        """Give the trainer random samples under bench, as many as the orchestrator would send.
-
-        Without bench drop `trainer.data.fake`, which is meant for a trainer that runs alone.
-        """
-        key = "trainer.data.fake"
-        fake, bench, batch_size = self.get(key), self.get("bench") is True, self.get("orchestrator.batch_size")
-        if bench and fake in (ABSENT, None):
-            self.set(key, {} if batch_size is ABSENT else {"batch_size": batch_size})
-        elif not bench and fake not in (ABSENT, None):
-            origin = self.table.origin(_keys(key))
-            where = f" ({origin.text})" if origin is not None else ""
-            self.table.hints.append(
-                f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts"
-            )
-            self.set(key, None)
-        if self.get("orchestrator.trainer") is False:
-            self.table.hints.append("orchestrator.trainer is left out: `rl` starts a trainer")
-        self.table.remove(_keys("orchestrator.trainer"))  # meant for an orchestrator that runs alone
+    Without bench drop `trainer.data.fake`, which is meant for a trainer that runs alone.
+    """
+    key = "trainer.data.fake"
+    fake, batch_size = entry_of(table, key), entry_of(table, "orchestrator.batch_size")
+    if entry_of(table, "bench").value is True:
+        if fake.value in (ABSENT, None):
+            put(table, key, Entry({}))
+            put(table, f"{key}.batch_size", batch_size) if batch_size.value is not ABSENT else None
+    elif fake.value not in (ABSENT, None):
+        where = f" ({fake.place})" if fake.origin is not None else ""
+        table.hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
+        put(table, key, Entry(None))
+    if entry_of(table, "orchestrator.trainer").value is False:
+        table.hints.append("orchestrator.trainer is left out: `rl` starts a trainer")
+    table.remove(("orchestrator", "trainer"))  # meant for an orchestrator that runs alone

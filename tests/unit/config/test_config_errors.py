@@ -247,8 +247,6 @@ def test_a_malformed_table_is_not_printed(text: str) -> None:
         (["missing.toml"], "@ missing.toml"),
         (["--bench", "x.toml"], "@ x.toml"),
         (["--seed", "1", "x.toml"], "@ x.toml"),
-        (["--optim", "x.toml"], "--optim @ x.toml"),
-        (["--ckpt", "x.toml"], "--ckpt @ x.toml"),
         (["train"], "@ train"),
     ],
 )

@@ -14,8 +14,8 @@ from prime_rl.config import (
     load,
 )
 from prime_rl.config.help import SHELLS, help_text
-from prime_rl.config.layers import spell
 from prime_rl.config.schema import settings
+from prime_rl.config.table import spell
 from support.configs import CLASSES, COMMANDS
 
 HEAVY = ("torch", "vllm", "verifiers", "transformers", "datasets", "numpy", "pyarrow", "wandb", "rich", "httpx")
@@ -70,7 +70,7 @@ def test_one_section_or_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "with --trainer.optim.type adamw, the default:" in text
     assert "--trainer.seq-len" not in text
     ckpt, _ = printed(capsys, TrainerConfig, "--help", "ckpt")
-    assert "(off unless given; --ckpt switches it on, --no-ckpt off):" in ckpt
+    assert "[default: off; --ckpt, --no-ckpt]" in ckpt
     environments, _ = printed(capsys, OrchestratorConfig, "--help", "environments")
     assert "--environments.N.id str" in environments
     assert "[required]" in environments

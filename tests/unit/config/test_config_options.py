@@ -118,7 +118,6 @@ def test_unions_choose_by_type_and_keep_the_default_type_without_one() -> None:
         ["--environment-ids", '["a", "b"]'],
         ["--environment-ids", "a", "b", "--seed", "1"],
         ["--environments", '[{"id": "a"}, {"id": "b"}]'],
-        ["--environments", '{"id": "a"}', "{'id': 'b'}"],
     ],
 )
 def test_lists(argv: list[str]) -> None:

@@ -1,0 +1,55 @@
+"""Settings and files of earlier releases: what they are today, or what to do instead. Data alone."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+ANY: Any = object()
+
+
+def _port_of(address: Any) -> Any:
+    """Return the port of an address like http://localhost:8001; anything else as it is, also one with a host to lose."""
+    local = re.fullmatch(r"https?://(?:localhost|127\.0\.0\.1):(\d{1,5})/*", str(address))
+    return int(local[1]) if local else address
+
+
+# Older spellings: the key of today in the same table, and how its value is written there. The same in a section of `rl`.
+OLDER: dict[tuple[str, ...], tuple[str, Callable[[Any], Any]]] = {
+    ("exp_id",): ("output_dir", lambda name: f"outputs/{name}"),
+    ("ckpt", "path"): ("output_dir", lambda path: path),
+    ("client", "port"): ("base_url", lambda port: f"http://localhost:{port}/v1"),
+    ("benchmarks",): ("environment_ids", lambda names: str(names).replace(",", " ").split()),
+    ("server", "port"): ("port", _port_of),
+}
+# configs/trainer/NAME.toml, or configs/trainer/NAME/1b.toml, is configs/NAME/train.toml.
+OLDER_FOLDERS = {"trainer": "train", "training": "train", "orchestrator": "orch", "inference": "infer"}
+# What is gone: what to do instead and, of settings that changed what a run computes, the one value that means what is
+# always done today.
+REMOVED: dict[str, tuple[str, Any]] = {
+    "adamw_lr_ratio": ("AdamW updates its part at lr", 1.0),
+    "advertise": ("clients list their servers, in client.base_url", ANY),
+    "batch_normalize": ("the sum is always normalized over the batch", True),
+    "canary": ("it is logprob_check", True),
+    "checkpointed_layers": ("a level holds for every layer; auto mixes two as memory asks", ANY),
+    "client.discover": ("servers are listed: give their addresses in base_url", None),
+    "filters.off_policy": ("max_off_policy_steps bounds the age of every sample", None),
+    "from_baseline": ("others are always compared with an episode that is left out", False),
+    "gibberish.max_tokens": ("one such token leaves an episode out", 0),
+    "log_samples_interval": ("a rollout is logged every 10 steps", ANY),
+    "match_rms": ("updates always have the size of AdamW's", True),
+    "no_canary": ("write --no-logprob-check", ANY),
+    "no_stage_weights": ("new weights are staged wherever there is memory for them", ANY),
+    "normal_weight": ("give easy_weight and hard_weight relative to 1", 1.0),
+    "optim.betas1": ("AdamW beside Muon has 0.9", 0.9),
+    "optim.betas2": ("AdamW beside Muon has 0.95", 0.95),
+    "optim.nesterov": ("the look-ahead is always on", True),
+    "optim.state": ("running means are float32; offload keeps them in host memory", "float32"),
+    "per_token": ("each episode counts once", False),
+    "prices": ("report.json counts the tokens, by which prices can be multiplied", ANY),
+    "recycle_episodes": ("where memory runs out the kernel ends workers first, and their episodes run again", ANY),
+    "recycle_mib": ("where memory runs out the kernel ends workers first, and their episodes run again", ANY),
+    "register_dir": ("clients list their servers, in client.base_url", ANY),
+    "restart_backoff": ("the first restart comes after a second, each further one after twice as long", ANY),
+    "stage_weights": ("new weights are staged wherever there is memory for them", ANY),
+    "weights.canary": ("the fixed prompt is always scored; the orchestrator's logprob_check can be off", ANY),
+}

@@ -1,0 +1,195 @@
+"""The flat table that all sources of a configuration write into: of each key the value, and where it came from."""
+
+import re
+from typing import Any, Literal, NamedTuple
+
+from prime_rl.config.migration import OLDER
+
+Keys = tuple[str, ...]
+Kind = Literal["option", "file", "variable"]
+
+PREFIX = "PRIME_"  # of environment variables: PRIME_MODEL__NAME is model.name
+SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
+ABSENT: Any = object()
+
+
+class ConfigError(Exception):
+    """One or more mistakes in a configuration, each a readable line in `problems`."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def is_index(key: str) -> bool:
+    """Whether a key is the number of an item of a list."""
+    return re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
+
+
+def spell(keys: Keys, kind: Kind) -> str:
+    """`keys` as an option, as a dotted TOML key, or as an environment variable."""
+    if kind == "option":
+        return "--" + ".".join(keys).replace("_", "-")
+    return PREFIX + "__".join(keys).upper() if kind == "variable" else ".".join(keys)
+
+
+def generic(keys: Keys) -> Keys:
+    """`keys` with "N" for the number of an item."""
+    return tuple("N" if is_index(key) else key for key in keys)
+
+
+def in_section(keys: Keys) -> Keys:
+    """`keys` of `rl` as the process has them that they are meant for."""
+    return keys[1:] if keys[:1] and keys[0] in SECTIONS_OF_RL else keys
+
+
+class Origin(NamedTuple):
+    """An option, a variable, or a file, of which `lines` are read into the section at `prefix`. Higher ranks win."""
+
+    kind: Kind
+    name: str
+    rank: int = 0
+    prefix: Keys = ()
+    lines: tuple[str, ...] = ()
+
+    def place(self, keys: Keys) -> str:
+        """Return the name; of a file also the line that names the last of `keys`, below those that name the tables around.
+
+        tomllib does not tell. A key inside a string could be mistaken for one, which only misplaces a message.
+        """
+        number, before = -1, ""
+        for key in keys[len(self.prefix) :]:
+            pattern = rf"[^#]*(?<![\w-]){re.escape(key)}[\"']?\s*[=.\]]"
+            if is_index(key):
+                pattern = rf"\s*\[\[.*\b{re.escape(before)}[\"']?\s*\]"
+            matches = [line for line in range(max(number, 0), len(self.lines)) if re.match(pattern, self.lines[line])]
+            number, before = next(iter(matches[int(key) if is_index(key) else 0 :]), number), key
+        return self.name if number < 0 else f"{self.name}, line {number + 1}"
+
+
+class Entry(NamedTuple):
+    """The value of a key: {} of a table, [] of a list, whose settings and items have entries of their own.
+
+    `keys`: as which it was given, in `origin` (None: in Python, or it follows from others).
+    """
+
+    value: Any
+    origin: Origin | None = None
+    keys: Keys = ()
+
+    @property
+    def rank(self) -> int:
+        return -1 if self.origin is None else self.origin.rank
+
+    @property
+    def place(self) -> str:
+        return "" if self.origin is None else self.origin.place(self.keys)
+
+
+NOTHING = Entry(ABSENT)
+
+
+class Table:
+    """Entries by key, of each the strongest. Sources are added from the weakest to the strongest.
+
+    `unions` are the sections that have several types: the settings of one mean nothing in another.
+    """
+
+    def __init__(self, tree: dict[str, Any] | None = None, unions: frozenset[Keys] = frozenset()) -> None:
+        self.entries: dict[Keys, Entry] = {}
+        self.hints: list[str] = []
+        self.problems: list[str] = []
+        self._unions = unions
+        self._write((), tree or {}, None)
+
+    def add(self, keys: Keys, value: Any, origin: Origin) -> None:
+        """Put a value over those before: tables are merged, anything else is replaced; the text "None" is null."""
+        for length, key in enumerate(keys):
+            around = keys[:length]
+            table = self.entry(around).value
+            if not isinstance(table, dict | list if is_index(key) else dict):
+                self._clear(around)
+                table = [] if is_index(key) else {}
+            count = sum(one[:-1] == around and one != around for one in self.entries)
+            if isinstance(table, list) and int(key) > count:
+                self.problems.append(f"{origin.name}: there are {count} of {'.'.join(around)}")
+                return
+            self.entries[around] = Entry(table, origin, around)
+        self._write(keys, value, origin)
+
+    def _write(self, keys: Keys, value: Any, origin: Origin | None) -> None:
+        """Set `keys`, under its name of today, and all that is in it."""
+        written_as, before = keys, value
+        if origin is not None and (older := OLDER.get(in_section(keys))) is not None:
+            keys, value = (*keys[:-1], older[0]), older[1](value)
+            if (keys, value) != (written_as, before):
+                today = ",".join(map(str, value)) if isinstance(value, list) else value
+                hint = f"{before} is an older spelling of {spell(keys, origin.kind)} {today}"
+                self.hints.append(f"{origin.place(written_as)} {hint}")
+        same = self.entry(keys)
+        if origin is not None and same.origin is origin and same.keys != written_as:
+            both = f"{'.'.join(same.keys)} and {'.'.join(written_as)} are the same setting, give it once"
+            self.problems.append(f"{both} ({same.place})")
+        if origin is not None and keys[-1:] == ("type",):
+            self._leave_out_other_types(keys, value, origin)
+        if not (isinstance(value, dict) and isinstance(same.value, dict)):
+            self._clear(keys)
+        leaf = type(value)() if isinstance(value, dict | list) else None if value == "None" else value
+        self.entries[keys] = Entry(leaf, origin, written_as)
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in sorted(items, key=lambda one: one[0] != "type"):
+            self._write((*keys, str(key)), item, origin)
+
+    def _leave_out_other_types(self, keys: Keys, value: Any, origin: Origin) -> None:
+        """Drop what weaker sources set for another `type`, which is set at `keys`; options may come in any order."""
+        before, union = self.entry(keys), keys[:-1]
+        if before.value in (ABSENT, value) or generic(union) not in self._unions:
+            return
+        others = {one: entry.origin for one, entry in self.entries.items() if one[:-1] == union and one != keys}
+        gone = [one for one, by in others.items() if by is None or not by.kind == origin.kind != "file"]
+        for one in gone:
+            self.remove(one)
+        if gone and before.origin is not None:
+            what = f"{', '.join(sorted('.'.join(one) for one in gone))} set by {before.origin.name}"
+            now = f"{origin.place(keys)} makes it '{value}'"
+            self.hints.append(f"{what} for type '{before.value}' is left out: {now}")
+
+    def entry(self, keys: Keys) -> Entry:
+        """The entry, or NOTHING."""
+        return self.entries.get(keys, NOTHING)
+
+    def get(self, keys: Keys) -> Any:
+        """The value with all that is in it, or ABSENT."""
+        values: dict[Keys, Any] = {}
+        for one in sorted((one for one in self.entries if one[: len(keys)] == keys), key=len):
+            value = self.entries[one].value
+            values[one] = type(value)() if isinstance(value, dict | list) else value
+            table = values[one[:-1]] if len(one) > len(keys) else {}
+            if isinstance(table, list):
+                table.append(values[one])
+            elif one:
+                table[one[-1]] = values[one]
+        return values.get(keys, ABSENT)
+
+    def fill(self, keys: Keys, entry: Entry) -> None:
+        """Set what follows from another setting, whose origin the entry may have."""
+        for around in [keys[:length] for length in range(len(keys))]:
+            if not isinstance(self.entry(around).value, dict):
+                self.entries[around] = Entry({})
+        self._clear(keys)
+        self.entries[keys] = entry
+
+    def _clear(self, keys: Keys) -> None:
+        if isinstance(self.entry(keys).value, dict | list):
+            for one in [one for one in self.entries if one[: len(keys)] == keys and one != keys]:
+                del self.entries[one]
+
+    def remove(self, keys: Keys) -> None:
+        """Forget `keys` and everything within."""
+        self._clear(keys)
+        self.entries.pop(keys, None)
+
+    def nearest(self, keys: Keys) -> Entry:
+        """The entry of `keys`, else of the table around it, that a source gave; NOTHING where none did."""
+        around = [self.entry(keys[:length]) for length in range(len(keys), 0, -1)]
+        return next((entry for entry in around if entry.origin is not None), NOTHING)
