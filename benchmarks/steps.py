@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -252,11 +251,8 @@ class Bench:
         needs = attention.needs_of(self.shape, compute_dtype(config.dtype, self.world.device))
         backend, _ = attention.choose(config.attention, attention.this_machine(self.world.device, needs), needs)
         settings = self.policy.memory.settings
-        levels = [(level, len(list(run))) for level, run in groupby(settings.levels)]
-        recomputed = ", ".join(level + (f" × {count}" if len(levels) > 1 else "") for level, count in levels)
-        words = [backend, f"recompute {recomputed}", f"head {settings.head_chunk}"]
-        words += ["weights freed"] * settings.reshard
-        return "; ".join(words + [f"offloaded {settings.offloaded / 1e9:.2f} GB a layer"] * (settings.offloaded > 0))
+        offloaded = f", {settings.offloaded / 1e9:.2f} GB a layer offloaded" if settings.offloaded else ""
+        return f"{backend}, {settings}{offloaded}"
 
     def estimated_gib(self) -> float | None:
         """The peak that the choice was based on; None where nothing was planned."""

@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -162,6 +163,11 @@ class Settings:
     head_chunk: int
     reshard: bool
     offloaded: float
+
+    def __str__(self) -> str:
+        levels = ", ".join(f"{level} in {count} layers" for level, count in Counter(self.levels).items())
+        weights = "weights freed after forward" if self.reshard else "weights stay gathered"
+        return f"recompute {levels}, head in chunks of {self.head_chunk} tokens, {weights}"
 
 
 # ---- bytes
@@ -532,14 +538,6 @@ def use_expandable_segments() -> None:
 
 # ---- in words
 
-_RECOMPUTED = {
-    "none": "nothing",
-    "pointwise": "what is pointwise",
-    "wide": "all but attention and the narrow products",
-    "attention": "all but attention",
-    "full": "everything",
-}
-
 
 def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
     """What was chosen, and what it takes."""
@@ -550,25 +548,14 @@ def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
     limit = "memory_limit" if config.memory_limit is not None else "free"
     text = [
         f"memory: {_gib(estimated.total * (1 + RESERVE))} of {_gib(plan.budget)} GiB ({limit}) for {job.tokens:,} tokens "
-        f"a micro-batch; backward computes again {_in_words(settings, shape, job)}",
+        f"a micro-batch; {settings}",
         f"estimated peak, in {estimated.moment}: {listed(estimated.parts)}, reserve {_gib(estimated.total * RESERVE)} GiB",
     ]
+    if settings.offloaded:
+        text.append(f"{_gib(offloaded_bytes(shape, job, settings))} GiB of activations offloaded to host memory")
     if not _fits(estimated, plan.budget):
         text.append(f"too little, if the estimate holds; what would help most: {_remedies_listed(plan)}")
     return "; ".join(text)
-
-
-def _in_words(settings: Settings, shape: Shape, job: Job) -> str:
-    runs = [(level, len(list(run))) for level, run in groupby(settings.levels)]
-    layers = ", ".join(
-        _RECOMPUTED[level] + (f" in {count} of {len(settings.levels)} layers" if len(runs) > 1 else "")
-        for level, count in runs
-    )
-    parts = [layers, f"head in chunks of {min(settings.head_chunk, job.tokens)} tokens"]
-    parts.append("weights freed after forward" if settings.reshard else "weights stay gathered")
-    if settings.offloaded:
-        parts.append(f"{_gib(offloaded_bytes(shape, job, settings))} GiB of activations offloaded to host memory")
-    return ", ".join(parts)
 
 
 def listed(parts: dict[str, int]) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.config import TrainerConfig
-from prime_rl.config.trainer import AdamW, TrainerModel
+from prime_rl.config.trainer import AdamW, Recompute, TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, memory, model, moe
 from prime_rl.trainer.activations import LEVELS, checkpoint_layers, wide_products
@@ -37,12 +38,33 @@ from prime_rl.trainer.model import check_host_memory, host_estimate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
 from support import attention as stand_ins
-from support import memory as sizes
 from support import trainer as support
-from support.memory import check_fit, chosen, everywhere, fits, shape_of
 
-world, tied_model, run_training = support.world, support.tied_model, support.run_training
-shapes = sizes.shapes
+world, tied_model = support.world, support.tied_model
+
+
+def shape_of(config: PretrainedConfig) -> Shape:
+    with torch.device("meta"):
+        return Shape.of(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.fixture(scope="module")
+def shapes() -> dict[str, Shape]:
+    return {name: shape_of(find_model(f"Qwen/Qwen3-{name}", random_weights=True).config) for name in ("0.6B", "4B")}
+
+
+def everywhere(shape: Shape, level: Recompute, chunk: int = 4096) -> Settings:
+    """One level in all layers, nothing offloaded."""
+    return Settings((level,) * shape.layers, chunk, reshard=False, offloaded=0.0)
+
+
+def chosen(shape: Shape, gib: float, tokens: int = 16384, host: float = 100 * GIB, **config: Any) -> Settings:
+    return choose(TrainerModel(**config), shape, Job(tokens), gib * GIB, host)
+
+
+def fits(shape: Shape, job: Job, settings: Settings, gib: float) -> bool:
+    return 1.03 * estimate(shape, job, settings).total <= gib * GIB
+
 
 # ---- against measurements
 
@@ -156,25 +178,55 @@ def test_what_blocks_keep(name: str, level: str) -> None:
 
 # ---- the choice
 
-MUCH = 10_000 * GIB
+# Thousands of tokens and GiB; the levels in layers, and what is offloaded of each layer, on average; the same where
+# offloading is forbidden. The last two were measured (`benchmarks/results/trainer_h200.json`, suite `bars`).
+CHOICES: list[tuple[str, int, float, dict[str, int], float, dict[str, int]]] = [
+    ("0.6B", 64, 138, {"none": 28}, 0, {"none": 28}),
+    ("0.6B", 16, 15, {"attention": 23, "wide": 5}, 0, {"attention": 23, "wide": 5}),
+    ("4B", 16, 138, {"none": 36}, 0, {"none": 36}),
+    ("4B", 16, 125, {"pointwise": 18, "none": 18}, 0, {"pointwise": 18, "none": 18}),
+    ("4B", 16, 80, {"wide": 36}, 0.121e9, {"attention": 11, "wide": 25}),
+    ("4B", 64, 136, {"wide": 18, "pointwise": 18}, 1.571e9, {"attention": 4, "wide": 32}),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "thousands", "gib", "levels"),
-    [
-        ("0.6B", 16, 138, {"none"}),
-        ("0.6B", 64, 138, {"none"}),
-        ("0.6B", 16, 15, {"wide", "attention"}),
-        ("4B", 16, 138, {"none"}),
-        ("4B", 16, 125, {"none", "pointwise"}),
-    ],
-)
-def test_choice(name: str, thousands: int, gib: float, levels: set[str], shapes: dict[str, Shape]) -> None:
-    """Rows of the benchmark without offloading: no more is computed again than the memory asks for, the leaner level first."""
-    settings = chosen(shapes[name], gib, thousands * 1024)
-    assert set(settings.levels) == levels
-    assert not settings.offloaded
-    check_fit(shapes[name], Job(thousands * 1024), settings, gib)
+@pytest.mark.parametrize(("name", "thousands", "gib", "levels", "offloaded", "plainly"), CHOICES, ids=str)
+def test_choice(
+    name: str,
+    thousands: int,
+    gib: float,
+    levels: dict[str, int],
+    offloaded: float,
+    plainly: dict[str, int],
+    shapes: dict[str, Shape],
+) -> None:
+    """No more is computed again than the memory asks for, the leaner level first. What the host link carries beside the
+    computation is offloaded where that saves time; nothing if it is forbidden or the host has no room."""
+    shape, job = shapes[name], Job(thousands * 1024)
+    settings, plain = (chosen(shape, gib, job.tokens, activation_offload=offloads) for offloads in (None, False))
+    assert (Counter(settings.levels), Counter(plain.levels)) == (levels, plainly)
+    assert settings.offloaded == pytest.approx(offloaded, rel=0.005)
+    for each in (settings, plain):
+        check_fit(shape, job, each, gib)
+    assert not plain.offloaded
+    assert chosen(shape, gib, job.tokens, host=0) == plain
+    if offloaded:
+        assert settings.offloaded <= HOST_LINK * forward_seconds(shape, job)
+        saved = added_seconds(shape, job, plain) - added_seconds(shape, job, settings)
+        assert saved > 0.01 * batch_seconds(shape, job)
+        half = offloaded_bytes(shape, job, settings) / 2
+        assert offloaded_bytes(shape, job, chosen(shape, gib, job.tokens, host=half)) <= half
+
+
+def check_fit(shape: Shape, job: Job, settings: Settings, gib: float) -> None:
+    """They fit, the first layers have the leaner level, and with one layer less of it they would not fit."""
+    assert fits(shape, job, settings, gib)
+    order = [LEVELS.index(level) for level in settings.levels]
+    assert order == sorted(order, reverse=True)
+    if order[0]:
+        last = order.count(order[0]) - 1
+        richer = (*settings.levels[:last], LEVELS[order[0] - 1], *settings.levels[last + 1 :])
+        assert not fits(shape, job, replace(settings, levels=richer), gib)
 
 
 def test_more_memory_is_never_slower(shapes: dict[str, Shape]) -> None:
@@ -189,120 +241,68 @@ def test_more_memory_is_never_slower(shapes: dict[str, Shape]) -> None:
 
 
 def test_the_user_has_the_last_word(shapes: dict[str, Shape]) -> None:
-    """What is set stays; what is left open is fitted around it."""
-    shape = shapes["4B"]
-    settings = chosen(shape, 80, activation_checkpointing="full", head_chunk=777)
-    assert settings.levels == ("full",) * 36
-    assert settings.head_chunk == 777
-    settings = chosen(shape, 138, activation_offload=True, reshard_after_forward=True)
-    assert settings.offloaded == math.inf
-    assert settings.reshard
-    assert not chosen(shape, 1, activation_offload=False, reshard_after_forward=False).reshard
-    assert set(chosen(shape, 80, activation_checkpointing="attention").levels) == {"attention"}
+    """What is set stays, whether it fits or not; what is left open is fitted around it."""
+    settings = chosen(shapes["4B"], 80, activation_checkpointing="full", head_chunk=777)
+    assert (set(settings.levels), settings.head_chunk) == ({"full"}, 777)
+    settings = chosen(shapes["4B"], 138, activation_offload=True, reshard_after_forward=True)
+    assert (settings.offloaded, settings.reshard) == (math.inf, True)
+    settings = chosen(shapes["4B"], 1, activation_offload=False, reshard_after_forward=False)
+    assert (settings.offloaded, settings.reshard) == (0, False)
+
+
+# ---- the plan of a run
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
-    """A world of one GPU with so many GiB free, as far as planning asks."""
-
-    def make(free: float) -> World:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), 141 * GIB))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
-        return World(0, 1, torch.device("cuda"), None)  # type: ignore[arg-type]
-
-    return make
-
-
-def planned(world: World, tokens: int | None = 16384, **config: Any) -> MemoryPlan:
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryPlan]:
+    """The plan on a GPU with so many GiB free, one of them torch's already; 4 ranks share so much of the host's memory."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(find_model("Qwen/Qwen3-4B", random_weights=True).config)
-    settings = TrainerModel(**config)
-    return memory.plan_memory(settings, lm, world, compiled=True, itemsize=2, tokens=tokens, optim=AdamW())
+
+    def plan(free: float, tokens: int | None = 16384, host: float = 1000, device: str = "cuda") -> MemoryPlan:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int((free - 1) * GIB), 141 * GIB))
+        monkeypatch.setattr(memory, "available_bytes", lambda: 4 * host * GIB)
+        world = World(0, 1, torch.device(device), None)  # type: ignore[arg-type]
+        return memory.plan_memory(TrainerModel(), lm, world, compiled=True, itemsize=2, tokens=tokens, optim=AdamW())
+
+    return plan
 
 
-def test_plan_says_what_and_why(gpu: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
-    """Free memory, less what libraries will take beside torch; the choice, and the estimate by parts."""
+def test_plan(planned: Callable[..., MemoryPlan], caplog: pytest.LogCaptureFixture) -> None:
+    """It is for the free memory less what libraries will take beside torch, and is logged in one line: the choice, the
+    estimate by parts, what is offloaded, and a warning with remedies where even the leanest way does not fit. Nothing
+    is planned on a CPU or without a size."""
     caplog.set_level("INFO", "prime_rl")
-    plan = planned(gpu(127.0))
-    assert plan.budget == (127 + 1) * GIB - memory.OUTSIDE  # 1 GiB is torch's already
-    assert plan.settings == choose(TrainerModel(), plan.shape, Job(16384), plan.budget, MUCH)
-    (record,) = caplog.records
+    plan = planned(128)
+    assert plan.budget == 128 * GIB - memory.OUTSIDE
     count = plan.settings.levels.count("pointwise")
-    assert record.levelname == "INFO"
-    assert "GiB (free) for 16,384 tokens a micro-batch" in record.message
-    assert f"what is pointwise in {count} of 36 layers, nothing in {36 - count} of 36 layers" in record.message
-    assert "optimizer states 30.0, fp32 weights 15.0, gradients 15.0" in record.message
-    assert "\n" not in record.message
+    planned(138, 65536, host=150)
+    planned(40)
+    tight, offloading, none_fits = caplog.records
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING"]
+    for record, words in (
+        (tight, "of 125.0 GiB (free) for 16,384 tokens a micro-batch"),
+        (tight, f"recompute pointwise in {count} layers, none in {36 - count} layers, head in chunks of"),
+        (tight, "optimizer states 30.0, fp32 weights 15.0, gradients 15.0"),
+        (offloading, "GiB of activations offloaded to host memory"),
+        (none_fits, "what would help most: --optim.offload true (-30.0 GiB), 2 GPUs (-29.6 GiB)"),
+    ):
+        assert words in record.message
+        assert "\n" not in record.message
+    for nothing in (planned(128, device="cpu"), planned(20, None)):
+        assert nothing.settings == Settings(("none",) * 36, 4096, reshard=False, offloaded=0.0)
+        assert nothing.job is None
 
 
-def test_plan_says_what_is_offloaded(
-    gpu: Callable[..., World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most half of this rank's part of the host memory, and what the copy of weights and optimizer states leaves of
-    nine tenths of it, 52.5 GiB here."""
-    caplog.set_level("INFO", "prime_rl")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for available, least, most in ((4 * 100, 25, 37.5), (4 * 150, 40, 75)):
-        monkeypatch.setattr(memory, "available_bytes", lambda available=available: available * GIB)
-        plan = planned(gpu(138.0), 65536)
-        assert plan.job is not None
-        offloaded = offloaded_bytes(plan.shape, plan.job, plan.settings) / GIB
-        assert least < offloaded <= most
-        assert f"{offloaded:.1f} GiB of activations offloaded to host memory" in caplog.records[-1].message
-    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * 58 * GIB)
-    assert planned(gpu(138.0), 65536).settings.offloaded == 0
-
-
-def test_plan_warns_and_goes_on(gpu: Callable[..., World], caplog: pytest.LogCaptureFixture) -> None:
-    """Where even the leanest way does not fit."""
-    planned(gpu(40.0))
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "what would help most: --optim.offload true (-30.0 GiB), 2 GPUs (-29.6 GiB)" in record.message
-
-
-def test_nothing_is_planned_on_cpu_or_without_a_size(gpu: Callable[..., World], world: World) -> None:
-    plain = Settings(("none",) * 36, 4096, reshard=False, offloaded=0.0)
-    for where, tokens in ((world, 16384), (gpu(20.0), None)):
-        plan = planned(where, tokens)
-        assert plan.settings == plain
-        assert plan.job is None
-
-
-# Chosen and measured on an H200 (`benchmarks/results/trainer_h200.json`, suite `bars`): 4B, thousands of tokens, GiB; bytes offloaded of
-# each layer and the levels; and what is chosen where offloading is forbidden.
-OFFLOADING = [
-    (16, 80, 0.121e9, {"wide": 36}, {"attention": 11, "wide": 25}),
-    (64, 136, 1.571e9, {"wide": 18, "pointwise": 18}, {"attention": 4, "wide": 32}),
-]
-
-
-@pytest.mark.parametrize(
-    ("thousands", "gib", "offloaded", "levels", "plainly"), OFFLOADING, ids=lambda value: str(value)
-)
-def test_a_part_is_offloaded_where_it_saves_time(
-    thousands: int,
-    gib: float,
-    offloaded: float,
-    levels: dict[str, int],
-    plainly: dict[str, int],
-    shapes: dict[str, Shape],
-) -> None:
-    """What the link carries beside the computation, in place of computing again; nothing with other words or without host memory."""
-    shape, job = shapes["4B"], Job(thousands * 1024)
-    settings, plain = (chosen(shape, gib, job.tokens, activation_offload=offloads) for offloads in (None, False))
-    assert Counter(settings.levels) == levels
-    assert settings.offloaded == pytest.approx(offloaded, rel=0.005)
-    assert settings.offloaded <= HOST_LINK * forward_seconds(shape, job)
-    check_fit(shape, job, settings, gib)
-    assert Counter(plain.levels) == plainly
-    assert not plain.offloaded
-    check_fit(shape, job, plain, gib)
-    saved = added_seconds(shape, job, plain) - added_seconds(shape, job, settings)
-    assert saved > 0.01 * batch_seconds(shape, job)
-    assert chosen(shape, gib, job.tokens, host=0) == plain
-    half = offloaded_bytes(shape, job, settings) / 2
-    assert offloaded_bytes(shape, job, chosen(shape, gib, job.tokens, host=half)) <= half
+@pytest.mark.parametrize(("host", "least", "most"), [(100, 25, 37.5), (150, 40, 75), (58, 0, 0)])
+def test_host_memory_of_offloading(host: int, least: float, most: float, planned: Callable[..., MemoryPlan]) -> None:
+    """At most half of this rank's part, and what the copy of weights and optimizer states leaves of nine tenths of it,
+    52.5 GiB here."""
+    plan = planned(139, 65536, host=host)
+    assert plan.job is not None
+    assert least <= offloaded_bytes(plan.shape, plan.job, plan.settings) / GIB <= most
 
 
 # ---- out of memory
