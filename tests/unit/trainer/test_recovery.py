@@ -119,41 +119,37 @@ POINTS = [
 
 
 @pytest.mark.parametrize(
-    ("point", "save_async"),
+    ("point", "save_async", "late"),
     [
-        *((point, True) for point in BEFORE_ANY_SAVE + POINTS),
+        *((point, True, False) for point in BEFORE_ANY_SAVE + POINTS),
         # In the loop the same is done, in the same order.
-        *((f"{where}:checkpoints/step_2/trainer", False) for where in ("write", "renamed")),
+        *((f"{where}:checkpoints/step_2/trainer", False, False) for where in ("write", "renamed")),
+        # Rows are written one step late, as on a GPU.
+        *((point, True, True) for point in ("write:weights/step_2", "renamed:weights/step_3", "saved-copy:step_3")),
     ],
 )
-def test_dies_and_recovers(point: str, save_async: bool, run: Run, undisturbed: Path, tmp_path: Path) -> None:
+def test_dies_and_recovers(
+    point: str, save_async: bool, late: bool, run: Run, undisturbed: Path, tmp_path: Path
+) -> None:
     """Whatever it was committing, a trainer that died and recovers has the same weights, checkpoints and metrics as one that did not."""
-    ckpt = {"interval": 2, "save_async": save_async}
-    with dying_at(point):
-        run(ckpt=ckpt)
-    run(ckpt=ckpt, recover=True)
-    assert_undisturbed(tmp_path, undisturbed)
-
-
-@pytest.mark.parametrize("point", ["write:weights/step_2", "renamed:weights/step_3", "saved-copy:step_3"])
-def test_dies_with_a_row_unwritten(point: str, run: Run, undisturbed: Path, tmp_path: Path) -> None:
-    """The same where rows are written one step late, as on a GPU."""
+    settings: dict[str, Any] = {"ckpt": {"interval": 2, "save_async": save_async}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: True)
+        patch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: late)
         with dying_at(point):
-            run(recovery_interval=3)
-        run(recovery_interval=3, recover=True)
-    assert_undisturbed(tmp_path, undisturbed)
-
-
-def assert_undisturbed(tmp_path: Path, undisturbed: Path) -> None:
+            run(**settings)
+        run(**settings, recover=True)
     assert hashes(tmp_path) == hashes(undisturbed)
     assert numbers(tmp_path) == numbers(undisturbed)
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
     assert list_steps(tmp_path / "recovery") == [3]
     assert read_status(tmp_path)["trainer"].outcome == "finished"
-    left = [path for path in tmp_path.rglob(".*") if ".tmp-" in path.name and path.suffix != ".json"]
-    assert left == []
+    assert [path for path in tmp_path.rglob(".*") if ".tmp-" in path.name and path.suffix != ".json"] == []
+
+
+def damage(state: Path) -> None:
+    """Cut off the end of what a rank saved."""
+    file = next((state / "state").glob("rank_*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-7])
 
 
 def test_recovers_from_an_older_state(
@@ -162,8 +158,7 @@ def test_recovers_from_an_older_state(
     """Damaged states are passed over, with a warning; what was made from them is made again, the same."""
     run()
     for directory in (tmp_path / "checkpoints" / "step_4" / "trainer", tmp_path / "recovery" / "step_3"):
-        shards = next((directory / "state").glob("rank_*.safetensors"))
-        shards.write_bytes(shards.read_bytes()[:-7])
+        damage(directory)
     run(recover=True)
     assert "checkpoints/step_4/trainer is passed over" in caplog.text
     assert "recovery/step_3 is passed over" in caplog.text
@@ -294,48 +289,45 @@ def test_a_checkpoint_waits_for_no_recovery_checkpoint(
     ]
 
 
-REFUSALS: list[tuple[str, dict[str, Any]]] = [
-    ("checkpoints of an earlier run", {}),
-    ("resume_step 3: not in", {"ckpt": {"resume_step": 3}}),
-    ("max_steps 1 is below", {"ckpt": {"resume_step": -1}, "max_steps": 1}),
-    ("another base model", {"ckpt": {"resume_step": -1}}),
+FOREIGN = r"step_7 was not made by this program, or is damaged: move it"
+REFUSALS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("checkpoints of an earlier run", {}, None),
+    ("resume_step 3: not in", {"ckpt": {"resume_step": 3}}, None),
+    ("max_steps 1 is below", {"ckpt": {"resume_step": -1}, "max_steps": 1}, None),
+    ("another base model", {"ckpt": {"resume_step": -1}}, None),
+    (FOREIGN, {"recover": True}, "checkpoints/step_7/trainer/model.pt"),
+    (FOREIGN, {"ckpt": {"resume_step": -1}}, "checkpoints/step_7/notes"),
+    (FOREIGN, {"recover": True}, "weights/step_7/x"),
 ]
 
 
-@pytest.mark.parametrize("number", range(4), ids=["anew", "no such step", "beyond the end", "another model"])
-def test_who_is_refused_leaves_no_trace(number: int, run: Run, untied_model: Path, tmp_path: Path) -> None:
-    """A trainer that may not go on in a run directory changes no file in it."""
+@pytest.mark.parametrize(("message", "settings", "foreign"), REFUSALS, ids=str)
+def test_who_is_refused_leaves_no_trace(
+    message: str, settings: dict[str, Any], foreign: str | None, run: Run, untied_model: Path, tmp_path: Path
+) -> None:
+    """A trainer that may not go on in a run directory, or finds there what is not ours under our names, changes no file."""
     run(max_steps=2, weights={"keep": 1})
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert tmp_path / "configs" / "trainer.toml" in before
-    message, settings = REFUSALS[number]
-    other = {"model": untied_model} if "another base" in message else {}
+    if foreign is not None:
+        (tmp_path / foreign).parent.mkdir(parents=True)
+        (tmp_path / foreign).write_text("mine")
+    # A restart by the launcher says at once that it lives.
+    apart = {"status", "logs", "metrics"} if "recover" in settings else set[str]()
+
+    def files() -> dict[Path, bytes]:
+        paths = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name not in apart]
+        return {path: path.read_bytes() for path in paths}
+
+    before, model = files(), {"model": untied_model} if "another base" in message else {}
     with pytest.raises(UserError, match=message):
-        run(**{"weights": {"keep": 7}, **other, **settings})
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize(
-    "place", ["checkpoints/step_7/trainer/model.pt", "checkpoints/step_7/notes", "weights/step_7/x"]
-)
-def test_foreign_directories(place: str, run: Run, tmp_path: Path) -> None:
-    """What is not ours under our names is reported before anything is done, and left as it is."""
-    run(max_steps=2)
-    (tmp_path / place).parent.mkdir(parents=True)
-    (tmp_path / place).write_text("mine")
-    for settings in ({"recover": True}, {"ckpt": {"resume_step": -1}}):
-        with pytest.raises(UserError, match=r"step_7 was not made by this program, or is damaged: move it"):
-            run(**settings)
-    assert (tmp_path / place).read_text() == "mine"
-    assert read_incarnations(tmp_path) == {0: 0}
+        run(**{"weights": {"keep": 7}, **model, **settings})
+    assert files() == before
 
 
 def test_only_damaged_states_are_no_reason_to_start_over(run: Run, undisturbed: Path, tmp_path: Path) -> None:
     """Where states were saved and none is whole, nothing is given up: the user is told which they are, and may move them away."""
     run(ckpt=None, max_steps=3)
     state = tmp_path / "recovery" / "step_3"
-    shards = next((state / "state").glob("rank_*.safetensors"))
-    shards.write_bytes(shards.read_bytes()[:-7])
+    damage(state)
     with pytest.raises(UserError, match=r"no state is whole, .*recovery/step_3 \(.*put back a copy, or move these out"):
         run(ckpt=None, recover=True)
     assert read_incarnations(tmp_path) == {0: 0}

@@ -70,43 +70,35 @@ def expected_first_step(model: Path, samples: list[Sample]) -> dict[str, float]:
 def test_first_step_values(
     run_training: Run, tied_model: Path, tmp_path: Path, heard: pytest.LogCaptureFixture
 ) -> None:
-    """Metrics of a step equal an independent float64 computation, packed and normalised by the global token count. The step has one line, and every
-    few steps a rollout is logged, decoded, with its reward."""
-    batches = support.write_rollouts(tmp_path, 1)
-    run_training(support.make_config(tmp_path, tied_model, max_steps=1))
-    row = metrics(tmp_path)[0]
-    for name, value in expected_first_step(tied_model, batches[0]).items():
-        assert row[name] == pytest.approx(value, rel=2e-4), name
-    assert row["optim/lr"] == 1e-3
-    names = {"is_masked/mean", "perf/throughput", "perf/peak_memory", "time/step", "time/wait_for_batch"}
-    assert names | {"time/forward_backward", "time/export"} <= row.keys()
-    assert row["progress/total_tokens"] == sum(len(sample.input_ids) for sample in batches[0])
-    assert heard.text.count("step 0/1 | loss") == 1
-    for part in (f"reward {batches[0][0].reward:.3f}", "prompt:", "completion:"):
-        assert part in heard.text
-
-
-def test_metrics_of_environments(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Contract: in a run of several environments each has the entropy and mismatch of its own tokens, in every step that has any; in a run of one there
-    is no more than the whole."""
+    """Metrics of a step equal an independent float64 computation, packed and normalised by the global token count; with
+    several environments each has those of its own tokens in every step that has any. A step has one line, and every few
+    steps a rollout is logged, decoded, with its reward."""
     mixed, alone, only = support.write_rollouts(tmp_path, 3)
     shutil.rmtree(tmp_path / "rollouts")
     mixed = [replace(sample, env="zeta" if i % 3 else "alpha") for i, sample in enumerate(mixed)]
     alone = [replace(sample, env="alpha") for sample in alone]
-    for step, (samples, names) in enumerate(
-        [(mixed, ["zeta", "alpha", "rare"]), (alone, ["zeta", "alpha"]), (only, ["test"])]
-    ):
+    steps = (mixed, ["zeta", "alpha", "rare"]), (alone, ["zeta", "alpha"]), (only, ["test"])
+    for step, (samples, names) in enumerate(steps):
         write_batch(tmp_path / "rollouts", step, samples, environments=names)
     run_training(support.make_config(tmp_path, tied_model, max_steps=3))
     row, second, other = metrics(tmp_path)
+    for name, value in expected_first_step(tied_model, mixed).items():
+        assert row[name] == pytest.approx(value, rel=2e-4), name
     for env in ("alpha", "zeta"):
         want = expected_first_step(tied_model, [sample for sample in mixed if sample.env == env])
         for name in ("entropy", "mismatch_kl"):
             assert row[f"{name}/{env}/mean"] == pytest.approx(want[f"{name}/mean"], rel=2e-4)
     assert row["entropy/all/mean"] == row["entropy/mean"]
     assert second["entropy/alpha/mean"] == second["entropy/mean"]
-    for found, names in ((row, {"alpha", "zeta"}), (second, {"alpha"}), (other, set[str]())):
-        assert {name.split("/")[1] for name in found if name.startswith("entropy/")} == {"all", "mean"} | names
+    for found, envs in ((row, {"alpha", "zeta"}), (second, {"alpha"}), (other, set[str]())):
+        assert {name.split("/")[1] for name in found if name.startswith("entropy/")} == {"all", "mean"} | envs
+    assert row["optim/lr"] == 1e-3
+    names = {"is_masked/mean", "perf/throughput", "perf/peak_memory", "time/step", "time/wait_for_batch"}
+    assert names | {"time/forward_backward", "time/export"} <= row.keys()
+    assert row["progress/total_tokens"] == sum(len(sample.input_ids) for sample in mixed)
+    assert heard.text.count("step 0/3 | loss") == 1
+    for part in (f"reward {mixed[0].reward:.3f}", "prompt:", "completion:"):
+        assert part in heard.text
 
 
 @pytest.mark.parametrize("resume_step", [2, -1])
@@ -142,10 +134,14 @@ def write_one(output_dir: Path, step: int = 0, **changes: Any) -> None:
     write_batch(output_dir / "rollouts", step, [Sample(**{**fields, **changes})])
 
 
-LONG = {
-    name: [value] * 200
-    for name, value in {"input_ids": 1, "loss_mask": True, "logprobs": -1.0, "advantages": 1.0}.items()
-}
+@pytest.fixture(params=[False, True], ids=["at once", "one step late"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Rows of metrics are written one step late, as on a GPU."""
+    monkeypatch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: request.param)
+    return request.param
+
+
+LONG = {"input_ids": [1] * 200, "loss_mask": [True] * 200, "logprobs": [-1.0] * 200, "advantages": [1.0] * 200}
 
 
 @pytest.mark.parametrize(
@@ -160,20 +156,16 @@ LONG = {
     ids=["too long", "beyond the vocabulary", "negative", "greedy", "no reference"],
 )
 def test_samples_that_do_not_fit(
-    changes: dict[str, Any], message: str, run_training: Run, tied_model: Path, tmp_path: Path
+    changes: dict[str, Any], message: str, late: bool, run_training: Run, tied_model: Path, tmp_path: Path
 ) -> None:
-    """Samples that this trainer cannot have produced are refused, and no version comes of them."""
-    write_one(tmp_path, **changes)
+    """Samples that this trainer cannot have produced are refused: no version comes of them, and rows and versions of the
+    steps before are there."""
+    support.write_rollouts(tmp_path, 1)
+    write_one(tmp_path, 1, **changes)
     with pytest.raises(UserError, match=message):
-        run_training(support.make_config(tmp_path, tied_model, max_steps=1))
-    assert list_steps(tmp_path / "weights") == [0]
-
-
-@pytest.fixture(params=[False, True], ids=["at once", "one step late"])
-def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Rows of metrics are written one step late, as on a GPU."""
-    monkeypatch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: request.param)
-    return request.param
+        run_training(support.make_config(tmp_path, tied_model, max_steps=2))
+    assert [row["step"] for row in metrics(tmp_path)] == [0]
+    assert list_steps(tmp_path / "weights") == [0, 1]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -218,16 +210,6 @@ def test_rows_come_before_what_is_saved(
     assert versions[:3] == [0, 1, 2]
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2]
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3]
-
-
-def test_the_last_row_before_a_bad_batch(late: bool, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """A run that ends with an error of the data has told all of the steps before it, and committed their versions."""
-    support.write_rollouts(tmp_path, 1)
-    write_one(tmp_path, 1, temperature=0.0)
-    with pytest.raises(UserError, match="temperature 0"):
-        run_training(support.make_config(tmp_path, tied_model, max_steps=2))
-    assert [row["step"] for row in metrics(tmp_path)] == [0]
-    assert list_steps(tmp_path / "weights") == [0, 1]
 
 
 def test_experts_loads_are_reported(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
