@@ -219,18 +219,16 @@ class Checkpoints:
         if self._pending is None and not by_clock:
             return
         saved = None if self._pending is None else self._pending[1]
-        ended = saved is None or saved.done()
-        failed = saved is not None and ended and saved.exception(timeout=0) is not None
-        reserved = self._reservation is None or self._reservation.done()
-        passed = time.monotonic() - self._saved_at > recovery_pause(self._held_up, self._writing)
-        late = self.world.is_main and ended and self._scheduled is None and passed
-        all_ended, any_failed, all_reserved, is_late = sum_over_ranks(self.world, [ended, failed, reserved, late])
-        busy = all_ended < self.world.size
+        failed = saved is not None and saved.done() and saved.exception(timeout=0) is not None
+        idle = all(future is None or future.done() for future in (saved, self._reservation))
+        late = time.monotonic() - self._saved_at > recovery_pause(self._held_up, self._writing)
+        all_idle, any_failed, is_late = sum_over_ranks(self.world, [idle, failed, late and self.world.is_main])
+        busy = all_idle < self.world.size
         if any_failed or not busy:
             self.settle()
-        if by_clock and is_late and not busy:
+        if by_clock and self._scheduled is None and is_late and not busy:
             self._scheduled = step + 1
-        if self._scheduled == step + 1 and (busy or all_reserved < self.world.size):
+        if busy and self._scheduled == step + 1:
             self._scheduled += 1  # nobody waits for a recovery checkpoint
 
     def settle(self) -> None:

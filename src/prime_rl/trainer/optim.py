@@ -348,7 +348,7 @@ def muon_group(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, fl
             experts.append(parameter)
             if "gate_up" in name:
                 halves.add(parameter)
-    batches = list(_deal(matrices))
+    batches = list(_deal(matrices.values()))
     chunks = [[Elements(each, 0, local_part(each).numel()) for each in batch.parameters] for batch in batches]
     for parameter in experts:  # this rank's, as many of them as are orthogonalized at a time
         expert, total = parameter.shape[1] * parameter.shape[2], local_part(parameter).numel()
@@ -411,27 +411,17 @@ class _Batch:
         return _Batch([parameter for parameter, _ in pairs], [owner for _, owner in pairs], self.ranks)
 
 
-def _deal(matrices: dict[torch.Size, list[nn.Parameter]]) -> Iterator[_Batch]:
-    """Every rank owns as many matrices of a batch as the others; the rest goes where least was to do so far."""
-    loads: list[float] = []
-    for shape in sorted(matrices, key=_cost, reverse=True):
-        of_shape = matrices[shape]
+def _deal(matrices: Iterable[list[nn.Parameter]]) -> Iterator[_Batch]:
+    """Batches of matrices of one shape; every rank in turn owns the next matrix."""
+    first = 0
+    for of_shape in matrices:
         dimension = _shard_dimension(of_shape[0])
         ranks = 1 if dimension is None else of_shape[0].device_mesh.size(dimension)  # type: ignore[attr-defined]
-        loads = loads or [0.0] * ranks
-        together = ranks * max(1, _TOGETHER // shape.numel())
+        together = ranks * max(1, _TOGETHER // of_shape[0].numel())
         for start in range(0, len(of_shape), together):
             batch = of_shape[start : start + together]
-            idlest = sorted(range(ranks), key=loads.__getitem__)
-            owners = sorted(idlest[i % ranks] for i in range(len(batch)))
-            for owner in owners:
-                loads[owner] += _cost(shape)
-            yield _Batch(batch, owners, ranks)
-
-
-def _cost(shape: torch.Size) -> float:
-    short, long = sorted(shape)
-    return 4.0 * short**2 * long + 2.0 * short**3
+            yield _Batch(batch, sorted((first + i) % ranks for i in range(len(batch))), ranks)
+            first += len(batch)
 
 
 def _update_matrices(settings: Settings, walk: Iterator[Chunk], batches: list[_Batch]) -> None:

@@ -1,5 +1,6 @@
 """What the RL trainer trains on: rollouts that the orchestrator commits, or random samples."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from prime_rl.trainer.parallel import World, agree, sum_over_ranks
 from prime_rl.trainer.source import Source, load_tokenizer
 from prime_rl.transport.commit import list_steps, step_dir, subject_of
 from prime_rl.transport.rollouts import Sample, open_batch
-from prime_rl.wait import WaitTimeout, wait
+from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import PolicyLoss
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _SCALES = slice(STREAMS.index("rl_scale"), len(STREAMS))
 _MASK = STREAMS.index("mask")
 _EXAMPLE_INTERVAL = 10  # steps
+_LOOK_SECONDS = 0.05  # between two looks at the directory
 
 
 class RolloutData(StepSource):
@@ -60,30 +62,17 @@ class RolloutData(StepSource):
 
         Raises WaitTimeout, on every rank, if the orchestrator has not committed the step in time.
         """
-        path, timeout = step_dir(self.root, step), self.config.rollout_timeout
-        subject = subject_of(path)
-        if not self.world.is_main:
-            while True:  # ends with rank 0's wait; should that rank die, the collective fails
-                self.on_wait(subject, "orchestrator", timeout)
-                asked, exists, expired = self._exchange(stop(), False, False)
-                if expired:
-                    raise WaitTimeout(subject, "orchestrator", timeout)
-                if asked or exists:
-                    return not asked
-        try:
-            arrived = wait(
-                lambda: self.exists(step),
-                subject=subject,
-                owner="orchestrator",
-                seconds=timeout,
-                poll=0.05,
-                on_wait=lambda waited: self.on_wait(subject, "orchestrator", timeout),
-                stop=lambda: self._exchange(stop(), False, False)[0],
-            )
-        except WaitTimeout:
-            self._exchange(False, False, True)
-            raise
-        return arrived is not None and not self._exchange(stop(), True, False)[0]
+        timeout, is_main = self.config.rollout_timeout, self.world.is_main
+        subject, deadline = subject_of(step_dir(self.root, step)), time.monotonic() + timeout
+        while True:  # bounded: by rank 0's deadline; should that rank die, the collective fails
+            self.on_wait(subject, "orchestrator", timeout)
+            late = is_main and time.monotonic() > deadline
+            asked, exists, expired = self._exchange(stop(), is_main and self.exists(step), late)
+            if asked or exists:
+                return not asked
+            if expired:
+                raise WaitTimeout(subject, "orchestrator", timeout)
+            time.sleep(_LOOK_SECONDS)  # bounded: a moment
 
     def _exchange(self, stop: bool, exists: bool, expired: bool) -> tuple[bool, bool, bool]:
         asked, ready, late = sum_over_ranks(self.world, [stop, exists, expired])
