@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from prime_rl.trainer import activations
 from prime_rl.trainer.activations import HostPool, offload_layers, offloading_layers
 
-CPU = torch.device("cpu")
-TOKENS, WIDTH, LAYERS = 64, 16, 5
+TOKENS, WIDTH, LAYERS = 64, 16, 10
+NARROW = 4 * TOKENS * WIDTH
+"""Bytes of a block's input; it keeps three times as much inside."""
 
 
 class Keeps(torch.autograd.Function):
-    """x · weight + shift, keeping x, a transposed view of it, the weight, and the shift that all blocks share."""
+    """x · weight, keeping x, a transposed view of it, the weight, and what all blocks are given alike."""
 
     seen: ClassVar[list["weakref.ref[torch.UntypedStorage]"]] = []
 
@@ -26,34 +28,43 @@ class Keeps(torch.autograd.Function):
         x = x.clone()
         Keeps.seen.append(weakref.ref(x.untyped_storage()))
         ctx.save_for_backward(x, x.t(), weight, shift)
-        return x @ weight + shift
+        return x @ weight
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def, override]
         x, flipped, weight, shift = ctx.saved_tensors
-        assert x.stride() == (WIDTH, 1)
-        assert flipped.stride() == (1, WIDTH)
+        assert (x.stride(), flipped.stride()) == ((WIDTH, 1), (1, WIDTH))
         assert x.data_ptr() == flipped.data_ptr()
-        assert shift.shape == grad.shape
-        return grad @ weight.t(), flipped @ grad, grad
+        assert shift.shape == x.shape
+        return grad @ weight.t(), flipped @ grad, None
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.up = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / 8)
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-        return Keeps.apply(x, self.weight, shift)
+        return torch.tanh(Keeps.apply(x, self.up, shift)) @ self.down + shift
+
+
+Make = Callable[[float], tuple[list[nn.Module], HostPool]]
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """The same layers, which may offload so many inputs' bytes each, and their host memory."""
     monkeypatch.setattr(activations, "SMALLEST", 0)
-    monkeypatch.setattr(activations, "CHUNK", 1000)  # TOKENS · WIDTH · 4 = 4096 bytes: no whole number of chunks
-    torch.manual_seed(0)
+    monkeypatch.setattr(activations, "CHUNK", 1000)  # NARROW is no whole number of chunks
     Keeps.seen.clear()
-    return offload_layers([Layer() for _ in range(LAYERS)], CPU)
+
+    def make(budget: float) -> tuple[list[nn.Module], HostPool]:
+        torch.manual_seed(0)
+        layers = offload_layers([Layer() for _ in range(LAYERS)], torch.device("cpu"), budget * NARROW)
+        return layers, layers[0].host  # type: ignore[return-value]
+
+    return make
 
 
 def forward(layers: list[nn.Module], x: Tensor) -> Tensor:
@@ -61,54 +72,6 @@ def forward(layers: list[nn.Module], x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x, shift=shift)
     return x
-
-
-def host(layers: list[nn.Module]) -> HostPool:
-    return layers[0].host  # type: ignore[return-value]
-
-
-def test_host_memory_goes_round(layers: list[nn.Module]) -> None:
-    """Steps use the same chunks again, and a pass without backward (an evaluation that crashed) loses none."""
-    for _ in range(3):
-        forward(layers, torch.randn(TOKENS, WIDTH)).sum().backward()
-        assert host(layers).chunks == 5 * (LAYERS - 2)
-        assert len(host(layers)._free) == host(layers).chunks
-    forward(layers, torch.randn(TOKENS, WIDTH))
-    # Of what a block keeps neither its weight nor what all blocks are given.
-    assert [len(block.offloaded) for block in host(layers).blocks.values()] == [1, 1, 1, 0]
-    forward(layers, torch.randn(TOKENS, WIDTH)).sum().backward()
-    assert len(host(layers)._free) == host(layers).chunks == 5 * (LAYERS - 2)
-    with torch.no_grad():
-        host(layers).blocks.clear()
-        forward(layers, torch.randn(TOKENS, WIDTH))
-    assert not host(layers).blocks
-
-
-def test_a_second_backward_is_refused(layers: list[nn.Module]) -> None:
-    """What was offloaded is released when it has been asked for: a second pass must not read another's memory."""
-    out = forward(layers, torch.randn(TOKENS, WIDTH)).sum()
-    out.backward(retain_graph=True)
-    with pytest.raises(AssertionError, match="asked for once"):
-        out.backward()
-
-
-# ---- as much as a budget allows
-
-
-DEEP = 10
-NARROW = 4 * TOKENS * WIDTH
-"""Bytes of a block's input; it keeps three times as much inside."""
-
-
-class Widening(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = (
-            nn.Parameter(torch.randn(shape) / 8) for shape in ((WIDTH, 3 * WIDTH), (3 * WIDTH, WIDTH))
-        )
-
-    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-        return torch.tanh(x @ self.up) @ self.down + shift
 
 
 def gradients(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
@@ -132,55 +95,58 @@ def gradients(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
         (math.inf, [[3, 1]] * 8),
     ],
 )
-def test_a_budget_is_spent_over_the_blocks(budget: float, offloaded: list[list[int]], layers: list[nn.Module]) -> None:
-    """Which tensors go out, in units of the smaller one; they leave the device, every chunk comes back, and the gradients are the same bits."""
-    torch.manual_seed(0)
-    plain = [Widening() for _ in range(DEEP)]
+def test_a_budget_is_spent_over_the_blocks(budget: float, offloaded: list[list[int]], make: Make) -> None:
+    """Which tensors go out, in units of the smaller one, neither weights nor what all blocks are given; they leave the
+    device, the gradients are the same bits, every chunk comes back (also after a pass without backward), and no more are
+    made."""
+    layers, host = make(budget)
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
-    want = gradients(plain, x)
-    offloading = offload_layers(plain, CPU, budget * NARROW)
-
-    out = forward(offloading, x)
-    blocks = [host(offloading).blocks[i] for i in range(DEEP - 1)]
-    assert [[storage.size // NARROW for storage in block.offloaded] for block in blocks if block.offloaded] == [
-        sizes for sizes in offloaded if sizes
-    ]
-    assert [[storage.size // NARROW for storage in block.offloaded] for block in blocks[: len(offloaded)]] == offloaded
-    assert all(storage.device is None for block in blocks for storage in block.offloaded)
-    del out
-
-    for got, expected in zip(gradients(offloading, x), want, strict=True):
-        assert torch.equal(got, expected)
-    assert len(host(offloading)._free) == host(offloading).chunks > 0
+    want = gradients([layer._checkpoint_wrapped_module for layer in layers], x)
+    forward(layers, x)
+    sent = [host.blocks[i].offloaded for i in range(LAYERS - 1)]
+    sizes = [[storage.size // NARROW for storage in storages] for storages in sent]
+    assert sizes == offloaded + [[]] * (LAYERS - 1 - len(offloaded))
+    assert all(storage.device is None for storages in sent for storage in storages)
+    assert all(map(torch.equal, gradients(layers, x), want))
     # 4,096 and 12,288 bytes in chunks of 1,000
-    assert host(offloading).chunks == sum({1: 5, 3: 13}[size] for sizes in offloaded for size in sizes)
+    assert len(host._free) == host.chunks == sum({1: 5, 3: 13}[size] for sizes in offloaded for size in sizes)
+    host.blocks.clear()
+    with torch.no_grad():
+        forward(layers, x)
+    assert not host.blocks
 
 
-def test_what_stays_belongs_to_the_graph(layers: list[nn.Module]) -> None:
+def test_a_second_backward_is_refused(make: Make) -> None:
+    """What was offloaded is released when it has been asked for: a second pass must not read another's memory."""
+    out = forward(make(math.inf)[0], torch.randn(TOKENS, WIDTH, requires_grad=True)).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="asked for once"):
+        out.backward()
+
+
+def test_what_stays_belongs_to_the_graph(make: Make) -> None:
     """What a block does not offload is gone with the graph, although the block is remembered."""
-    offloading = offload_layers([layer._checkpoint_wrapped_module for layer in layers], CPU, 1.0)
-    out = forward(offloading, torch.randn(TOKENS, WIDTH, requires_grad=True))
+    out = forward(make(1e-6)[0], torch.randn(TOKENS, WIDTH, requires_grad=True))
     assert all(storage() is not None for storage in Keeps.seen)
     del out
     gc.collect()
     assert all(storage() is None for storage in Keeps.seen)
 
 
-@pytest.mark.parametrize("budget", [NARROW, math.inf])
-def test_a_block_is_fetched_while_the_one_after_it_is_at_work(budget: float, layers: list[nn.Module]) -> None:
+@pytest.mark.parametrize("budget", [1, math.inf])
+def test_a_block_is_fetched_while_the_one_after_it_is_at_work(budget: float, make: Make) -> None:
     """Also the first that comes back, although those after it have offloaded nothing."""
-    offloading = offload_layers([Widening() for _ in range(DEEP)], CPU, budget)
-    blocks, came = host(offloading).blocks, []
+    (layers, host), came = make(budget), []
 
     def look(index: int) -> None:
         """Backward is about to begin with block `index`."""
-        came.append([bool(blocks[i].offloaded) and blocks[i].offloaded[0].device is not None for i in range(index + 1)])
+        sent = [host.blocks[i].offloaded for i in range(index + 1)]
+        came.append([bool(storages) and storages[0].device is not None for storages in sent])
 
     x, shift = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.ones(TOKENS, WIDTH)
-    for index, layer in enumerate(offloading[:-1]):
+    for index, layer in enumerate(layers[:-1]):
         x = layer(x, shift=shift)
         x.register_hook(lambda _, index=index: look(index))
-    offloading[-1](x, shift=shift).sum().backward()
-    first = offloading_layers(DEEP, budget) - 1
-    want = [[False] * index + [index <= first] for index in reversed(range(DEEP - 1))]
-    assert came == want
+    layers[-1](x, shift=shift).sum().backward()
+    first = offloading_layers(LAYERS, budget) - 1
+    assert came == [[False] * index + [index <= first] for index in reversed(range(LAYERS - 1))]
