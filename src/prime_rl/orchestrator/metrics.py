@@ -1,6 +1,6 @@
 """What the orchestrator reports about a step."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from prime_rl.orchestrator.scheduler import NO_SIGNAL, Batch, Drop, Group, Task
 class Tally:
     """What is measured since the last committed batch. Episodes are counted by the ledger."""
 
-    before: Counts = field(default_factory=Counts)  # of all environments, with that batch
+    before: Counts = field(default_factory=Counts)  # with that batch
     output_tokens: int = 0
     seconds_idle: float = 0.0  # nothing was in flight
 
@@ -36,36 +36,32 @@ def step_metrics(
     """Metrics of one step, before it is committed.
 
     Args:
-        now: Of all environments, without this batch.
+        now: Without this batch.
         seconds: Since the step before.
         updating: Seconds of these that the engines took to load weights, most of it while they went on generating.
         update_parts: The same time by phase, as reported by the servers (`time/update_pause`: nothing was generated),
             and `time/update_verify`, until the logprob check was done.
-        several: Whether the run trains on several environments: then each one that has finished episodes has distributions of its own.
+        several: Whether the run trains on several environments: then each that has finished episodes has distributions
+            of its own.
 
-    Distributions (`distribution`) of reward, advantage, lengths and turns are over all finished episodes of the batch, before any filter;
-    `off_policy/*` counts, for the samples that are trained, the steps between this one and the oldest version that sampled one of their tokens.
+    Distributions (`distribution`) of reward, advantage, lengths and turns are over all finished episodes of the batch,
+    before any filter; `off_policy/*` counts, for the samples that are trained, the steps between this one and the
+    oldest version that sampled one of their tokens.
     """
-    before = tally.before
-
-    def dropped(reason: Drop) -> int:
-        return max(0, now.dropped.get(reason, 0) - before.dropped.get(reason, 0))
-
-    failures = {reason: count for reason in (Drop.ERRORED, Drop.TIMEOUT) if (count := dropped(reason))}
-    finished = now.finished - before.finished + dropped(Drop.FILTERED) + dropped(Drop.TRUNCATED)
-    outcomes = max(0, finished) + sum(failures.values())
+    dropped = {reason: max(0, now.dropped.get(reason, 0) - tally.before.dropped.get(reason, 0)) for reason in Drop}
+    failures = {reason: dropped[reason] for reason in (Drop.ERRORED, Drop.TIMEOUT) if dropped[reason]}
+    finished = now.finished - tally.before.finished + dropped[Drop.FILTERED] + dropped[Drop.TRUNCATED]
+    failed = sum(failures.values())
     ages = [batch.step - min(sample.policy_versions) for sample in scored.samples]
-    episodes = len(batch.episodes)
+    episodes = len(batch.finished)
     metrics = {
-        "is_truncated/mean": _mean(
-            [episode.result.is_truncated for group in batch.groups for episode in group.finished]
-        ),
-        "errors/rate": sum(failures.values()) / max(outcomes, 1),
+        "is_truncated/mean": _mean([episode.result.is_truncated for episode in batch.finished]),
+        "errors/rate": failed / max(max(0, finished) + failed, 1),
         "filtered/zero_advantage": (len(scored.filtered) - len(scored.details)) / episodes,
         "filtered/beyond_seq_len": len(scored.truncated) / episodes,
         "off_policy/mean": _mean(ages),
         "off_policy/max": float(max(ages, default=0)),
-        "off_policy/dropped": float(dropped(Drop.STALE)),
+        "off_policy/dropped": float(dropped[Drop.STALE]),
         "progress/samples": float(len(scored.samples)),
         "progress/tokens": float(sum(len(sample.input_ids) for sample in scored.samples)),
         "perf/throughput": tally.output_tokens / max(seconds, 1e-9),
@@ -76,24 +72,32 @@ def step_metrics(
     metrics |= {f"time/update_{part}": taken for part, taken in update_parts.items()}
     metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.details.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in failures.items()}
-    return metrics | _distributions(batch.groups, scored) | _per_environment(batch.groups, scored, several)
+    metrics |= _distributions(batch.groups, scored)
+    by_env = defaultdict[str, list[Group[EpisodeResult]]](list)
+    for group in batch.groups:
+        by_env[group.task.env].append(group)
+    for env, groups in by_env.items():
+        metrics |= (_distributions(groups, scored, f"/{env}") if several else {}) | _own_metrics(groups, env)
+    return metrics
 
 
 def groups_since(batch: Batch[EpisodeResult], discarded: Sequence[DiscardedGroup]) -> list[tuple[Task, list[float]]]:
     """Return task and rewards of every complete group that left since the batch before, in the order of opening."""
     left = {group.number: (group.task, group.rewards) for group in discarded}
-    left |= {group.number: (group.task, [one.result.reward for one in group.finished]) for group in batch.groups}
+    left |= {group.number: (group.task, _rewards(group)) for group in batch.groups}
     return [left[number] for number in sorted(left)]
 
 
 def discard_metrics(
     batch: Batch[EpisodeResult], discarded: Sequence[DiscardedGroup], groups: Sequence[tuple[Task, list[float]]]
 ) -> dict[str, float]:
-    """Metrics of the groups that were discarded while the batch was collected, and rewards over all `groups` (`groups_since`)."""
+    """Metrics of the groups that were discarded while the batch was collected, and rewards over all `groups`."""
     reasons = Counter(group.reason for group in discarded)
     metrics = {"filtered/discarded_batches": float(reasons.pop(NO_SIGNAL, 0) // len(batch.groups))}
     metrics |= {f"turned_away/{reason}": float(count) for reason, count in sorted(reasons.items())}
-    return metrics | group_rewards([rewards for _, rewards in groups], "made/")
+    rewards = [rewards for _, rewards in groups]
+    every = [reward for group in rewards for reward in group]
+    return metrics | _prefixed("made/reward/", distribution(every)) | _prefixed("made/", _solved(rewards))
 
 
 def bench_table(rows: list[dict[str, float]]) -> str:
@@ -108,13 +112,23 @@ def bench_table(rows: list[dict[str, float]]) -> str:
     )
 
 
+def distribution(values: Sequence[float]) -> dict[str, float]:
+    """Mean, population standard deviation, extremes and percentiles of finite values; nothing of none."""
+    if not values:
+        return {}
+    array = np.asarray(values, dtype=np.float64)
+    p10, median, p90 = np.percentile(array, [10, 50, 90])
+    moments = {"mean": array.mean(), "std": array.std(), "min": array.min(), "max": array.max()}
+    return {name: float(value) for name, value in {**moments, "p10": p10, "median": median, "p90": p90}.items()}
+
+
 def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, env: str = "") -> dict[str, float]:
-    """`<quantity>/<statistic>` over all finished episodes of these groups, or `<quantity>/<env>/<statistic>`, and which share of groups was solved."""
+    """`<quantity><env>/<statistic>` over all finished episodes of these groups, and which share of them was solved."""
     episodes = [episode for group in groups for episode in group.finished]
     results = [episode.result for episode in episodes]
     tokens = [sum(len(sample.input_ids) for sample in result.samples) for result in results]
     sampled = [output_tokens(result) for result in results]
-    quantities: dict[str, Sequence[float]] = {
+    quantities = {
         "reward": [result.reward for result in results],
         "advantage": [
             value for episode in episodes for value in scored.advantages.get(episode.start.episode, {}).values()
@@ -124,58 +138,36 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, 
         "num_input_tokens": [total - output for total, output in zip(tokens, sampled, strict=True)],
         "num_turns": [result.num_turns for result in results],
     }
-    place, metrics = f"{env}/" if env else "", dict[str, float]()
+    metrics = {f"{name}{env}": share for name, share in _solved([_rewards(group) for group in groups]).items()}
     for name, values in quantities.items():
-        metrics |= _prefixed(f"{name}/{place}", distribution(values))
-    rewards = [[episode.result.reward for episode in group.finished] for group in groups]
-    return metrics | {f"solved_{which}/{env}".rstrip("/"): share for which, share in _solved(rewards).items()}
+        metrics |= _prefixed(f"{name}{env}/", distribution(values))
+    return metrics
 
 
-def group_rewards(rewards: Sequence[Sequence[float]], prefix: str) -> dict[str, float]:
-    """Of groups with these rewards: the distribution of rewards, and which share of groups was solved."""
-    every = [value for group in rewards for value in group]
-    return _prefixed(f"{prefix}reward/", distribution(every)) | _prefixed(f"{prefix}solved_", _solved(rewards))
+def _own_metrics(groups: Sequence[Group[EpisodeResult]], env: str) -> dict[str, float]:
+    """What an environment itself reports: rewards of its agents, of its reward functions, and its metrics."""
+    by_agent, own = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for result in (episode.result for group in groups for episode in group.finished):
+        for part in result.parts:
+            by_agent[part.agent].append(part.reward)
+        for kind, values in (("rewards", result.rewards), ("metrics", result.metrics)):
+            for name, value in values.items():
+                own[f"{env}/{kind}/{name}/mean"].append(value)
+    metrics = {name: _mean(values) for name, values in sorted(own.items())}
+    for agent, rewards in sorted(by_agent.items()):
+        metrics |= _prefixed(f"{env}/{agent}/reward/", distribution(rewards))
+    return metrics
 
 
-def distribution(values: Sequence[float]) -> dict[str, float]:
-    """Mean, population standard deviation, extremes and percentiles (linear between neighbours) of finite values; nothing of none."""
-    if not values:
-        return {}
-    array = np.asarray(values, dtype=np.float64)
-    p10, median, p90 = np.percentile(array, [10, 50, 90])
-    moments = {"mean": array.mean(), "std": array.std(), "min": array.min(), "max": array.max()}
-    return {name: float(value) for name, value in {**moments, "p10": p10, "median": median, "p90": p90}.items()}
+def _rewards(group: Group[EpisodeResult]) -> list[float]:
+    return [episode.result.reward for episode in group.finished]
 
 
 def _solved(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """Shares of groups: all at 1 or above, all at 0 or below, and the rest, which can teach something."""
     solved = _mean([min(values) >= 1.0 for values in rewards])
     unsolved = _mean([max(values) <= 0.0 for values in rewards])
-    return {"all": solved, "none": unsolved, "some": 1.0 - solved - unsolved}
-
-
-def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, several: bool) -> dict[str, float]:
-    """The same distributions for each environment, where the run has several, and every environment's own metrics."""
-    by_env: dict[str, list[Group[EpisodeResult]]] = {}
-    for group in groups:
-        by_env.setdefault(group.task.env, []).append(group)
-    metrics: dict[str, float] = {}
-    for env, env_groups in by_env.items():
-        if several:
-            metrics |= _distributions(env_groups, scored, env)
-        results = [episode.result for group in env_groups for episode in group.finished]
-        by_agent: dict[str, list[float]] = {}
-        own: dict[str, list[float]] = {}
-        for result in results:
-            for part in result.parts:
-                by_agent.setdefault(part.agent, []).append(part.reward)
-            for kind, values in (("rewards", result.rewards), ("metrics", result.metrics)):
-                for name, value in values.items():
-                    own.setdefault(f"{env}/{kind}/{name}/mean", []).append(value)
-        for agent, rewards in sorted(by_agent.items()):
-            metrics |= _prefixed(f"{env}/{agent}/reward/", distribution(rewards))
-        metrics |= {name: _mean(values) for name, values in sorted(own.items())}
-    return metrics
+    return {"solved_all": solved, "solved_none": unsolved, "solved_some": 1.0 - solved - unsolved}
 
 
 def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:

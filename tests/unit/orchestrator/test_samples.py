@@ -1,0 +1,330 @@
+"""From episodes to samples: advantages by hand, the zero-advantage filter, exact tokens, which component of the loss each
+token feeds; and what a step reports."""
+
+import math
+import statistics
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from prime_rl.config import OrchestratorConfig, RLConfig
+from prime_rl.config.orchestrator import (  # fmt: skip
+    GDPO,
+    GRPO,
+    OPD,
+    OPSD,
+    RAE,
+    RLOO,
+    SFT,
+    AlgorithmConfig,
+    Echo,
+    FilterConfig,
+    TeacherConfig,
+    TeacherServer,
+)
+from prime_rl.config.trainer import PolicyLoss
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, Result, SampleTokens, decode, encode
+from prime_rl.errors import UserError
+from prime_rl.orchestrator.ledger import Counts, pack_result, unpack_result
+from prime_rl.orchestrator.metrics import Tally, distribution, step_metrics
+from prime_rl.orchestrator.samples import ScoredBatch, score_batch, streams_of
+from prime_rl.orchestrator.scheduler import Batch, Drop, Finished, Group, Start, Task
+from prime_rl.trainer.loss import STREAMS
+from prime_rl.trainer.packing import StepData, collate
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.rl.data import document, grouped, normalize
+from prime_rl.transport.rollouts import Sample, write_batch
+
+TASK = Task("reverse-text", 3, "train/abc")
+
+
+class Settings:
+    """The part of the orchestrator's configuration that scoring reads."""
+
+    def __init__(self, seq_len: int = 100, filter_zero_advantage: bool = True, **algorithms: AlgorithmConfig) -> None:
+        self.algorithms = {"reverse-text": GRPO(), **algorithms}
+        self.seq_len = seq_len
+        self.filter_zero_advantage = filter_zero_advantage
+
+    def algorithm_of(self, env: str) -> AlgorithmConfig:
+        return self.algorithms[env]
+
+    def filters_of(self, env: str) -> FilterConfig:
+        return FilterConfig()
+
+
+def tokens(sampled: int = 3, reward: float = 0.0, agent: str = "") -> SampleTokens:
+    mask = [False] * 2 + [True] * sampled
+    logprobs = [-0.5 * one for one in mask]
+    return SampleTokens.of(range(10, 12 + sampled), mask, logprobs, prompt_len=2, reward=reward, agent=agent)
+
+
+def episode(
+    number: int, reward: float, first: int = 0, last: int = 0, samples: list[SampleTokens] | None = None, **fields: Any
+) -> Finished[EpisodeResult]:
+    result = EpisodeResult(
+        "e", "reverse-text", "train/abc", Outcome.OK, reward=reward, samples=samples or [tokens()], **fields
+    )
+    return Finished(Start(7, number, 0, TASK, first), first, last, result)
+
+
+def batch(*groups: list[Finished[EpisodeResult]], tasks: tuple[Task, ...] = ()) -> Batch[EpisodeResult]:
+    """Groups 7, 8 … of step 5, about `tasks` (else all about `TASK`)."""
+    return Batch(5, [
+        Group(7 + i, task, finished=[replace(one, start=replace(one.start, group=7 + i, task=task)) for one in finished])
+        for i, finished in enumerate(groups) for task in [tasks[i] if tasks else TASK]
+    ])  # fmt: skip
+
+
+def score(groups: Batch[EpisodeResult], **settings: Any) -> ScoredBatch:
+    return score_batch(groups, Settings(**settings), {"reverse-text": 0.7}, {})
+
+
+def test_a_sample_carries_its_lineage_and_its_advantage_on_sampled_tokens_only(tmp_path: Path) -> None:
+    """Ids, versions from the oldest to the newest, temperature, and the advantage on the loss mask."""
+    scored = score(batch([episode(0, 1.0, 2, 4), episode(1, 0.0, 3, 3)]))
+    first, second = scored.samples
+    assert (first.sample_id, first.group_id, first.task_id, first.env) == ("7.0.0.0", "7", "train/abc", "reverse-text")
+    assert (first.policy_versions, first.temperature) == ([2, 3, 4], 0.7)
+    assert list(first.advantages) == [0.0, 0.0, 0.5, 0.5, 0.5]
+    assert list(second.advantages) == [0.0, 0.0, -0.5, -0.5, -0.5]
+    assert scored.trained == ["7.0.0", "7.1.0"]
+    write_batch(tmp_path, 0, [first])  # its streams fit
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "group"])
+@pytest.mark.parametrize("left_out", [True, False])
+def test_attempts_without_signal_are_left_out_and_counted_or_kept(normalization: Any, left_out: bool) -> None:
+    """Contract: attempts of advantage zero count in the denominator if they are kept in the batch, and only then."""
+    rewards, lengths = [[1.0, 0.0], [0.5, 0.5]], [[1, 2], [5, 9]]
+    groups = [
+        [episode(i, reward, samples=[tokens(n)]) for i, (reward, n) in enumerate(zip(*rows, strict=True))]
+        for rows in zip(rewards, lengths, strict=True)
+    ]
+    scored = score(batch(*groups), filter_zero_advantage=left_out)
+    names = [sample.group_id for sample in scored.samples]
+    assert (names, len(scored.trained), len(scored.filtered)) == ((["7"] * 2, 2, 2) if left_out else (["7"] * 2 + ["8"] * 2, 4, 0))  # fmt: skip
+    packed = collate([document(sample) for sample in scored.samples], len(STREAMS))
+    step = grouped(StepData([packed], []), names, [range(len(names))])
+    normalize(step, World(0, 1, torch.device("cpu"), None), PolicyLoss(normalization=normalization))
+    advantages, scales = (packed.streams[STREAMS.index(name)] for name in ("advantages", "rl_scale"))
+    # A token of the two attempts that differ, of 1 and 2 tokens; the other two have 5 and 9.
+    shares = {
+        "token": [1 / 3, 1 / 3] if left_out else [1 / 17, 1 / 17],
+        "sequence": [1 / 2, 1 / 2 / 2] if left_out else [1 / 4, 1 / 4 / 2],
+        "group": [1 / 3, 1 / 3] if left_out else [1 / 2 / 3, 1 / 2 / 3],
+    }[normalization]
+    assert list((advantages * scales)[:3]) == pytest.approx([0.5 * shares[0], *[-0.5 * shares[1]] * 2])
+
+
+def played(number: int, *players: tuple[str, float]) -> Finished[EpisodeResult]:
+    """An episode of several parts, each (agent, reward)."""
+    parts = [Part(agent, reward, {"win": reward}, {}, 1, False) for agent, reward in players]
+    samples = [replace(tokens(reward=one.reward, agent=one.agent), part=i) for i, one in enumerate(parts)]
+    return episode(number, statistics.fmean(one.reward for one in parts), samples=samples, parts=parts)
+
+
+def test_parts_of_an_episode_are_attempts_of_their_own() -> None:
+    """Of two players of a game the one that won is drawn to what it did, by the rewards of single functions too; several
+    conversations of one agent are all compared, each by its own reward."""
+    games = batch([played(0, ("white", 1.0), ("black", -1.0)), played(1, ("white", -1.0), ("black", 1.0))])
+    for algorithm in (GRPO(), GDPO()):
+        rows = score(games, **{"reverse-text": algorithm}).samples
+        assert [row.reward for row in rows] == [1.0, -1.0, -1.0, 1.0]
+        assert all(row.advantages[-1] * row.reward > 0 for row in rows)
+    scored = score(batch([played(0, ("s", 1.0), ("s", 0.0)), played(1, ("s", 0.0), ("s", 1.0))]))
+    assert [float(row.advantages[-1]) for row in scored.samples] == [0.5, -0.5, -0.5, 0.5]
+    assert scored.advantages == {"7.0.0": {0: 0.5, 1: -0.5}, "7.1.0": {0: -0.5, 1: 0.5}}
+
+
+def test_samples_are_cut_to_seq_len_and_marked_truncated() -> None:
+    """The trainer never meets a sample longer than its micro-batch; one without sampled tokens left is left out."""
+    rows = score(batch([episode(0, 1.0), episode(1, 0.0)]), seq_len=4).samples
+    assert [(len(row.input_ids), row.is_truncated) for row in rows] == [(4, True), (4, True)]
+    scored = score(batch([episode(0, 1.0), episode(1, 1.0)]), seq_len=2)
+    assert (scored.samples, scored.trained, scored.filtered) == ([], [], [])
+    assert scored.truncated == ["7.0.0", "7.1.0"]  # whatever their advantage is
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda s: s.logprobs.pop(),
+        lambda s: s.logprobs.__setitem__(0, -1.0),
+        lambda s: s.logprobs.__setitem__(3, 0.5),
+        lambda s: s.logprobs.__setitem__(3, math.nan),
+        lambda s: setattr(s, "loss_mask", s.loss_mask + b"\1"),
+    ],
+)
+def test_inexact_tokens_stop_the_run(damage: Any) -> None:
+    """Tokens in, tokens out, checked for every sample; the error names environment and episode."""
+    damaged = tokens()
+    damage(damaged)
+    with pytest.raises(UserError, match="environment 'reverse-text', episode 7.0.0: a "):
+        score(batch([episode(0, 1.0, samples=[damaged]), episode(1, 0.0)]))
+
+
+def test_every_environment_has_its_own_algorithm_and_its_state() -> None:
+    """Contract: groups are scored by the algorithm of their environment; its state is returned, and not changed before."""
+    groups = batch(
+        [episode(0, 1.0), episode(1, 0.0), episode(2, 0.0)],
+        [episode(0, 1.0), episode(1, 0.0)],
+        tasks=(TASK, Task("poker", 0, "t")),
+    )
+    settings = Settings(**{"reverse-text": RLOO(), "poker": RAE(decay=0.5)})
+    before = {"poker": {"": 1.0}}
+    scored = score_batch(groups, settings, {"reverse-text": 1.0, "poker": 1.0}, before)
+    values = {sample.sample_id: float(sample.advantages.sum() / 3) for sample in scored.samples}
+    # poker: 1 - 1 = 0, which is filtered; the average stays 1; then 0 - 1 = -1, and it falls to 0.5
+    assert values == {"7.0.0.0": 1.0, "7.1.0.0": -0.5, "7.2.0.0": -0.5, "8.1.0.0": -1.0}
+    assert scored.filtered == ["8.0.0"]
+    assert (scored.state, before) == ({"poker": {"": 0.5}}, {"poker": {"": 1.0}})
+
+
+# -- which component of the loss each token feeds ----------------------------------------------------------------------
+
+TEACHER = TeacherConfig(base_url="http://teacher")
+MASK = [False, False, False, True, False, False, True, False]
+
+
+def sequence(scores: int = 0) -> SampleTokens:
+    """user user | assistant: scaffold, sampled | tool tool | sampled | user; the first tokens have a teacher's scores."""
+    roles = ["user", "user", "assistant", "assistant", "tool", "tool", "assistant", "user"]
+    numbers = [ROLES.index(role) for role in roles]
+    made = SampleTokens.of(range(10, 18), MASK, [-0.5 * sampled for sampled in MASK], 3, 0.0, roles=numbers)
+    made.ref_logprobs = array("f", [0.0, *[-0.25] * 7][:scores]) if scores else None
+    return made
+
+
+def streams(
+    config: AlgorithmConfig, advantage: float = 0.5, *, keep_zero: bool = False, cut: int = 8, mask: list[bool] = MASK, scores: int | None = None
+) -> Any:  # fmt: skip
+    made = sequence(8 * (config.component == "ref_kl") if scores is None else scores)
+    logprobs = np.array(made.logprobs[:cut], dtype=np.float32)
+    return streams_of(config, made, np.array(mask[:cut]), logprobs, advantage, keep_zero)
+
+
+def test_by_reward_and_echo() -> None:
+    """Advantages on sampled tokens, nothing else; with echo cross-entropy on tool results after the first reply, not on
+    what came before, nor on replies, also where the advantage is zero. A sample that teaches nothing is none."""
+    made = streams(GRPO())
+    assert made["advantages"].tolist() == [0.5 * sampled for sampled in MASK]
+    assert made.keys() == {"loss_mask", "logprobs", "advantages"}
+    assert streams(GRPO(), 0.0) is None
+    assert streams(GRPO(), 0.0, keep_zero=True)
+    made = streams(Echo(weights={"tool": 0.1, "user": 0.2, "assistant": 5.0}))
+    assert made["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0.2])
+    assert "rl_weight" not in made
+    later = [False] * 6 + [True, False]  # its first reply was trained with an earlier sequence
+    assert streams(Echo(weights={"tool": 0.1}), mask=later)["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0])  # fmt: skip
+    assert not streams(Echo(), 0.0)["rl_weight"].any()
+    assert streams(Echo(), 0.0, cut=4) is None  # what is left of it has no such token
+
+
+def test_distillation() -> None:
+    """On-policy: the policy's tokens, each with what the teacher thinks of it; rewards do not matter. Off-policy: the
+    teacher's tokens are on no mask, since they say nothing about how far policy and sampler are apart."""
+    for config in (OPD(teacher=TEACHER), OPSD()):
+        made = streams(config, 0.0, cut=7)
+        assert made["loss_mask"].tolist() == MASK[:7]
+        assert not made["rl_weight"].any()
+        assert made["ref_kl_weight"].tolist() == [float(sampled) for sampled in MASK[:7]]
+        assert made["ref_logprobs"].tolist() == [0.0, *[-0.25] * 6]
+    made = streams(SFT(teacher=TeacherServer(base_url="http://teacher")), 0.0)
+    assert not made["loss_mask"].any()
+    assert not made["logprobs"].any()
+    assert made["ce_weight"].tolist() == [float(sampled) for sampled in MASK]
+
+
+@pytest.mark.parametrize("config", [OPD(teacher=TEACHER), OPSD(), GRPO(), Echo(weights={"tool": 0.1})])
+def test_what_was_not_scored_is_not_learned(tmp_path: Path, config: AlgorithmConfig) -> None:
+    """Contract: where the scores end early, sampled tokens behind them have no weight in what needs a score, and the
+    trainer takes that; the ledger and the wire give short scores back as they are."""
+    made = streams(config, scores=5)  # sampled are 3 and 6
+    by_kl = config.component == "ref_kl"
+    assert made["ref_kl_weight" if by_kl else "rl_weight"].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert made["ref_logprobs"].tolist() == [0.0, *[-0.25] * 4, 0.0, 0.0, 0.0]
+    assert ("ce_weight" in made) == isinstance(config, Echo)
+    sample = Sample("0", "0", "t", "x", [0], sequence().input_ids, temperature=1.0, reward=0.0, **made)
+    write_batch(tmp_path, 0, [sample])  # its streams fit
+    row = STREAMS.index("ref_kl_scale" if by_kl else "rl_scale")
+    assert document(sample, reference=True).streams[row].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert (streams(config, keep_zero=True, scores=2) is not None) == isinstance(config, Echo)
+    result = EpisodeResult("e", "x", "t", Outcome.OK, samples=[sequence(5)])
+    assert unpack_result(pack_result(result)) == result
+    assert decode(encode(Result(1, result))).episode == result
+
+
+@pytest.mark.parametrize("loss", [{"kl_coef": 0.1}, {"entropy_coef": 0.01}, {"entropy_coef": -0.01}])
+def test_penalties_reach_all_tokens_of_the_policy_or_are_refused(loss: dict[str, float]) -> None:
+    """Contract: a penalty or bonus belongs to the policy's loss: beside distillation alone it is refused, and it never
+    silently passes over samples of advantage zero, whose being left out is refused. A divergence needs a reference."""
+    (name,), teacher, kept = loss, {"base_url": "http://x"}, {"filter_zero_advantage": False}
+    alone, opd = {"environment": {"id": "x"}}, {"type": "opd", "teacher": teacher}
+    if name == "kl_coef":
+        with pytest.raises(ValidationError, match="the divergence from a reference model needs one"):
+            RLConfig(orchestrator=alone, trainer={"loss": loss})
+        alone["reference"] = teacher
+    with pytest.raises(ValidationError, match=f"{name} has no effect: nothing is trained by reward"):
+        RLConfig(orchestrator={**alone, "algorithm": opd, **kept}, trainer={"loss": loss})
+    with pytest.raises(ValidationError, match=f"{name} would not reach .*filter_zero_advantage = false"):
+        RLConfig(orchestrator=alone, trainer={"loss": loss})
+    both = {**alone, "environment": None, "environments": [{"id": "x"}, {"id": "y", "algorithm": opd}]}
+    for orchestrator in (alone, both):
+        assert RLConfig(orchestrator={**orchestrator, **kept}, trainer={"loss": loss}).trainer.loss
+
+
+# -- what a step reports -----------------------------------------------------------------------------------------------
+
+
+def metrics_of(*groups: list[Finished[EpisodeResult]], envs: str = "", failures: tuple[Drop, ...] = ()) -> Any:
+    """`envs`: of each group, a letter."""
+    now = Counts(dropped={str(reason): failures.count(reason) for reason in failures})
+    one = batch(*groups, tasks=tuple(Task(env, 0, "task") for env in envs.ljust(len(groups), "a")))
+    names = sorted({group.task.env for group in one.groups})
+    config = OrchestratorConfig(environments=[{"id": env} for env in names], batch_size=4, rollouts_per_example=2)
+    scored = score_batch(one, config, dict.fromkeys(names, 1.0), {})
+    return step_metrics(one, scored, Tally(), now, seconds=1.0, updating=0.0, update_parts={}, several=len(names) > 1)
+
+
+def rewarded(*rewards: float, sampled: int = 3, filtered: str = "") -> list[Finished[EpisodeResult]]:
+    return [
+        episode(number, reward, samples=[tokens(sampled)], filtered=filtered) for number, reward in enumerate(rewards)
+    ]
+
+
+def test_distribution() -> None:
+    """Against the standard library."""
+    values = [0.3, -1.0, 2.5, 0.0, 0.1, 7.0, 0.25, -0.5, 1.0, 1.5, 2.0]
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    assert distribution(values) == pytest.approx({
+        "mean": statistics.fmean(values), "std": statistics.pstdev(values), "min": -1.0, "max": 7.0,
+        "p10": deciles[0], "median": statistics.median(values), "p90": deciles[-1],
+    })  # fmt: skip
+    assert distribution([]) == {}
+
+
+def test_metrics_of_a_step() -> None:
+    """Before any filter: what was not trained counts, and what was left out is named; so are failures, by reason."""
+    failures = (Drop.ERRORED, Drop.ERRORED, Drop.TIMEOUT)
+    groups = rewarded(1.0, 0.0), rewarded(1.0, 1.0, sampled=5), rewarded(0.5, 0.0, filtered="overlong")
+    metrics = metrics_of(*groups, failures=failures)
+    expected = {
+        "reward/mean": 3.5 / 6, "reward/p90": 1.0, "advantage/min": -0.5, "advantage/max": 0.5,
+        "num_output_tokens/max": 5, "num_input_tokens/max": 2, "num_total_tokens/max": 7,
+        "filtered/zero_advantage": 2 / 6, "filtered/overlong": 2 / 6, "progress/samples": 2,
+        "solved_all": 1 / 3, "solved_none": 0.0, "solved_some": 2 / 3,
+        "errors/errored": 2.0, "errors/timeout": 1.0, "errors/rate": 1.0,
+    }  # fmt: skip
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert not any(name.startswith("reward/a/") for name in metrics)
+    metrics = metrics_of(rewarded(1.0, 0.0), rewarded(0.0, 0.0), envs="ab")
+    expected = {"reward/mean": 0.25, "reward/a/mean": 0.5, "reward/b/mean": 0.0, "advantage/a/std": 0.5}
+    expected |= {"solved_some/a": 1.0, "solved_none/b": 1.0}
+    assert {name: metrics[name] for name in expected} == expected
