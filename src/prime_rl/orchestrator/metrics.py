@@ -128,7 +128,7 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, 
     results = [episode.result for episode in episodes]
     tokens = [sum(len(sample.input_ids) for sample in result.samples) for result in results]
     sampled = [output_tokens(result) for result in results]
-    quantities = {
+    quantities: dict[str, Sequence[float]] = {
         "reward": [result.reward for result in results],
         "advantage": [
             value for episode in episodes for value in scored.advantages.get(episode.start.episode, {}).values()

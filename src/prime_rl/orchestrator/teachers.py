@@ -1,7 +1,7 @@
 """Teachers: servers of other models that score what the policy samples, or sample in its place.
 
-A score is the log-probability that a model gives to each token of a sequence, at temperature 1 (vLLM's `prompt_logprobs`). The policy's own servers
-score the same way (self-distillation).
+A score is the log-probability that a model gives to each token of a sequence, at temperature 1 (vLLM's
+`prompt_logprobs`). The policy's own servers score the same way (self-distillation).
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from loguru import logger
@@ -31,7 +31,6 @@ _LIST_SECONDS = 30.0  # for an answer that a server does not compute
 _BACKOFF_SECONDS = 0.5
 _LARGER = "give it a larger --max-model-len"
 OnWait = Callable[[str, str, float], None]
-S = TypeVar("S", bound="ModelServer")
 
 
 class TeacherTrouble(Exception):
@@ -42,18 +41,19 @@ class Refused(Exception):
     """The server refuses this very request: another attempt gives the same."""
 
 
-class ModelServer:
-    """A client of one teacher's server.
+class Teacher:
+    """A client of one server. One with a `TeacherConfig` scores, another one only samples.
 
     Args:
         key: The setting that names it, for errors.
     """
 
     def __init__(self, config: TeacherServer, key: str) -> None:
-        self.config: TeacherServer = config
-        self._key, self.root, self.model = key, api_root(config.base_url), config.model
-        # Tokens of a prompt and its reply that the model takes, where the server says so.
+        self.config, self.root, self.model = config, api_root(config.base_url), config.model
+        self._key = key
+        # Tokens of a prompt and its reply that the model takes, where the server says so; `_listed`: it was asked.
         self.context: int | None = None
+        self._listed = False
         self.api_key = os.environ.get(config.api_key_var, "")
         self.slots = asyncio.Semaphore(config.max_concurrent)  # bounded: requests have timeouts, and a few attempts
         self._http = httpx.AsyncClient(
@@ -68,29 +68,105 @@ class ModelServer:
         await self._http.aclose()
 
     async def start(self, ready_timeout: float, on_wait: OnWait) -> None:
-        """Wait until the server answers, and find out its model's name.
+        """Wait until the server answers, find out its model's name, and check that it scores if it is to.
 
         Raises:
-            UserError: it did not come up in time, refuses the key, or lists no model of that name.
+            UserError: it did not come up in time, refuses the key, lists no model of that name, or cannot score.
         """
-        began, trouble, models = time.monotonic(), "", dict[str, dict[str, Any]]()
+        began, trouble, models = time.monotonic(), "", list[str]()
         while not models and time.monotonic() - began < ready_timeout:  # bounded: by the deadline in its head
             try:
-                models, trouble = _by_name(await self._once("models", None, _LIST_SECONDS)), "it lists no model"
+                models, trouble = self._note_models(await self._once("models", None, _LIST_SECONDS)), "it lists no model"  # fmt: skip
             except (TeacherTrouble, Refused) as error:
                 trouble = str(error)
             if not models:
                 on_wait(f"the server at {self.root}", "teacher", ready_timeout)
                 await asyncio.sleep(_POLL_SECONDS)
+        server = f"{self._key}: the server at {self.root}"
         if not models:
-            raise UserError(
-                f"{self._key}: the server at {self.root} was not ready after {ready_timeout:.0f} s: {trouble}"
-            )
-        if self.model and self.model not in models:
-            raise UserError(f"{self._key}: the server at {self.root} serves {', '.join(models)}, not {self.model}")
-        self.model = self.model or next(iter(models))
-        self.context = _context(models, self.model)
+            raise UserError(f"{server} was not ready after {ready_timeout:.0f} s: {trouble}")
+        if self.model not in models:
+            raise UserError(f"{server} serves {', '.join(models)}, not {self.model}")
         logger.info("teacher at {}: {}", self.root, self.model)
+        if isinstance(self.config, TeacherConfig):
+            try:
+                await self.score([1, 2, 3])
+            except Refused as error:
+                lacking = f"does not give prompt_logprobs, as vLLM does ({error})"
+                raise UserError(f"{server} {lacking}: it cannot be a teacher") from error
+            except TeacherTrouble as error:
+                raise UserError(f"{self._key}: {error}") from error
+
+    def _note_models(self, answer: dict[str, Any]) -> list[str]:
+        """Take the model's name and context from a server's list. Returns all names. An adapter has its base's context.
+
+        Raises:
+            Refused: it is no list of models.
+        """
+        try:
+            models = {str(row["id"]): dict(row) for row in answer["data"]}
+        except (KeyError, TypeError, ValueError) as error:
+            raise Refused(f"it lists no models: {error!r}") from error
+        self.model, self._listed = self.model or next(iter(models), ""), True
+        model = models.get(self.model, {})
+        length = model.get("max_model_len") or models.get(str(model.get("parent")), {}).get("max_model_len")
+        self.context = length if isinstance(length, int) and length > 0 else None
+        return list(models)
+
+    async def score(self, tokens: Sequence[int], hint: Sequence[int] = ()) -> "array[float]":
+        """Return the log-probability of each of T tokens given those before it, (T,).
+
+        The first one's is 0 unless there is a hint: nothing predicts it. If the server reports its context length, only
+        the leading tokens that fit are scored; one position is reserved for the sampled token.
+
+        Args:
+            hint: Tokens that are read before.
+
+        Raises:
+            TeacherTrouble: the server does not answer, after `max_attempts` tries.
+            Refused: it refuses the request, its answer holds no such numbers, or not even one token fits.
+            UserError: it does not take the key.
+        """
+        async with self.slots:
+            if not self._listed:  # one of the policy's servers, which nobody has waited for
+                with suppress(Refused):  # it does not list its models
+                    self._note_models(await self._request("models", None))
+                self._listed = True
+            if self.context is not None and self.context - 1 - len(hint) < 1:
+                behind = f" behind a hint of {len(hint)}" if hint else ""
+                raise Refused(f"{self.root} takes {self.context} tokens, which leaves no room{behind}; {_LARGER}")
+            prompt = [*hint, *tokens][: None if self.context is None else self.context - 1]
+            options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+            answer = await self._request("completions", {"model": self.model, "prompt": prompt, **options})
+        try:
+            rest = zip(prompt[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
+            logprobs = [0.0, *(float(entry[str(token)]["logprob"]) for token, entry in rest)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise Refused(f"its answer has none: {error!r}") from error
+        scores = array("f", logprobs[len(hint) :])
+        if not all(map(math.isfinite, scores)):
+            raise Refused(f"{self.root} gives no finite log-probability for each of {len(scores)} tokens")
+        return scores
+
+    @property
+    def max_request_seconds(self) -> float:
+        """Upper bound on the seconds of one scoring request, retries included."""
+        if not isinstance(self.config, TeacherConfig):
+            return 0.0
+        pauses = sum(_BACKOFF_SECONDS * 2**attempt * 1.5 for attempt in range(self.config.max_attempts - 1))
+        return self.config.max_attempts * self.config.timeout + pauses
+
+    async def _request(self, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """Send a request of a teacher that scores, up to `max_attempts` times. Raises as `_once` does."""
+        assert isinstance(self.config, TeacherConfig)
+        for attempt in range(self.config.max_attempts):
+            if attempt:
+                await asyncio.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            try:
+                return await self._once(route, body, self.config.timeout)
+            except TeacherTrouble as error:
+                trouble = error
+        raise TeacherTrouble(f"{trouble} ({self.config.max_attempts} attempts)")
 
     async def _once(self, route: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
         """Send one request.
@@ -114,103 +190,9 @@ class ModelServer:
             trouble = f"{self.root} answers HTTP {status}: {response.text[:200]}"
             raise TeacherTrouble(trouble) if status >= 500 or status in (408, 429) else Refused(trouble)
         try:
-            answer = response.json()
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise Refused(f"it answers something else than a JSON object: {response.text[:100]!r}")
-        return answer
-
-
-class Teacher(ModelServer):
-    """A client of a server that scores."""
-
-    config: TeacherConfig
-    _listed = False
-
-    async def start(self, ready_timeout: float, on_wait: OnWait) -> None:
-        """Start as `ModelServer` does, and check that the server scores. Raises UserError where it cannot."""
-        await super().start(ready_timeout, on_wait)
-        try:
-            await self.score([1, 2, 3])
-        except Refused as error:
-            raise UserError(
-                f"{self._key}: the server at {self.root} does not give prompt_logprobs, as vLLM does ({error}): it cannot be a teacher"
-            ) from error
-        except TeacherTrouble as error:
-            raise UserError(f"{self._key}: {error}") from error
-
-    async def score(self, tokens: Sequence[int], hint: Sequence[int] = ()) -> "array[float]":
-        """Return the log-probability of each of T tokens given those before it, (T,).
-
-        The first one's is 0 unless there is a hint: nothing predicts it. If the server reports its context length, only
-        the leading tokens that fit are scored; one position is reserved for the sampled token.
-
-        Args:
-            hint: Tokens that are read before.
-
-        Raises:
-            TeacherTrouble: the server does not answer, after `max_attempts` tries.
-            Refused: it refuses the request, its answer holds no such numbers, or not even one token fits.
-            UserError: it does not take the key.
-        """
-        async with self.slots:
-            if self.context is not None and self.context - 1 - len(hint) < 1:
-                behind = f" behind a hint of {len(hint)}" if hint else ""
-                raise Refused(f"{self.root} takes {self.context} tokens, which leaves no room{behind}; {_LARGER}")
-            prompt = [*hint, *tokens][: None if self.context is None else self.context - 1]
-            logprobs = await self._ask(prompt)
-        scores = array("f", logprobs[len(hint) :])
-        if not all(map(math.isfinite, scores)):
-            raise Refused(f"{self.root} gives no finite log-probability for each of {len(scores)} tokens")
-        return scores
-
-    async def learn_context(self) -> None:
-        """Ask for the context's length if that was not done yet: of the policy's servers, which nobody has waited for."""
-        if not self._listed:
-            with suppress(Refused):  # it does not list its models
-                self.context = _context(_by_name(await self._request("models", None)), self.model)
-            self._listed = True
-
-    @property
-    def max_request_seconds(self) -> float:
-        """Upper bound on the seconds of one request, retries included."""
-        pauses = sum(_BACKOFF_SECONDS * 2**attempt * 1.5 for attempt in range(self.config.max_attempts - 1))
-        return self.config.max_attempts * self.config.timeout + pauses
-
-    async def _ask(self, tokens: list[int]) -> list[float]:
-        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        answer = await self._request("completions", {"model": self.model, "prompt": tokens, **options})
-        try:
-            rest = zip(tokens[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
-            return [0.0, *(float(entry[str(token)]["logprob"]) for token, entry in rest)]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise Refused(f"its answer has none: {error!r}") from error
-
-    async def _request(self, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        for attempt in range(self.config.max_attempts):
-            if attempt:
-                await asyncio.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-            try:
-                return await self._once(route, body, self.config.timeout)
-            except TeacherTrouble as error:
-                trouble = error
-        raise TeacherTrouble(f"{trouble} ({self.config.max_attempts} attempts)")
-
-
-def _by_name(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Read a server's list of models."""
-    try:
-        return {str(row["id"]): dict(row) for row in answer["data"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise Refused(f"it lists no models: {error!r}") from error
-
-
-def _context(models: dict[str, dict[str, Any]], name: str) -> int | None:
-    """Read the context's length of a model; an adapter has its base model's."""
-    model = models.get(name, {})
-    length = model.get("max_model_len") or models.get(str(model.get("parent")), {}).get("max_model_len")
-    return length if isinstance(length, int) and length > 0 else None
+            return dict(response.json())
+        except (TypeError, ValueError) as error:
+            raise Refused(f"it answers something else than a JSON object: {response.text[:100]!r}") from error
 
 
 class Teachers:
@@ -218,34 +200,35 @@ class Teachers:
 
     def __init__(self, config: "OrchestratorConfig") -> None:
         self._config = config
-        self._servers: list[ModelServer] = []  # each once; the policy's own are not among them
+        self._servers: list[Teacher] = []  # each once; the policy's own are not among them
         self._scorers: dict[str, Teacher] = {}  # by environment
-        self._samplers: dict[str, ModelServer] = {}  # by environment
+        self._samplers: dict[str, Teacher] = {}  # by environment
         self._own: dict[str, Teacher] = {}  # the policy's own servers, by address
         for env in config.environments:
             algorithm, key = config.algorithm_of(env.name), f"{config.algorithm_key(env.name)}.teacher"
             if isinstance(algorithm, SFT):
                 assert algorithm.teacher is not None
-                self._samplers[env.name] = self._client(ModelServer, algorithm.teacher, key)
+                self._samplers[env.name] = self._client(algorithm.teacher, key)
             elif isinstance(algorithm, OPD):
                 assert algorithm.teacher is not None
-                self._scorers[env.name] = self._client(Teacher, algorithm.teacher, key)
+                self._scorers[env.name] = self._client(algorithm.teacher, key)
             elif algorithm.component == "rl" and config.reference is not None:
-                self._scorers[env.name] = self._client(Teacher, config.reference, "reference")
+                self._scorers[env.name] = self._client(config.reference, "reference")
 
-    def _client(self, kind: type[S], config: TeacherServer, key: str) -> S:
+    def _client(self, config: TeacherServer, key: str) -> Teacher:
         """Find the client that was made for the very same settings, or make it."""
         for server in self._servers:
-            if isinstance(server, kind) and server.config == config:
+            if server.config == config:
                 return server
-        self._servers.append(made := kind(config, key))
+        self._servers.append(made := Teacher(config, key))
         return made
 
     async def start(self, on_wait: OnWait) -> None:
         """Wait for all of them. See `Teacher.start`."""
         for server in self._servers:
             await server.start(self._config.client.ready_timeout, on_wait)
-            if isinstance(server, Teacher) and server.context is not None and server.context <= self._config.seq_len:
+            scores = isinstance(server.config, TeacherConfig)
+            if scores and server.context is not None and server.context <= self._config.seq_len:
                 logger.warning(
                     "the teacher at {} takes {} tokens: of longer sequences only as many are scored and learned; {}",
                     server.root, server.context, _LARGER,
@@ -264,7 +247,7 @@ class Teachers:
     @property
     def max_request_seconds(self) -> float:
         """Upper bound on the seconds of one request to any of the servers, retries included."""
-        return max((one.max_request_seconds for one in [*self._scorers.values(), *self._own.values()]), default=0.0)
+        return max((one.max_request_seconds for one in [*self._servers, *self._own.values()]), default=0.0)
 
     def sampler_slot(self, env: str) -> AbstractAsyncContextManager[None]:
         """Wait until the environment's sampler takes one more episode. The policy's own servers take any."""
@@ -295,12 +278,10 @@ class Teachers:
             UserError: a server does not take the key.
         """
         own = isinstance(self._config.algorithm_of(env), OPSD)
-        if not result.ok or not (own or env in self._scorers):
+        teacher = self._policy_server(server) if own else self._scorers.get(env)
+        if not result.ok or teacher is None:
             return
         try:
-            teacher = self._policy_server(server) if own else self._scorers[env]
-            if own:
-                await teacher.learn_context()
             for sample in result.samples:
                 tokens = sample.input_ids[: self._config.seq_len]  # no others are trained
                 sample.ref_logprobs = await teacher.score(tokens, sample.hint or ())
@@ -312,9 +293,7 @@ class Teachers:
 
     def _policy_server(self, server: str) -> Teacher:
         if server not in self._own:
-            client = self._config.client
-            config = TeacherConfig(
-                base_url=server, model=self._config.model.name, api_key_var=client.api_key_var, timeout=client.timeout
-            )
+            client, model = self._config.client, self._config.model.name
+            config = TeacherConfig(base_url=server, model=model, api_key_var=client.api_key_var, timeout=client.timeout)
             self._own[server] = Teacher(config, "client")
         return self._own[server]

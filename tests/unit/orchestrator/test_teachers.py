@@ -1,8 +1,14 @@
-"""Teachers behind real sockets: scores, servers that cannot score, that are busy, that refuse, that are not there."""
+"""Teachers behind real sockets: scores, servers that cannot score, that are busy, that refuse, that are not there; and
+runs with teachers around a scripted engine."""
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -11,10 +17,13 @@ from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import TeacherConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
+from prime_rl.monitor.status import read_status
+from prime_rl.orchestrator import orchestrator as loop
 from prime_rl.orchestrator import teachers
 from prime_rl.orchestrator.teachers import Refused, Teacher, Teachers, TeacherTrouble
+from support.scripted import World, follow, fresh, until
 
-Handler = Callable[[web.Request], Awaitable[web.Response]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @pytest.fixture(autouse=True)
@@ -23,16 +32,16 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teachers, "_POLL_SECONDS", 0.02)
 
 
+async def listed(request: web.Request) -> web.Response:
+    return web.json_response({"data": [{"id": "big"}, {"id": "other"}]})
+
+
 @asynccontextmanager
-async def serving(complete: Handler, models: Handler | None = None) -> AsyncIterator[str]:
+async def serving(complete: Handler, models: Handler = listed) -> AsyncIterator[str]:
     """A server's address."""
-
-    async def listed(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "big"}, {"id": "other"}]})
-
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
-    app.router.add_get("/v1/models", models or listed)
+    app.router.add_get("/v1/models", models)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -43,7 +52,15 @@ async def serving(complete: Handler, models: Handler | None = None) -> AsyncIter
         await runner.cleanup()
 
 
-def holding(most: int, model: str = "big") -> tuple[Handler, Handler]:
+async def vllm(request: web.Request) -> web.Response:
+    """-token / 100 for every token but the first."""
+    body = await request.json()
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("big", 1.0, 1)
+    entries = [None, *({str(t): {"logprob": -t / 100, "rank": 1}} for t in body["prompt"][1:])]
+    return web.json_response({"choices": [{"prompt_logprobs": entries}]})
+
+
+def holding(most: int) -> tuple[Handler, Handler]:
     """A vLLM that takes prompts and replies of `most` tokens together, and says so: its two routes."""
 
     async def complete(request: web.Request) -> web.Response:
@@ -51,236 +68,286 @@ def holding(most: int, model: str = "big") -> tuple[Handler, Handler]:
         return await vllm(request) if tokens <= most else web.Response(status=400, text=f"{tokens} is more than {most}")
 
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": model, "max_model_len": most}]})
+        return web.json_response({"data": [{"id": "big", "max_model_len": most}]})
 
     return complete, models
 
 
-async def vllm(request: web.Request) -> web.Response:
-    """-token / 100 for every token but the first."""
-    body = await request.json()
-    if "prompt_logprobs" not in body:
-        return web.json_response({"error": "unknown"}, status=400)
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("big", 1.0, 1)
-    entries = [None, *({str(t): {"logprob": -t / 100, "rank": 1}} for t in body["prompt"][1:])]
-    return web.json_response({"choices": [{"prompt_logprobs": entries}]})
+def after_start(answers: list[int | Handler], asked: list[int]) -> Handler:
+    """A vLLM that answers so, by status or by handler, to what comes after the request that is made at the start."""
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        asked.append(1)
+        answer = answers[len(asked) - 2] if 0 <= len(asked) - 2 < len(answers) else vllm
+        return web.Response(status=answer, text="too long") if isinstance(answer, int) else await answer(request)
+
+    return complete
+
+
+async def garbled(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=b"no such thing", headers={"Content-Encoding": "gzip"})
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    while True:
+        await answer.write(b" ")
+        await asyncio.sleep(0.02)
 
 
 def ignore(*_: object) -> None:
     pass
 
 
-async def started(url: str, **settings: object) -> Teacher:
+@asynccontextmanager
+async def started(url: str, **settings: object) -> AsyncIterator[Teacher]:
     teacher = Teacher(TeacherConfig(base_url=f"{url}/v1", **settings), "algorithm.teacher")
-    await teacher.start(1.0, ignore)
-    return teacher
+    try:
+        await teacher.start(1.0, ignore)
+        yield teacher
+    finally:
+        await teacher.close()
 
 
 async def test_scores() -> None:
-    """Contract: the log-probability of each token given those before; what is read first counts, and is not part of the answer."""
-    async with serving(vllm) as url:
-        teacher = await started(url)
+    """Contract: the log-probability of each token given those before; a hint counts, and is not part of the answer. What
+    is longer than the context is scored as far as it fits, in front of the token that each request samples."""
+    async with serving(vllm) as url, started(url) as teacher:
         assert teacher.model == "big"
         assert list(await teacher.score([5, 10, 20])) == pytest.approx([0.0, -0.1, -0.2])
         assert list(await teacher.score([5, 10], hint=[1, 2])) == pytest.approx([-0.05, -0.1])
-        await teacher.close()
-
-
-async def test_as_much_as_its_context_holds() -> None:
-    """Contract: what is longer is scored as far as it fits, in front of the token that each request samples; nothing of it is a refusal."""
-    async with serving(*holding(6)) as url:
-        teacher = await started(url)
-        assert len(await teacher.score(range(5))) == 5
-        assert len(await teacher.score(range(6))) == 5  # a sequence that fills the context
+    async with serving(*holding(6)) as url, started(url) as teacher:
+        assert [len(await teacher.score(range(length))) for length in (5, 6)] == [5, 5]
         assert list(await teacher.score([5, 10, 20], hint=[1, 2, 3])) == pytest.approx([-0.05, -0.1])
-        with pytest.raises(
-            Refused, match=r"takes 6 tokens, which leaves no room behind a hint of 5; .* larger --max-model-len"
-        ):
+        no_room = r"takes 6 tokens, which leaves no room behind a hint of 5; .* larger --max-model-len"
+        with pytest.raises(Refused, match=no_room):
             await teacher.score([5], hint=[1, 2, 3, 4, 5])
-        await teacher.close()
 
 
-async def test_a_server_that_cannot() -> None:
-    """Contract: said before anything starts, with its answer."""
+@pytest.mark.parametrize(
+    ("answers", "error", "asked"),
+    [
+        ([503, 429], None, 3),
+        ([500] * 3, TeacherTrouble, 3),
+        ([400], Refused, 1),
+        ([401], UserError, 1),
+        ([garbled] * 3, TeacherTrouble, 3),
+        ([endless] * 3, TeacherTrouble, 3),
+    ],
+)
+async def test_a_server_that_fails(answers: list[int | Handler], error: type[Exception] | None, asked: int) -> None:
+    """Contract: what is wrong on the server's side, an answer that cannot be read or never ends too, gets further
+    attempts and is over in time; a refusal gets none."""
+    requests: list[int] = []
+    async with serving(after_start(answers, requests)) as url, started(url, max_attempts=3, timeout=0.5) as teacher:
+        with nullcontext() if error is None else pytest.raises(error):
+            assert list(await teacher.score([5, 10])) == pytest.approx([0.0, -0.1])
+        assert len(requests) == 1 + asked
+
+
+async def test_a_server_that_cannot_be_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: said before anything starts, with the setting that names it and its answer. It gets the key that
+    `api_key_var` names, never that of another API."""
+    keys = []
 
     async def cannot(request: web.Request) -> web.Response:
         return web.json_response({"choices": [{"text": "hello"}]})
 
-    async with serving(cannot) as url:
-        with pytest.raises(UserError, match="does not give prompt_logprobs") as caught:
-            await started(url)
-    assert str(caught.value).startswith("algorithm.teacher: ")
-
-
-@pytest.mark.parametrize(
-    ("statuses", "error", "asked"),
-    [([503, 429], None, 3), ([500] * 3, TeacherTrouble, 3), ([400], Refused, 1), ([401], UserError, 1)],
-)
-async def test_a_server_that_fails(statuses: list[int], error: type[Exception] | None, asked: int) -> None:
-    """Contract: what is wrong on the server's side gets further attempts, a refusal gets none."""
-    answers = []
-
-    async def failing(request: web.Request) -> web.Response:
-        answers.append(1)
-        fails = 0 <= len(answers) - 2 < len(statuses)  # the first request is asked at the start
-        return web.Response(status=statuses[len(answers) - 2], text="too long") if fails else await vllm(request)
-
-    async with serving(failing) as url:
-        teacher = await started(url, max_attempts=3)
-        with nullcontext() if error is None else pytest.raises(error):
-            assert list(await teacher.score([5, 10])) == pytest.approx([0.0, -0.1])
-        assert len(answers) == 1 + asked
-
-
-async def test_the_key_of_another_api_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a teacher gets what `api_key_var` names, or none."""
-    sent = []
-
-    async def seeing(request: web.Request) -> web.Response:
-        sent.append(request.headers.get("Authorization"))
-        return await vllm(request)
+    async def locked(request: web.Request) -> web.Response:
+        keys.append(request.headers.get("Authorization"))
+        return await listed(request) if keys[-1] == "Bearer mine" else web.Response(status=401)
 
     monkeypatch.setenv("OPENAI_API_KEY", "sk-other")
-    async with serving(seeing) as url:
-        await (await started(url)).close()
-        monkeypatch.setenv("TEACHER_API_KEY", "mine")
-        await (await started(url)).close()
-    assert sent == [None, "Bearer mine"]
+    for complete, models, settings, message in (
+        (cannot, listed, {}, "does not give prompt_logprobs"),
+        (vllm, listed, {"model": "huge"}, "serves big, other, not huge"),
+        (vllm, locked, {}, r"does not take the key in \$TEACHER_API_KEY"),
+    ):
+        async with serving(complete, models) as url:
+            with pytest.raises(UserError, match=f"^algorithm.teacher: .*{message}"):
+                async with started(url, **settings):
+                    pass
+    monkeypatch.setenv("TEACHER_API_KEY", "mine")
+    async with serving(vllm, locked) as url, started(url):
+        assert keys == [None, "Bearer mine"]
+    own = {"id": "x", "algorithm": {"type": "sft", "teacher": {"base_url": "http://127.0.0.1:9"}}}
+    for settings, key in (
+        ({"environments": [own, {"id": "y"}]}, "environments.x.algorithm.teacher"),
+        ({"environment": {"id": "x"}, "algorithm": own["algorithm"]}, "algorithm.teacher"),
+    ):
+        silent = Teachers(OrchestratorConfig(client={"ready_timeout": 0.1}, **settings))
+        with pytest.raises(UserError, match=f"^{key}: .* was not ready after 0 s"):
+            await silent.start(ignore)
+        await silent.close()
 
 
-@pytest.mark.parametrize("broken", ["garbled", "endless"])
-async def test_an_answer_that_is_none(broken: str) -> None:
-    """Contract: one that cannot be read, or comes byte by byte for ever, is trouble on the server's side: asked again, and over in time."""
-    asked = []
-
-    async def failing(request: web.Request) -> web.StreamResponse:
-        asked.append(1)
-        if len(asked) == 1:
-            return await vllm(request)
-        if broken == "garbled":
-            return web.Response(body=b"no such thing", headers={"Content-Encoding": "gzip"})
-        answer = web.StreamResponse()
-        await answer.prepare(request)
-        while True:
-            await answer.write(b" ")
-            await asyncio.sleep(0.02)
-
-    async with serving(failing) as url:
-        teacher = await started(url, max_attempts=2, timeout=0.2)
-        async with asyncio.timeout(60):
-            with pytest.raises(TeacherTrouble, match="did not answer"):
-                await teacher.score([1, 2])
-        assert len(asked) == 3
-        await teacher.close()
-
-
-async def test_a_model_that_is_not_served_and_a_key_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(vllm) as url:
-        with pytest.raises(UserError, match="serves big, other, not huge"):
-            await started(url, model="huge")
-
-    async def locked(request: web.Request) -> web.Response:
-        return web.Response(status=401 if request.headers.get("Authorization") != "Bearer k" else 200)
-
-    async with serving(vllm, locked) as url:
-        with pytest.raises(UserError, match=r"does not take the key in \$TEACHER_API_KEY"):
-            await started(url)
-
-
-def finished() -> EpisodeResult:
+def finished(hint: int = 0) -> EpisodeResult:
     sample = SampleTokens.of([5, 10, 20], [False, True, True], [0.0, -1.0, -1.0], 1, 0.0)
+    sample.hint = range(hint)
     return EpisodeResult("e", "x", "t", Outcome.OK, samples=[sample])
 
 
-def taught(url: str, max_attempts: int = 4, **settings: object) -> Teachers:
-    algorithm = {"type": "opd", "teacher": {"base_url": url, "max_attempts": max_attempts}}
-    return Teachers(OrchestratorConfig(environment={"id": "x"}, algorithm=algorithm, **settings))
+@asynccontextmanager
+async def taught(url: str, max_attempts: int = 4, kind: str = "opd", **settings: object) -> AsyncIterator[Teachers]:
+    teacher = {"teacher": {"base_url": url, "max_attempts": max_attempts}} if kind == "opd" else {}
+    config = OrchestratorConfig(environment={"id": "x"}, algorithm={"type": kind, **teacher}, **settings)
+    made = Teachers(config)
+    await made.start(ignore)
+    yield made
+    await made.close()
 
 
 async def test_an_episode_gets_its_scores_or_is_none() -> None:
-    """Contract: every sample has the scores of its teacher, or the episode is counted under what went wrong: another attempt, or invalid."""
-    answers = [200]
-
-    async def moody(request: web.Request) -> web.Response:
-        return await vllm(request) if answers[-1] == 200 else web.Response(status=answers[-1])
-
-    async with serving(moody) as url:
-        found = taught(url, max_attempts=1)
-        await found.start(ignore)
-        result = finished()
-        await found.score("x", result, "http://policy")
-        assert list(result.samples[0].ref_logprobs) == pytest.approx([0.0, -0.1, -0.2])
-        for status, outcome in ((502, Outcome.TEACHER_UNAVAILABLE), (400, Outcome.INVALID)):
-            answers.append(status)
+    """Contract: every sample has the scores of its teacher, or the episode is counted under what went wrong: another
+    attempt, or invalid."""
+    async with serving(after_start([vllm, 502, 400], [])) as url, taught(url, max_attempts=1) as made:
+        for outcome in (Outcome.OK, Outcome.TEACHER_UNAVAILABLE, Outcome.INVALID):
             result = finished()
-            await found.score("x", result, "http://policy")
+            await made.score("x", result, "http://policy")
             assert result.outcome is outcome
-        await found.close()
+            assert outcome is not Outcome.OK or list(result.samples[0].ref_logprobs) == pytest.approx([0.0, -0.1, -0.2])
 
 
 async def test_only_what_is_trained_is_scored(caplog: pytest.LogCaptureFixture) -> None:
-    """Contract: a sequence beyond `seq_len`, longer than what any teacher takes, is scored as far as training uses it; a smaller context is said."""
-    async with serving(*holding(4)) as url:
-        found = taught(url, seq_len=2, sampling={"max_tokens": 1})
-        await found.start(ignore)
-        result, scored = finished(), []
-        await found.score("x", result, "http://policy", lambda: scored.append(1))
-        assert (result.ok, list(result.samples[0].ref_logprobs), scored) == (True, pytest.approx([0.0, -0.1]), [1])
-        await found.close()
-        assert not caplog.text
-        found = taught(url, seq_len=4, sampling={"max_tokens": 1})
-        await found.start(ignore)
-        assert "takes 4 tokens" in caplog.text
-        assert "give it a larger --max-model-len" in caplog.text
-        await found.close()
+    """Contract: a sequence longer than what any teacher takes is scored up to `seq_len`; a smaller context is said."""
+    for seq_len, warned in ((2, False), (4, True)):
+        async with serving(*holding(4)) as url, taught(url, seq_len=seq_len, sampling={"max_tokens": 1}) as made:
+            result, scored = finished(), []
+            await made.score("x", result, "http://policy", lambda scored=scored: scored.append(1))
+            assert (result.ok, len(result.samples[0].ref_logprobs), scored) == (True, min(seq_len, 3), [1])
+            assert ("takes 4 tokens" in caplog.text and "larger --max-model-len" in caplog.text) == warned
 
 
 async def test_teachers_are_shared_where_all_their_settings_are_equal() -> None:
     """Contract: limits hold for the environments that asked for them."""
     kinds = [
-        {"id": name, "algorithm": {"type": "opd", "teacher": {"base_url": "http://t", "max_concurrent": most}}, "name": name}
+        {"id": name, "algorithm": {"type": "opd", "teacher": {"base_url": "http://t", "max_concurrent": most}}}
         for name, most in (("a", 3), ("b", 5), ("c", 3))
-    ]  # fmt: skip
-    found = Teachers(OrchestratorConfig(environments=kinds))
-    assert found._scorers["a"] is found._scorers["c"]
-    assert [server.config.max_concurrent for server in found._servers] == [3, 5]
-    await found.close()
-
-
-async def test_the_setting_that_names_it_is_named() -> None:
-    own = {"id": "x", "algorithm": {"type": "sft", "teacher": {"base_url": "http://127.0.0.1:9"}}}
-    found = Teachers(OrchestratorConfig(environments=[own, {"id": "y"}], client={"ready_timeout": 0.1}))
-    with pytest.raises(UserError, match=r"^environments\.x\.algorithm\.teacher: .* was not ready after 0 s"):
-        await found.start(ignore)
-    await found.close()
-    found = Teachers(
-        OrchestratorConfig(environment={"id": "x"}, algorithm=own["algorithm"], client={"ready_timeout": 0.1})
-    )
-    with pytest.raises(UserError, match=r"^algorithm\.teacher: "):
-        await found.start(ignore)
-    await found.close()
+    ]
+    made = Teachers(OrchestratorConfig(environments=kinds))
+    assert made._scorers["a"] is made._scorers["c"]
+    assert [server.config.max_concurrent for server in made._servers] == [3, 5]
+    await made.close()
 
 
 async def test_self_distillation_behind_a_hint_that_takes_room() -> None:
-    """Contract: the policy's own server is asked for its context, though nobody waited for it; one that is silent is a teacher that is."""
-    down = True
-    complete, listed = holding(5)
+    """Contract: the policy's own server is asked for its context, though nobody waited for it; one that is silent is a
+    teacher that is."""
+    complete, models = holding(5)
+    down = [web.Response(status=503) for _ in range(4)]
 
-    async def models(request: web.Request) -> web.Response:
-        return web.Response(status=503) if down else await listed(request)
+    async def rising(request: web.Request) -> web.StreamResponse:
+        return down.pop() if down else await models(request)
 
-    async with serving(complete, models) as url:
-        config = OrchestratorConfig(environment={"id": "x"}, algorithm={"type": "opsd"}, model={"name": "big"})
-        found = Teachers(config)
-        for outcome, hint, scored in (
-            (Outcome.TEACHER_UNAVAILABLE, 2, None),
-            (Outcome.OK, 2, 2),
-            (Outcome.INVALID, 4, None),
-        ):
-            result = finished()
-            result.samples[0].hint = range(hint)
-            await found.score("x", result, url)
+    async with serving(complete, rising) as url, taught(url, kind="opsd", model={"name": "big"}) as made:
+        for outcome, hint in ((Outcome.TEACHER_UNAVAILABLE, 2), (Outcome.OK, 2), (Outcome.INVALID, 4)):
+            result = finished(hint)
+            await made.score("x", result, url)
             assert result.outcome is outcome
-            assert scored is None or len(result.samples[0].ref_logprobs) == scored
-            down = False
-        await found.close()
+            assert outcome is not Outcome.OK or len(result.samples[0].ref_logprobs) == 2
+
+
+# -- runs: what waits for teachers, how long, and who is told ----------------------------------------------------------
+
+
+def make_world(directory: Path, kind: str, **settings: Any) -> World:
+    teacher = {"base_url": "http://teacher", "model": "big", "max_concurrent": 1}
+    return fresh(directory, algorithm={"type": kind, "teacher": teacher}, batch_size=8, max_steps=1, **settings)
+
+
+def answer(logprob: float, body: dict[str, Any]) -> dict[str, Any]:
+    entries = [None, *({str(one): {"logprob": logprob}} for one in body["prompt"][1:])]
+    return {"choices": [{"prompt_logprobs": entries}]}
+
+
+async def test_who_samples_is_asked_for_as_many_episodes_as_it_allows(tmp_path: Path) -> None:
+    """Contract: `max_concurrent` of an `sft` teacher holds over all its episodes, and an episode's time begins when it
+    has its turn. What it sampled takes no slot of the policy's server, and says nothing of it."""
+    world = make_world(tmp_path, "sft", rollout_timeout=30.0)
+    now, most, left, noted = [], [], [], []
+    sample = world.pool.run
+
+    async def counting(*, deadline: float, **others: Any) -> Any:
+        now.append(1)
+        most.append(len(now))
+        left.append(deadline - time.monotonic())
+        result = await sample(**others)
+        now.pop()
+        return result
+
+    world.pool.run, world.pool.seconds = counting, 0.05
+    orchestrator = world.orchestrator()
+    for call in ("start", "succeeded"):
+        setattr(orchestrator.fleet, call, lambda *of: noted.append(of))
+    await follow(world, [1], orchestrator)
+    await orchestrator.teachers.close()
+    assert max(most) == 1
+    assert len(left) >= 8
+    assert min(left) > 29.97  # the last of eight has waited for 0.35 s
+    assert noted == []
+
+
+async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the wait for other episodes' scores runs nobody's time down, is shown with the teacher's name and a
+    deadline that holds; the server that sampled is told of each success."""
+
+    async def slowly(self: Teacher, route: str, body: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return answer(-1.0, body) if body else {"data": []}
+
+    monkeypatch.setattr(Teacher, "_request", slowly)
+    monkeypatch.setattr(loop, "_QUIET_SECONDS", -1.0)
+    monkeypatch.setattr(loop, "_WAKE_SECONDS", 0.02)
+    waits: list[tuple[str, float]] = []
+    succeeded: list[object] = []
+    world = make_world(tmp_path, "opd", rollout_timeout=0.3)
+    orchestrator = world.orchestrator()
+    show = orchestrator.status.waiting
+    orchestrator.status.waiting = lambda *wait: (waits.append(wait[1:]), show(*wait))
+    orchestrator.fleet.succeeded = succeeded.append
+    await follow(world, [1], orchestrator)
+    await orchestrator.teachers.close()
+    assert orchestrator.tally.before.dropped == {}
+    assert len(succeeded) >= 8
+    owner, seconds = next((owner, seconds) for owner, seconds in waits if owner.startswith("inference, "))
+    assert owner == "inference, environments and the teacher at http://teacher"
+    assert seconds > 0.3 + 4 * 120.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_while_teachers_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Contract: it ends at once, with a last word."""
+    monkeypatch.setattr(loop, "spare_collector", lambda: None)
+    world = World(tmp_path, algorithm={"type": "sft", "teacher": {"base_url": "http://127.0.0.1:9"}})
+    run = asyncio.create_task(loop.orchestrate(world.config))
+    try:
+        await until(lambda: (said := read_status(tmp_path).get("orchestrator")) and said.waiting, run=run)
+        os.kill(os.getpid(), number)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(run, 60.0)
+    finally:
+        for one in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(one)
+    assert read_status(tmp_path)["orchestrator"].outcome == "stopped"
+
+
+async def test_a_teacher_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: what it does not score is made again, then dropped and counted; where it stays silent the run ends, and
+    says who is to blame."""
+    asked = []
+
+    async def dying(self: Teacher, route: str, body: Any) -> Any:
+        asked.append(route)
+        if len(asked) > 5:
+            raise TeacherTrouble("http://teacher did not answer")
+        return answer(-1.0, body) if body else {"data": []}
+
+    monkeypatch.setattr(Teacher, "_request", dying)
+    orchestrator = make_world(tmp_path, "opd").orchestrator()
+    silent = r"more than max_error_rate .*teacher_unavailable: http://teacher did not answer"
+    with pytest.raises(UserError, match=silent):
+        await asyncio.wait_for(orchestrator.run(), 30.0)
+    await orchestrator.teachers.close()
