@@ -2,19 +2,17 @@
 
 from collections.abc import Callable
 from functools import cache
-from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.trainer import attention
 from prime_rl.trainer.attention import Needs, relative_error, with_gradients
 from prime_rl.trainer.attention_kernels import KERNELS
+from support import attention as support
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -52,14 +50,10 @@ def qkv(lengths: tuple[int, ...], heads: int, key_heads: int) -> list[Tensor]:
     return [*(x.transpose(1, 2) for x in made[:3]), made[3]]
 
 
-def boundaries(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    return attention.boundaries(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=GPU), max(lengths))
-
-
 def called(backend: str, lengths: tuple[int, ...], window: int | None, compiled: bool = False) -> Callable[..., Tensor]:
     """What transformers would call, as a function of q, k and v."""
     attention.register(backend)
-    function, mask = ALL_ATTENTION_FUNCTIONS[attention.NAME], boundaries(lengths)
+    function, mask = ALL_ATTENTION_FUNCTIONS[attention.NAME], support.boundaries(lengths, "cuda")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return function(None, q, k, v, None, sliding_window=window, **mask)[0]
@@ -123,55 +117,28 @@ def test_layout_of_the_inputs_does_not_matter(backend: str) -> None:
         assert relative_error(a.float(), b.float()) < 1e-3
 
 
-def model(**settings: Any) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "head_dim": HEAD_DIM,
-    }
-    config = Qwen3Config(**shape, num_attention_heads=4, num_key_value_heads=2, **settings)
-    lm = Qwen3ForCausalLM(config).to(GPU).train()
-    lm.set_attn_implementation(attention.NAME)
-    return lm
-
-
-def hidden_and_gradient(lm: Qwen3ForCausalLM, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    ids = torch.arange(sum(lengths), device=GPU)[None] * 7 % 512
-    positions = torch.cat([torch.arange(n, device=GPU) for n in lengths])[None]
-    lm.zero_grad()
-    hidden = lm.model(input_ids=ids, position_ids=positions, use_cache=False, **boundaries(lengths)).last_hidden_state
-    # Not the sum of squares: the last norm has made that the same for all weights.
-    torch.randn(hidden.shape, device=GPU, generator=torch.Generator(GPU).manual_seed(1)).mul(hidden).sum().backward()
-    gradient = lm.model.embed_tokens.weight.grad
-    assert gradient is not None
-    return hidden.detach(), gradient.clone()
-
-
 def test_compiled_blocks_serve_every_pack(backend: str) -> None:
     """A block is compiled for the first number of tokens and once more for all others, whatever the documents. The numbers are those of the
     float32 model with `sdpa`."""
     packs = [(512,), (100, 1, 411), (8,) * 64, (300, 212), (500, *(1,) * 12), (384,), (200, 184), (640,), (1,) * 640]
-    settings = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
+    shape = {"size": 256, "head_dim": HEAD_DIM, "vocabulary": 512}
+    settings = {**shape, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
     attention.register("sdpa")
-    exact = model(**settings)
-    want = [hidden_and_gradient(exact, lengths) for lengths in packs]
+    exact = support.make_model(**settings).to(GPU)
+    want = [support.hidden_and_gradient(exact, lengths, "cuda") for lengths in packs]
 
     torch._dynamo.reset()
     counters.clear()
     attention.register(backend)
-    lm = model(**settings)
+    lm = support.make_model(**settings).to(GPU)
     for parameter in lm.parameters():  # not the buffers: rotary frequencies must not be rounded
         parameter.data = parameter.data.bfloat16()
     for layer in lm.model.layers:
         layer.compile(fullgraph=True)
     graphs = []
     for lengths, expected in zip(packs, want, strict=True):
-        hidden, gradient = (
-            relative_error(a.float(), b) for a, b in zip(hidden_and_gradient(lm, lengths), expected, strict=True)
-        )
+        got = support.hidden_and_gradient(lm, lengths, "cuda")
+        hidden, gradient = (relative_error(a.float(), b) for a, b in zip(got, expected, strict=True))
         # The whole model is in bfloat16, and so is the sum over the many tokens of an id that is its embedding's gradient.
         assert hidden < 2e-2
         assert gradient < 3e-2
