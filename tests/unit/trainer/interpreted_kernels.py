@@ -1,4 +1,4 @@
-"""The Triton kernels on the CPU: they are the torch formulas. `test_kernels.py` runs this file under Triton's interpreter."""
+"""The Triton kernels on the CPU: they are the torch formulas. `test_lm_head.py` runs this file under Triton's interpreter."""
 
 from contextlib import nullcontext
 
@@ -28,41 +28,38 @@ def exactly(logits: Tensor, labels: Tensor, inv_t: Tensor) -> tuple[Tensor, Tens
     return lm_head.stats(logits.double(), labels, inv_t.double())
 
 
-def exact_gradient(logits: Tensor, labels: Tensor, *rows: Tensor) -> Tensor:
-    return lm_head.dlogits_(logits.double(), labels, *(row.double() for row in rows))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocabulary", SIZES)
-def test_statistics(vocabulary: int, dtype: torch.dtype) -> None:
-    """Partition, log-probability and entropy equal the float64 formulas on the same logits, at temperatures from 0.1 to 2."""
+def test_head(vocabulary: int, dtype: torch.dtype) -> None:
+    """Partition, log-probability and entropy equal the float64 formulas on the same logits, at temperatures from 0.1 to 2; d logits does to the
+    rounding of the logits' dtype, and lies where the logits were."""
     logits, rows = chunk(vocabulary, dtype)
-    for got, want in zip(triton_kernels.stats(logits, *rows), exactly(logits, *rows), strict=True):
+    log_z, logprob, entropy = exactly(logits, *rows)
+    for got, want in zip(triton_kernels.stats(logits, *rows), (log_z, logprob, entropy), strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocabulary", SIZES)
-def test_gradient_overwrites_the_logits(vocabulary: int, dtype: torch.dtype) -> None:
-    """d logits equals the float64 formula, to the rounding of the logits' dtype, and lies where the logits were."""
-    logits, rows = chunk(vocabulary, dtype)
-    log_z, _, entropy = exactly(logits, *rows)
     upstream = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
-    want = exact_gradient(logits, *rows, log_z, entropy, *upstream)
+    exact = (x.double() for x in (rows[1], log_z, entropy, *upstream))
+    want = lm_head.dlogits_(logits.double(), rows[0], *exact)
     got = triton_kernels.dlogits_(logits, *rows, log_z.float(), entropy.float(), *upstream)
     assert got is logits
     # p is off by what float32 cannot say about z, which here reaches 120.
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4 + torch.finfo(dtype).eps)
 
 
-def test_one_number_expanded_is_a_gradient() -> None:
-    """The gradient of a plain sum has stride 0: all rows get it."""
-    logits, rows = chunk(100)
-    log_z, _, entropy = lm_head.stats(logits, *rows)
-    one, nothing = torch.ones(()).expand(5), torch.zeros(5)
-    want = lm_head.dlogits_(logits.clone(), *rows, log_z, entropy, one, nothing)
-    torch.testing.assert_close(triton_kernels.dlogits_(logits, *rows, log_z, entropy, one, nothing), want)
+def test_odd_rows() -> None:
+    """The gradient of a plain sum has stride 0: all rows get it. An empty chunk is no error. A label outside the vocabulary is not read from whatever
+    lies there: its log-probability is NaN."""
+    logits, (labels, inv_t) = chunk(100)
+    log_z, _, entropy = lm_head.stats(logits, labels, inv_t)
+    rows = labels, inv_t, log_z, entropy, torch.ones(()).expand(5), torch.zeros(5)
+    torch.testing.assert_close(triton_kernels.dlogits_(logits.clone(), *rows), lm_head.dlogits_(logits.clone(), *rows))
+    none = [row[:0] for row in rows]
+    assert [tuple(x.shape) for x in triton_kernels.stats(logits[:0], *none[:2])] == [(0,)] * 3
+    assert triton_kernels.dlogits_(logits[:0], *none).shape == (0, 100)
+    for label in (-1, 100, 2**40):
+        labels[4] = label
+        assert triton_kernels.stats(logits, labels, inv_t)[1].isnan().tolist() == [False] * 4 + [True]
 
 
 def test_extreme_rows() -> None:
@@ -75,8 +72,8 @@ def test_extreme_rows() -> None:
     logits[4] = torch.linspace(50, -50, 9000)
     for temperature in (0.1, 0.7, 2.0):
         rows = labels, torch.full((5,), 1 / temperature)
-        got, want = triton_kernels.stats(logits, *rows), exactly(logits, *rows)
-        for a, b in zip(got, want, strict=True):
+        got = triton_kernels.stats(logits, *rows)
+        for a, b in zip(got, exactly(logits, *rows), strict=True):
             torch.testing.assert_close(a.double(), b, atol=2e-4, rtol=1e-6)  # float32 at z = 1000 is good to 6e-5
         assert got[1][1] == 0 or temperature > 0.1
 
@@ -87,30 +84,13 @@ def test_what_is_not_finite_is_never_hidden(bad: float, place: int) -> None:
     """One logit that is not finite makes its own row NaN, statistics and gradient, and no other."""
     logits, rows = chunk(5000)
     logits[2, place] = bad
-    others = torch.arange(5) != 2
     statistics = triton_kernels.stats(logits, *rows)
     for got in statistics:
         assert got.isnan().tolist() == [False, False, True, False, False]
     log_z, _, entropy = statistics
     d = triton_kernels.dlogits_(logits, *rows, log_z, entropy, torch.ones(5), torch.zeros(5))
     assert d[2].isnan().all()
-    assert d[others].isfinite().all()
-
-
-@pytest.mark.parametrize("label", [-1, 5000, 2**40])
-def test_label_outside_the_vocabulary(label: int) -> None:
-    """It is not read from whatever lies there: its log-probability is NaN."""
-    logits, (labels, inv_t) = chunk(5000)
-    labels[4] = label
-    assert triton_kernels.stats(logits, labels, inv_t)[1].isnan().tolist() == [False] * 4 + [True]
-
-
-def test_no_rows() -> None:
-    """An empty chunk is no error."""
-    logits, rows = chunk(100, size=0)
-    log_z, logprob, entropy = triton_kernels.stats(logits, *rows)
-    assert log_z.shape == logprob.shape == entropy.shape == (0,)
-    assert triton_kernels.dlogits_(logits, *rows, log_z, entropy, logprob, entropy).shape == (0, 100)
+    assert d[torch.arange(5) != 2].isfinite().all()
 
 
 @pytest.mark.parametrize(("tokens", "k", "width"), [(7, 3, 40), (5, 2, 2048), (4, 8, 2100)])
@@ -123,7 +103,6 @@ def test_spread_and_collect(
     torch.manual_seed(0)
     rows = torch.randn(tokens, width).to(dtype)
     place = torch.randperm(tokens * k).to(torch.int32).view(tokens, k)
-    there = triton_kernels.spread(rows, place)
-    assert torch.equal(there, moe.spread(rows, place))
+    assert torch.equal(triton_kernels.spread(rows, place), moe.spread(rows, place))
     other = torch.randn(tokens * k, width).to(dtype)
     torch.testing.assert_close(triton_kernels.collect(other, place), moe.collect(other, place))

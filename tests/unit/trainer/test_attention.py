@@ -195,12 +195,12 @@ def test_a_kernel_gets_the_right_arguments(lengths: tuple[int, ...], window: int
 
 def test_windows_are_those_of_transformers() -> None:
     """A model with sliding layers gives the same hidden states as with transformers' own attention."""
+    attention.register("sdpa")
     model = support.make_model(sliding_window=4, use_sliding_window=True, max_window_layers=1)
     assert model.config.layer_types == ["full_attention", "sliding_attention"]
     ids = torch.randint(0, 64, (1, 13), generator=torch.Generator().manual_seed(0))
     model.set_attn_implementation("eager")
     want = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    attention.register("sdpa")
     model.set_attn_implementation(attention.NAME)
     mask = support.boundaries([13])
     got = model.model(input_ids=ids, use_cache=False, **mask).last_hidden_state
