@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -107,17 +107,6 @@ def test_two_gpus_equal_one(experts: int, tmp_path: Path) -> None:
             assert row["loss/mean"] == pytest.approx(want["loss/mean"], abs=1e-2)
 
 
-def with_gradients(block: nn.Module, hidden: Tensor) -> dict[str, Tensor]:
-    """A block's output and all its gradients, for one and the same gradient of the output."""
-    block.zero_grad(set_to_none=True)
-    inputs = hidden.detach().requires_grad_()
-    out = block(inputs)
-    out.backward(torch.linspace(-1, 1, out.numel(), device=GPU).view_as(out).to(out.dtype))
-    gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
-    assert inputs.grad is not None
-    return {"out": out.detach(), "hidden": inputs.grad, **gradients}
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_experts_in_groups(compiled: bool) -> None:
     """At the shapes of Qwen3-30B-A3B: grouped products in bfloat16 give the float32 loop's outputs and gradients to a few roundings (2^-8 each),
@@ -135,21 +124,21 @@ def test_experts_in_groups(compiled: bool) -> None:
     if compiled:
         ours.compile(fullgraph=True, dynamic=True)
     hidden = torch.randn(1, 3000, 2048, device=GPU).bfloat16()
-    with_gradients(ours, hidden[:, :1000])
+    support.block_gradients(ours, hidden[:, :1000])
     ours.load.zero_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = with_gradients(ours, hidden)
+        got = support.block_gradients(ours, hidden)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    want = with_gradients(reference, hidden.float())
+    want = support.block_gradients(reference, hidden.float())
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         error = float((got[name].float() - tensor).norm() / tensor.norm())
         assert error < 1e-2, f"{name}: {error:.1e}"
     _, chosen = moe.route(hidden[0], reference.gate.weight, 8, True)
     assert ours.load.tolist() == torch.bincount(chosen.flatten(), minlength=128).tolist()
-    again = with_gradients(ours, hidden)
+    again = support.block_gradients(ours, hidden)
     for name, tensor in got.items():
         assert torch.equal(again[name], tensor), name
 

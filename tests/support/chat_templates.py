@@ -42,73 +42,55 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
-def call(number: int) -> dict[str, Any]:
-    return {
-        "id": f"call{number:05d}",
-        "type": "function",
-        "function": {"name": "look_up", "arguments": {"word": "sea"}},
-    }
+def talk(*texts: str, system: bool = False) -> dict[str, Any]:
+    """A row of messages of user and assistant, in turns."""
+    turns = [(assistant if number % 2 else user)(text) for number, text in enumerate(texts)]
+    return {"messages": [SYSTEM, *turns] if system else turns}
 
 
-def result(number: int) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": f"call{number:05d}", "name": "look_up", "content": f"water {number}"}
+def calls(count: int) -> list[dict[str, Any]]:
+    function = {"name": "look_up", "arguments": {"word": "sea"}}
+    return [{"id": f"call{number:05d}", "type": "function", "function": function} for number in range(count)]
+
+
+def results(count: int) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": f"water {number}"}
+        for number, call in enumerate(calls(count))
+    ]
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look_up",
-            "description": "Look up.",
-            "parameters": {"type": "object", "properties": {"word": {"type": "string", "description": "A word."}}, "required": ["word"]},
-        },
-    }
-]  # fmt: skip
+WORD = {"type": "object", "properties": {"word": {"type": "string", "description": "A word."}}, "required": ["word"]}
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": WORD}}]
+SPANISH, AGAIN = ({"reasoning_content": text} for text in ("Spanish", "Again"))
 CONVERSATIONS: dict[str, dict[str, Any]] = {
-    "turn": {"messages": [user("one"), assistant("uno")]},
-    "system": {"messages": [SYSTEM, user("one"), assistant("uno")]},
-    "turns": {"messages": [user("one"), assistant("uno"), user("two"), assistant("dos")]},
-    "long": {"messages": [SYSTEM, *(m for i in range(3) for m in (user(f"say {i}"), assistant(f"it {i}\n")))]},
-    "reasoning": {"messages": [user("one"), assistant("uno", reasoning_content="Spanish")]},
-    "inline reasoning": {"messages": [user("one"), assistant("<think>\nSpanish\n</think>\n\nuno")]},
-    "reasoning turns": {
-        "messages": [
-            user("one"),
-            assistant("uno", reasoning_content="Spanish"),
-            user("two"),
-            assistant("dos", reasoning_content="Again"),
-        ]
-    },
+    "turn": talk("one", "uno"),
+    "system": talk("one", "uno", system=True),
+    "turns": talk("one", "uno", "two", "dos"),
+    "long": talk(*(text for i in range(3) for text in (f"say {i}", f"it {i}\n")), system=True),
+    "reasoning": {"messages": [user("one"), assistant("uno", **SPANISH)]},
+    "inline reasoning": talk("one", "<think>\nSpanish\n</think>\n\nuno"),
+    "reasoning turns": {"messages": [user("one"), assistant("uno", **SPANISH), user("two"), assistant("dos", **AGAIN)]},
     "tool": {
-        "messages": [user("one"), assistant("", tool_calls=[call(0)]), result(0), assistant("uno")],
+        "messages": [user("one"), assistant("", tool_calls=calls(1)), *results(1), assistant("uno")],
         "tools": TOOLS,
     },
     "tools": {
         "messages": [
-            SYSTEM,
-            user("one"),
-            assistant("Wait.", tool_calls=[call(0), call(1)]),
-            result(0),
-            result(1),
-            assistant("uno"),
-            user("two"),
-            assistant("dos"),
+            *(SYSTEM, user("one"), assistant("Wait.", tool_calls=calls(2)), *results(2)),
+            *(assistant("uno"), user("two"), assistant("dos")),
         ],
         "tools": TOOLS,
     },
     "tool reasoning": {
         "messages": [
-            user("one"),
-            assistant("", reasoning_content="Hm", tool_calls=[call(0)]),
-            result(0),
-            assistant("uno", reasoning_content="So"),
-            user("two"),
-            assistant("dos", reasoning_content="Again"),
+            *(user("one"), assistant("", reasoning_content="Hm", tool_calls=calls(1)), *results(1)),
+            *(assistant("uno", reasoning_content="So"), user("two"), assistant("dos", **AGAIN)),
         ],
         "tools": TOOLS,
     },
-    "call": {"messages": [user("one"), assistant("", tool_calls=[call(0)])], "tools": TOOLS},
+    "call": {"messages": [user("one"), assistant("", tool_calls=calls(1))], "tools": TOOLS},
 }
 
 
@@ -258,11 +240,9 @@ def line(name: str, template: str) -> str:
             text = tokenizer.decode(reply)
             assert tuple(context) in expected, (kind, tokenizer.decode(context))
             assert [token in stops for token in reply] == [False] * (len(reply) - 1) + [True], (kind, text)
-            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            assert all(part in text for part in calls or [message["content"].split("</think>")[-1].strip()]), (
-                kind,
-                text,
-            )
+            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            parts = names or [message["content"].split("</think>")[-1].strip()]
+            assert all(part in text for part in parts), (kind, text)
             ends.add(tokenizer.decode(reply[-1]))
     cells = [
         name,

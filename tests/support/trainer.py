@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_tiny_model
@@ -65,6 +66,17 @@ def gradients(policy: Policy, groups: list[list[Document]]) -> dict[str, torch.T
     for group in groups:
         policy(to_device(collate(group, 1), torch.device("cpu")), cross_entropy)[0].backward()
     return {name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)}
+
+
+def block_gradients(block: nn.Module, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A block's output and all its gradients, for one and the same gradient of the output."""
+    block.zero_grad()
+    inputs = hidden.detach().requires_grad_()
+    out = block(inputs)
+    out.backward(torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype))
+    assert inputs.grad is not None
+    found = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "hidden": inputs.grad, **found}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PersimmonConfig
 
 from prime_rl.config.trainer import TrainerModel
@@ -96,6 +97,39 @@ def test_backward_has_the_weights_that_it_reads(
             torch.testing.assert_close(result[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", ["tied_model", "untied_model", "moe_model"])
+def test_gradients_of_a_single_rank_have_the_bits_of_torchs(
+    which: str,
+    dtype: str,
+    make_policy: Callable[..., Policy],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Added up where they are, over two steps of two micro-batches, where weights stay gathered (no FSDP) and where they are freed."""
+    directory = request.getfixturevalue(which)
+    groups = [support.random_documents((17, 30)), support.random_documents((25,))]
+    ours = [make_policy(directory, dtype=dtype, reshard_after_forward=reshard) for reshard in (False, True)]
+    monkeypatch.setattr(FSDPModule, "set_custom_reduce_scatter", lambda unit, comm: None)
+    policies = *ours, make_policy(directory, dtype=dtype, reshard_after_forward=True)
+    masters = [dict(named_parameters(policy)) for policy in policies]  # while gathered, modules hold copies
+    for _ in range(2):
+        for policy in policies:
+            policy.zero_grad()
+        for last, group in zip((False, True), groups, strict=True):
+            for policy in policies:
+                for unit in policy.units:
+                    unit.set_reshard_after_backward(last)
+                policy(to_device(collate(group, 1), CPU), cross_entropy)[0].backward()
+            *found, wanted = ({name: p.grad.to_local() for name, p in of.items()} for of in masters)
+            for name, gradient in wanted.items():
+                assert gradient.dtype == torch.float32
+                assert all(torch.equal(gradients[name], gradient) for gradients in found), name
+        for policy in policies:
+            for parameter in policy.parameters():  # masters again, since the step's last backward
+                parameter.to_local().detach().mul_(1.01)
+
+
 def test_a_root_with_more_than_embedding_and_head_stays(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
     """Persimmon's last norm has another name and remains in the root: its weight is there in backward, where weights are freed as well."""
     config = PersimmonConfig(
@@ -126,12 +160,6 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto") == "cpu"
 
 
-def broken(directory: Path, model: Path, change: Callable[[Path], None]) -> str:
-    shutil.copytree(model, directory)
-    change(directory)
-    return str(directory)
-
-
 def retensor(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -142,12 +170,19 @@ def retensor(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> No
 BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
     "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json cannot be used"),
-    "unknown architecture": (lambda d: (d / "config.json").write_text('{"model_type": "x"}'), "cannot be used"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no safetensors files"),
     "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1\0\0"), "damaged or unreadable"),
     "missing tensor": (
         lambda d: retensor(d, lambda t: t.pop("model.norm.weight")),
         "no tensor model.norm.weight",
+    ),
+    "missing expert": (
+        lambda d: retensor(d, lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight")),
+        "has no tensor model.layers.1.*2.up_proj",
+    ),
+    "misshapen expert": (
+        lambda d: retensor(d, lambda t: t.update({"model.layers.0.mlp.experts.1.down_proj.weight": torch.ones(2, 3)})),
+        "has shape .2, 3.",
     ),
     "wrong shape": (
         lambda d: retensor(d, lambda t: t.update({"model.norm.weight": torch.ones(3)})),
@@ -157,20 +192,17 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
-def test_broken_model_directory(name: str, world: World, tied_model: Path, tmp_path: Path) -> None:
-    """Each way a model directory can be broken is one clear line."""
+def test_broken_model_directory(name: str, world: World, moe_model: Path, tmp_path: Path) -> None:
+    """Each way a model directory can be broken is one clear line. A path that is not there is not looked up on the hub."""
     change, message = BREAKAGES[name]
-    directory = broken(tmp_path / "model", tied_model, change)
+    directory = Path(shutil.copytree(moe_model, tmp_path / "model"))
+    change(directory)
     with pytest.raises(UserError, match=message) as caught:
-        build_policy(find_model(directory), TrainerModel(), world)
+        build_policy(find_model(str(directory)), TrainerModel(), world)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "outputs/weights/step_3"])
-def test_missing_model_directory(name: str) -> None:
-    """A path that is not there is said to be missing, not looked up on the hub."""
-    with pytest.raises(UserError, match=f"{name} does not exist"):
-        find_model(name)
+    for missing in (str(tmp_path / "none"), "./no-such-model", "outputs/weights/step_3"):
+        with pytest.raises(UserError, match=f"{missing} does not exist"):
+            find_model(missing)
 
 
 def test_random_weights_follow_the_seed(world: World, tied_model: Path, tmp_path: Path) -> None:
