@@ -21,15 +21,8 @@ from renderers.base import ParsedToolCall, RenderedTokens
 from renderers.client import generate
 
 from prime_rl.envs import renderer
-from prime_rl.envs.convert import (
-    Message,
-    Turn,
-    classify,
-    finish,
-    parsed_json,
-    samples_of,
-)
-from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, Setup
+from prime_rl.envs.convert import ASSISTANT, Message, Turn, classify, finish, parsed_json, role_index, samples_of
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
 
 CONNECT_SECONDS = 30.0
 # `inference` closes an idle connection after 60 s: one that may be closing must not be used again.
@@ -171,13 +164,11 @@ class EngineClient:
         for number, call in enumerate(calls):
             call.id = call.id or f"call_{len(turns)}_{number}"
         message = reply_message(answer["content"] or "", answer["reasoning_content"] or "", calls)
-        roles = [ROLES.index(one["role"]) if one["role"] in ROLES else 0 for one in [*messages, message]]
         return Turn(
             prompt_ids=answer["prompt_ids"],
             completion_ids=answer["completion_ids"],
             logprobs=answer["completion_logprobs"],
-            speakers=_speakers(answer["prompt_attribution"], len(messages)),
-            roles=roles,
+            roles=_roles(answer["prompt_attribution"], messages),
             history=[*history, _comparable(message)],
             message=message,
             tool_calls=calls,
@@ -217,15 +208,15 @@ def arguments_of(call: ParsedToolCall) -> str:
     return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
 
 
-def _speakers(rendered: RenderedTokens, messages: int) -> list[int]:
-    """The message that each token of a prompt belongs to, or leads to between two; of a bridge, for the tokens that it added."""
-    bridged = messages - len(rendered.message_roles)
-    speakers, message = [0] * len(rendered.token_ids), messages
-    for place in reversed(range(len(speakers))):
-        if rendered.message_indices[place] >= 0:
-            message = bridged + rendered.message_indices[place]
-        speakers[place] = message
-    return speakers
+def _roles(rendered: RenderedTokens, messages: Sequence[Message]) -> bytes:
+    """(P,) the role of the message that each token of a prompt belongs to, or leads to between two; of a bridge, for the tokens that it added."""
+    bridged = len(messages) - len(rendered.message_roles)
+    roles, role = bytearray(len(rendered.token_ids)), ASSISTANT
+    for place in reversed(range(len(roles))):
+        if (message := rendered.message_indices[place]) >= 0:
+            role = role_index(messages[bridged + message]["role"])
+        roles[place] = role
+    return bytes(roles)
 
 
 def _comparable(message: Message) -> str:

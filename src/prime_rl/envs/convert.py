@@ -7,7 +7,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +36,8 @@ class Turn:
     prompt_ids: list[int] = field(default_factory=list)  # (P,)
     completion_ids: list[int] = field(default_factory=list)  # (C,)
     logprobs: list[float] = field(default_factory=list)  # (C,)
-    speakers: Sequence[int] = ()  # (P,) the message that each token belongs or leads to
-    roles: Sequence[int] = ()  # of the messages and the reply: indices of `ROLES`
-    history: list[Hashable] = field(default_factory=list)  # the messages sent and the reply, comparable
+    roles: bytes = b""  # (P,) of the message that each token belongs or leads to: indices of `ROLES`
+    history: list[str] = field(default_factory=list)  # the messages sent and the reply, comparable
     message: Message = field(default_factory=dict)  # the reply as the next prompt has it
     tool_calls: list[Any] = field(default_factory=list)  # malformed attempts too, as their `status` says
     is_truncated: bool = False
@@ -88,32 +87,29 @@ def _sample(turns: Sequence[Turn], path: list[int], used: Collection[int]) -> Sa
     """The sequence of the last turn of a path. Turns that are `used` are context: another sample trains on them."""
     ids = turns[path[-1]].ids
     mask, logprobs, roles = bytearray(len(ids)), [0.0] * len(ids), bytearray(len(ids))
-    first = turns[path[0]]
-    # A prompt that was rendered anew repeats earlier replies, and what came before them: other samples have these.
-    replies = {turn.history[-1] for turn in turns[: path[0]]}
-    repeats = [message for message, said in enumerate(first.history[:-1]) if said in replies]
-    prompt_len = next((i for i, one in enumerate(first.speakers) if repeats and one >= repeats[0]), len(first.speakers))
-    begin = 0
+    first, reply = turns[path[0]], bytes([ASSISTANT])
+    # A prompt that was rendered anew ends with what is new, after a reply: other samples have what comes before.
+    repeated = first.roles.rstrip(reply).rfind(reply) + 1 if path[0] else 0
+    end = 0
     for number in path:
-        turn, start = turns[number], len(turns[number].prompt_ids)
+        turn, begin, start = turns[number], end, len(turns[number].prompt_ids)
         end = start + len(turn.completion_ids)
         if number not in used:
             mask[start:end] = b"\1" * (end - start)
             logprobs[start:end] = turn.logprobs
-            known = max(
-                [0, *(1 + one for one in repeats), *(_shared(turn.history[:-1], turns[one].history) for one in used)]
-            )
-            new = turn.speakers[begin:start]
-            roles[begin:start] = bytes(0 if message < known else turn.roles[message] for message in new)
-            roles[start:end] = bytes([ASSISTANT]) * (end - start)
-        begin = end
+            new = max([begin, repeated, *(_shared(turn.prompt_ids, turns[one].ids) for one in used)])
+            roles[new:end] = turn.roles[new:] + reply * len(turn.completion_ids)
+    prompt_len = repeated or len(first.prompt_ids)
     return SampleTokens(array("i", ids), bytes(mask), array("f", logprobs), prompt_len, reward=0.0, roles=bytes(roles))
 
 
-def _shared(history: list[Hashable], other: list[Hashable]) -> int:
-    """How many messages two conversations have in common at their beginning."""
-    pairs = zip(history, other, strict=False)
-    return next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(history), len(other)))
+def _shared(ids: list[int], other: list[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    low, high = 0, min(len(ids), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if ids[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]] | None) -> EpisodeResult:
@@ -189,27 +185,28 @@ def turns_of(trace: Any) -> list[Turn]:
     turns: dict[int, Turn] = {}
     for nodes in (branch.nodes for branch in trace.branches if branch.trainable):
         ids: list[int] = []
-        speakers: list[int] = []
-        roles = [ROLES.index(node.message.role) if node.message.role in ROLES else 0 for node in nodes]
-        history: list[Hashable] = []
-        for place, node in enumerate(nodes):
+        roles = b""
+        for node in nodes:
             sampled, number = sum(node.mask), numbers[id(node)]
             if len(node.mask) != len(node.token_ids):
                 raise Misaligned(f"{len(node.token_ids)} tokens but {len(node.mask)} mask entries")
             if sampled and not all(node.mask[-sampled:]):
                 raise Misaligned("sampled tokens are not the end of their message")
             ids += node.token_ids
-            speakers += [place] * len(node.token_ids)
-            calls = getattr(node.message, "tool_calls", None) or []  # by name and id: arguments are written anew
-            history.append((node.message.role, str(node.message.content or ""), tuple((c.id, c.name) for c in calls)))
+            roles += bytes([role_index(node.message.role)]) * len(node.token_ids)
             if sampled and number not in turns:
                 sent, usage = len(ids) - sampled, usages.get(number)
                 if usage is not None and (usage.prompt_tokens, usage.completion_tokens) != (sent, sampled):
                     raise Misaligned(
                         f"the engine got {usage.prompt_tokens} and sampled {usage.completion_tokens} tokens, the conversation has {sent} and {sampled}"
                     )
-                turns[number] = Turn(ids[:sent], ids[sent:], list(node.logprobs), speakers[:sent], roles, list(history))
+                turns[number] = Turn(ids[:sent], ids[sent:], list(node.logprobs), roles[:sent])
     return [turns[number] for number in sorted(turns)]
+
+
+def role_index(role: str) -> int:
+    """Index of a message's role in `ROLES`; 0 for one that is not there."""
+    return ROLES.index(role) if role in ROLES else 0
 
 
 def _find_outcome(episode: Any, players: list[Any]) -> tuple[Outcome, str]:

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -25,47 +26,27 @@ from loguru import logger
 import prime_rl
 from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
-from prime_rl.envs import worker_process
-from prime_rl.envs.protocol import (
-    VERSION,
-    Cancel,
-    EpisodeResult,
-    FirstTasks,
-    Heartbeat,
-    Hello,
-    LoadFailed,
-    Message,
-    Outcome,
-    ProtocolError,
-    Ready,
-    Result,
-    Run,
-    Setup,
-    TaskInfo,
-    decode,
-    encode,
-)
-from prime_rl.envs.worker_process import Worker, WorkerState, passed_on, worker_variables
+from prime_rl.envs import protocol, worker_process
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.worker_process import Ending, Worker, WorkerState, passed_on, worker_variables
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.lifeline import Lifeline
 from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
 
-WATCH_SECONDS = 0.5
+WATCH_SECONDS = 0.1
 ADJUST_SECONDS = 1.0
 IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
 HEARTBEAT_TIMEOUT = 30.0
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
 BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that finished nothing
 MAX_BACKOFF_SECONDS = 15.0
+SPARE_SECONDS = 60.0  # before another worker is tried in place of one that did not load, where others do the work
 MAX_DEATHS = 5  # in a row, for each worker of an environment, without one finished episode of the environment
-LAST_WORDS_SECONDS = 5.0
 CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS + processes.DEATH_SECONDS
 # Mean use of a core by a worker: above, more are started; below, some are drained; aim.
 HIGH, LOW, TARGET = 0.7, 0.35, 0.5
 _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
-
-Slot = tuple[Worker, int]  # and the number of the request there
 
 
 class WorkerGone(Exception):
@@ -76,14 +57,13 @@ class WorkerGone(Exception):
         self.outcome = outcome
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a worker process ended."""
+@dataclass(eq=False)
+class Request:
+    """An episode that waits for a slot, or has one."""
 
-    why: str
-    hopeless: bool = False  # by itself, before it was ready: another one can be expected to end the same way
-    offending_request: int = 0  # the request in whose code it died
-    deaf: bool = False  # it is stopped or blocked, and handles no signal
+    number: int
+    slot: asyncio.Future[Worker]
+    result: asyncio.Future[EpisodeResult]
 
 
 @dataclass(eq=False)
@@ -91,7 +71,7 @@ class WorkerSet:
     """The workers of one environment, and the episodes that wait for a slot."""
 
     config: EnvConfig
-    setup: Setup
+    setup: protocol.Setup
     variables: Mapping[str, str]
     withheld: Sequence[str]  # names of variables that its workers do not get
     log: Path
@@ -102,11 +82,10 @@ class WorkerSet:
     loaded: bool = False  # by some worker: its tasks are known
     departures: int = 0  # slots that were taken, and are not any more
     deaths: int = 0  # of workers, since an episode was finished
-    setbacks: int = 0  # workers in a row that ended without finishing an episode
     no_start_before: float = 0.0
     idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers than `target` suffice
     wanted_since: int = 0  # most workers that were wanted at a time since then
-    waiting: dict[asyncio.Future[Slot], None] = field(default_factory=dict)  # in the order in which they asked
+    waiting: deque[Request] = field(default_factory=deque)  # in the order in which they asked
 
     def __post_init__(self) -> None:
         # With `auto` one shows whether the environment can be loaded, before the others start.
@@ -181,13 +160,15 @@ class EnvPool:
         for config in envs:
             for name in config.secrets:
                 if name not in os.environ:
-                    raise UserError(f"environment {config.name!r} is to get the variable {name} (its `secrets`), which is not set")  # fmt: skip
+                    raise UserError(
+                        f"environment {config.name!r} is to get the variable {name} (its `secrets`), which is not set"
+                    )
             sampler, shown = self._samplers.get(config.name), (demonstrations or {}).get(config.name)
             passed, withheld = passed_on(os.environ, config.secrets)
             # Others' servers are reached as the user's proxy has it.
             own_servers = [_v1(sampler.base_url)] if sampler else self._base_urls if chat_timeout is None else []
             variables = worker_variables(passed, base_urls=own_servers, api_key=sampler.api_key if sampler else api_key)
-            setup = Setup(
+            setup = protocol.Setup(
                 name=config.name,
                 env_id=config.id,
                 args=config.args,
@@ -210,12 +191,12 @@ class EnvPool:
             least, most = worker_range(config.workers, config.max_workers, len(envs))
             own = WorkerSet(config, setup, variables, withheld, log, least, most)
             self.sets[config.name] = next((other for other in self.sets.values() if _alike(own, other)), own)
+        self._all_sets = list(dict.fromkeys(self.sets.values()))
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
         self._hang_timeout, self._start_timeout = hang_timeout, 0.0
-        self._numbers = itertools.count()
-        self._services: list[asyncio.Task[None]] = []
-        self._supervisors: set[asyncio.Task[None]] = set()  # one of each process
+        self._numbers = itertools.count(1)  # of workers and requests
+        self._tasks: set[asyncio.Task[None]] = set()
         self._failure: UserError | None = None
         self._exit_stack = ExitStack()
 
@@ -235,15 +216,16 @@ class EnvPool:
         for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.LINGER, 0), (zmq.SNDHWM, 0)):
             self._socket.setsockopt(option, value)
         self._socket.bind(self._address)
-        for each in dict.fromkeys(self.sets.values()):
+        for each in self._all_sets:
             withheld = ", ".join(each.withheld) or "none"
             worker_process.note(
                 each.log, f"variables withheld from this environment (`secrets` passes them): {withheld}"
             )
             self._adjust(each)
-        self._services = [self._create_task(self._receive()), self._create_task(self._keep_adjusting())]
+        self._create_task(self._receive())
+        self._create_task(self._keep_adjusting())
         try:
-            for each, workers in [(each, each.target) for each in dict.fromkeys(self.sets.values())]:
+            for each, workers in [(each, each.target) for each in self._all_sets]:
                 await self._await_ready(each, workers)
         except BaseException:
             await self.close()
@@ -252,34 +234,36 @@ class EnvPool:
     async def close(self) -> None:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
         self._fail(UserError("the environment pool was closed"))
-        for task in self._services:
-            task.cancel()
         for worker in self.workers.values():
             worker.die("the pool was closed")
-        if tasks := {*self._services, *self._supervisors}:
-            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
-        self._exit_stack.close()
+        try:
+            await wait_async(lambda: not self.workers, subject="end", owner="the workers", seconds=CLOSE_SECONDS)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._exit_stack.close()
 
-    def _create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task whose failure is the pool's."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._supervisors.discard(task)
+            self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.opt(exception=error).error("the environment pool failed")
                 self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
 
         task = asyncio.create_task(work)
+        self._tasks.add(task)
         task.add_done_callback(ended)
-        return task
 
     def _fail(self, error: UserError) -> None:
         """Stop the pool: every caller, waiting or coming, gets this error."""
         if self._failure is None:
             self._failure = error
-            for waiter in [waiter for each in self.sets.values() for waiter in each.waiting]:
-                if not waiter.done():
-                    waiter.set_exception(error)
+            for each in self._all_sets:
+                for request in each.waiting:
+                    request.slot.set_exception(error)
+                each.waiting.clear()
 
     async def _await_ready(self, own: WorkerSet, workers: int) -> None:
         def all_ready() -> bool:
@@ -331,6 +315,8 @@ class EnvPool:
         Raises:
             UserError: the pool has failed.
         """
+        if self._failure is not None:
+            raise self._failure
         own = self.sets[env]
         task = own.tasks[task_index]
 
@@ -338,82 +324,67 @@ class EnvPool:
             return EpisodeResult(episode_id, env, task.task_id, outcome, message)
 
         timeout = max(0.0, deadline - time.monotonic())
-        if (slot := await self.place(own, timeout)) is None:
-            if any(worker.serves for worker in self.of(own)):
-                message = f"all workers of {env!r} were full for {timeout:.0f} s, and no episode ended"
-                return failed(Outcome.TIMEOUT, message)
-            return failed(Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
-        worker, request = slot
-        sampler = self._samplers.get(env)
-        base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
-        run = Run(request, episode_id, task_index, task.task_id, sampling, policy_version, base_url, timeout)
+        loop = asyncio.get_running_loop()
+        request = Request(next(self._numbers), loop.create_future(), loop.create_future())
+        own.waiting.append(request)
+        self._fill(own)
         try:
+            departures = -1
+            while not request.slot.done() and departures != own.departures:  # bounded: those before it leave in time
+                departures = own.departures
+                self._adjust(own)
+                await asyncio.wait({request.slot}, timeout=timeout)
+            if not request.slot.done():
+                if any(worker.serves for worker in self.of(own)):
+                    message = f"all workers of {env!r} were full for {timeout:.0f} s, and no episode ended"
+                    return failed(Outcome.TIMEOUT, message)
+                return failed(Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
+            worker = request.slot.result()
+            sampler = self._samplers.get(env)
+            base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
+            order = protocol.Run(
+                request.number, episode_id, task_index, task.task_id, sampling, policy_version, base_url, timeout
+            )
             async with asyncio.timeout(timeout + GRACE_SECONDS):
-                await self._send(worker, run)
-                result = await worker.pending[request]  # owed by the worker; failed when that is gone
+                await self._send(worker, order)
+                result = await request.result  # owed by the worker; failed when that is gone
             return replace(result, env=env)
         except WorkerGone as gone:
             return failed(gone.outcome, str(gone))
         except TimeoutError:
-            await self._send(worker, Cancel(request))
-            if worker.stuck and worker.offending_request() != request:
+            await self._send(worker, protocol.Cancel(request.number))
+            if worker.stuck and worker.offending_request() != request.number:
                 return failed(Outcome.WORKER_DIED, "its worker is stuck, and not in this episode's code")
             return failed(Outcome.TIMEOUT, f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline")
         except asyncio.CancelledError:
-            await self._send(worker, Cancel(request))
+            if request not in own.waiting and request.slot.exception() is None:
+                worker = request.slot.result()  # bounded: it is done
+                await self._send(worker, protocol.Cancel(request.number))
             raise
         finally:
-            self.leave(worker, request)
+            self._leave(own, request)
 
-    # ---- slots
-
-    async def place(self, own: WorkerSet, seconds: float) -> Slot | None:
-        """Wait for a slot; they are given in the order in which they were asked for. None when for so many seconds no episode has left one.
-
-        Raises:
-            UserError: the pool has failed.
-        """
-        if self._failure is not None:
-            raise self._failure
-        if not own.waiting and (worker := self._least_busy(own)) is not None:
-            return worker, worker.enter()
-        waiter: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
-        own.waiting[waiter] = None
-        self._adjust(own)
-        departures = -1
-        try:
-            while not waiter.done() and departures != own.departures:  # bounded: those that came before leave in time
-                departures = own.departures
-                await asyncio.wait({waiter}, timeout=seconds)
-        except asyncio.CancelledError:
-            if (
-                waiter.done() and waiter.exception() is None
-            ):  # a slot became free at the very moment of the cancellation
-                self.leave(*waiter.result())
-            raise
-        finally:
-            own.waiting.pop(waiter, None)
-        return waiter.result() if waiter.done() else None
-
-    def leave(self, worker: Worker, request: int) -> None:
-        """Free the slot of a request."""
-        if (future := worker.pending.pop(request, None)) is not None:
-            future.cancel()
-        own = self.sets[worker.env]
-        own.departures += 1
-        self._fill(own)
+    def _leave(self, own: WorkerSet, request: Request) -> None:
+        """Free the slot of a request, or its place among those that wait."""
+        request.result.cancel()
+        if request in own.waiting:
+            own.waiting.remove(request)
+        elif request.slot.exception() is None:
+            worker = request.slot.result()  # bounded: it is done
+            worker.pending.pop(request.number, None)
+            own.departures += 1
+            self._fill(own)
 
     def _fill(self, own: WorkerSet) -> None:
-        """Give free slots to waiting episodes."""
-        while own.waiting and (worker := self._least_busy(own)) is not None:
-            waiter = next(iter(own.waiting))
-            del own.waiting[waiter]
-            if not waiter.done():
-                waiter.set_result((worker, worker.enter()))
-
-    def _least_busy(self, own: WorkerSet) -> Worker | None:
-        free = [each for each in self.of(own) if each.serves and len(each.pending) < own.config.max_concurrent]
-        return min(free, key=lambda worker: len(worker.pending), default=None)
+        """Give free slots to waiting episodes, in the order in which they asked."""
+        slots = own.config.max_concurrent
+        while own.waiting:
+            free = [worker for worker in self.of(own) if worker.serves and len(worker.pending) < slots]
+            if not free:
+                return
+            request, worker = own.waiting.popleft(), min(free, key=lambda worker: len(worker.pending))
+            worker.pending[request.number] = request.result
+            request.slot.set_result(worker)
 
     # ---- how many
 
@@ -421,7 +392,7 @@ class EnvPool:
         while True:  # bounded: `close` cancels it
             await asyncio.sleep(ADJUST_SECONDS)
             # The environment with the fewest workers takes free cores first.
-            for own in sorted(dict.fromkeys(self.sets.values()), key=lambda own: own.target):
+            for own in sorted(self._all_sets, key=lambda own: own.target):
                 worker_process.shorten(own.log)
                 self._adjust(own)
 
@@ -437,12 +408,11 @@ class EnvPool:
             logger.info(
                 "worker {} is not needed any more: it ends after its {} episodes", worker.identity, len(worker.pending)
             )
-        # One that has died counts until it is gone: `_handle_death` says when another may take its place.
+        # One that is gone counts until it is reaped: `_handle_death` says when another may take its place.
         staying = [worker for worker in self.of(own) if worker.state is not WorkerState.DRAINING]
         for _ in range(own.target - len(staying)):
-            if time.monotonic() < own.no_start_before:
-                return
-            self._start_worker(own)
+            if time.monotonic() >= own.no_start_before:
+                self._start_worker(own)
 
     def _set_target(self, own: WorkerSet) -> None:
         ready = self._ready(own)
@@ -483,15 +453,18 @@ class EnvPool:
                 page=self._directory / f"{number}.page", hang_timeout=self._hang_timeout,
             )  # fmt: skip
         except OSError as error:
-            self._handle_death(own, None, identity, Ending(f"cannot be started: {error}", hopeless=True))
+            self._handle_death(own, identity, Ending(f"cannot be started: {error}", hopeless=True), loaded=False)
             return
         self.workers[identity] = worker
-        self._supervisors.add(self._create_task(self._supervise(own, worker)))
+        self._create_task(self._supervise(own, worker))
 
     async def _supervise(self, own: WorkerSet, worker: Worker) -> None:
         """Watch a process to its end, fail its episodes, end all it has started, and have another one take its place."""
-        ending = await self._watch(worker)
-        worker.die(ending.why)
+        while (ending := worker.judge(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout)) is None:
+            before = time.monotonic()
+            await asyncio.sleep(WATCH_SECONDS)  # bounded: by the end of the process; one that is stuck is judged so
+            if time.monotonic() - before > 2.0:
+                worker.heard = time.monotonic()  # it was we who did not listen
         for request, future in worker.pending.items():
             if request == ending.offending_request and not future.done():
                 why = f"in this episode's code its worker {ending.why}"
@@ -502,123 +475,90 @@ class EnvPool:
             logger.warning("worker {} had left {} processes outside its group; they are ended", worker.identity, strays)
         del self.workers[worker.identity]
         if worker.state is not WorkerState.DRAINING:
-            self._handle_death(own, worker, worker.identity, ending)
+            self._handle_death(own, worker.identity, ending, worker.loaded)
         self._adjust(own)
 
-    def _handle_death(self, own: WorkerSet, worker: Worker | None, identity: str, ending: Ending) -> None:
+    def _handle_death(self, own: WorkerSet, identity: str, ending: Ending, loaded: bool) -> None:
         """Count a death, and say when another worker may start; too many fail the pool."""
         if self._failure is not None:
             return
-        own.setbacks = 1 if worker is not None and worker.finished else own.setbacks + 1
-        pause = processes.backoff_seconds(own.setbacks - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-        if self._ready(own) and (worker is None or not worker.loaded):  # the environment can do without it
-            pause = 4 * max(pause, BACKOFF_SECONDS)
+        if self._ready(own) and not loaded:  # the environment can do without it
+            pause = SPARE_SECONDS
             action = f"the others go on, and another one is started in {pause:.0f} s"
         else:
             own.deaths += 1
             if (ending.hopeless and not own.loaded) or own.deaths >= MAX_DEATHS * own.target:
-                self._fail(UserError(_why_failed(own, ending.why)))
+                times = f"{own.deaths} times in a row without finishing an episode"
+                times = "before it was ready" if own.deaths < 2 else times
+                lines = worker_process.tail(own.log)
+                self._fail(UserError(f"worker of environment {own.config.name!r} died {times}: {ending.why}\n{lines}"))
                 return
             self.restarts += 1
+            pause = processes.backoff_seconds(own.deaths - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
             action = "starting it again"
         logger.warning("worker {}: {}; {} (log: {})", identity, ending.why, action, own.log)
         own.no_start_before = time.monotonic() + pause
-        asyncio.get_running_loop().call_later(pause, self._adjust, own)
-
-    async def _watch(self, worker: Worker) -> Ending:
-        """Wait for the end of a process."""
-        exited = asyncio.create_task(worker_process.exited(worker))
-        try:
-            while True:  # bounded: by the end of the process; one that is stuck is `unhealthy`
-                before = time.monotonic()
-                either: set[asyncio.Future[Any]] = {exited, worker.death}
-                await asyncio.wait(either, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if exited.done() and not worker.loaded and exited.result() == 0:
-                    # Its reason may not have been read yet.
-                    await asyncio.wait({worker.death}, timeout=LAST_WORDS_SECONDS)
-                if worker.death.done():
-                    return Ending(worker.death.result(), not worker.loaded)
-                if exited.done():
-                    return self._exited(worker, exited.result())
-                if worker.state is WorkerState.DRAINING and not worker.pending:
-                    return Ending("was not needed any more")
-                if time.monotonic() - before > 4 * WATCH_SECONDS:
-                    worker.heard = time.monotonic()  # it was we who did not listen
-                elif why := worker.unhealthy(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout):
-                    current = processes.read(worker.pid)
-                    offending = 0 if current and current.stopped else worker.offending_request()
-                    never_ready = worker.state is WorkerState.STARTING and not worker.silent(HEARTBEAT_TIMEOUT)
-                    return Ending(why, never_ready, offending, deaf=True)
-        finally:
-            exited.cancel()
-
-    def _exited(self, worker: Worker, status: int) -> Ending:
-        # The kernel sends SIGKILL for want of memory, whoever's code runs.
-        offending = 0 if -status in worker_process.SENT_BY_OTHERS else worker.offending_request()
-        return Ending(processes.describe_exit(status), not worker.loaded and status >= 0, offending)
 
     # ---- messages
 
     async def _receive(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()  # bounded: owed by no one; `_watch` judges who sends nothing
-            identity, frame = frames[0], frames[-1]
-            worker = self.workers.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
-            if worker is None or worker.death.done():
+            frames = await self._socket.recv_multipart()  # bounded: owed by no one; `judge` sees who sends nothing
+            worker = self.workers.get(frames[0].decode(errors="replace").removesuffix("#heartbeat"))
+            if worker is None or worker.ending is not None:
                 continue
             try:
-                message = decode(frame)
-            except ProtocolError as error:
+                message = protocol.decode(frames[-1])
+            except protocol.ProtocolError as error:
                 worker.die(f"sent a broken message: {error}")
                 continue
             worker.heard = time.monotonic()
             await self._handle(self.sets[worker.env], worker, message)
 
-    async def _handle(self, own: WorkerSet, worker: Worker, message: Message) -> None:
+    async def _handle(self, own: WorkerSet, worker: Worker, message: protocol.Message) -> None:
         match message:
-            case Heartbeat():
+            case protocol.Heartbeat():
                 worker.heartbeat, worker.use = message, (worker.use + message.use) / 2
                 self._fill(own)
-            case Hello() if message.version != VERSION:
-                spoken = f"speaks protocol {message.version}, this is {VERSION}"
+            case protocol.Hello() if message.version != protocol.VERSION:
+                spoken = f"speaks protocol {message.version}, this is {protocol.VERSION}"
                 self._fail(
                     UserError(f"the worker of {worker.env!r} {spoken}: its Python environment holds another prime-rl")
                 )
                 worker.die("protocol version")
-            case Hello():
+            case protocol.Hello():
                 await self._send(worker, own.setup)
-            case Result():
+            case protocol.Result():
                 future = worker.pending.get(message.request)
                 if future is not None and not future.done():  # else it comes too late, or twice
                     worker.finished += 1
                     own.deaths = 0
                     future.set_result(message.episode)
-            case Ready():
+            case protocol.Ready():
                 worker.loaded, worker.state = True, WorkerState.READY
                 if not own.loaded:
                     own.loaded = True
                     tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
-                    own.tasks = tasks if message.bounded else FirstTasks(tasks)
+                    own.tasks = tasks if message.bounded else protocol.FirstTasks(tasks)
                 self._fill(own)
                 self._adjust(own)
-            case LoadFailed():
-                self._not_loaded(own, worker, message.message)
+            case protocol.LoadFailed():
+                why, python = message.message, own.config.python
+                if python is not None:
+                    why += f"; its Python is {python} (`uv pip install --python {python} …`)"
+                if not own.loaded:  # it never loaded: no use trying again
+                    names = ", ".join(own.withheld)
+                    withheld = f"; not passed to it: {names} (see its `secrets`)" if names else ""
+                    self._fail(UserError(f"{why} (log: {own.log}){withheld}"))
+                worker.die(why)
             case _:
                 worker.die(f"sent an unexpected {message.kind!r}")
 
-    def _not_loaded(self, own: WorkerSet, worker: Worker, why: str) -> None:
-        if (python := own.config.python) is not None:
-            why += f"; its Python is {python} (`uv pip install --python {python} …`)"
-        if not own.loaded:  # it never loaded: no use trying again
-            withheld = f"; not passed to it: {', '.join(own.withheld)} (see its `secrets`)" if own.withheld else ""
-            self._fail(UserError(f"{why} (log: {own.log}){withheld}"))
-        worker.die(why)
-
-    async def _send(self, worker: Worker, message: Message) -> None:
-        if worker.death.done():
+    async def _send(self, worker: Worker, message: protocol.Message) -> None:
+        if worker.ending is not None:
             return
         try:
-            frames = [worker.identity.encode(), encode(message)]
+            frames = [worker.identity.encode(), protocol.encode(message)]
             await self._socket.send_multipart(frames)  # bounded: it has room for any number (SNDHWM 0)
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: the peer is gone
             worker.die(f"unreachable: {error}")
@@ -635,15 +575,6 @@ def _alike(one: WorkerSet, other: WorkerSet) -> bool:
 
 def _v1(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + "/v1"
-
-
-def _why_failed(own: WorkerSet, why: str) -> str:
-    times = (
-        "died before it was ready"
-        if own.deaths < 2
-        else f"died {own.deaths} times in a row without finishing an episode"
-    )
-    return f"worker of environment {own.config.name!r} {times}: {why}\n{worker_process.tail(own.log)}"
 
 
 # ---- how many workers

@@ -70,7 +70,7 @@ class SampleTokens:
     input_ids: "array[int]"  # (T,) 32 bits
     loss_mask: bytes  # (T,) 1 on sampled tokens, else 0
     logprobs: "array[float]"  # (T,) 32 bits, of the sampler, 0.0 off-mask
-    prompt_len: int  # tokens before the first reply, of another sequence too
+    prompt_len: int  # tokens before the first reply; of a prompt rendered anew those that other sequences have
     reward: float
     agent: str = ""  # which of the environment's agents it is of
     part: int = 0  # which of the episode's parts it is of

@@ -10,16 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from prime_rl import processes
 from prime_rl.envs.attribution import PAGE_BYTES
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Heartbeat
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.redact import is_secret
+from prime_rl.wait import WaitTimeout, wait_async
 
 TERM_SECONDS = 5.0
 LAG_SECONDS = 3.0  # a worker that lags so much gets no more episodes until it goes on
 QUIET_SECONDS = 10.0  # nor does one that was silent for so long
+LAST_WORDS_SECONDS = 5.0
 HANG_GRACE = 10.0  # a worker interrupts what blocks it; this much later that has failed
 TAIL_LINES = 12
 _TAIL_BYTES = 16384
@@ -89,7 +93,16 @@ class WorkerState(Enum):
     STARTING = "starting"  # until it has loaded its environment
     READY = "ready"  # takes episodes
     DRAINING = "draining"  # gets no more episodes, and ends with its last one
-    DEAD = "dead"  # ended, or about to be killed
+    GONE = "gone"  # ended, or about to be killed
+
+
+class Ending(NamedTuple):
+    """How a worker process ended, or why it is to be ended."""
+
+    why: str
+    hopeless: bool = False  # by itself, before it was ready: another one can be expected to end the same way
+    offending_request: int = 0  # the request in whose code it died
+    deaf: bool = False  # it is stopped or blocked, and handles no signal
 
 
 @dataclass(eq=False)
@@ -103,14 +116,12 @@ class Worker:
     state: WorkerState = WorkerState.STARTING
     loaded: bool = False
     finished: int = 0  # episodes
-    requests: int = 0  # ever sent to it
     use: float = 0.0  # of a core, over its last heartbeats
-    pending: dict[int, asyncio.Future[EpisodeResult]] = field(default_factory=dict)
+    pending: dict[int, asyncio.Future[EpisodeResult]] = field(default_factory=dict)  # by the request's number
     started: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     heartbeat: Heartbeat | None = None
-    # Set with the reason when the process is over for another reason than its exit: a failed load, a broken message.
-    death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ending: Ending | None = None
 
     @property
     def pid(self) -> int:
@@ -118,16 +129,12 @@ class Worker:
 
     def die(self, why: str) -> None:
         """Have the pool end it."""
-        if self.state is not WorkerState.DRAINING:  # one that was to end is not restarted
-            self.state = WorkerState.DEAD
-        if not self.death.done():
-            self.death.set_result(why)
+        self._end(Ending(why, hopeless=not self.loaded))
 
-    def enter(self) -> int:
-        """Take a slot for an episode. Returns the number of its request."""
-        self.requests += 1
-        self.pending[self.requests] = asyncio.get_running_loop().create_future()
-        return self.requests
+    def _end(self, ending: Ending) -> None:
+        self.ending = self.ending or ending
+        if self.state is not WorkerState.DRAINING:  # one that was to end is not restarted
+            self.state = WorkerState.GONE
 
     @property
     def lag(self) -> float:
@@ -153,8 +160,28 @@ class Worker:
         request = int.from_bytes(self.page.read_bytes(), "little") if self.page.is_file() else 0
         return request if request in self.pending else 0
 
-    def unhealthy(self, start_timeout: float, heartbeat_timeout: float, hang_timeout: float) -> str | None:
-        """Why this process must be ended, or None. Until its first heartbeat (Python may start from a slow disk) `start_timeout` holds."""
+    def judge(self, start_timeout: float, heartbeat_timeout: float, hang_timeout: float) -> Ending | None:
+        """How it ended, or why it must be ended; None while it is well."""
+        if self.ending is not None:
+            return self.ending
+        status = self.child.status
+        if status is not None:
+            # The reason of one that could not load comes as a message, which may not have been read yet.
+            if status or self.loaded or self.silent(LAST_WORDS_SECONDS):
+                # The kernel sends SIGKILL for want of memory, whoever's code runs.
+                offending = 0 if -status in SENT_BY_OTHERS else self.offending_request()
+                self._end(Ending(processes.describe_exit(status), not self.loaded and status >= 0, offending))
+        elif self.state is WorkerState.DRAINING and not self.pending:
+            self.die("was not needed any more")
+        elif why := self._unhealthy(start_timeout, heartbeat_timeout, hang_timeout):
+            current = processes.read(self.pid)
+            offending = 0 if current is not None and current.stopped else self.offending_request()
+            never_ready = self.state is WorkerState.STARTING and not self.silent(heartbeat_timeout)
+            self._end(Ending(why, never_ready, offending, deaf=True))
+        return self.ending
+
+    def _unhealthy(self, start_timeout: float, heartbeat_timeout: float, hang_timeout: float) -> str:
+        """Until its first heartbeat (Python may start from a slow disk) `start_timeout` holds."""
         starting, now = self.state is WorkerState.STARTING, time.monotonic()
         if (self.heartbeat is not None or not starting) and self.silent(heartbeat_timeout):
             return f"sent no heartbeat for {now - self.heard:.0f} s"
@@ -162,7 +189,7 @@ class Worker:
             return f"not ready after {start_timeout:.0f} s"
         if not starting and self.heartbeat is not None and self.lag > hang_timeout + HANG_GRACE:
             return f"blocked for {self.lag:.0f} s at {self.heartbeat.blocked_at}"
-        return None
+        return ""
 
 
 def spawn(
@@ -187,23 +214,10 @@ async def end(worker: Worker, deaf: bool = False) -> int:
     """
     if not deaf:
         worker.child.signal(signal.SIGTERM, group=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TERM_SECONDS):
-                await exited(worker)
+        with contextlib.suppress(WaitTimeout):
+            await wait_async(
+                lambda: worker.child.status is not None, subject="end", owner=worker.identity, seconds=TERM_SECONDS
+            )
     killed = await asyncio.to_thread(worker.child.reap)
     worker.page.unlink(missing_ok=True)
     return sum(each.group != worker.pid for each in killed)
-
-
-async def exited(worker: Worker) -> int:
-    """Wait until the process has ended. Returns its exit status."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    descriptor = os.pidfd_open(worker.pid)  # readable once it has ended
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()  # bounded: the pool watches its heartbeats
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-    assert worker.child.status is not None
-    return worker.child.status

@@ -138,7 +138,7 @@ def test_after_a_reply_that_is_rendered_anew_the_environment_is_told() -> None:
     second = [prompt_node([1]), anew, prompt_node([4]), sampled_node([5], [6], "fine")]
     nodes = [*first, *second]
     one, two = run(episode(trace(nodes=nodes, calls=[], branches=[branch(*first), branch(*second)]))).samples
-    assert (one.prompt_len, two.prompt_len) == (2, 1)
+    assert (one.prompt_len, two.prompt_len) == (2, 3)
     assert [ROLES[role] for role in two.roles] == ["", "", "", "user", "assistant", "assistant"]
     assert list(two.loss_mask) == [0, 0, 0, 0, 0, 1]
 
