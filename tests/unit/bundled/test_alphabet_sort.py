@@ -3,28 +3,21 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from alphabet_sort.data import FIRST_NAMES, LAST_NAMES, Problem, parse, problems, scores, similarity
 
+PROBLEM = Problem("last", (("Ada Wolf", "Bruno Abbot"), ("Clara Quinn",)))
 
-@settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 2**31))
-def test_splits_share_no_people(train_seed: int, eval_seed: int) -> None:
-    """Not in another order or another way of sorting either."""
+
+def test_splits_share_no_people() -> None:
+    """Whatever the seed, in another order, in other turns, or sorted otherwise."""
+    assert Problem("first", (("Clara Quinn", "Bruno Abbot", "Ada Wolf"),)).split == PROBLEM.split
+    assert Problem("last", (("Ada Wolf", "Bruno Abbot", "Clara Quinn"),)).id != PROBLEM.id
     people = [
-        {frozenset(name for names in problem.turns for name in names) for problem in problems(split, 60, seed)}
-        for split, seed in (("train", train_seed), ("eval", eval_seed))
-    ]
+        {frozenset(name for names in one.turns for name in names) for seed in range(5) for one in problems(split, 60, seed)}
+        for split in ("train", "eval")
+    ]  # fmt: skip
     assert not people[0] & people[1]
-
-
-def test_split_is_that_of_the_people() -> None:
-    """The same people in other turns, in another order, sorted otherwise, are in the same split."""
-    first = Problem("first", (("Ada Wolf", "Bruno Abbot"), ("Clara Quinn",)))
-    assert Problem("last", (("Clara Quinn", "Bruno Abbot", "Ada Wolf"),)).split == first.split
-    assert Problem("last", first.turns).id != first.id
 
 
 def test_problems_are_within_bounds() -> None:
@@ -56,50 +49,30 @@ def test_nonsense_is_refused(settings: dict[str, Any], message: str) -> None:
         problems(**{"split": "train", "n": 3, **settings})
 
 
-PROBLEM = Problem("last", (("Ada Wolf", "Bruno Abbot"), ("Clara Quinn",)))
-
-
 def test_turns() -> None:
     """What is asked, and what is right."""
     assert PROBLEM.message(0) == "Sort by last name:\nAda Wolf\nBruno Abbot"
     assert PROBLEM.message(1) == "Add these and sort everyone by last name again:\nClara Quinn"
-    assert PROBLEM.truth(0) == ["Bruno Abbot", "Ada Wolf"]
     assert PROBLEM.truth(1) == ["Bruno Abbot", "Clara Quinn", "Ada Wolf"]
     assert Problem("first", PROBLEM.turns).truth(1) == ["Ada Wolf", "Bruno Abbot", "Clara Quinn"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "names"),
-    [
-        ("<sorted>\nA B\nC D\n</sorted>", ["A B", "C D"]),
-        ("First <sorted>no</sorted>, rather <sorted> A B \n\n C D</sorted>.", ["A B", "C D"]),
-        ("<sorted></sorted>", []),
-        ("A B\nC D", []),
-        ("<sorted>A B", []),
-        ("A B</sorted>", []),
-        ("</sorted>A B<sorted>", []),
-        ("", []),
-    ],
-)
-def test_parse(reply: str, names: list[str]) -> None:
+def test_parse() -> None:
     """The last whole pair of tags counts; anything else is no answer, never an error."""
-    assert parse(reply) == names
+    assert parse("First <sorted>no</sorted>, rather <sorted> A B \n\n C D</sorted>.") == ["A B", "C D"]
+    for reply in ("<sorted></sorted>", "A B\nC D", "<sorted>A B", "A B</sorted>", "</sorted>A B<sorted>", ""):
+        assert parse(reply) == []
 
 
 def test_scores() -> None:
     """Similarity to the power, turn by turn; a missing turn is worth nothing, replies beyond the last are ignored."""
     right = ["<sorted>Bruno Abbot\nAda Wolf</sorted>", "<sorted>Bruno Abbot\nClara Quinn\nAda Wolf</sorted>"]
-    assert scores(PROBLEM, right, 4) == [1.0, 1.0]
     assert scores(PROBLEM, right[:1], 4) == [1.0, 0.0]
-    assert scores(PROBLEM, [], 4) == [0.0, 0.0]
     assert scores(PROBLEM, [*right, "<sorted>x</sorted>"], 4) == [1.0, 1.0]
     # "Ada Wolf\nBruno Abbot" and "Bruno Abbot\nAda Wolf" (20 characters each) have in common "Bruno Abbot": 2 * 11 / 40.
     assert scores(PROBLEM, ["<sorted>Ada Wolf\nBruno Abbot</sorted>"], 1) == [0.55, 0.0]
     assert scores(PROBLEM, ["<sorted>Ada Wolf\nBruno Abbot</sorted>"], 2) == [pytest.approx(0.3025), 0.0]
-
-
-def test_long_lists_are_not_treated_as_junk() -> None:
-    """difflib ignores frequent characters of long texts unless told otherwise: a long right list is still right, a near one near."""
+    # difflib ignores frequent characters of long texts unless told otherwise.
     names = [f"{first} {last}" for first, last in zip(FIRST_NAMES[:60], LAST_NAMES, strict=False)]
     assert similarity(names, names) == 1.0
     assert similarity(names[:-1], names) > 0.9
