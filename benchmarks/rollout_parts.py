@@ -79,7 +79,7 @@ def make_prompts(load: Load, count: int) -> tuple[list[str], list[list[int]]]:
     """
     from prime_rl.envs.renderer import choose
 
-    renderer = choose(str(load.model), "auto").renderer
+    renderer = choose(str(load.model), "auto")
 
     def tokens(text: str) -> list[int]:
         return list(renderer.render_ids([{"role": "user", "content": text}], add_generation_prompt=True))

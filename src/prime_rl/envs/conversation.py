@@ -40,6 +40,13 @@ _SAMPLE_PARAMS = {
 }
 
 
+def request_settings(sampling: Mapping[str, Any], policy_version: int) -> dict[str, Any]:
+    """What is said with every model call of an episode, beside the prompt."""
+    # The salt keeps the engine from reusing cached prefixes that an older policy computed.
+    settings = {**PINNED_SAMPLING, "cache_salt": f"v{policy_version}", **sampling}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 class CallFailed(Exception):
     """A model call gave no reply. The episode ends with its outcome, whatever the environment makes of it."""
 
@@ -111,7 +118,7 @@ class Conversation:
 
 
 class EngineClient:
-    """Connections to the engine's servers, and the renderer of its model. Needs a running event loop."""
+    """Connections to the engine's servers, and the renderer of its model. `generate` needs a running event loop."""
 
     def __init__(self, setup: Setup, tools: bool) -> None:
         """`tools`: conversations have some. Raises LoadError: no renderer fits the model."""
@@ -119,39 +126,57 @@ class EngineClient:
         self.branched = setup.trajectories == "branched"
         self._setup = setup
         self._connections: dict[str, EngineConnection] = {}
-        self.renderer = renderer.choose_for(setup, tools).renderer
+        self.renderer = renderer.choose_for(setup, tools)
 
     def conversation(self, base_url: str, sampling: Mapping[str, Any], policy_version: int) -> Conversation:
         """A conversation with the server at `base_url`."""
-        if base_url not in self._connections:
-            self._connections[base_url] = EngineConnection(base_url, os.environ.get(API_KEY_VAR) or "EMPTY")
-        request = {
-            "client": self._connections[base_url],
-            "sampling_params": {k: v for k, v in {**PINNED_SAMPLING, **sampling}.items() if v is not None},
-            "cache_salt": f"v{policy_version}",  # keeps the engine from reusing prefixes that an older policy computed
-        }
-        return Conversation(partial(self._ask, request), self._setup.turn_timeout, self._setup.overflow)
+        ask = partial(self._ask, base_url, request_settings(sampling, policy_version))
+        return Conversation(ask, self._setup.turn_timeout, self._setup.overflow)
 
     async def close(self) -> None:
         for connection in self._connections.values():
             await connection.close()
         self._connections.clear()
 
+    async def generate(
+        self,
+        base_url: str,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        prompt: RenderedTokens | None,
+        sampling: Mapping[str, Any],
+        **options: Any,
+    ) -> dict[str, Any]:
+        """One model call, by the ids of `prompt` or else of the rendered messages; what `renderers.client.generate` makes of the answer.
+
+        Raises OpenAIError, OverlongPromptError, MalformedGenerateResponseError.
+        """
+        if base_url not in self._connections:
+            self._connections[base_url] = EngineConnection(base_url, os.environ.get(API_KEY_VAR) or "EMPTY")
+        return await generate(
+            client=self._connections[base_url],  # type: ignore[arg-type]
+            renderer=self.renderer,
+            messages=list(messages),  # type: ignore[arg-type]
+            prompt_ids=None if prompt is None else prompt.token_ids,
+            prompt_attribution=prompt,
+            tools=tools,
+            sampling_params={name: value for name, value in sampling.items() if name != "cache_salt"},
+            cache_salt=sampling.get("cache_salt"),
+            **{"model": self.model, **options},
+        )
+
     async def _ask(
-        self, request: Mapping[str, Any], messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[Turn]
+        self,
+        base_url: str,
+        sampling: Mapping[str, Any],
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        turns: Sequence[Turn],
     ) -> Turn:
         history = [_comparable(message) for message in messages]
         prompt = None if self.branched else self._extended(turns, messages, history, tools)
         try:
-            answer: Mapping[str, Any] = await generate(
-                renderer=self.renderer,
-                messages=list(messages),  # type: ignore[arg-type]
-                model=self.model,
-                prompt_ids=None if prompt is None else prompt.token_ids,
-                prompt_attribution=prompt,
-                tools=tools,
-                **request,
-            )
+            answer = await self.generate(base_url, messages, tools, prompt, sampling)
         except OverlongPromptError as error:
             raise CallFailed(Outcome.PROMPT_TOO_LONG, str(error)) from error
         except MalformedGenerateResponseError as error:

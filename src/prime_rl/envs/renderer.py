@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,16 +105,7 @@ class RendererError(Exception):
     """No renderer can be made for this model and choice; the message names the cause."""
 
 
-@dataclass(frozen=True)
-class RendererChoice:
-    """A renderer made for a model: its readable name, the config that verifiers keys it by, and itself."""
-
-    name: str
-    config: Any
-    renderer: Any
-
-
-def choose(model: str, choice: str, tools: bool = False) -> RendererChoice:
+def choose(model: str, choice: str, tools: bool = False) -> Any:
     """The renderer for a hub name or local directory.
 
     `choice`: "auto", "chatml", "default", a name that renderers knows, or an import path (`module.Class`,
@@ -144,7 +134,7 @@ def choose(model: str, choice: str, tools: bool = False) -> RendererChoice:
         raise RendererError(f"{what}: {error}") from error
 
 
-def choose_for(setup: Setup, tools: bool) -> RendererChoice:
+def choose_for(setup: Setup, tools: bool) -> Any:
     """The renderer of an environment's model. Raises LoadError."""
     try:
         return choose(setup.model, setup.renderer, tools)
@@ -152,14 +142,14 @@ def choose_for(setup: Setup, tools: bool) -> RendererChoice:
         raise LoadError(f"environment {setup.env_id!r}: {error}") from error
 
 
-def _auto(model: str, tokenizer: Any, tools: bool) -> RendererChoice:
+def _auto(model: str, tokenizer: Any, tools: bool) -> Any:
     path = Path(model) / "config.json"
     model_type = json.loads(path.read_text()).get("model_type", "") if path.is_file() else ""
     for name in ("chatml", *_BY_MODEL_TYPE.get(model_type, ())):
         with contextlib.suppress(ValueError, AssertionError, KeyError):  # same architecture, another tokenizer
-            made = _made(name, tokenizer)
-            if equals_template(made.renderer, tokenizer, tools):
-                return made
+            renderer = _made(name, tokenizer)
+            if equals_template(renderer, tokenizer, tools):
+                return renderer
     if tools:
         raise RendererError(
             f"no renderer shows tools to the model as the chat template of {model!r} does: choose one by name, such as "
@@ -173,12 +163,12 @@ def _auto(model: str, tokenizer: Any, tools: bool) -> RendererChoice:
     return _made("default", tokenizer)
 
 
-def _made(name: str, tokenizer: Any) -> RendererChoice:
+def _made(name: str, tokenizer: Any) -> Any:
     if name == "chatml":
-        config: Any = CustomRendererConfig(import_path=f"{__name__}.ChatMLRenderer")
-        return RendererChoice(name, config, ChatMLRenderer(tokenizer))
-    config = config_from_name(name) if name in KNOWN else CustomRendererConfig(import_path=name)
-    return RendererChoice(name, config, create_renderer(tokenizer, config))
+        return ChatMLRenderer(tokenizer)
+    return create_renderer(
+        tokenizer, config_from_name(name) if name in KNOWN else CustomRendererConfig(import_path=name)
+    )
 
 
 def equals_template(renderer: Any, tokenizer: Any, tools: bool = False) -> bool:

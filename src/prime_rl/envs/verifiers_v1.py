@@ -13,7 +13,7 @@ import logging
 import random
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -21,32 +21,28 @@ from typing import Any, Literal, Self
 import aiohttp
 import verifiers.v1 as vf
 from multidict import CIMultiDict
+from openai import OpenAIError
 from pydantic import ValidationError
 from pydantic._internal import _fields
+from renderers import OverlongPromptError
 from renderers.base import ParsedToolCall, ToolCallParseStatus
-from verifiers.v1.clients.train import (
-    ElasticRendererPool,
-    RendererSlot,
-    TrainClient,
-    serialize_completion,
-    tool_to_wire,
-)
-from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
+from verifiers.v1.clients import Client
+from verifiers.v1.clients.client import SESSION_ID_HEADER
+from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
 from verifiers.v1.dialects import DIALECTS
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
+from verifiers.v1.errors import ProviderError, model_error
 from verifiers.v1.interception.server import InterceptionServer
-from verifiers.v1.types import ToolCall
 from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskset_config_type
 
-from prime_rl.envs import renderer
 from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.conversation import (
-    PINNED_SAMPLING,
     CallFailed,
     ContextFull,
     Conversation,
-    EngineConnection,
+    EngineClient,
     arguments_of,
+    request_settings,
 )
 from prime_rl.envs.convert import (
     CONTEXT_FULL,
@@ -95,10 +91,11 @@ class VerifiersEnv:
         self._name = setup.name
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
-        choice = None if setup.chat else renderer.choose_for(setup, tools=_has_tools(setup.env_id, config))
-        self._choice = choice
         self._branched = setup.trajectories == "branched"
-        self._client = chat_config(setup.request_timeout) if choice is None else _by_tokens(setup, choice)
+        self._engine = None if setup.chat else EngineClient(setup, _has_tools(setup.env_id, config))
+        self._client: vf.TrainClientConfig | vf.EvalClientConfig = (
+            chat_config(setup.request_timeout) if setup.chat else vf.TrainClientConfig(api_key_var=API_KEY_VAR)
+        )
         self._clients: dict[str, vf.TrainClientConfig | vf.EvalClientConfig] = {}  # by the server's address
         try:
             self._env = vf.load_environment(config)
@@ -108,7 +105,7 @@ class VerifiersEnv:
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
         self._show = (
-            functools.partial(_hint, choice.renderer, setup) if choice is not None and setup.demonstration else None
+            functools.partial(_hint, self._engine.renderer, setup) if self._engine and setup.demonstration else None
         )
         try:
             if self._show is not None:
@@ -130,6 +127,8 @@ class VerifiersEnv:
 
     async def __aexit__(self, *_: object) -> None:
         await self._exit_stack.aclose()
+        if self._engine is not None:
+            await self._engine.close()
 
     async def run(
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
@@ -141,15 +140,14 @@ class VerifiersEnv:
         except NothingToShow as error:
             return EpisodeResult(episode_id, self._name, task_id, Outcome.INVALID, str(error))
         (slot,) = self._env.slots(task)
-        # The salt keeps the engine from reusing cached prefixes that an older policy computed.
-        ours = {} if self._choice is None else {**PINNED_SAMPLING, "cache_salt": f"v{policy_version}"}
-        values = {key: value for key, value in {**ours, **sampling}.items() if value is not None}
+        known = {name: value for name, value in sampling.items() if value is not None}
+        values = known if self._engine is None else request_settings(sampling, policy_version)
         context = vf.ModelContext(
             model=self._model, client=self._client_of(base_url), sampling=vf.SamplingConfig(**values)
         )
         interception.set(self._env._interception)
         episode = await self._env.run_slot(slot, context)
-        tokens, branched = self._choice is not None, self._branched
+        tokens, branched = self._engine is not None, self._branched
         result = convert(
             episode, episode_id=episode_id, env=self._name, task_id=task_id, tokens=tokens, branched=branched
         )
@@ -166,13 +164,8 @@ class VerifiersEnv:
         if (known := self._clients.get(base_url)) is not None:
             return known
         config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
-        client: ConversationClient | PatientClient
-        if isinstance(config, vf.TrainClientConfig):
-            assert self._choice is not None
-            connection = EngineConnection(config.base_url, resolve_api_key(config))
-            client = ConversationClient(config, connection, self._choice.renderer, self._branched)
-        else:
-            client = PatientClient(config)
+        engine = self._engine
+        client: Client = PatientClient(config) if engine is None else ConversationClient(engine, base_url)
         server = self._env._interception
         server.clients[config.model_dump_json()] = client
         server.stack.push_async_callback(client.close)
@@ -184,27 +177,6 @@ def _remember_factories() -> None:
     that verifiers constructs, a third of an episode's processor time."""
     known = functools.cache(_fields.takes_validated_data_argument)
     _fields.takes_validated_data_argument = known  # type: ignore[assignment]
-
-
-class _Slot(RendererSlot):
-    """Renders in the event loop, as `EngineClient` does: most prompts take less than the way to a thread and back, and one loop needs no lock."""
-
-    async def run(self, fn: Callable[[], Any]) -> Any:
-        return fn()
-
-
-def _by_tokens(setup: Setup, choice: renderer.RendererChoice) -> vf.TrainClientConfig:
-    """Settings of the client that sends and gets tokens; `_client_of` says of which server."""
-    config = vf.TrainClientConfig(
-        api_key_var=API_KEY_VAR,
-        renderer=choice.config,
-        renderer_model_name=setup.model,
-        multiplex=max(256, setup.max_concurrent),
-    )
-    # verifiers would load the tokenizer again, through transformers and torch: it gets the one made here.
-    shared = ElasticRendererPool(setup.model, choice.config, multiplex=config.multiplex)
-    shared.renderers.append(_Slot(choice.renderer))
-    return config
 
 
 def _env_config(setup: Setup) -> Any:
@@ -472,53 +444,51 @@ async def _served(server: InterceptionServer, request: Any) -> tuple[int, Any]:
     return response.status, json.loads(response.body) if response.status == 200 else response.text
 
 
-class ConversationClient(TrainClient):
-    """Over a `connection` like `EngineConnection`; needs a running event loop.
+class ConversationClient(Client):
+    """The model calls of verifiers' conversations with one server, by token ids."""
 
-    `branched`: every prompt is rendered anew by the renderer, none extends the tokens that are there.
-    """
-
-    def __init__(self, config: TrainClientConfig, connection: Any, renderer: Any, branched: bool) -> None:
-        super().__init__(config)
-        self.client = connection
-        self._renderer = renderer
-        self._branched = branched
+    def __init__(self, engine: EngineClient, base_url: str) -> None:
+        self._engine = engine
+        self._base_url = base_url
 
     async def get_response(
-        self,
-        dialect: Any,
-        body: dict[str, Any],
-        sampling: Any,
-        session_id: str | None = None,
-        turn: Any = None,
+        self, dialect: Any, body: dict[str, Any], sampling: Any, session_id: str | None = None, turn: Any = None,
         headers: Any = None,
-    ) -> Any:
-        extended = None if self._branched else turn
-        response = await super().get_response(dialect, body, sampling, session_id, extended, headers)
-        if turn is not None and turn.tools:
-            self._keep_broken_calls(response, [tool_to_wire(tool) for tool in turn.tools])
-            response.raw = serialize_completion(response, body["model"])
+    ) -> Any:  # fmt: skip
+        settings = sampling.model_dump(exclude_none=True)
+        if not isinstance(dialect, ChatDialect) or "chat_template_kwargs" in settings:
+            raise NotImplementedError("a model is sampled by its chat template alone, as its renderer has it")
+        messages = [message_to_wire(message) for message in turn.prompt]
+        tools = [tool_to_wire(tool) for tool in turn.tools or ()] or None
+        before = None if self._engine.branched else turn.previous_renderer_token_ids()
+        bridge, new = self._engine.renderer.bridge_to_next_turn, messages[turn.tail_start :]
+        prompt = None if before is None else bridge(*before, new, tools=tools)
+        options = {"model": body["model"], "extra_headers": {SESSION_ID_HEADER: session_id} if session_id else None}
+        try:
+            answer = await self._engine.generate(self._base_url, messages, tools, prompt, settings, **options)
+        except OverlongPromptError as error:
+            raise ProviderError(str(error), status_code=400) from error
+        except OpenAIError as error:
+            raise model_error(error) from error
+        if tools and (calls := answer["tool_calls"]):
+            # verifiers leaves out the calls that a renderer could not read: the model would never learn of them.
+            answer["tool_calls"] = [_readable(call) for call in calls]
+            if answer["finish_reason"] == "stop":
+                answer["finish_reason"] = "tool_calls"
+        response = response_from_generate(answer, body["model"], None if prompt is None else turn)
+        response.raw = serialize_completion(response, body["model"])
         return response
 
-    def _keep_broken_calls(self, response: Any, tools: list[dict[str, Any]]) -> None:
-        """verifiers leaves out the calls that a renderer could not read: the model would never learn of them."""
-        tokens = response.tokens
-        parsed = self._renderer.parse_response(tokens.completion_ids, prompt_ids=tokens.prompt_ids, tools=tools)
-        if not any(call.status is not ToolCallParseStatus.OK for call in parsed.tool_calls):
-            return
-        response.message.tool_calls = [_call(number, call) for number, call in enumerate(parsed.tool_calls)]
-        if response.finish_reason == "stop":
-            response.finish_reason = "tool_calls"
 
-
-def _call(number: int, call: ParsedToolCall) -> ToolCall:
-    name = call.id or f"call_{number}"
+def _readable(call: ParsedToolCall) -> ParsedToolCall:
+    """A call that has a name and arguments, whatever the model wrote."""
     if call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL) and call.name:
-        return ToolCall(id=name, name=call.name, arguments=arguments_of(call))
+        return ParsedToolCall(raw=call.raw, name=call.name, arguments=arguments_of(call), id=call.id)
+    text = call.raw
     try:
-        parsed_json(call.raw)
+        parsed_json(text)
     except NestedTooDeep:  # verifiers, which reads it to compare messages, would not come to its end
-        return ToolCall(id=name, name=MALFORMED_CALL, arguments=call.raw[:_SHOWN])
+        text = text[:_SHOWN]
     except ValueError:
         pass
-    return ToolCall(id=name, name=MALFORMED_CALL, arguments=call.raw)
+    return ParsedToolCall(raw=call.raw, name=MALFORMED_CALL, arguments=text, id=call.id)

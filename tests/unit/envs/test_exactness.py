@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import verifiers.v1 as vf
 from fake_engine import make_tokenizer
-from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.dialects.chat import parse_message, parse_tools
 from verifiers.v1.graph import prepare_turn
@@ -29,7 +28,7 @@ from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 from prime_rl.envs.conversation import EngineClient, EngineReply
 from prime_rl.envs.convert import samples_of, turns_of
 from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
-from prime_rl.envs.renderer import RendererChoice, choose, tokenizer_of
+from prime_rl.envs.renderer import choose, tokenizer_of
 from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
 from prime_rl.envs.verifiers_v1 import ConversationClient
 
@@ -97,15 +96,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def choices(models: dict[str, str]) -> dict[str, RendererChoice]:
+def renderers(models: dict[str, str]) -> dict[str, Any]:
     return {name: choose(model, name.partition(",")[0], name != "default") for name, model in models.items()}
 
 
 @pytest.fixture(scope="module")
-def clients(choices: dict[str, RendererChoice]) -> dict[tuple[str, bool], Any]:
+def clients(models: dict[str, str], renderers: dict[str, Any]) -> dict[tuple[str, bool], EngineClient]:
     return {
-        (name, branched): _client(name, choice, branched)
-        for name, choice in choices.items()
+        (name, branched): _client(models[name], renderer, branched)
+        for name, renderer in renderers.items()
         for branched in (False, True)
     }
 
@@ -121,9 +120,8 @@ def tokenizers(models: dict[str, str]) -> dict[str, Any]:
 @settings(max_examples=40, deadline=None)
 @given(conversation=conversations)
 def test_samples_are_what_the_engine_saw(
-    models: dict[str, str],
-    clients: dict[tuple[str, bool], Any],
-    choices: dict[str, RendererChoice],
+    clients: dict[tuple[str, bool], EngineClient],
+    renderers: dict[str, Any],
     tokenizers: dict[str, Any],
     name: str,
     branched: bool,
@@ -134,12 +132,10 @@ def test_samples_are_what_the_engine_saw(
 
     Of verifiers' conversations, and of those of classic and plain environments, which our own client keeps.
     """
-    engine, trace, choice, tools = Script(), _trace(), choices[name], TOOLS if name != "default" else None
-    client: Any = clients[name, branched]
-    trajectories = "branched" if branched else "interleaved"
-    ours = EngineClient(Setup("e", "e", {}, models[name], "default", 1, "info", trajectories=trajectories), tools=False)
-    client.client, ours.renderer, ours._connections["u"] = engine, choice.renderer, engine  # type: ignore[assignment]
-    talk = ours.conversation("u", {}, 0)
+    engine, trace, renderer, tools = Script(), _trace(), renderers[name], TOOLS if name != "default" else None
+    client = clients[name, branched]
+    client._connections["u"] = engine  # type: ignore[assignment]
+    talk = client.conversation("u", {}, 0)
 
     async def converse() -> None:
         system, opening, turns, few_shot = conversation
@@ -149,7 +145,7 @@ def test_samples_are_what_the_engine_saw(
             messages += [{"role": "assistant", "content": "made up"}, {"role": "user", "content": "go on"}]
         first = len(messages)
         for (reply, ended), move, text in turns:
-            engine.next = _ids(choice.renderer, tokenizers[name], reply, ended)
+            engine.next = _ids(renderer, tokenizers[name], reply, ended)
             if by_verifiers:
                 message = await _turn(client, trace, messages, tools)
             else:
@@ -161,13 +157,13 @@ def test_samples_are_what_the_engine_saw(
 
 
 async def test_a_call_that_nests_without_end(
-    clients: dict[tuple[str, bool], Any], choices: dict[str, RendererChoice], tokenizers: dict[str, Any]
+    clients: dict[tuple[str, bool], EngineClient], renderers: dict[str, Any], tokenizers: dict[str, Any]
 ) -> None:
     """Deeper than Python reads JSON: a broken call like others, which the model is told of."""
     engine, trace, client = Script(), _trace(), clients["chatml", False]
-    client.client = engine
+    client._connections["u"] = engine  # type: ignore[assignment]
     text = '<tool_call>\n{"name": "add", "arguments": ' + "[" * 3000 + "]" * 3000 + "}\n</tool_call>"
-    engine.next = _ids(choices["chatml"].renderer, tokenizers["chatml"], text, True)
+    engine.next = _ids(renderers["chatml"], tokenizers["chatml"], text, True)
     message = await _turn(client, trace, [{"role": "user", "content": "a"}], TOOLS)
     function = message["tool_calls"][0]["function"]
     assert function["name"] == MALFORMED_CALL
@@ -226,24 +222,22 @@ def _next(messages: list[dict[str, Any]], first: int, move: str, text: str) -> l
     return [*messages, user]
 
 
-async def _turn(client: Any, trace: Any, messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]:
+async def _turn(client: EngineClient, trace: Any, messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]:
     """One model call, as verifiers' interception server makes it."""
     body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
     turn = prepare_turn(trace, [parse_message(message) for message in messages], parse_tools(tools))
-    response = await client.get_response(ChatDialect(), body, vf.SamplingConfig(), turn=turn)
+    response = await ConversationClient(client, "u").get_response(ChatDialect(), body, vf.SamplingConfig(), turn=turn)
     node = turn.commit(response)
     trace.calls.append(ModelCall(node=node, usage=response.usage, model="m", time=TimeSpan(start=0.0, end=0.0)))
     message: dict[str, Any] = response.raw["choices"][0]["message"]
     return message
 
 
-def _client(name: str, choice: RendererChoice, branched: bool) -> Any:
-    config = vf.TrainClientConfig(
-        base_url=Script.base_url, api_key_var="NONE", renderer=choice.config, renderer_model_name=name
-    )
-    pool = ElasticRendererPool(name, choice.config, multiplex=config.multiplex)
-    pool.renderers[:] = [RendererSlot(choice.renderer)]
-    return ConversationClient(config, Script(), choice.renderer, branched)
+def _client(model: str, renderer: Any, branched: bool) -> EngineClient:
+    trajectories = "branched" if branched else "interleaved"
+    client = EngineClient(Setup("e", "e", {}, model, "default", 1, "info", trajectories=trajectories), tools=False)
+    client.renderer = renderer
+    return client
 
 
 def _trace() -> Any:
