@@ -49,7 +49,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "configs": tuple(f"{name}.toml" for name in _PROCESSES),
     ".": (f"{LEDGER}*",),
 }
-_BY_PROCESS = ("settings", "metrics", "status", "logs", "configs")
+_BY_PROCESS = ("settings", "metrics", "status", "logs", "configs", "evals")
 
 Config = TypeVar("Config", RLConfig, TrainerConfig, SFTConfig, OrchestratorConfig)
 
@@ -203,14 +203,13 @@ def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False)
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
     alive = running_processes(output_dir)
-    kept = alive | ({"eval"} if keep_evals else set())
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name
+        # The status of an `eval` that was killed would be shown as waiting.
+        kept = alive | ({"eval"} if keep_evals and name != "status" else set())
         for path in [path for pattern in patterns for path in directory.glob(pattern)]:
             owner = "eval" if name == "evals" else path.name.lstrip(".").partition(".")[0]
-            # The status of an `eval` that was killed would be shown as waiting.
-            own = owner in (alive if name == "status" else kept) and name in (*_BY_PROCESS, "evals")
-            if own or path.name == f"{writer}.log":
+            if (name in _BY_PROCESS and owner in kept) or path.name == f"{writer}.log":
                 continue
             if path.is_dir() and not path.is_symlink():
                 for held in tmpfs_dirs(path):

@@ -98,7 +98,6 @@ class Status:
         # Resolved: by it the one before is known, however it was written.
         self._path = status_path(output_dir.resolve(), process)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stages(self._path)
         now, own, host = time.time(), of or me(), socket.gethostname()
         self._status = ProcessStatus(
             process, own.pid, "starting", None, now, now, None, None, now, None, host, own.started
@@ -211,32 +210,20 @@ def unless_full() -> Iterator[None]:
 def say_for(output_dir: Path, process: str, outcome: str) -> None:
     """The last word of a process that has ended, or was never started, and has said none: nobody is to wait for it."""
     now, path = time.time(), status_path(output_dir, process)
-    _remove_stages(path)
     last = read_record(ProcessStatus, path) or ProcessStatus(process, 0, "done", None, now, now, None, None)
     if last.outcome is None:
         with unless_full():
             write_record(path, replace(last, phase="done", heartbeat=now, waiting=None, outcome=outcome))
 
 
-def _remove_stages(path: Path) -> None:
-    """Remove what processes that were killed while they wrote their status left beside `path`."""
-    with unless_full():
-        for stage in path.parent.glob(f".{path.name}.tmp-*"):
-            if stage != _stage(path):
-                stage.unlink(missing_ok=True)
-
-
-def _stage(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
-
-
 def write_record(path: Path, record: Any) -> None:
     """Replace a small JSON file by a dataclass. It is not made durable: what it says is of the moment."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        _stage(path).write_text(json.dumps(asdict(record)))
-        _stage(path).replace(path)
+        temporary.write_text(json.dumps(asdict(record)))
+        temporary.replace(path)
     except OSError:
-        _stage(path).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -23,7 +23,6 @@ from prime_rl.config.shared import MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics, read_status
 from prime_rl.monitor.monitor import check_wandb, metrics_path
-from prime_rl.monitor.status import say_for
 from prime_rl.processes import me
 from prime_rl.wait import wait
 from support.processes import REPOSITORY
@@ -313,17 +312,6 @@ def test_a_second_status_goes_on_where_the_first_was(tmp_path: Path, monkeypatch
     time.sleep(0.1)
     status = read_status(tmp_path)["inference"]
     assert (status.phase, status.ready is not None, status.id) == ("serving", True, me())
-
-
-def test_a_killed_writer_leaves_nothing_beside_its_status(tmp_path: Path) -> None:
-    """What a process that was killed in the middle of a write left goes when the next one starts, and when the launcher closes the status."""
-    (tmp_path / "status").mkdir()
-    for next_writer in (lambda: Status(tmp_path, "trainer").close(), lambda: say_for(tmp_path, "trainer", "failed")):
-        stages = [tmp_path / "status" / f".{name}.json.tmp-1" for name in ("trainer", "trainer.1")]
-        for stage in stages:
-            stage.write_text("{")
-        next_writer()
-        assert [stage.exists() for stage in stages] == [False, True], "another rank's is not ours to remove"
 
 
 def test_status_files_of_before_and_after_can_be_read(tmp_path: Path) -> None:
