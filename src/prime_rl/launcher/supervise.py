@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import NamedTuple
 
 from prime_rl.config import RLConfig, child_env
 from prime_rl.launcher.plan import RECOVER, ProcessSpec
@@ -201,13 +200,8 @@ def log_tail(path: Path, start: int = 0) -> list[str]:
         return []
 
 
-class _Failure(NamedTuple):
-    """A process that must not have ended, or had to be killed. `final`: a restart would end in the same way."""
-
-    child: SupervisedChild
-    reason: str
-    last_words: list[str]
-    final: bool = False
+_Failure = tuple[SupervisedChild, str, bool]
+"""What must not have ended, or had to be killed; why, in words that follow its name; whether a restart would end alike."""
 
 
 class Supervisor:
@@ -302,9 +296,10 @@ class Supervisor:
         if self._interrupts == 1:
             return self._drain()
         failures = [*self._failed(), *self._kill_stalled()]
-        if not self._jobs_left() and not any(failure.child.is_job for failure in failures):
+        if not self._jobs_left() and not any(child.is_job for child, *_ in failures):
             return RunOutcome.SUCCESS
-        answers = [self._restart(failure) for failure in failures]  # each is reported
+        # Each is reported. Those that may help first: the run goes on without a server where another is started again.
+        answers = [self._restart(*failure) for failure in sorted(failures, key=lambda failure: failure[2])]
         return None if all(answers) else RunOutcome.FAILURE
 
     def _jobs_left(self) -> bool:
@@ -346,10 +341,9 @@ class Supervisor:
                     continue
                 # Its exit status says that it ended well, but somebody stopped it apart from the run.
                 reason = f"ended too early ({last.outcome or 'without a last word'})"
-            words = child.last_words()
             # Before it was ready a restart would end with the same line.
-            to_correct = status > 0 and not child.was_ready and any(map(_ERROR_LINE.match, words))
-            yield _Failure(child, reason, words, final=to_correct)
+            to_correct = status > 0 and not child.was_ready and any(map(_ERROR_LINE.match, child.last_words()))
+            yield child, reason, to_correct
 
     def _kill_stalled(self) -> Iterator[_Failure]:
         if self._now < self._next_look:
@@ -365,14 +359,14 @@ class Supervisor:
             if reason is not None:
                 self._reap(child)
                 # A server that was never ready, in all the time it may take, will not be.
-                yield _Failure(child, reason, child.last_words(), final=not child.is_job and not child.was_ready)
+                yield child, reason, not child.is_job and not child.was_ready
 
-    def _restart(self, failure: _Failure) -> bool:
+    def _restart(self, child: SupervisedChild, reason: str, final: bool) -> bool:
         """Schedule a restart where it may help; return whether the run goes on."""
-        child, name, most, reason = failure.child, failure.child.name, self._policy.max_restarts, failure.reason
-        grant = "" if failure.final else child.budget.ask(self._now, newest_steps(self._output_dir))
+        name, most, words = child.name, self._policy.max_restarts, child.last_words()
+        grant = "" if final else child.budget.ask(self._now, newest_steps(self._output_dir))
         if isinstance(grant, str):
-            self._report(failure)
+            self._report(child, reason)
             if grant and most:
                 self._say(f"error: {name} was started again {most} times {grant}: giving up")
             others = [
@@ -387,8 +381,8 @@ class Supervisor:
         child.state, child.due = ChildState.PENDING, self._now + seconds
         child.options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
         forget_status(self._output_dir, name)
-        if reason.startswith("failed") and failure.last_words:
-            reason += f" ({failure.last_words[-1].strip()})"
+        if reason.startswith("failed") and words:
+            reason += f" ({words[-1].strip()})"
         self._say(
             f"{name} {reason}: starting it again in {seconds:g} s "
             f"(restart {number} of at most {most} an hour{', recovering' if recover else ''})"
@@ -400,12 +394,12 @@ class Supervisor:
             file.write(json.dumps(row) + "\n")
         return True
 
-    def _report(self, failure: _Failure) -> None:
-        text = f"{failure.child.name} {failure.reason}"
-        self._say(f"error: {text}; the end of {failure.child.spec.log}:")
-        for line in failure.last_words:
+    def _report(self, child: SupervisedChild, reason: str) -> None:
+        text, words = f"{child.name} {reason}", child.last_words()
+        self._say(f"error: {text}; the end of {child.spec.log}:")
+        for line in words:
             self._say(f"  {line}")
-        self.failures += [text, *failure.last_words]
+        self.failures += [text, *words]
 
     # -- stopping ------------------------------------------------------------------------------------------------------
 
@@ -421,14 +415,14 @@ class Supervisor:
                 elif child.running and child.is_job:
                     child.interrupt()
         for child, status in self._reap_ended():
-            reason, words = describe_exit(status), child.last_words()
+            reason = describe_exit(status)
             # A rank that was still importing dies of the signal that asks it to stop.
             stopped = status in (0, -signal.SIGINT, 128 + signal.SIGINT)
-            stopped |= any(map(_INTERRUPTED_RANK.match, words))
+            stopped |= any(map(_INTERRUPTED_RANK.match, child.last_words()))
             if child.is_job:
                 say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {reason}")
             if not child.is_job or not stopped:
-                self._report(_Failure(child, reason, words))
+                self._report(child, reason)
         if self._jobs_left() and self._now < self._drain_deadline:
             return None
         if late := ", ".join(child.name for child in self._running() if child.is_job):
