@@ -22,7 +22,7 @@ from machine import describe_machine
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
 from prime_rl.orchestrator.ledger import Ledger, batch_extra
 from prime_rl.orchestrator.samples import exact_streams
-from prime_rl.orchestrator.scheduler import Batched, Finished, Group, Issued, Opened, Start, Task
+from prime_rl.orchestrator.scheduler import Batched, Finished, Issued, Opened, Start, Task
 from prime_rl.transport.rollouts import Sample, write_batch
 
 EPISODES, GROUP_SIZE, TOKENS, PROMPT = 512, 8, 2048, 256
@@ -94,9 +94,9 @@ def run_step(ledger: Ledger, rollouts: Path, step: int, flushes: int) -> dict[st
     with clock.part("flush before"):
         ledger.flush()
         counts = ledger.check(EPISODES)
-    event = Batched(step, groups, list(results), [])
+    event = Batched(step, tasks, list(results), [])
     with clock.part("commit of the batch"):
-        extra = batch_extra(event, [Group(group, tasks[group]) for group in groups], counts.after(event))
+        extra = batch_extra(event, counts.after(event))
         write_batch(rollouts, step, samples, extra)
     with clock.part("record"):
         ledger.record(event)

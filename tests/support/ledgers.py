@@ -13,7 +13,6 @@ from prime_rl.orchestrator.scheduler import (
     Drop,
     Dropped,
     Finished,
-    Group,
     Issued,
     Opened,
     Start,
@@ -56,7 +55,7 @@ class ScriptedLedger(Ledger):
     def batched(
         self, step: int, trained: list[str], filtered: list[str], truncated: list[str], groups: list[int]
     ) -> None:
-        self.record(Batched(step, groups, trained, filtered, truncated))
+        self.record(Batched(step, tasks(groups), trained, filtered, truncated))
 
     def counts(self) -> Counts:
         self.flush()
@@ -70,6 +69,10 @@ class ScriptedLedger(Ledger):
 
 def task(group: int, env: str) -> Task:
     return Task(env, group + 100, f"task-{group}")
+
+
+def tasks(groups: list[int]) -> dict[int, Task]:
+    return {group: task(group, "reverse-text") for group in groups}
 
 
 def start_of(episode: str, env: str = "reverse-text", version: int = 0) -> Start:
@@ -98,13 +101,12 @@ def commit(
     ledger: ScriptedLedger, rollouts: Path, step: int, trained: list[str], filtered: list[str], groups: list[int]
 ) -> None:
     """Commit a batch of the ledger's episodes without telling the ledger: what a crash right after the rename leaves."""
-    event = Batched(step, groups, trained, filtered)
-    whole = [Group(number, task(number, "reverse-text")) for number in groups]
+    event = Batched(step, tasks(groups), trained, filtered)
     samples = [
         Sample(f"{name}.0", "g", "t", "reverse-text", [0], [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], 1.0, 0.5)
         for name in trained
     ]
-    write_batch(rollouts, step, samples, batch_extra(event, whole, ledger.counts().after(event)))
+    write_batch(rollouts, step, samples, batch_extra(event, ledger.counts().after(event)))
 
 
 def stored_counts(path: Path) -> Counts:

@@ -230,7 +230,7 @@ class World:
             if self.crashed():
                 return
             state = OrchestratorState(batch.step + 1, groups_opened=self.scheduler.groups_opened)
-            extra = batch_extra(batched, batch.groups, self.ledger.counts().after(batched)) | {"state": asdict(state)}
+            extra = batch_extra(batched, self.ledger.counts().after(batched)) | {"state": asdict(state)}
             place = self.directory / "rollouts" / f"step_{batch.step}"
             with stage(place, step=batch.step, producer="orchestrator", extra=extra):
                 pass

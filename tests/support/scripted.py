@@ -16,7 +16,7 @@ from prime_rl.monitor.status import status_path
 from prime_rl.orchestrator.checkpoint import JointCheckpoints, OrchestratorState
 from prime_rl.orchestrator.ledger import Counts, batch_extra
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from prime_rl.orchestrator.scheduler import Batch, Group, Task
+from prime_rl.orchestrator.scheduler import Batched, Task
 from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
 from prime_rl.transport.incarnations import read_incarnations, read_versions
 from prime_rl.transport.protocol import superseded_versions
@@ -169,11 +169,10 @@ class World:
 
 def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0, **extra: object) -> None:
     """The batch of `step`, with the two episodes of group `step` in it, as the orchestrator commits one."""
-    group = Group[EpisodeResult](step, Task("env", 0, "task"))
-    batched = Batch(step, [group]).committed([f"{step}.0.0", f"{step}.1.0"])
+    batched = Batched(step, {step: Task("env", 0, "task")}, [f"{step}.0.0", f"{step}.1.0"], [])
     counts = Counts(issued=2 * (step + 1), finished=2, batched=2 * step)
     state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened)
-    told = {**batch_extra(batched, [group], counts), "state": asdict(state), **extra}
+    told = {**batch_extra(batched, counts), "state": asdict(state), **extra}
     with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):
         pass
 

@@ -171,13 +171,8 @@ def read_counts(db: sqlite3.Connection) -> Counts:
     return Counts(issued, in_flight, finished, batched, trained, dropped)
 
 
-@dataclass(frozen=True)
-class BatchRecord:
-    """What the manifest of `rollouts/step_n` says about episodes; `batch_extra` writes it."""
-
-    event: Batched
-    groups: list[tuple[int, str, int, str]]  # (number, env, task index, task id)
-    counts: Counts | None  # with this batch counted as batched; None: an earlier release wrote it
+# Committed batches, by step, and the counts with each; None: an earlier release wrote them.
+Batches = Sequence[tuple[Batched, Counts | None]]
 
 
 class DiscardedGroup(NamedTuple):
@@ -189,41 +184,39 @@ class DiscardedGroup(NamedTuple):
     rewards: list[float]
 
 
-def batch_extra(event: Batched, groups: Sequence[Group[Any]], counts: Counts) -> dict[str, Any]:
+def batch_extra(event: Batched, counts: Counts) -> dict[str, Any]:
     """Make what the manifest of a batch must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it.
 
     Args:
         event: The batch, as it will be recorded once it is committed.
-        groups: Its groups.
         counts: Once it is.
     """
     ledger = {
         "trained": list(event.trained),
         "filtered": list(event.filtered),
         "truncated": list(event.truncated),
-        "groups": [[group.number, group.task.env, group.task.index, group.task.task_id] for group in groups],
+        "groups": [[number, task.env, task.index, task.task_id] for number, task in event.groups.items()],
         "account": asdict(counts),
     }
     return {"ledger": ledger | ({"details": dict(event.details)} if event.details else {})}
 
 
-def read_batches(rollouts: Path) -> list[BatchRecord]:
-    """Read the records of all committed batches under `rollouts`, by step.
+def read_batches(rollouts: Path) -> Batches:
+    """Read what the manifests of all committed batches under `rollouts` say about episodes, by step.
 
     Raises:
         UserError: a committed batch's manifest cannot be read, or lists no episodes.
     """
-    records = []
+    batches = []
     for step in list_steps(rollouts):
         directory = rollouts / f"step_{step}"
         try:
             data = read_manifest(directory).extra["ledger"]
-            groups = [(int(number), str(env), int(index), str(task)) for number, env, index, task in data["groups"]]
+            groups = {int(number): Task(str(env), int(index), str(name)) for number, env, index, name in data["groups"]}
             trained, filtered, truncated = (list(data[name]) for name in ("trained", "filtered", "truncated"))
-            numbers, details = [number for number, *_ in groups], dict(data.get("details", {}))
-            event = Batched(step, numbers, trained, filtered, truncated, details)
+            event = Batched(step, groups, trained, filtered, truncated, dict(data.get("details", {})))
             counts = data["account"]
-            records.append(BatchRecord(event, groups, Counts(**counts) if "issued" in counts else None))
+            batches.append((event, Counts(**counts) if "issued" in counts else None))
         except CommitError as error:
             if directory.exists():  # else it was pruned since it was listed
                 raise UserError(f"{error}: move the directory away, or put back a good copy") from error
@@ -231,7 +224,7 @@ def read_batches(rollouts: Path) -> list[BatchRecord]:
             raise UserError(
                 f"{directory} does not say which episodes it holds ({error!r}): another version wrote it"
             ) from error
-    return records
+    return batches
 
 
 def _key(episode: str) -> tuple[int, int, int]:
@@ -448,7 +441,7 @@ class Ledger:
 
     # -- reconciling ---------------------------------------------------------------------------------------------------
 
-    def reconcile(self, batches: Sequence[BatchRecord], version: int, step: int) -> list[str]:
+    def reconcile(self, batches: Batches, version: int, step: int) -> list[str]:
         """Make the ledger agree with the committed batches. Call it at start, before `open_groups`.
 
         Args:
@@ -467,13 +460,11 @@ class Ledger:
             known = {known for (known,) in self._db.execute(query).fetchall()}
             if batches and not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone():
                 mended.append("the ledger was lost: it counts no episodes but those of the batches that stand")
-            for batch in batches:
-                trained = batch.event.step in known and batch.event.step < min(version, self._version)
+            for batch, _ in batches:
+                trained = batch.step in known and batch.step < min(version, self._version)
                 if not trained and (count := self._bring_to(batch)):
-                    mended.append(
-                        f"step {batch.event.step} is committed: {count} episodes brought to what its manifest says"
-                    )
-            for gone in sorted(known - {batch.event.step for batch in batches}):
+                    mended.append(f"step {batch.step} is committed: {count} episodes brought to what its manifest says")
+            for gone in sorted(known - {batch.step for batch, _ in batches}):
                 if gone >= version:
                     detail = f"the batch of step {gone} is gone"
                     count = self._update(f"{_CANCEL} WHERE {_IN_BATCH}", detail, gone)
@@ -483,16 +474,16 @@ class Ledger:
         self._version = self._stored_version = version
         return mended
 
-    def _bring_to(self, batch: BatchRecord) -> int:
+    def _bring_to(self, batch: Batched) -> int:
         """Put the rows where they stood before `batch` if they do not have it, then apply its event.
 
         Returns how many episodes had to be changed.
         """
-        step, outcomes = batch.event.step, _outcomes(batch.event)
+        step, outcomes = batch.step, _outcomes(batch)
         stored: dict[str, tuple[str, str | None]] = {}
         columns = "SELECT id, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, step FROM episodes"
         rows = self._db.execute(f"{columns} WHERE {_IN_BATCH}", (step,)).fetchall()
-        for number, *_ in batch.groups:
+        for number in batch.groups:
             rows += self._db.execute(f"{columns} WHERE group_number = ?", (number,)).fetchall()
         for name, state, reason, at in rows:
             if name in outcomes or state != "dropped":
@@ -500,9 +491,8 @@ class Ledger:
         wrong = [name for name in stored.keys() | outcomes.keys() if stored.get(name) != outcomes.get(name)]
         if not wrong:
             return 0
-        env = {number: env for number, env, *_ in batch.groups}
-        for group in batch.groups:
-            self._update(f"INSERT OR REPLACE {_OPEN_GROUP}", *group)
+        for number, task in batch.groups.items():
+            self._update(f"INSERT OR REPLACE {_OPEN_GROUP}", number, task.env, task.index, task.task_id)
         for name in stored.keys() - outcomes.keys():
             self._update(f"{_CANCEL} WHERE {_KEY}", f"the batch of step {step} was committed without it", *_key(name))
         unknown = """
@@ -510,9 +500,9 @@ class Ledger:
             VALUES (?, ?, ?, 'issued', '', 0)"""
         for name in outcomes:
             if self._update(unknown, *_key(name)):
-                self._update(_COUNT_ISSUED, env[_key(name)[0]])
+                self._update(_COUNT_ISSUED, batch.groups[_key(name)[0]].env)
             self._update(f"UPDATE episodes SET state = 'finished' WHERE {_KEY}", *_key(name))
-        self._apply(batch.event)
+        self._apply(batch)
         return len(wrong)
 
 
@@ -583,7 +573,7 @@ def restore(
         logger.info(
             "{} open groups go on, with {} finished episodes; {} are started again", len(groups), finished, retried
         )
-    newest = next((batch.counts for batch in batches if batch.event.step == progress.step - 1), None)
+    newest = next((counts for batch, counts in batches if batch.step == progress.step - 1), None)
     return newest or (ledger.counts() if progress.step else Counts())
 
 

@@ -415,7 +415,7 @@ class Orchestrator:
         metrics = self._take_metrics(batch, scored, counts) | discard_metrics(batch, discarded, since)
         metrics |= self.curriculum.metrics()
         counts = counts.after(batched)
-        extra = batch_extra(batched, batch.groups, counts)
+        extra = batch_extra(batched, counts)
         self.tally = Tally(counts)
         state = OrchestratorState(
             step=batch.step + 1,

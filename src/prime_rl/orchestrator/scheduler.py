@@ -184,8 +184,8 @@ class Batch(Generic[Result]):
         details: Mapping[str, str] | None = None,
     ) -> "Batched":
         """Make the event of its commit. The arguments are `Batched`'s."""
-        numbers = [group.number for group in self.groups]
-        return Batched(self.step, numbers, list(trained), list(filtered), list(truncated), dict(details or {}))
+        tasks = {group.number: group.task for group in self.groups}
+        return Batched(self.step, tasks, list(trained), list(filtered), list(truncated), dict(details or {}))
 
 
 # -- events: what the scheduler emits and the ledger stores. A result that was verified is emitted as `Finished`. ------
@@ -232,6 +232,7 @@ class Batched:
     """The batch of `step` was committed, with `groups`. Every finished episode of theirs is in one of the three lists.
 
     Args:
+        groups: The tasks of its groups, by their numbers.
         trained: Episodes with samples in it.
         filtered: Those left out for want of a learning signal, or by a filter.
         truncated: Those left out because none of their sampled tokens fits a sample.
@@ -239,7 +240,7 @@ class Batched:
     """
 
     step: int
-    groups: Sequence[int]
+    groups: Mapping[int, Task]
     trained: Sequence[str]
     filtered: Sequence[str]
     truncated: Sequence[str] = ()
@@ -321,7 +322,7 @@ class Scheduler(Generic[Result]):
             if not self._may_start(list(self._groups).index(group.number)):  # the servers went back
                 return None
         else:
-            if not self.may_open():
+            if not self._may_open():
                 return None
             if (paced := self.paced_until()) is not None and paced > now:
                 self.opens_at = paced
@@ -335,7 +336,7 @@ class Scheduler(Generic[Result]):
         self._emit(Issued(start, self.incarnation))
         return start
 
-    def may_open(self) -> bool:
+    def _may_open(self) -> bool:
         """Whether a group opened now would be for a step that `max_steps` and the served version allow."""
         position, last = len(self._groups), self.limits.max_steps
         return (last is None or self._planned_step(position) < last) and self._may_start(position)

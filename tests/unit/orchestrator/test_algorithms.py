@@ -1,4 +1,7 @@
-"""Advantages against values worked out by hand, and what must not matter to them on random ragged batches. Peers: tests/oracles."""
+"""Advantages against values worked out by hand, and what must not matter to them on random ragged batches.
+
+Peers: tests/oracles.
+"""
 
 import math
 import random
@@ -7,7 +10,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -47,12 +50,12 @@ def rewarded(*rewards: float) -> list[Attempt]:
     return [Attempt(reward) for reward in rewards]
 
 
-def of_one(config: AlgorithmConfig, group: Sequence[Attempt], state: dict[str, Any] | None = None) -> list[float]:
+def of_one(config: AlgorithmConfig, group: Sequence[Attempt]) -> list[float]:
     """The advantages of a batch of one group."""
-    return advantages(config, [group], state or {})[0][0]
+    return advantages(config, [group], {})[0][0]
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------------
+# -- by hand -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,11 @@ def of_one(config: AlgorithmConfig, group: Sequence[Attempt], state: dict[str, A
         (MaxRL(), rewarded(1.0, 0.0, 0.0, 0.0), [3.0, -1.0, -1.0, -1.0]),  # (1 - 1/4) / (1/4) = 3
         (MaxRL(), rewarded(0.0, 0.0), [0.0, 0.0]),  # nobody succeeds
         (MaxRL(), rewarded(1.0, -2.0), [0.0, 0.0]),  # the mean is below zero
+        # Where the other attempts failed there is nothing to compare with: 0, not the reward.
+        *(
+            (config, [Attempt(0.7, output_tokens=3, rewards={"right": 0.7})], [0.0])
+            for config in (GRPO(), GRPO(std_normalize=True), RLOO(), OPO(), MaxRL(), GDPO())
+        ),
     ],
 )
 def test_advantages_of_one_group(config: AlgorithmConfig, group: list[Attempt], expected: list[float]) -> None:
@@ -76,7 +84,7 @@ def test_advantages_of_one_group(config: AlgorithmConfig, group: list[Attempt], 
 
 
 def test_reinforce_pp() -> None:
-    """Rewards 1, 1 and 0, 0: mean 1/2 and std 1/2 over the batch; nothing is left of it with each group's mean taken off."""
+    """Rewards 1, 1 and 0, 0: mean 1/2 and std 1/2 over the batch; with each group's mean taken off nothing is left."""
     groups = [rewarded(1.0, 1.0), rewarded(0.0, 0.0)]
     assert advantages(ReinforcePP(), groups, {})[0] == [
         pytest.approx([1, 1], rel=1e-5),
@@ -86,7 +94,7 @@ def test_reinforce_pp() -> None:
 
 
 def test_rae() -> None:
-    """Decay 1/2, rewards 1, 1, 0: averages before them 0, 1/2, 3/4. Each agent has its own; the next batch goes on with them."""
+    """Decay 1/2, rewards 1, 1, 0: averages before them 0, 1/2, 3/4. Each agent has its own; the next batch goes on."""
     values, state = advantages(RAE(decay=0.5), [rewarded(1.0, 1.0), rewarded(0.0)], {})
     assert values == [[1.0, 0.5], [-0.75]]
     assert state == {"": 0.375}
@@ -97,48 +105,52 @@ def test_rae() -> None:
 
 
 def test_gdpo() -> None:
-    """Two functions of other scales weigh the same; the sum of the rewards does not matter. std of (0, 1) is 1/2, of (0, 10) is 5."""
+    """Two functions of other scales weigh the same; the sum of the rewards does not matter. std of (0, 1) is 1/2, of
+    (0, 10) is 5. An attempt without the rewards that it is to be judged by is named."""
     group = [Attempt(7.0, rewards={"right": 1.0, "short": 0.0}), Attempt(7.0, rewards={"right": 0.0, "short": 10.0})]
     both = [Attempt(1.0, rewards={"right": right, "short": right}) for right in (1.0, 0.0)]
     for weights, sums in (({}, [0.0, 0.0, 2.0, -2.0]), ({"right": 3.0, "short": 1.0}, [2.0, -2.0, 4.0, -4.0])):
         values, _ = advantages(GDPO(weights=weights), [group, both], {})
         std = math.sqrt(sum(value * value for value in sums) / 4)
         assert [*values[0], *values[1]] == pytest.approx([value / std for value in sums], abs=1e-5)
+    for config, rewards, missing in (
+        (GDPO(), {}, "gdpo needs rewards of single functions, and the environment gives none"),
+        (GDPO(weights={"b": 1.0}), {"a": 1.0}, "gdpo needs a reward 'b', and the environment gives a"),
+        (GDPO(weights={"b": 1.0}), {"a": 1.0, "b": 0.0}, ""),
+        (GRPO(), {}, ""),
+    ):
+        assert missing_rewards(config, Attempt(1.0, rewards=rewards)) == missing
 
 
-def test_a_group_of_one_has_nothing_to_compare_with() -> None:
-    """Contract: where the other attempts failed the last one's advantage is 0, not its reward."""
-    for config in (GRPO(), GRPO(std_normalize=True), RLOO(), OPO(), MaxRL(), GDPO(), ReinforcePP(group_baseline=True)):
-        assert of_one(config, [Attempt(0.7, output_tokens=3, rewards={"right": 0.7})]) == [0.0], config.type
-
-
-def test_no_linear_penalty_below_a_mean_of_zero() -> None:
-    """Contract: a share of a negative mean would be a reward for length."""
-    group = [Attempt(reward, output_tokens=length, total_tokens=length) for reward, length in ((-1.0, 10), (0.5, 90))]
-    assert penalized(group, LinearPenalty()) == group
-
-
-def test_overlong_punishment() -> None:
-    """100 tokens of room, the last 20 of them a cache: nothing up to 80, a half at 90, all of it from 100 on."""
+def test_length_penalties() -> None:
+    """Linear, mean 1/2: 0.25 · 10/20 + 0.1 · 5/5 + 0.1 · 1/2 = 0.275 of it, and 0.25 + 0.1 · 2/5 + 0.1 = 0.39 of it; none
+    where the mean is negative, for length would be rewarded. Overlong, 100 tokens of room, the last 20 of them a cache:
+    nothing up to 80, a half at 90, all of it from 100 on."""
+    group = [Attempt(1.0, output_tokens=10, total_tokens=15), Attempt(0.0, output_tokens=20, total_tokens=22, turns=2)]
+    rewards = [attempt.reward for attempt in penalized(group, LinearPenalty())]
+    assert rewards == pytest.approx([1 - 0.1375, -0.195])
+    half = (1 - 0.1375 + 0.195) / 2
+    assert of_one(GRPO(length_penalty=LinearPenalty()), group) == pytest.approx([half, -half])
+    negative = [Attempt(-1.0, 10, 10), Attempt(0.5, 90, 90)]
+    assert penalized(negative, LinearPenalty()) == negative
     group = [Attempt(1.0, output_tokens=tokens) for tokens in (10, 80, 90, 100, 500)]
-    given = penalized(group, OverlongPenalty(max_tokens=100, cache=20))
-    assert [attempt.reward for attempt in given] == [1.0, 1.0, 0.5, 0.0, 0.0]
-    assert [attempt.reward for attempt in penalized(group, None)] == [1.0] * 5
+    penalty = OverlongPenalty(max_tokens=100, cache=20)
+    assert [attempt.reward for attempt in penalized(group, penalty)] == [1.0, 1.0, 0.5, 0.0, 0.0]
+    assert penalized(group, None) == group
 
 
-def test_linear_penalty() -> None:
-    """Mean 1/2: 0.25 · 10/20 + 0.1 · 5/5 + 0.1 · 1/2 = 0.275 of it for the first, 0.25 + 0.1 · 2/5 + 0.1 = 0.39 for the other."""
-    group = [
-        Attempt(1.0, output_tokens=10, total_tokens=15, turns=1),
-        Attempt(0.0, output_tokens=20, total_tokens=22, turns=2),
+def test_penalties_compare_an_agent_with_its_own_kind() -> None:
+    """Contract: in a zero-sum game, too, length costs the winner's kind something; negative rewards are left alone."""
+    config = GRPO(length_penalty={"type": "linear", "output": 1.0, "input": 0.0, "turns": 0.0})
+    game = [
+        Attempt(reward, length, agent=agent) for length in (10, 1000) for agent, reward in (("w", 1.0), ("b", -1.0))
     ]
-    given = penalized(group, LinearPenalty())
-    assert [attempt.reward for attempt in given] == pytest.approx([1 - 0.1375, -0.195])
-    shifted = of_one(GRPO(length_penalty=LinearPenalty()), group)
-    assert shifted == pytest.approx([(1 - 0.1375 + 0.195) / 2, -(1 - 0.1375 + 0.195) / 2])
+    white, black, longer, other = of_one(config, game)
+    assert white > 0 > longer
+    assert (black, other) == (0.0, 0.0)
 
 
-# -- invariants -------------------------------------------------------------------------------------------------------------
+# -- invariants --------------------------------------------------------------------------------------------------------
 
 
 def ragged(seed: int) -> Groups:
@@ -148,14 +160,17 @@ def ragged(seed: int) -> Groups:
     def attempt(agent: str) -> Attempt:
         tokens = draw.randint(1, 50)
         rewards = {"a": draw.random(), "b": draw.choice([0.0, 1.0])}
-        return Attempt(
-            sum(rewards.values()), tokens, tokens + draw.randint(1, 30), draw.randint(1, 4), rewards, agent=agent
-        )
+        total, turns = tokens + draw.randint(1, 30), draw.randint(1, 4)
+        return Attempt(sum(rewards.values()), tokens, total, turns, rewards, agent=agent)
 
     return [
         [attempt(draw.choice(["white", "black"]) if place % 2 else "white") for _ in range(draw.randint(1, 7))]
         for place in range(6)
     ]
+
+
+def flat(config: AlgorithmConfig, groups: Groups) -> list[float]:
+    return [value for group in advantages(config, groups, {})[0] for value in group]
 
 
 CONFIGS: list[AlgorithmConfig] = [
@@ -170,98 +185,38 @@ CONFIGS: list[AlgorithmConfig] = [
     GDPO(),
     GDPO(weights={"a": 2.0, "b": -0.5}),
 ]
-every_algorithm = pytest.mark.parametrize("config", CONFIGS, ids=[f"{i} {one.type}" for i, one in enumerate(CONFIGS)])
 
 
-@every_algorithm
-def test_a_shift_of_all_rewards_does_not_matter_and_scale_is_kept(config: AlgorithmConfig) -> None:
-    """Contract: differences count. max_rl and rae, which do not compare attempts alone, do not promise it of a shift."""
+@pytest.mark.parametrize("config", CONFIGS, ids=[f"{i} {one.type}" for i, one in enumerate(CONFIGS)])
+def test_what_does_not_matter(config: AlgorithmConfig) -> None:
+    """Contract: differences of rewards count: not a shift of all (but to max_rl and rae, which do not compare attempts
+    alone), and their scale only to what does not normalize; nor the order of attempts, but to a moving average. What is
+    said to have no signal has none in any batch; only what compares attempts of one task may say so."""
     groups = ragged(1)
 
     def changed(scale: float, shift: float) -> Groups:
-        return [
-            [
-                replace(
-                    one,
-                    reward=scale * one.reward + shift,
-                    rewards={name: scale * value + shift for name, value in one.rewards.items()},
-                )
-                for one in group
-            ]
-            for group in groups
-        ]
+        def one(attempt: Attempt) -> Attempt:
+            rewards = {name: scale * value + shift for name, value in attempt.rewards.items()}
+            return replace(attempt, reward=scale * attempt.reward + shift, rewards=rewards)
 
-    plain = [value for group in advantages(config, groups, {})[0] for value in group]
+        return [[one(attempt) for attempt in group] for group in groups]
+
+    plain = flat(config, groups)
     if config.type not in ("max_rl", "rae"):
-        shifted = [value for group in advantages(config, changed(1.0, 5.0), {})[0] for value in group]
-        assert shifted == pytest.approx(plain, abs=1e-5)
+        assert flat(config, changed(1.0, 5.0)) == pytest.approx(plain, abs=1e-5)
     grows = config.type in ("grpo", "rloo", "opo", "rae") and not getattr(config, "std_normalize", False)
-    scaled = [value for group in advantages(config, changed(3.0, 0.0), {})[0] for value in group]
-    assert scaled == pytest.approx([(3.0 if grows else 1.0) * value for value in plain], abs=1e-4)
-
-
-@every_algorithm
-def test_the_order_of_attempts_does_not_matter(config: AlgorithmConfig) -> None:
-    """Contract: an attempt's advantage is its own wherever it stands. A moving average does depend on the order."""
-    if config.type == "rae":
-        pytest.skip("by definition one reward after the other")
-    groups = ragged(2)
-    draw = random.Random(0)
-    orders = [draw.sample(range(len(group)), len(group)) for group in groups]
-    mixed = [[group[i] for i in order] for group, order in zip(groups, orders, strict=True)]
-    plain, other = (advantages(config, given, {})[0] for given in (groups, mixed))
-    for before, after, order in zip(plain, other, orders, strict=True):
-        assert after == pytest.approx([before[i] for i in order], abs=1e-9)
-
-
-@every_algorithm
-def test_signal(config: AlgorithmConfig) -> None:
-    """Contract: what is said to have no signal has none in any batch; only what compares attempts of one task may say so."""
+    assert flat(config, changed(3.0, 0.0)) == pytest.approx([(3.0 if grows else 1.0) * one for one in plain], abs=1e-4)
+    if config.type != "rae":
+        orders = [random.Random(0).sample(range(len(group)), len(group)) for group in groups]
+        mixed = [[group[i] for i in order] for group, order in zip(groups, orders, strict=True)]
+        before, after = (advantages(config, given, {})[0] for given in (groups, mixed))
+        for values, other, order in zip(before, after, orders, strict=True):
+            assert other == pytest.approx([values[i] for i in order], abs=1e-9)
     alike = [Attempt(0.5, 10, 20, rewards={"a": 0.25, "b": 0.25})] * 3
     assert carries_signal(config, alike) != config.group_relative
     assert carries_signal(config, [*alike, Attempt(1.0, 10, 20, rewards={"a": 1.0, "b": 0.0})])
     if config.group_relative:
         assert not any(of_one(config, alike))
-
-
-def test_every_algorithm_by_reward_has_an_estimator() -> None:
-    """Contract: no configured algorithm fails at the first batch for want of one."""
-    assert OF_A_GROUP.keys() | OF_A_BATCH.keys() == {
-        one.model_fields["type"].default or "custom" for one in get_args(RewardAlgorithm)
-    }
-
-
-# -- one's own, and what is refused --------------------------------------------------------------------------------------------
-
-
-def best_alone(group: list[Attempt], *, margin: float = 0.0) -> list[float]:
-    best = max(attempt.reward for attempt in group) - margin
-    return [1.0 if attempt.reward >= best else 0.0 for attempt in group]
-
-
-def nonsense(group: list[Attempt], value: float = math.nan) -> list[float]:
-    return [value] * len(group)
-
-
-def test_an_algorithm_of_ones_own() -> None:
-    """Contract: a function gets a group's attempts, penalties taken off, and its arguments."""
-    config = CustomAlgorithm(path=f"{__file__}:best_alone", args={"margin": 0.3})
-    check_algorithm(config, "algorithm")
-    assert of_one(config, rewarded(1.0, 0.8, 0.2)) == [1.0, 1.0, 0.0]
-    assert carries_signal(config, rewarded(1.0, 0.8))
-
-
-@pytest.mark.parametrize(
-    ("path", "args", "message"),
-    [
-        ("nothing", {}, "algorithm.path: 'nothing' is not of the form"),
-        ("no_such_module:f", {}, "algorithm.path: .* No module named 'no_such_module'"),
-        (f"{__file__}:best_alone", {"margins": 1}, "unexpected keyword argument 'margins'"),
-    ],
-)
-def test_an_algorithm_that_is_not_there(path: str, args: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_algorithm(CustomAlgorithm(path=path, args=args), "algorithm")
 
 
 def test_no_signal_stays_exactly_zero_beside_others() -> None:
@@ -274,56 +229,62 @@ def test_no_signal_stays_exactly_zero_beside_others() -> None:
             assert advantages(config, groups, {})[0][-1] == [0.0] * 5
 
 
-def test_penalties_compare_an_agent_with_its_own_kind() -> None:
-    """Contract: in a zero-sum game, too, length costs the winner's kind something; where rewards are negative it is not rewarded."""
-    config = GRPO(length_penalty={"type": "linear", "output": 1.0, "input": 0.0, "turns": 0.0})
-    game = [
-        Attempt(1.0, 10, agent="w"),
-        Attempt(-1.0, 10, agent="b"),
-        Attempt(1.0, 1000, agent="w"),
-        Attempt(-1.0, 1000, agent="b"),
-    ]
-    white, black, longer, other = of_one(config, game)
-    assert white > 0 > longer
-    assert (black, other) == (0.0, 0.0)
+def test_every_algorithm_by_reward_has_an_estimator() -> None:
+    """Contract: no configured algorithm fails at the first batch for want of one."""
+    assert OF_A_GROUP.keys() | OF_A_BATCH.keys() == {
+        one.model_fields["type"].default or "custom" for one in get_args(RewardAlgorithm)
+    }
 
 
-def test_what_gdpo_needs() -> None:
-    """Contract: an attempt without the rewards that it is to be judged by is told apart, with the reason."""
-    asked, single = GDPO(weights={"b": 1.0}), "gdpo needs rewards of single functions, and the environment gives none"
-    other = "gdpo needs a reward 'b', and the environment gives a"
-    assert missing_rewards(GDPO(), Attempt(1.0)) == single
-    assert missing_rewards(asked, Attempt(1.0, rewards={"a": 1.0})) == other
-    assert (
-        missing_rewards(asked, Attempt(1.0, rewards={"a": 1.0, "b": 0.0}))
-        == missing_rewards(GRPO(), Attempt(1.0))
-        == ""
-    )
+# -- one's own ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_algorithm_that_gives_no_numbers() -> None:
-    with pytest.raises(UserError, match=r"gave \[nan, nan\] for 2 attempts"):
-        of_one(CustomAlgorithm(path=f"{__file__}:nonsense"), rewarded(0.0, 1.0))
-    with pytest.raises(UserError, match=r"gave \[1e\+39\] for 1 attempts"):
-        of_one(CustomAlgorithm(path=f"{__file__}:nonsense", args={"value": 1e39}), rewarded(0.0))
+def best_alone(group: list[Attempt], *, margin: float = 0.0) -> list[float]:
+    best = max(attempt.reward for attempt in group) - margin
+    return [1.0 if attempt.reward >= best else 0.0 for attempt in group]
 
 
-# docs/guides/algorithms.md adds an algorithm: that very text runs
+def nonsense(group: list[Attempt], value: float = math.nan) -> list[float]:
+    return [value] * len(group)
 
 
-def block(name: str) -> str:
-    """The code after `<!-- example: name -->`."""
-    text = (REPOSITORY / "docs" / "guides" / "algorithms.md").read_text()
-    (found,) = re.findall(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", text, re.DOTALL)
-    return found
+def own(function: str, **args: float) -> CustomAlgorithm:
+    return CustomAlgorithm(path=function if ":" in function else f"{__file__}:{function}", args=args)
+
+
+def test_an_algorithm_of_ones_own() -> None:
+    """Contract: a function gets a group's attempts and its arguments; one that is not there, takes other arguments or
+    gives no finite numbers is refused."""
+    config = own("best_alone", margin=0.3)
+    check_algorithm(config, "algorithm")
+    assert of_one(config, rewarded(1.0, 0.8, 0.2)) == [1.0, 1.0, 0.0]
+    assert carries_signal(config, rewarded(1.0, 0.8))
+    for wrong, message in (
+        (CustomAlgorithm(path="nothing"), "algorithm.path: 'nothing' is not of the form"),
+        (own("no_such_module:f"), "algorithm.path: .* No module named 'no_such_module'"),
+        (own("best_alone", margins=1), "unexpected keyword argument 'margins'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_algorithm(wrong, "algorithm")
+    for wrong, message in (
+        (own("nonsense"), r"gave \[nan\] for 1 attempts"),
+        (own("nonsense", value=1e39), r"gave \[1e\+39\] for 1 attempts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            of_one(wrong, rewarded(0.0))
 
 
 async def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file and one line: the orchestrator trains on what the function says, in three groups of two attempts each."""
+    """docs/guides/algorithms.md adds an algorithm, one file and one line: the orchestrator trains on what that very text
+    says, in three groups of two attempts each."""
+    text = (REPOSITORY / "docs" / "guides" / "algorithms.md").read_text()
+    file, line = (
+        re.search(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", text, re.DOTALL)[1] for name in ("file", "line")
+    )
     monkeypatch.chdir(tmp_path)
-    Path("ranks.py").write_text(block("file"))
+    Path("ranks.py").write_text(file)
     (tmp_path / "run").mkdir()
-    world = fresh(tmp_path / "run", **tomllib.loads(block("line")))
+    world = fresh(tmp_path / "run", **tomllib.loads(line))
     await follow(world, (1, 2, 3))
     for step in range(3):
         batch = open_batch(world.directory / "rollouts" / f"step_{step}")
