@@ -1,0 +1,148 @@
+"""Where an episode goes, what verifies it, and which servers evaluate."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from prime_rl.errors import UserError
+from prime_rl.evals import servers as eval_servers
+from prime_rl.fleet.client import Served
+from prime_rl.fleet.logprob_check import LogprobCheckFailed
+from prime_rl.fleet.replicas import ReplicaPool, ReplicaState, rest_seconds
+from prime_rl.transport.weights import weights_manifest
+from support.fleet import FleetWorld, Server, ready_fleet
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_episode_goes_to_its_group_where_loads_are_even_and_a_retry_to_a_server_that_has_not_failed(seed):
+    """Whatever ends, fails, joins or leaves when: no server has more than `slack` episodes above the one with the fewest when it is given one; one
+    that is not ready gets none; where loads allow it an attempt goes where its group went before."""
+    chance = random.Random(seed)
+    slack = chance.randint(0, 4)
+    fleet = ready_fleet(chance.randint(1, 6), slack)
+    in_flight, homes = [], {}
+    for _ in range(500):
+        replica = chance.choice(fleet.replicas) if fleet.replicas else fleet.add(Server("http://new"))
+        match chance.choices(["place", "end", "fail", "good", "join", "leave", "away"], [20, 12, 3, 2, 1, 1, 2])[0]:
+            case "place":
+                least = min((r.in_flight for r in fleet.ready), default=None)
+                clean = [r for r in fleet.ready if not r.failures]
+                group, retry = chance.randint(0, 5), chance.random() < 0.2
+                chosen = fleet.place(group, retry)
+                assert (chosen is None) == (least is None)
+                if chosen is None:
+                    continue
+                assert chosen.ready
+                assert not (retry and chosen.failures and clean)
+                home = homes.get(group)
+                if not retry:
+                    assert chosen.in_flight <= least + slack
+                    assert home is None or not home.ready or home.in_flight > least + slack or chosen is home
+                homes[group] = chosen
+                fleet.start("episode", chosen)
+                in_flight.append(chosen)
+            case "end" if in_flight:
+                fleet.end(in_flight.pop(chance.randrange(len(in_flight))))
+            case "fail" if replica.ready:
+                fleet.failed(replica)
+                fleet.move(replica, ReplicaState.QUARANTINED)
+                fleet.move(replica, ReplicaState.READY)
+            case "good":
+                fleet.succeeded(replica)
+            case "join":
+                fleet.move(fleet.add(Server("http://new")), ReplicaState.READY)
+            case "leave":
+                fleet.move(replica, ReplicaState.LEFT)
+                assert replica not in fleet.replicas
+            case "away":
+                fleet.move(replica, ReplicaState.QUARANTINED if replica.ready else ReplicaState.READY)
+
+
+def test_of_episodes_that_fail_together_one_counts():
+    """A restart fails all that is in flight at once: one failure, which costs nothing; further ones cost more and more."""
+    fleet = ready_fleet(2, slack=0)
+    victim = fleet.replicas[0]
+    for _ in range(50):
+        fleet.failed(victim)
+        fleet.move(victim, ReplicaState.QUARANTINED)
+    assert victim.failures == 1
+    assert [rest_seconds(failures) for failures in (0, 1, 2, 3, 4, 11)] == [0, 0, 1, 2, 4, 60]
+
+
+async def test_a_verification_is_of_one_server_alone():
+    """What another one sampled does not count by it, nor what ended after the question. One that drains is verified for the version that it has; the
+    others go on to a newer one meanwhile."""
+    fleet = ready_fleet(2, slack=0)
+    one, two = fleet.replicas
+    for replica in fleet.replicas:
+        replica.loaded = await replica.engine.served()
+    for episode, replica in (("a", one), ("b", two), ("late", one)):
+        fleet.start(episode, replica)
+    two.engine.base()  # started again
+    assert await fleet.verify({"a", "b"}) == (["a"], [two])
+    fleet.move(one, ReplicaState.DRAINING)
+    assert fleet.place("group") is two
+    two.engine.now = two.loaded = Served(1, "newer", "1")
+    assert await fleet.verify({"a"}) == (["a"], [])
+    one.engine.base()
+    assert await fleet.verify({"a"}) == ([], [one])
+
+
+async def test_a_server_that_served_other_weights_for_a_while_fails_its_verification():
+    """Contract: also where it has been given its own again meanwhile. The number of loads is compared once an update has ended, not during it."""
+    (replica,) = ready_fleet(1, slack=0).replicas
+    replica.engine.now = replica.loaded = Served(1, "a", "boot", loads="1")
+    assert await replica.verify()
+    replica.engine.now = Served(1, "a", "boot", loads="3")
+    assert not await replica.verify()
+
+    replica.engine.now, replica.loading = Served(2, "b", "boot", loads="2"), Served(2, "b", "boot")
+    verifying = asyncio.create_task(replica.verify())
+    await asyncio.sleep(0.01)
+    assert not verifying.done()
+    replica.loaded, replica.loading = replica.engine.now, None
+    replica._load_ended.set()
+    assert await verifying
+
+
+async def test_a_failed_logprob_check_takes_back_an_earlier_verification(tmp_path):
+    """The same version is loaded again, and computes something else this time: that the server says the same as before proves nothing."""
+    world = FleetWorld(tmp_path, servers=1)
+    (replica,) = ReplicaPool(world.servers).replicas
+    manifest = weights_manifest(tmp_path / "weights" / "step_0")
+    for wrong in (False, True, False):
+        world.servers[0].wrong = {0} if wrong else set()
+        if wrong:
+            with pytest.raises(LogprobCheckFailed):
+                await replica.load(manifest)
+        else:
+            await replica.load(manifest)
+        assert await replica.verify() == (not wrong)
+
+
+@pytest.mark.parametrize(
+    ("second", "healthy", "problem", "ready"),
+    [
+        ({"version": 3, "hash": "f" * 32}, 2, "do not serve the same weights: http://0 version 0 .*, http://1 version 3", []),
+        ({}, 1, None, [True, False]),
+        ({"leaving": True}, 2, None, [True, False]),  # it is to leave, and there is another
+        ({"leaving": True}, -1, None, [False, True]),
+        ({"models": ("other", "more")}, 2, "the server at http://1 serves other, more, not m: .* --model.name other", []),
+        ({"models": ("other", "m")}, 2, None, [True, True]),
+    ],
+)  # fmt: skip
+async def test_which_servers_evaluate(second, healthy, problem, ready):
+    """Contract: one line at once, not requests that are all refused, where weights differ or one has another model."""
+    fleet = ReplicaPool([Server("http://0"), Server("http://1")])
+    two = fleet.replicas[1]
+    two.engine.now = replace(two.engine.now, **second)
+    two.engine.leaving = second.get("leaving", False)
+    answering = [two] if healthy < 0 else fleet.replicas[:healthy]
+    if problem is not None:
+        with pytest.raises(UserError, match=problem):
+            await eval_servers.admit(fleet, answering, "m")
+    else:
+        assert await eval_servers.admit(fleet, answering, "m") == 0
+        assert [replica.ready for replica in fleet.replicas] == ready
