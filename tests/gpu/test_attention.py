@@ -14,10 +14,6 @@ from prime_rl.trainer.attention import Needs, relative_error, with_gradients
 from prime_rl.trainer.attention_kernels import KERNELS
 from support import attention as support
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda")
 HEAD_DIM = 128
 LENGTHS = (700, 1, 1347)

@@ -21,7 +21,6 @@ from support.canaries import DRIFTED, STEPPED, Run, Tensors, flip, skip_a_tensor
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
     pytest.skip("no GPU, or no vLLM for it", allow_module_level=True)
-pytestmark = pytest.mark.gpu
 
 world, make_policy = support.world, support.make_policy
 Mutation = Callable[[Tensors, Tensors], Tensors]

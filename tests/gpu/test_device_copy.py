@@ -19,10 +19,6 @@ from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
-
 SECONDS = 60.0
 Made = tuple[World, Source, Policy]
 

@@ -12,10 +12,6 @@ from prime_rl.trainer import lm_head
 from prime_rl.trainer.lm_head import fused_token_loss, logprob_entropy
 from prime_rl.trainer.loss import STREAMS, make_loss
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
-
 GPU = torch.device("cuda")
 VOCABULARY = 151_936
 GRPO = make_loss(GRPOLoss())

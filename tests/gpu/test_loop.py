@@ -32,10 +32,6 @@ from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
-
 DEVICE = "cuda"
 run_training = support.run_training
 Run = Callable[[TrainerConfig], None]

@@ -8,10 +8,6 @@ from torch import Tensor
 from prime_rl.config.trainer import LossConfig
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, describe, make_loss
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
-
 TOKENS, SEQUENCES = 5000, 37
 CONFIGS = [
     {"type": "default"},

@@ -1,7 +1,6 @@
 """Memory on the GPU: the estimate against what is really allocated, offload against none, and running out."""
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,22 +16,12 @@ from prime_rl.trainer.memory import GIB, MemoryPlan, Settings, estimate
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, MicroBatch, collate
-from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
-
 TOKENS = 16_384
 """A micro-batch: enough that activations at `full` still make the peak, rather than the head's gradients."""
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    yield init_world("cuda", 60)
-    close_world()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Optimizers on the GPU: states that come from host memory and go back beside the updates, checkpoints, Muon in bfloat16."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
 from prime_rl.trainer import optim
 from prime_rl.trainer.optim import build_optimizer, is_hidden_matrix
-from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parallel import World
 from support import optim as support
-
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 CONFIGS = [AdamW(lr=1e-2), SGD(lr=1e-2), Muon(lr=1e-2)]
@@ -52,12 +47,6 @@ def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyP
         results.append([tensor.cpu() for tensor in (*model.parameters(), *states)])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    yield init_world("cuda", 60)
-    close_world()
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])

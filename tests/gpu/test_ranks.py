@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,11 @@ from prime_rl.trainer import moe
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.packing import collate, to_device
-from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import Source
 from support import trainer as support
 from support.processes import REPOSITORY, Command
-
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
 TRAIN = REPOSITORY / "src" / "prime_rl" / "trainer" / "rl" / "train.py"
@@ -141,12 +136,6 @@ def test_experts_in_groups(compiled: bool) -> None:
     again = support.block_gradients(ours, hidden)
     for name, tensor in got.items():
         assert torch.equal(again[name], tensor), name
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    yield init_world("cuda", 60)
-    close_world()
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:

@@ -19,10 +19,6 @@ from prime_rl.transport.exchange import ExchangeError, Subscriber
 from prime_rl.transport.weights import weights_manifest
 from support.publishing import PublishingTrainer
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
-
 SECONDS = 120.0
 SIZE = 512 << 20
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL speaks to another GPU")

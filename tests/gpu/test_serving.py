@@ -27,7 +27,6 @@ from support import doors
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
     pytest.skip("no GPU, or no vLLM for it", allow_module_level=True)
-pytestmark = pytest.mark.gpu
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROMPT = [(37 * place + 11) % 256 for place in range(96)]

@@ -13,10 +13,6 @@ from prime_rl.transport.commit import stage
 from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda:0")
 SECONDS = 60.0
 FILES = 6  # more than are read at once
