@@ -1,22 +1,28 @@
-"""Receiving versions on a GPU: from a CPU, from a trainer on the same GPU, from one on another GPU. (On a CPU: tests/unit/inference/test_receiving.py.)"""
+"""Staging versions on a GPU beside generation: from files, from a CPU, from a trainer on the same GPU or on another one.
+
+On a CPU: tests/unit/inference/test_receiving.py.
+"""
 
 import itertools
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from prime_rl.inference import staging
 from prime_rl.inference.staging import Staging
-from prime_rl.transport.commit import CommitError
+from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import ExchangeError, Subscriber
-from prime_rl.transport.weights import weights_manifest
+from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 from support.publishing import PublishingTrainer
 
 SECONDS = 120.0
@@ -62,7 +68,20 @@ def _publish(root: Path, device: str, line: Connection) -> None:
         line.send(trainer.publish(version, tensors(version), spoil=spoil))
 
 
-@pytest.fixture(params=["tcp", "cuda-ipc", pytest.param("nccl", marks=TWO)])
+def commit(root: Path, version: int) -> Path:
+    """The same version in files."""
+    extra: dict[str, Any] = {}
+    with stage(version_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
+        for number, group in itertools.groupby(tensors(version).items(), key=lambda item: item[0][0]):
+            save_file(dict(group), tmp / f"model-{number}.safetensors")
+        extra |= manifest_extra(version, 0, hash_directory(tmp))
+    return version_dir(root, version)
+
+
+BACKENDS = ["tcp", "cuda-ipc", pytest.param("nccl", marks=TWO)]
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -75,23 +94,44 @@ def trainer(backend: str, tmp_path: Path) -> Iterator[Trainer]:
 
 
 @pytest.fixture
+def publish(backend: str, tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Makes a version available by the backend."""
+    if backend == "files":
+        yield partial(commit, tmp_path / "weights")
+        return
+    made = Trainer(tmp_path / "weights", TRAINERS[backend])
+    yield made.publish
+    made.kill()
+
+
+@pytest.fixture
 def subscriber() -> Iterator[Subscriber]:
     with closing(Subscriber()) as made:
         yield made
 
 
-def receive(directory: Path, subscriber: Subscriber, place: str = "device") -> dict[str, torch.Tensor]:
+def receive(directory: Path, subscriber: Subscriber, place: str = "device") -> Staging:
     read = Staging(directory, weights_manifest(directory).hash, SERVER, subscriber)
     read.wait(SECONDS)
     assert read.place == place
-    return dict(read.tensors)
+    return read
+
+
+def check(read: Staging, version: int) -> None:
+    """It holds the version, bit by bit, where it says."""
+    found, expected = dict(read.tensors), tensors(version)
+    assert found.keys() == expected.keys()
+    assert {x.device.type for x in found.values()} == {"cuda" if read.place == "device" else "cpu"}
+    assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("backend", ["files", *BACKENDS])
 def test_what_is_received_is_what_was_published(
-    trainer: Trainer, backend: str, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, place: str
+    publish: Callable[[int], Path], backend: str, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Contract: bit by bit, version after version, by the fastest way that the two have; without room on the GPU the host keeps it."""
+    """Contract: bit by bit, version after version, by the fastest way that the two have; without room on the GPU the host keeps it; chunks that go
+    through pinned memory overwrite nothing that is still being copied; what is dropped takes no memory."""
     backends, receive_version = [], Subscriber.receive
 
     def noted(*args: Any) -> str:
@@ -102,10 +142,24 @@ def test_what_is_received_is_what_was_published(
     if place == "host":
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     for version in (1, 2, 3):
-        found, expected = receive(trainer.publish(version), subscriber, place), tensors(version)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
-    assert backends == [backend if place == "device" else "tcp"] * 3
+        directory, before = publish(version), torch.cuda.memory_allocated(SERVER)
+        read = receive(directory, subscriber, place)
+        check(read, version)
+        read.drop()
+        assert backend != "files" or torch.cuda.memory_allocated(SERVER) == before
+    assert backends == ([] if backend == "files" else [backend if place == "device" else "tcp"] * 3)
+
+
+def test_without_memory_on_the_gpu_after_all(
+    tmp_path: Path, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: where somebody else takes the memory in the last moment, the host keeps what is read."""
+
+    def full(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("scripted")
+
+    monkeypatch.setattr(staging.torch, "zeros", full)
+    receive(commit(tmp_path, 1), subscriber, "host").drop()
 
 
 def test_other_bytes_are_rejected(trainer: Trainer, subscriber: Subscriber) -> None:
@@ -130,12 +184,8 @@ def test_the_trainer_is_killed_in_the_middle(
 
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "_progress", killing)
-        try:
-            found = receive(directory, subscriber)
-        except (ExchangeError, CommitError):
-            pass
-        else:
-            assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in tensors(1).items())
+        with suppress(ExchangeError, CommitError):
+            check(receive(directory, subscriber), 1)
     assert torch.ones(1000, device=SERVER).sum().item() == 1000
     again = Trainer(tmp_path / "again", TRAINERS[backend])
     try:
