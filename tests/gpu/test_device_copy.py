@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from conftest import make_tiny_model
 from prime_rl.config.trainer import TrainerModel, WeightsConfig
@@ -18,6 +17,7 @@ from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
+from support.versions import assert_equal, tensors_of
 
 SECONDS = 60.0
 Made = tuple[World, Source, Policy]
@@ -37,11 +37,6 @@ def weights(policy: Policy) -> dict[str, torch.Tensor]:
         stored.name: stored.parameter.to_local().detach().bfloat16().cpu().view(stored.shape)
         for stored in stored_tensors(policy)
     }
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
 
 
 def test_a_version_is_what_was_copied(made: Made, tmp_path: Path) -> None:
@@ -72,5 +67,4 @@ def test_a_version_is_what_was_copied(made: Made, tmp_path: Path) -> None:
         publisher.settle()
         verify_weights(version_dir(root, 2))
         assert weights_manifest(version_dir(root, 3)).publisher is not None
-    written = [load_file(path) for path in version_dir(root, 2).glob("*.safetensors")]
-    assert_equal({name: tensor for file in written for name, tensor in file.items()}, expected[2])
+    assert_equal(tensors_of(version_dir(root, 2)), expected[2])

@@ -31,6 +31,7 @@ from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
+from support.versions import assert_equal, tensors_of
 
 DEVICE = "cuda"
 run_training = support.run_training
@@ -86,8 +87,7 @@ def rows(output_dir: Path) -> list[dict[str, float]]:
 
 
 def version(output_dir: Path, number: int) -> dict[str, Tensor]:
-    files = (output_dir / "weights" / f"step_{number}").glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return tensors_of(output_dir / "weights" / f"step_{number}")
 
 
 class Watch:
@@ -154,10 +154,7 @@ def test_versions_are_what_was_trained(whole: tuple[Path, Watch]) -> None:
     assert list_steps(output_dir / "weights") == list(range(STEPS + 1))
     for step, weights in enumerate(watch.weights):
         verify_weights(output_dir / "weights" / f"step_{step + 1}")
-        committed = version(output_dir, step + 1)
-        assert committed.keys() == weights.keys()
-        for name, tensor in weights.items():
-            assert torch.equal(committed[name], tensor.cpu()), (step, name)
+        assert_equal(version(output_dir, step + 1), {name: tensor.cpu() for name, tensor in weights.items()})
     assert not torch.equal(*(version(output_dir, number)["model.embed_tokens.weight"] for number in (1, 2)))
 
 

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -145,11 +145,9 @@ def _byte_pairs() -> str:
     return str(tokenizer.to_str())
 
 
-def make_tokenizer(
-    template: str, name: str = "made", more: Sequence[str] = ()
-) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """A tokenizer with the template, the tokens that it names and `more`, and the ids at which inference would stop."""
-    tokens = sorted({*_TOKENS.findall(template), "<s>", "<|endoftext|>", *more})
+def make_tokenizer(template: str, name: str) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """A tokenizer with the template, the tokens that it names, and the ids at which inference would stop."""
+    tokens = sorted({*_TOKENS.findall(template), "<s>", "<|endoftext|>"})
     end = next((token for token in _ENDS if token in tokens), "</s>" if "[INST]" in template else "<|endoftext|>")
     tokenizer = Tokenizer.from_str(_byte_pairs())
     tokenizer.add_tokens(

@@ -58,6 +58,12 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: x for file in sorted(directory.glob("*.safetensors")) for name, x in load_file(file).items()}
 
 
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Bit by bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name].cpu(), tensor)] == []
+
+
 @dataclass
 class Run:
     """A run directory, a tmpfs, and a policy that each version changes."""
@@ -214,7 +220,8 @@ def killed(transport: str, model: str, root: str) -> None:
 
 
 def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -> None:
-    """An incarnation of a rank, on a host of its own. After each version rank 0 compares it with what the ranks write by themselves."""
+    """An incarnation of a rank, on a host of its own. Rank 0 compares what the ranks write by themselves of the base with
+    its files, and then each version with what they write of it."""
     torch.set_num_threads(1)
     weight_copy.FILE_BYTES = 60_000  # several files
     world, source, run = init_world(device, 60, replicas), find_model(model), Path(root)
@@ -228,6 +235,15 @@ def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
             refused.open(0)
         refused.close()
     written = RowCopies(policy, world, torch.bfloat16)
+
+    def write(version: int) -> Path:
+        right = version_dir(run, version)
+        write_version(written, written.copy(), source, world, right, version=version, incarnation=0)
+        return right
+
+    base = {name: tensor.bfloat16() for name, tensor in tensors_of(Path(model)).items()}
+    right = write(0)
+    on_main(world, lambda: assert_equal(tensors_of(right), base))
     weights = WeightsConfig(transport=kind, host="127.0.0.1", timeout=60.0)
     publisher = make(run / "run", timeout=60, weights=weights, memory=kind == "memory")
     publisher.open(0)
@@ -235,8 +251,7 @@ def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
         change(policy)
         publisher.publish(version, durable=version == 2)
         publisher.settle()
-        right = version_dir(run, version)
-        write_version(written, written.copy(), source, world, right, version=version, incarnation=0)
+        right = write(version)
         on_main(world, lambda: check(version_dir(run / "run" / "weights", version), right))  # noqa: B023
     publisher.ensure(3, durable=True)
     verify_weights(version_dir(run / "run" / "weights", 3))
@@ -253,9 +268,7 @@ def check(directory: Path, right: Path) -> None:
     else:
         assert not list(directory.glob("*.safetensors*"))
         found = received(directory)
-    expected = tensors_of(right)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_equal(found, tensors_of(right))
 
 
 def ranks(runs: str) -> None:

@@ -31,7 +31,7 @@ from prime_rl.wait import wait
 from support import trainer as support
 from support.processes import REPOSITORY, Command
 from support.publishing import received
-from support.versions import TRANSPORTS, Run, open_run
+from support.versions import TRANSPORTS, Run, assert_equal, open_run
 
 world, make_policy = support.world, support.make_policy
 tied_model, untied_model = support.tied_model, support.untied_model
@@ -69,13 +69,8 @@ def memory(opened: Open) -> Iterator[Run]:
         yield made
 
 
-def trained(policy: Policy, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    return {name: p.full_tensor().detach().to(dtype).clone() for name, p in named_parameters(policy)}
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+def trained(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().detach().bfloat16().clone() for name, p in named_parameters(policy)}
 
 
 def load(directory: Path) -> AutoModelForCausalLM:
@@ -99,7 +94,7 @@ def test_a_killed_trainer_leaves_what_is_whole(tied_model: Path, tmp_path: Path)
 
 def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
     """Contract: of three ranks (with three experts), and of two replicas of two ranks each, on as many hosts as ranks, servers get bit for bit the rows
-    of all; what must outlive the processes is written in full; a tmpfs, which is one host's, is refused."""
+    of all; what must outlive the processes is written in full, the base as its files have it; a tmpfs, which is one host's, is refused."""
     model, env = make_tiny_model(tmp_path / "model", experts=3), {"PYTHONPATH": str(REPOSITORY / "tests")}
     runs = [
         {"ranks": n, "kind": kind, "model": str(model), "root": str(tmp_path / f"{kind}-{n}"), "replicas": replicas}
