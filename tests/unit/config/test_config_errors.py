@@ -6,7 +6,6 @@ Some more are in docs/reference/config-errors.md.
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ from prime_rl.config import (
     BaseConfig,
     ConfigError,
     EvalConfig,
-    InferenceConfig,
     OrchestratorConfig,
     RLConfig,
     SFTConfig,
@@ -22,7 +20,7 @@ from prime_rl.config import (
     load,
     parse,
 )
-from support.configs import ENV, ORCH, command_line
+from support.configs import ENV, LEAST, ORCH, command_line
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 Write = Callable[[str], str]
@@ -45,6 +43,7 @@ def problems(cls: type[BaseConfig], argv: list[str], env: dict[str, str] | None 
     return caught.value.problems
 
 
+# x.toml, commands, and what each prints; what goes on in a further line is indented by four.
 MISTAKES = """
 # unknown
 $ rl --no-cleen --orchestrator.environment.id x
@@ -53,13 +52,13 @@ $ trainer --pp.rank 4
   --pp.rank names no setting
 $ trainer --monitor.wandb.id a --orchestrator.monitor.wandb.id b
   --orchestrator.monitor.wandb.id names no setting: only `rl` has a section `orchestrator`; give
-  --monitor.wandb.id to the command `orchestrator`
+    --monitor.wandb.id to the command `orchestrator`
 # wrong values
 $ trainer --optim.lr true
   optim.lr: must be a valid number, got 'true' (--optim.lr)
 $ trainer --loss.type reinforce --loss.normalization fixed
   loss: normalization fixed needs fixed_length, the tokens that every sequence is divided by (normalization:
-  --loss.normalization)
+    --loss.normalization)
 $ orchestrator --environment.id x --environments.00.id y
   environments: must be a list, got {'00': {'id': 'y'}} (--environments.00.id)
 $ trainer --optim.lr nan
@@ -72,11 +71,68 @@ $ eval --environment-ids a --num-examples 0
   num_examples: must be at least 1, or -1 for all, got 0 (--num-examples)
 $ orchestrator --environment.id x --client.base-url localhost:8000
   client.base_url: 'localhost:8000' does not start with http:// or https://, got ['localhost:8000']
-  (--client.base-url)
+    (--client.base-url)
 $ rl --max-steps 0 --orchestrator.environment.id x
   max_steps: must be greater than 0, got 0 (--max-steps)
 $ rl --wandb.offline=x --orchestrator.environment.id x
   wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (--wandb.offline)
+$ trainer --weights.keep None --weights.tmpfs /dev/shm
+  weights: keep None keeps all versions, which /dev/shm has no room for: say how many (keep: --weights.keep, tmpfs:
+    --weights.tmpfs)
+$ trainer --weights.transport memory --weights.tmpfs /dev/shm
+  weights: tmpfs is for files, and transport memory writes none for servers (tmpfs: --weights.tmpfs, transport:
+    --weights.transport)
+$ trainer --weights.transport.type process-group
+  weights.transport: must be 'auto', 'filesystem' or 'memory', and what was given is malformed
+    (--weights.transport.type)
+# in files: the line is named; a secret is not repeated
+% [[environments]]
+% id = "a"
+%
+% [[environments]]
+% id = "b"
+% rato = 2
+$ orchestrator @ x.toml
+  unknown key environments.1.rato (x.toml, line 6); did you mean environments.1.ratio?
+$ orchestrator @ x.toml --environments.5.id c
+  --environments.5.id: there are 2 of environments
+  unknown key environments.1.rato (x.toml, line 6); did you mean environments.1.ratio?
+% maxsteps = 1
+$ rl --trainer @ x.toml --orchestrator.environment.id x
+  unknown key trainer.maxsteps (x.toml, line 1); did you mean trainer.max_steps?
+% a = [
+$ trainer @ x.toml
+  x.toml: malformed TOML: Invalid value (at end of document)
+% api_key = 123456
+$ inference @ x.toml
+  api_key: must be a valid string (x.toml, line 1)
+% max_steps = "many"
+% model = 3
+% ckpt = true
+% [monitor]
+% wandb = { offline = "x" }
+$ trainer @ x.toml
+  model: must be a table, got 3 (x.toml, line 2)
+  max_steps: must be a valid integer, got 'many' (x.toml, line 1)
+  ckpt: must be a table, got True (x.toml, line 3)
+  monitor.wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (x.toml, line 5)
+% environments = true
+$ orchestrator @ x.toml --environments.0.workers 1
+  environments.0.id: required, but not given (--environments.0.workers)
+% ckpt.path = [false]
+$ orchestrator --environment.id x @ x.toml
+  ckpt.output_dir: must be a path, got [False] (x.toml, line 1)
+# odd words
+$ orchestrator --environment.id x --environments.0.wrkers 1
+  --environments.0.wrkers names no setting; did you mean --environments.0.workers?
+$ orchestrator --environment.id x --environments.² 1
+  environments: must be a list, got {'²': '1'} (--environments.²)
+$ orchestrator --environment.id x --client.base-url http://[::1
+  client.base_url: 'http://[::1' is no address: Invalid IPv6 URL, got ['http://[::1'] (--client.base-url)
+$ orchestrator --environment.id x --algorithm.length-penalty.scale 1
+  algorithm.length_penalty: needs a `type`, got {'scale': 1} (--algorithm.length-penalty.scale)
+$ rl --orchestrator.environment.id x --inference.server.host.x=token
+  inference.server.host: must be a valid string, got {'x': 'token'} (--inference.server.host.x)
 # misuse of options
 $ trainer what
   unexpected argument 'what'
@@ -84,7 +140,7 @@ $ eval --environment-ids a x.toml
   to read the file x.toml, write: @ x.toml
 $ trainer --optim
   --optim is a section: expected a table such as "{'key': 1}", --optim @ file.toml, or one of its settings
-  (--optim.…), got ''
+    (--optim.…), got ''
 $ trainer --no-bench=true
   --no-bench takes no value
 $ trainer --optim @ --seed 1
@@ -94,10 +150,10 @@ $ rl --max-steps 5 --ckpt.resume-step 10 --orchestrator.environment.id x
   max_steps 5 is below ckpt.resume_step 10 (max_steps: --max-steps, ckpt.resume_step: --ckpt.resume-step)
 $ orchestrator --environment.id x --max-off-policy-steps 1 --async-level 2
   max_off_policy_steps 1 is below async_level 2 (max_off_policy_steps: --max-off-policy-steps, async_level:
-  --async-level)
+    --async-level)
 $ orchestrator --environment.id x --sampling.max-tokens 2048
   sampling.max_tokens 2048 leaves no room for a prompt within seq_len 2048 (sampling.max_tokens:
-  --sampling.max-tokens)
+    --sampling.max-tokens)
 $ sft --data.micro-batch-size 3
   data: micro_batch_size 3 does not divide batch_size 128 (micro_batch_size: --data.micro-batch-size)
 $ trainer --data.fake.seq-len 9999
@@ -109,91 +165,76 @@ $ inference --data-parallel-size 4 --headless --data-parallel-size-local 2
 $ inference --data-parallel-size 4 --headless --data-parallel-size-local 2 --data-parallel-address 10.0.0.1
 $   --data-parallel-start-rank 3
   data_parallel_start_rank 3 with data_parallel_size_local 2: replicas 1 to 3 are for headless nodes
-  (data_parallel_start_rank: --data-parallel-start-rank, data_parallel_size_local: --data-parallel-size-local)
+    (data_parallel_start_rank: --data-parallel-start-rank, data_parallel_size_local: --data-parallel-size-local)
 $ inference --data-parallel-size 4 --data-parallel-start-rank 2
   data_parallel_start_rank is for headless nodes: the node that serves has the first replicas
-  (data_parallel_start_rank: --data-parallel-start-rank)
+    (data_parallel_start_rank: --data-parallel-start-rank)
 $ inference --data-parallel-size 4 --data-parallel-size-local 2
   data_parallel_size_local 2 of 4: the other nodes need data_parallel_address, where they reach this one
-  (data_parallel_size_local: --data-parallel-size-local)
+    (data_parallel_size_local: --data-parallel-size-local)
 $ eval --environment-ids x --client.base-url http://r:1 http://q:1 --client.admin-base-url http://a:1
   client: admin_base_url names the servers behind one router: base_url has to name that one (admin_base_url:
-  --client.admin-base-url, base_url: --client.base-url)
+    --client.admin-base-url, base_url: --client.base-url)
 $ eval --environment-ids x --client.base-url http://a:1 --client.admin-base-url http://a:1/v1
 $   http://b:1
   client: base_url is one of the servers in admin_base_url, not a router: list them in base_url
-  (base_url: --client.base-url, admin_base_url: --client.admin-base-url)
+    (base_url: --client.base-url, admin_base_url: --client.admin-base-url)
 $ eval --environment-ids x --client.base-url http://r:1 --client.admin-base-url http://u:p@a:1
   client.admin_base_url: holds a password, which would be written and shown: put the key into the variable
-  api_key_var, got ['http://a:1'] (--client.admin-base-url)
+    api_key_var, got ['http://a:1'] (--client.admin-base-url)
 $ orchestrator --environment.id x --algorithm.type opd --algorithm.teacher.base-url http://t:1
 $   --sampling.temperature 0.7
   a teacher tells log-probabilities of temperature 1, and x is sampled at 0.7 (sampling.temperature:
-  --sampling.temperature)
+    --sampling.temperature)
 $ orchestrator --environment.id x --reference.base-url http://t:1 --environment.sampling.temperature 0.5
   the reference tells log-probabilities of temperature 1, and x is sampled at 0.5
 $ orchestrator --environment.id x --environments.0.id y
   give either [environment] or [[environments]], not both (environment: --environment.id, environments:
-  --environments.0.id)
+    --environments.0.id)
 $ orchestrator --environments.0.id x --environments.1.id y --environments.1.name all
   environments.1: an environment cannot be named 'all', metrics' word for all of them: give another `name` (name:
-  --environments.1.name, id: --environments.1.id)
+    --environments.1.name, id: --environments.1.id)
 $ eval --environment-ids a a
   two environments are named 'a': give each its own `name`
 $ rl --orchestrator.environment.id x --orchestrator.reference.base-url http://t:1
   a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef
-  (orchestrator.reference: --orchestrator.reference.base-url)
+    (orchestrator.reference: --orchestrator.reference.base-url)
 $ rl --orchestrator.environment.id x --clean --ckpt.resume-step 3
   clean would remove the checkpoint that ckpt.resume_step names (clean: --clean, ckpt.resume_step:
-  --ckpt.resume-step)
-"""  # what is printed follows its command; both go on in further lines
+    --ckpt.resume-step)
+$ eval --environment-ids math500 --unsafe
+  unsafe is about livecodebench, which is not evaluated (unsafe: --unsafe)
+"""
 
 
-def transcript(text: str) -> list[tuple[str, str]]:
-    """Commands, each with the line that it prints."""
-    found: list[list[str]] = []
-    for line in text.splitlines():
-        if line.startswith("$   ") or line.startswith("  "):
-            found[-1][line[0] == " "] += " " + line.strip("$ ")
-        elif line.startswith("$ "):
-            found.append([line[2:], ""])
-    return [(command, printed.strip()) for command, printed in found]
+def transcript(text: str) -> list[tuple[str, str, list[str]]]:
+    """The file, a command, and the lines that it prints."""
+    rows, file, before = list[tuple[str, str, list[str]]](), "", ""
+    for line in re.sub(r"\n(?:\$ |  )  +", " ", text).splitlines():
+        if line.startswith("%"):
+            file = (file if before.startswith("%") else "") + f"{line[2:]}\n"
+        elif line.startswith("$"):
+            rows.append((file, line[2:], []))
+        elif line.startswith(" "):
+            rows[-1][2].append(line[2:])
+        before = line
+    return rows
 
 
-@pytest.mark.parametrize(("command", "line"), transcript(MISTAKES))
-def test_a_mistake_is_one_line(command: str, line: str) -> None:
-    assert problems(*command_line(command)) == [line]
+@pytest.mark.parametrize(("file", "command", "lines"), transcript(MISTAKES))
+def test_a_mistake_is_one_line(write: Write, file: str, command: str, lines: list[str]) -> None:
+    write(file)
+    assert problems(*command_line(command)) == lines
 
 
-@pytest.mark.parametrize(
-    ("cls", "argv", "text", "lines"),
-    [
-        (OrchestratorConfig, ["@", "x.toml"], '[[environments]]\nid = "a"\n\n[[environments]]\nid = "b"\nrato = 2', ["unknown key environments.1.rato (x.toml, line 6); did you mean environments.1.ratio?"]),
-        (RLConfig, ["--trainer", "@", "x.toml", *ORCH], "maxsteps = 1", ["unknown key trainer.maxsteps (x.toml, line 1); did you mean trainer.max_steps?"]),
-        (TrainerConfig, ["@", "x.toml"], "a = [\n", ["x.toml: malformed TOML: Invalid value (at end of document)"]),
-        (InferenceConfig, ["@", "x.toml"], "api_key = 123456", ["api_key: must be a valid string (x.toml, line 1)"]),
-        (TrainerConfig, ["@", "x.toml"], 'max_steps = "many"\nmodel = 3\nckpt = true\n[monitor]\nwandb = { offline = "x" }', [
-            "model: must be a table, got 3 (x.toml, line 2)",
-            "max_steps: must be a valid integer, got 'many' (x.toml, line 1)",
-            "ckpt: must be a table, got True (x.toml, line 3)",
-            "monitor.wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (x.toml, line 5)",
-        ]),
-        (InferenceConfig, ["@", "x.toml"], "seed = " + "9" * 5000, ["x.toml: malformed TOML: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits"]),
-        (OrchestratorConfig, ["@", "x.toml", "--environments.0.workers", "1"], "environments = true", ["environments.0.id: required, but not given (--environments.0.workers)"]),
-        (OrchestratorConfig, [*ENV, "--environments.0.wrkers", "1"], "", ["--environments.0.wrkers names no setting; did you mean --environments.0.workers?"]),
-        (OrchestratorConfig, [*ENV, "--environments.²", "1"], "", ["environments: must be a list, got {'²': '1'} (--environments.²)"]),
-        (OrchestratorConfig, [*ENV, "--client.base-url", "http://[::1"], "", ["client.base_url: 'http://[::1' is no address: Invalid IPv6 URL, got ['http://[::1'] (--client.base-url)"]),
-        (OrchestratorConfig, [*ENV, "--algorithm.length-penalty.scale", "1"], "", ["algorithm.length_penalty: needs a `type`, got {'scale': 1} (--algorithm.length-penalty.scale)"]),
-        (OrchestratorConfig, ["@", "x.toml"], "ckpt.path = [false]", ["ckpt.output_dir: must be a path, got [False] (x.toml, line 1)"]),
-        (RLConfig, [*ORCH, "--inference.server.host.x=token"], "", ["inference.server.host: must be a valid string, got {'x': 'token'} (--inference.server.host.x)"]),
-    ],
-)  # fmt: skip
-def test_mistakes_in_files_and_odd_input(
-    write: Write, cls: type[BaseConfig], argv: list[str], text: str, lines: list[str]
-) -> None:
-    """Contract: file and line are named; a secret is not repeated."""
-    write(text)
-    assert problems(cls, argv) == lines
+PAGE = (REPOSITORY / "docs" / "reference" / "config-errors.md").read_text()
+BLOCKS = re.findall(r"```text\n(?:# x\.toml\n(.*?)\n\n)?\$ (.*?)\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("file", "command", "printed"), BLOCKS)
+def test_the_page_of_mistakes_shows_what_is_printed(write: Write, file: str, command: str, printed: str) -> None:
+    write(file)
+    assert [f"error: {line}" for line in problems(*command_line(command))] == printed.splitlines()
 
 
 def test_several_mistakes_are_listed_together(write: Write) -> None:
@@ -204,15 +245,16 @@ def test_several_mistakes_are_listed_together(write: Write) -> None:
         assert sum(part in line for line in found) == 1, part
 
 
-def test_missing_files(write: Write, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(write: Write, tmp_path: Path) -> None:
     write("")
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe\x00")
     assert problems(TrainerConfig, ["@", "bad.toml"])[0].startswith("bad.toml: malformed TOML: 'utf-8' codec")
-    assert problems(TrainerConfig, ["@", "xx.toml"]) == ["no such file: xx.toml (did you mean x.toml?)"]
+    (tmp_path / "long.toml").write_text("seed = " + "9" * 5000)
+    assert problems(TrainerConfig, ["@", "long.toml"])[0].startswith("long.toml: malformed TOML: Exceeds the limit")
     assert problems(TrainerConfig, ["@", "no/x.toml"]) == ["no such file: no/x.toml (nor is there a directory no)"]
     assert problems(TrainerConfig, ["@", str(tmp_path)])[0].endswith("cannot be read: Is a directory")
     # What the file would have given is not complained about.
-    for cls in (RLConfig, OrchestratorConfig, EvalConfig):
+    for cls in (TrainerConfig, RLConfig, OrchestratorConfig, EvalConfig):
         assert problems(cls, ["@", "xx.toml"]) == ["no such file: xx.toml (did you mean x.toml?)"]
 
 
@@ -241,21 +283,40 @@ def test_a_malformed_table_is_not_printed(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "shown"),
+    ("urls", "problem"),
     [
-        (["x.toml"], "@ x.toml"),
-        (["missing.toml"], "@ missing.toml"),
-        (["--bench", "x.toml"], "@ x.toml"),
-        (["--seed", "1", "x.toml"], "@ x.toml"),
-        (["train"], "@ train"),
+        ("http://a:1 http://a:1/v1/", "a server is named twice"),
+        ("http://localhost:1 http://127.0.0.1:1", "a server is named twice"),
+        ("http://a http://A:80", "a server is named twice"),
+        ("http://a:1 b:1", "'b:1' does not start with http"),
+        ("http://a:1 http://u:secret@b:1", "holds a password"),
+        ("http://u:secret@a:1 http://u:secret@a:1/v1", "holds a password"),
+        ("ftp://u:secret@a:1", "does not start with http"),
+        ("u:secret@a/v1", "does not start with http"),
+        ("[]", "names no server"),
     ],
 )
-def test_a_file_without_at_shows_the_at(write: Write, argv: list[str], shown: str) -> None:
+def test_servers_that_cannot_be_meant(urls: str, problem: str) -> None:
+    """Contract: what is refused is named without what must not be shown."""
+    shown = problems(OrchestratorConfig, [*ENV, "--client.base-url", *urls.split()])
+    assert problem in shown[0]
+    assert "secret" not in str(shown)
+    assert "secret" not in str(problems(OrchestratorConfig, [*ENV, "--reference.base-url", *urls.split()]))
+
+
+@pytest.mark.parametrize("words", ["x.toml", "missing.toml", "--bench x.toml", "--seed 1 x.toml", "train"])
+def test_a_file_without_at_shows_the_at(write: Write, words: str) -> None:
     write("")
     Path("train").write_text("")  # without suffix it is recognised by being there
-    (line,) = problems(TrainerConfig, argv)
-    assert line.startswith("to read the file ")
-    assert line.endswith(f"write: {shown}")
+    file = words.split()[-1]
+    assert problems(TrainerConfig, words.split()) == [f"to read the file {file}, write: @ {file}"]
+
+
+@pytest.mark.parametrize("cls", [RLConfig, TrainerConfig, OrchestratorConfig, SFTConfig])
+def test_what_is_gone_on_with_is_not_cleaned(cls: type[BaseConfig]) -> None:
+    """Contract: every command refuses to remove what it is told to resume from."""
+    for option in (["--ckpt.resume-step", "2"], *([["--recover"]] if cls is not SFTConfig else [])):
+        assert "clean would remove" in problems(cls, [*LEAST[cls], "--clean", *option])[0]
 
 
 def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,28 +332,10 @@ def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str])
     ]
 
 
-@pytest.mark.parametrize(
-    ("cls", "key"), [(OrchestratorConfig, "eval"), (SFTConfig, "eval"), (RLConfig, "orchestrator"), (RLConfig, "orchestrator.eval")]
-)  # fmt: skip
 @pytest.mark.parametrize("scalar", ["3", "true", '"None"', "[1]"])
-def test_an_option_wins_over_a_scalar_where_a_table_belongs(
-    write: Write, cls: type[BaseConfig], key: str, scalar: str
-) -> None:
+def test_an_option_wins_over_a_scalar_where_a_table_belongs(write: Write, scalar: str) -> None:
     """Contract: an item of a list below what a file says is no table replaces it, as any other option does."""
-    argv = ["@", write(f"{key} = {scalar}"), f"--{key}.environments.0.id", "x"]
-    argv += ORCH if key == "orchestrator.eval" else ENV if cls is OrchestratorConfig else []
-    config: Any = parse(cls, argv, {})
-    for part in key.split("."):
-        config = getattr(config, part)
-    assert [one.id for one in config.environments] == ["x"]
-
-
-PAGE = (REPOSITORY / "docs" / "reference" / "config-errors.md").read_text()
-BLOCKS = re.findall(r"```text\n(?:# x\.toml\n(.*?)\n\n)?\$ (.*?)\n(.*?)```", PAGE, re.DOTALL)
-
-
-@pytest.mark.parametrize(("file", "command", "printed"), BLOCKS)
-def test_the_page_of_mistakes_shows_what_is_printed(write: Write, file: str, command: str, printed: str) -> None:
-    write(file)
-    cls, argv, variables = command_line(command)
-    assert [f"error: {line}" for line in problems(cls, argv, variables)] == printed.splitlines()
+    file = write(f"orchestrator.eval = {scalar}")
+    config = parse(RLConfig, ["@", file, "--orchestrator.eval.environments.0.id", "x", *ORCH], {})
+    assert config.orchestrator.eval is not None
+    assert [one.id for one in config.orchestrator.eval.environments] == ["x"]

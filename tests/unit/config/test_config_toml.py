@@ -29,7 +29,7 @@ from prime_rl.config.schema import settings as every_setting
 from prime_rl.config.schema import type_tag
 from prime_rl.config.table import Keys
 from prime_rl.errors import UserError
-from support.configs import LEAST
+from support.configs import COMMANDS, LEAST
 
 ODD_WORDS = (
     "None true 0 -1 1.5 nan 1e400 ² @ @x.toml x.toml -- -x a,b 1+2j [] {} [3] [[{}]] {1:2} http://[::1 http://h:99999"
@@ -130,26 +130,44 @@ def test_nothing_is_left_of_what_the_disk_has_no_room_for(tmp_path: Path, monkey
     assert path.read_text() == before
 
 
-def test_a_written_file_wins_over_variables(tmp_path: Path) -> None:
-    """Every setting is in it, so that the environment cannot change what it says."""
+def test_what_is_written(tmp_path: Path) -> None:
+    """Contract: every setting, so that no variable changes what a file says; no secret; nothing that is meant for one start:
+    fed back, the configuration of a dry run runs, and that of a cleaned run does not clean again."""
     write_toml(TrainerConfig(), tmp_path / "t.toml")
     env = {"PRIME_SEED": "4", "PRIME_CKPT__INTERVAL": "1", "PRIME_LOG_LEVEL": "debug", "PRIME_MAX_STEPS": "1"}
     assert parse(TrainerConfig, ["@", str(tmp_path / "t.toml")], env) == TrainerConfig()
-
-
-def test_a_secret_is_not_written_and_not_shown() -> None:
-    config = InferenceConfig(api_key="s3cret")
-    assert 'api_key = "None"' in to_toml(config)
-    assert "s3cret" not in to_toml(config) + repr(config)
-    run = RLConfig.model_validate({"inference": {"api_key": "s3cret"}, "orchestrator": {"environment": {"id": "x"}}})
-    assert "s3cret" not in to_toml(run) + repr(run)
-
-
-def test_what_is_meant_for_one_start_is_not_written() -> None:
-    """Fed back, the configuration of a dry run runs, and that of a cleaned run does not clean again."""
-    run = RLConfig.model_validate({"dry_run": True, "clean": True, "orchestrator": {"environment": {"id": "x"}}})
+    table = {
+        "dry_run": True,
+        "clean": True,
+        "inference": {"api_key": "s3cret"},
+        "orchestrator": {"environment": {"id": "x"}},
+    }
+    run = RLConfig.model_validate(table)
     assert "dry_run" not in to_toml(run)
     assert "clean" not in to_toml(run)
+    assert 'api_key = "None"' in to_toml(run)
+    assert "s3cret" not in to_toml(run) + repr(run) + repr(InferenceConfig(api_key="s3cret"))
+
+
+REPOSITORY = Path(__file__).parents[3]
+# What a file is for, by the first word of its name; anything else (rl, cpu, …) is a whole run.
+KINDS = {"train": "trainer", "orch": "orchestrator", "infer": "inference", "sft": "sft", "eval": "eval"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        str(path.relative_to(REPOSITORY))
+        for folder in ("examples", "configs")
+        for path in (REPOSITORY / folder).rglob("*.toml")
+    ],
+)
+def test_shipped_file(name: str) -> None:
+    """Contract: every file in the repository is valid for the command that it is written for."""
+    path = REPOSITORY / name
+    below = [REPOSITORY / "examples/reverse_text/cpu.toml"] if path.parent.name == "algorithms" else []
+    cls = COMMANDS[KINDS.get(path.stem.split("_")[0], "rl")] if not below else RLConfig
+    parse(cls, [f"@{file}" for file in (*below, path)], {})
 
 
 def test_the_configuration_of_a_run_of_an_earlier_release_is_read(tmp_path: Path) -> None:
@@ -182,13 +200,15 @@ max_tokens = 0
         assert len(refused.value.problems) == len(gone)
     with pytest.raises(ConfigError, match="--inference.stage-weights names no setting any more"):
         parse(RLConfig, ["@", str(run), "--inference.stage-weights", "true"], {})
-    for optim in ("betas1 = 0.8", "betas2 = 0.999", "nesterov = false", "match_rms = false"):
-        run.write_text(text.replace("betas1 = 0.9", optim))
-        with pytest.raises(ConfigError, match=f"unknown key trainer.optim.{optim.split()[0]}"):
+    # Nor what would compute something else, or was never a setting.
+    for line in (
+        "betas1 = 0.8",
+        "betas2 = 0.999",
+        "nesterov = false",
+        "match_rms = false",
+        "momentun = 0.9",
+        "betos = 0.9",
+    ):
+        run.write_text(text.replace("betas1 = 0.9", line))
+        with pytest.raises(ConfigError, match=f"unknown key trainer.optim.{line.split()[0]}"):
             parse(RLConfig, ["@", str(run)], {})
-    run.write_text(text.replace("betas1 = 0.9", "momentun = 0.9"))
-    with pytest.raises(ConfigError, match="unknown key trainer.optim.momentun"):
-        parse(RLConfig, ["@", str(run)], {})
-    run.write_text(text.replace("betas1", "betos"))
-    with pytest.raises(ConfigError, match="unknown key trainer.optim.betos"):
-        parse(RLConfig, ["@", str(run)], {})
