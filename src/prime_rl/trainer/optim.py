@@ -13,6 +13,7 @@ Experts [E, rows, columns] are whole on their rank.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -340,29 +341,18 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 def muon_group(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, float | bool]) -> ParameterGroup:
     """The hidden matrices `named`; `settings`: lr, weight_decay, momentum."""
     matrices: dict[torch.Size, list[nn.Parameter]] = {}
-    experts, halves = [], set()
+    experts: dict[nn.Parameter, int] = {}  # and the matrices that the rows of each consist of
     for name, parameter in named:
         if parameter.ndim == 2:
             matrices.setdefault(parameter.shape, []).append(parameter)
         else:
-            experts.append(parameter)
-            if "gate_up" in name:
-                halves.add(parameter)
-    batches = list(_deal(matrices.values()))
-    chunks = [[Elements(each, 0, local_part(each).numel()) for each in batch.parameters] for batch in batches]
-    for parameter in experts:  # this rank's, as many of them as are orthogonalized at a time
-        expert, total = parameter.shape[1] * parameter.shape[2], local_part(parameter).numel()
-        size = expert * max(1, _TOGETHER // expert)
-        chunks += [[Elements(parameter, start, min(start + size, total))] for start in range(0, total, size)]
-    parameters = [parameter for batch in batches for parameter in batch.parameters] + experts
-
-    def rule(settings: Settings, items: Iterable[Chunk], steps: Steps) -> None:
-        walk = iter(items)
-        _update_matrices(settings, walk, batches)
-        for elements, (momentum,) in (item for chunk in walk for item in with_grad(chunk)):
-            _update_experts(settings, elements, momentum, 2 if elements.parameter in halves else 1)
-
-    return ParameterGroup(parameters, dict(settings), _MOMENTUM, rule, chunks)
+            experts[parameter] = 2 if "gate_up" in name else 1
+    batches = [*_deal(matrices.values())]
+    for parameter, parts in experts.items():
+        batches += _expert_batches(parameter, parts)
+    parameters = [parameter for of_shape in matrices.values() for parameter in of_shape] + list(experts)
+    rule = partial(_update_matrices, batches)
+    return ParameterGroup(parameters, dict(settings), _MOMENTUM, rule, [batch.elements for batch in batches])
 
 
 def orthogonalize(x_BRC: Tensor) -> Tensor:
@@ -394,42 +384,48 @@ def update_scale(rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of one shape, in the order of their `owners`: places among the `ranks` that share them."""
+    """Matrices [rows, columns] that are orthogonalized together.
 
-    parameters: list[nn.Parameter]
-    owners: list[int]
-    ranks: int
+    Args:
+        elements: This rank's rows of each matrix; experts are whole on their rank, and in one.
+        group: The ranks that share the rows; None if this one has them all.
+        owners: The rank of the group that orthogonalizes each matrix, in ascending order.
+    """
 
-    @property
-    def counts(self) -> list[int]:
-        """Matrices of each owner."""
-        return [self.owners.count(rank) for rank in range(self.ranks)]
-
-    def live(self) -> "_Batch":
-        """Those that have a gradient, which every rank agrees on."""
-        pairs = [pair for pair in zip(self.parameters, self.owners, strict=True) if has_grad(pair[0])]
-        return _Batch([parameter for parameter, _ in pairs], [owner for _, owner in pairs], self.ranks)
+    elements: list[Elements]
+    rows: int
+    columns: int
+    group: dist.ProcessGroup | None = None
+    owners: Sequence[int] = ()
 
 
 def _deal(matrices: Iterable[list[nn.Parameter]]) -> Iterator[_Batch]:
     """Batches of matrices of one shape; every rank in turn owns the next matrix."""
     first = 0
     for of_shape in matrices:
-        dimension = _shard_dimension(of_shape[0])
-        ranks = 1 if dimension is None else of_shape[0].device_mesh.size(dimension)  # type: ignore[attr-defined]
-        together = ranks * max(1, _TOGETHER // of_shape[0].numel())
+        (rows, columns), group = of_shape[0].shape, _group(of_shape[0])
+        ranks = 1 if group is None else group.size()
+        together = ranks * max(1, _TOGETHER // (rows * columns))
         for start in range(0, len(of_shape), together):
-            batch = of_shape[start : start + together]
-            yield _Batch(batch, sorted((first + i) % ranks for i in range(len(batch))), ranks)
-            first += len(batch)
+            elements = [Elements(each, 0, local_part(each).numel()) for each in of_shape[start : start + together]]
+            owners = sorted((first + i) % ranks for i in range(len(elements)))
+            yield _Batch(elements, rows, columns, group, owners)
+            first += len(elements)
 
 
-def _update_matrices(settings: Settings, walk: Iterator[Chunk], batches: list[_Batch]) -> None:
+def _expert_batches(parameter: nn.Parameter, parts: int) -> Iterator[_Batch]:
+    """This rank's experts; the rows of each are `parts` matrices of equal size (gate and up in one)."""
+    _, rows, columns = parameter.shape
+    total, size = local_part(parameter).numel(), rows * columns * max(1, _TOGETHER // (rows * columns))
+    for start in range(0, total, size):
+        yield _Batch([Elements(parameter, start, min(start + size, total))], rows // parts, columns)
+
+
+def _update_matrices(batches: list[_Batch], settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
     """One batch travels while the one before it is orthogonalized."""
     ahead: Iterator[None] = iter(())
-    for batch in batches:
-        chunk, live = with_grad(next(walk)), batch.live()
-        sent = _update_batch(settings, live, chunk) if live.owners else iter(())
+    for batch, chunk in zip(batches, map(with_grad, chunks), strict=True):
+        sent = _update_batch(settings, batch, chunk) if chunk else iter(())
         next(sent, None)
         next(ahead, None)
         ahead = sent
@@ -438,44 +434,36 @@ def _update_matrices(settings: Settings, walk: Iterator[Chunk], batches: list[_B
 
 def _update_batch(settings: Settings, batch: _Batch, chunk: Chunk) -> Iterator[None]:
     """Begin to send the rows of each matrix to its owner and yield; then orthogonalize, exchange back and update."""
+    rows, columns, group = batch.rows, batch.columns, batch.group
+    values = [elements.value() for elements, _ in chunk]
     grads, momenta = [elements.grad() for elements, _ in chunk], [states[0] for _, states in chunk]
-    rows, columns = batch.parameters[0].shape
-    locals_ = [local_part(parameter) for parameter in batch.parameters]
     outbox = torch.cat(_directions(settings, grads, momenta))
-    if batch.ranks == 1:
+    if group is None:
         yield
         update = orthogonalize(outbox.view(-1, rows, columns))
+        update = update.to(torch.float32, memory_format=torch.contiguous_format).reshape(-1)
     else:
-        group, rank = _group(batch.parameters[0])
-        spans, count, local_rows = rows_of_ranks(rows, batch.ranks), batch.counts[rank], locals_[0].shape[0]
+        # Which matrices have a gradient is the same on every rank.
+        owners = [
+            owner for elements, owner in zip(batch.elements, batch.owners, strict=True) if has_grad(elements.parameter)
+        ]
+        counts = [owners.count(rank) for rank in range(group.size())]
+        spans, count = rows_of_ranks(rows, group.size()), counts[group.rank()]
         # Elements exchanged with each rank: rows of the matrices that it owns, its rows of those owned here.
-        theirs = [other * local_rows * columns for other in batch.counts]
+        theirs = [other * values[0].numel() for other in counts]
         ours = [count * (end - start) * columns for start, end in spans]
         inbox = outbox.new_empty(count * rows * columns)
         arrival = dist.all_to_all_single(inbox, outbox, ours, theirs, group=group, async_op=True)
         yield
         arrival.wait()  # bounded: by the process group's timeout; on CUDA the stream waits, not the host
-        outbox = inbox
+        update, outbox = torch.empty_like(outbox), inbox
         if count:
             full = orthogonalize(torch.cat([part.view(count, -1, columns) for part in inbox.split(ours)], dim=1))
             outbox = torch.cat([full[:, start:end].reshape(-1) for start, end in spans])
-        update = inbox.new_empty(len(batch.parameters), local_rows, columns)
-        dist.all_to_all_single(update.view(-1), outbox, theirs, ours, group=group)
-    scale = settings["lr"] * update_scale(rows, columns)
-    torch._foreach_mul_(locals_, 1 - settings["lr"] * settings["weight_decay"])
-    updates = list(update.to(torch.float32, memory_format=torch.contiguous_format).unbind())
-    torch._foreach_add_(locals_, updates, alpha=-scale)
-
-
-def _update_experts(settings: Settings, elements: Elements, momentum: Tensor, parts: int) -> None:
-    """Of consecutive experts; the rows of each are `parts` matrices of equal size (gate and up in one)."""
-    _, rows, columns = elements.parameter.shape
-    value = elements.value()
-    (direction,) = _directions(settings, [elements.grad()], [momentum])
-    update = orthogonalize(direction.view(-1, rows // parts, columns))
-    scale = settings["lr"] * update_scale(rows // parts, columns)
-    value.mul_(1 - settings["lr"] * settings["weight_decay"])
-    value.add_(update.reshape(-1), alpha=-scale)
+        dist.all_to_all_single(update, outbox, theirs, ours, group=group)
+    torch._foreach_mul_(values, 1 - settings["lr"] * settings["weight_decay"])
+    updates = update.float().split([value.numel() for value in values])
+    torch._foreach_add_(values, updates, alpha=-settings["lr"] * update_scale(rows, columns))
 
 
 def _directions(settings: Settings, grads: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
@@ -486,23 +474,13 @@ def _directions(settings: Settings, grads: list[Tensor], momenta: list[Tensor]) 
     return [direction.to(dtype) for direction in ahead]
 
 
-def _shard_dimension(parameter: nn.Parameter) -> int | None:
-    """The dimension of the mesh over which a parameter's rows are divided among several ranks."""
+def _group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
+    """The ranks that share a parameter's rows, if there are several."""
     if not isinstance(parameter, DTensor):
         return None
-    sharded = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
-    assert all(parameter.placements[i] == Shard(0) for i in sharded), "Muon expects rows to be sharded"
-    several = [i for i in sharded if parameter.device_mesh.size(i) > 1]
-    assert len(several) <= 1, "Muon expects rows to be sharded over one dimension of the mesh"
-    return several[0] if several else None
-
-
-def _group(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, int]:
-    """The ranks that share a parameter's rows, and this one's place among them."""
-    dimension = _shard_dimension(parameter)
-    assert isinstance(parameter, DTensor)
-    assert dimension is not None
-    return parameter.device_mesh.get_group(dimension), parameter.device_mesh.get_local_rank(dimension)
+    assert parameter.placements[-1] == Shard(0), "Muon expects rows to be sharded"
+    group = parameter.device_mesh.get_group(SHARD)
+    return group if group.size() > 1 else None
 
 
 # ---- the learning rate, and clipping
