@@ -15,6 +15,8 @@ from conftest import make_tiny_model
 from prime_rl import wait
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.trainer import TrainerModel
+from prime_rl.monitor import read_metrics
+from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer.lm_head import _differentiated
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
@@ -25,7 +27,9 @@ from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_publisher import WeightPublisher
+from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
+from prime_rl.transport.weights import weights_manifest
 
 VOCABULARY = 288
 
@@ -106,6 +110,16 @@ def run_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainerC
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def metrics(output_dir: Path, process: str = "trainer") -> list[dict[str, float]]:
+    return read_metrics(metrics_path(output_dir, process))
+
+
+def hashes(output_dir: Path) -> dict[int, str]:
+    """Of every committed version."""
+    weights = output_dir / "weights"
+    return {step: weights_manifest(weights / f"step_{step}").hash for step in list_steps(weights)}
 
 
 CHANGED_LOGITS: dict[str, dict[str, object]] = {

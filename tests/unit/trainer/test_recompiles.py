@@ -70,16 +70,33 @@ def test_no_recompiles(experts: int, world: World, make_policy: Callable[..., Po
 
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("loss", [DefaultLoss(), GSPOLoss()], ids=lambda loss: loss.type)
-def test_after_a_warm_up_no_step_compiles(
+def test_warm_up(
     loss: LossConfig, world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
 ) -> None:
-    """Contract: a made-up batch of the run's shapes compiles all that its steps and the scoring of versions need, whatever is packed."""
-    policy = make_policy(tied_model, compile=True)
+    """Contract: a made-up batch of the run's shapes compiles all that its steps and the scoring of versions need, whatever
+    is packed. Weights, states of the optimizer, random numbers and the next step's gradients are the same bits as without."""
     loss_of, config = make_loss(loss), support.make_config(tmp_path, tied_model, loss=loss)
-    optimizer = build_optimizer(policy, config.optim)
-    counters.clear()
-    warm_up(policy, loss_of, config, world, support.VOCABULARY, 1)
-    compiled = counters["stats"]["unique_graphs"]
+    document = [collate(support.random_documents((20, 30), len(STREAMS)), len(STREAMS))]
+    found = []
+    for warmed in (False, True):
+        policy = make_policy(tied_model, compile=True)
+        optimizer = build_optimizer(policy, config.optim)
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(3)
+        if warmed:
+            warm_up(policy, loss_of, config, world, support.VOCABULARY, 1)
+            assert all(parameter.grad is None for parameter in policy.parameters())
+        compiled, drawn = counters["stats"]["unique_graphs"], torch.rand(3)
+        # Kernels of a number of tokens and of any round otherwise.
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            forward_backward(policy, document, loss_of, world)
+        optimizer_step(policy, optimizer, 1e-3, 1.0)
+        states = [state for parameter in policy.parameters() for state in optimizer.state[parameter].values()]
+        found.append([drawn, *map(local_part, [*policy.parameters(), *states])])
+    assert len(found[0]) > 20
+    assert all(map(torch.equal, *found))
+
     assert compiled > 0, "nothing was compiled"
     scorer = ReferenceScorer(policy, world, support.VOCABULARY, torch.float32, torch.bfloat16)
     for batches in packs(len(STREAMS)):
@@ -87,33 +104,6 @@ def test_after_a_warm_up_no_step_compiles(
         optimizer_step(policy, optimizer, 1e-3, 1.0)
         scorer.score(compiled=True)
         assert counters["stats"]["unique_graphs"] == compiled
-
-
-@pytest.mark.usefixtures("quick_compiler")
-def test_a_warm_up_changes_nothing(
-    world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
-) -> None:
-    """Contract: weights, states of the optimizer, random numbers and the next step's gradients are, bit for bit, those of a run without one."""
-    loss, config = make_loss(DefaultLoss()), support.make_config(tmp_path, tied_model)
-    documents = support.random_documents((20, 30), len(STREAMS))
-    found = []
-    for warmed in (False, True):
-        policy = make_policy(tied_model, compile=True)
-        optimizer = build_optimizer(policy, config.optim)
-        torch._dynamo.reset()
-        torch.manual_seed(3)
-        if warmed:
-            warm_up(policy, loss, config, world, support.VOCABULARY, 1)
-            assert all(parameter.grad is None for parameter in policy.parameters())
-        drawn = torch.rand(3)
-        # Kernels of a number of tokens and of any round otherwise.
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-            forward_backward(policy, [collate(documents, len(STREAMS))], loss, world)
-        optimizer_step(policy, optimizer, 1e-3, 1.0)
-        states = [state for parameter in policy.parameters() for state in optimizer.state[parameter].values()]
-        found.append([drawn, *map(local_part, [*policy.parameters(), *states])])
-    assert len(found[0]) > 20
-    assert all(map(torch.equal, *found))
 
 
 def of_ones_own(logprob: Tensor, old: Tensor, advantage: Tensor, *, bound: float) -> tuple[Tensor, Tensor]:

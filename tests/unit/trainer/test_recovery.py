@@ -12,8 +12,7 @@ import pytest
 from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor import read_metrics, read_status
-from prime_rl.monitor.monitor import metrics_path
+from prime_rl.monitor import read_status
 from prime_rl.trainer.ckpt import recovery_pause
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, verify
@@ -21,6 +20,7 @@ from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait
 from support import trainer as support
+from support.trainer import hashes, metrics
 
 tied_model, untied_model, run_training = support.tied_model, support.untied_model, support.run_training
 Run = Callable[..., None]
@@ -65,15 +65,6 @@ def undisturbed(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     train(config(directory, tied_model, ckpt=None, recovery_interval=None))
     close_world()
     return directory
-
-
-def hashes(output_dir: Path) -> dict[int, str]:
-    weights = output_dir / "weights"
-    return {step: weights_manifest(weights / f"step_{step}").hash for step in list_steps(weights)}
-
-
-def metrics(output_dir: Path) -> list[dict[str, float]]:
-    return read_metrics(metrics_path(output_dir, "trainer"))
 
 
 def numbers(output_dir: Path) -> list[dict[str, float]]:

@@ -19,27 +19,18 @@ from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.config.shared import TRAINER_STEPS, WARM_UP
 from prime_rl.errors import UserError
-from prime_rl.monitor import read_metrics, read_status
-from prime_rl.monitor.monitor import metrics_path
+from prime_rl.monitor import read_status
 from prime_rl.trainer import training_loop as loop
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
-from prime_rl.transport.weights import verify_weights, weights_manifest
+from prime_rl.transport.weights import verify_weights
 from prime_rl.wait import WaitTimeout
 from support import trainer as support
+from support.trainer import hashes, metrics
 
 tied_model, run_training = support.tied_model, support.run_training
 Run = Callable[[TrainerConfig], None]
-
-
-def metrics(output_dir: Path) -> list[dict[str, float]]:
-    return read_metrics(metrics_path(output_dir, "trainer"))
-
-
-def hashes(output_dir: Path) -> dict[int, str]:
-    weights = output_dir / "weights"
-    return {step: weights_manifest(weights / f"step_{step}").hash for step in list_steps(weights)}
 
 
 def expected_first_step(model: Path, samples: list[Sample]) -> dict[str, float]:
