@@ -17,10 +17,8 @@ from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.processes import descendants, table
 from prime_rl.trainer.parallel import init_world
 from prime_rl.transport.commit import list_steps, verify
-from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
 from support.processes import REPOSITORY, Command, torchrun, until
@@ -55,23 +53,28 @@ def assert_close_metrics(got: Path, want: Path, steps: int, more: Sequence[str] 
 
 
 def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path) -> None:
-    """Two gloo ranks give the losses, norms and weights of one, to float32 rounding, also where a rank has no work; ranks that wait agree
-    to stop when only the one that does not look is asked; a checkpoint of two ranks is resumed by one."""
+    """Two gloo ranks give the losses, norms and weights of one, to float32 rounding, also where a rank has no work; each
+    tells that it lives; ranks that wait agree to stop when only the one that does not look is asked; checkpoints of two
+    ranks, written beside the loop, are whole, and one rank goes on from them."""
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):
         support.write_rollouts(directory, 3, samples=(7, 1, 6))
     run_training(support.make_config(one, tied_model, max_steps=3, async_level=3))
 
-    ckpt = {"interval": 2}
-    with torchrun(2, TRAIN, write_config(two, tied_model, async_level=3, ckpt=ckpt), two / "log") as command:
+    settings: dict[str, Any] = {"ckpt": {"interval": 2, "save_async": True}, "recovery_interval": 1, "async_level": 3}
+    with torchrun(2, TRAIN, write_config(two, tied_model, **settings), two / "log") as command:
         until(lambda: waits_for_step(two, 3), f"the wait for the fourth batch\n{command.tail()}")
-        waiting = read_status(two)["trainer"].waiting
-        assert waiting is not None
-        assert waiting.owner == "orchestrator"
-        main = read_status(two)["trainer"].pid
-        (other,) = [pid for pid in ranks(command) if pid != main]
-        os.kill(other, signal.SIGTERM)
+        until(lambda: list_steps(two / "recovery") == [3], "the recovery checkpoint of step 3")
+        statuses = read_status(two)
+        assert statuses.keys() == {"trainer", "trainer.1"}
+        for status in statuses.values():
+            assert status.ready is not None
+            assert status.waiting is not None
+            assert status.waiting.owner == "orchestrator"
+        os.kill(statuses["trainer.1"].pid, signal.SIGTERM)
         command.succeed(SECONDS)
+    for state in (two / "checkpoints" / "step_2" / "trainer", two / "recovery" / "step_3"):
+        assert verify(state).files.keys() >= {f"state/rank_{rank}.safetensors" for rank in range(2)}
     assert list_steps(two / "checkpoints") == [2, 3]
 
     assert_close_metrics(two, one, steps=3)
@@ -80,6 +83,7 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
 
     run_training(support.make_config(two, tied_model, max_steps=3, async_level=3, ckpt={"resume_step": 2}))
     assert weights_manifest(two / "weights" / "step_3").incarnation == 1
+    assert read_status(two).keys() == {"trainer"}
     assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
 
 
@@ -124,34 +128,6 @@ def test_ranks_that_cannot_be_divided() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> None:
-    """Checkpoints of two ranks written beside the loop are whole; each rank tells that it lives; one rank recovers what two have left."""
-    support.write_rollouts(tmp_path, 3)
-    settings: dict[str, Any] = {"ckpt": {"interval": 2, "save_async": True}, "recovery_interval": 1, "async_level": 3}
-    with torchrun(2, TRAIN, write_config(tmp_path, tied_model, **settings), tmp_path / "log") as command:
-        until(lambda: waits_for_step(tmp_path, 3), f"the wait for the fourth batch\n{command.tail()}")
-        until(lambda: list_steps(tmp_path / "recovery") == [3], "the recovery checkpoint of step 3")
-        ranks = read_status(tmp_path)
-        assert ranks.keys() == {"trainer", "trainer.1"}
-        assert ranks["trainer.1"].ready is not None
-        assert ranks["trainer.1"].waiting is not None
-        os.kill(ranks["trainer.1"].pid, signal.SIGKILL)
-        assert command.wait(SECONDS) != 0
-    for directory in (tmp_path / "checkpoints" / "step_2" / "trainer", tmp_path / "recovery" / "step_3"):
-        assert verify(directory).files.keys() >= {f"state/rank_{rank}.safetensors" for rank in range(2)}
-    verify_weights(tmp_path / "weights" / "step_3")
-    support.write_rollouts(tmp_path / "more", 4)
-    (tmp_path / "more" / "rollouts" / "step_3").rename(tmp_path / "rollouts" / "step_3")
-    config = write_config(tmp_path, tied_model, max_steps=4, **settings)
-    with Command("trainer", "@", config, "--recover", log=tmp_path / "log") as command:
-        command.succeed(SECONDS)
-    assert read_incarnations(tmp_path) == {0: 0, 1: 3}
-    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4]
-    assert [int(row["step"]) for row in read_metrics(metrics_path(tmp_path, "trainer"))] == [0, 1, 2, 3]
-    assert read_status(tmp_path).keys() == {"trainer"}
-
-
-@pytest.mark.slow
 def test_disk_full_in_the_background_of_two_ranks(tied_model: Path, tmp_path: Path) -> None:
     """Both ranks end at the same step with the one line that says why."""
     support.write_rollouts(tmp_path, 40)
@@ -170,12 +146,6 @@ def test_disk_full_in_the_background_of_two_ranks(tied_model: Path, tmp_path: Pa
 def waits_for_step(output_dir: Path, step: int) -> bool:
     status = read_status(output_dir).get("trainer")
     return status is not None and status.waiting is not None and status.waiting.subject == f"rollouts/step_{step}"
-
-
-def ranks(command: Command) -> list[int]:
-    """The processes that a torchrun has started (it starts others, too)."""
-    below = [process.id.pid for process in descendants(command.process.pid, table())]
-    return [pid for pid in below if str(TRAIN) in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_signal_while_training(tied_model: Path, tmp_path: Path) -> None:
