@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from prime_rl.launcher.console import Console, StepLines, bench_table, minutes, step_line, summary
 from prime_rl.monitor import Status
 from prime_rl.monitor.limits import Limit, LimitName
-from prime_rl.monitor.monitor import Tail
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra
 
@@ -66,44 +65,29 @@ def test_a_step_has_one_line_of_at_most_120_columns(
     assert line.endswith(f" | {seconds:.2f} s | limited by {name} | ETA {minutes(seconds)}")
 
 
-def test_a_step_that_is_trained_again_is_told_again(tmp_path: Path) -> None:
-    """A trainer that recovers repeats the steps since its recovery checkpoint, from the batches that stand."""
-    steps = StepLines(tmp_path, None)
-    for process, step in (("orchestrator", 0), ("orchestrator", 1), ("trainer", 0), ("trainer", 1)):
-        add(tmp_path, process, step, 1.0, **{"reward/mean": 0.5, "loss/mean": 0.1})
-    assert [line.split(" |")[0] for line in steps.new_lines()] == ["Step 0 [1]", "Step 1 [2]"]
-    add(tmp_path, "trainer", 1, 9.0, **{"loss/mean": 0.2, "time/step": 2.0})
-    assert steps.new_lines() == ["Step 1 [2] | reward 0.5000 | loss 0.2000 | 2.00 s"]
+def test_steps_that_come_late_or_again(tmp_path: Path) -> None:
+    """A trainer that recovers repeats the steps since its recovery checkpoint, from the batches that stand.
 
-
-def test_numbers_that_come_late_make_no_line(tmp_path: Path) -> None:
-    """The trainer adds the time to save: it is in the line if it comes in time, and else it is not told."""
+    What the trainer adds, such as the time to save, is in the line if it comes in time, and makes none of its own.
+    """
     steps = StepLines(tmp_path, None)
     for step in range(2):
         add(tmp_path, "orchestrator", step, 1.0, **{"reward/mean": 0.5})
         add(tmp_path, "trainer", step, 1.0, **{"loss/mean": 0.1, "time/step": 1.0})
     add(tmp_path, "trainer", 1, 1.1, **{"time/save_ckpt": 1.0, "time/step": 2.0})
-    first, second = steps.new_lines()
-    assert "| 1.00 s" in first
-    assert "| 2.00 s" in second
+    rest = "| reward 0.5000 | loss 0.1000 |"
+    assert steps.new_lines() == [f"Step 0 [1] {rest} 1.00 s", f"Step 1 [2] {rest} 2.00 s"]
     add(tmp_path, "trainer", 1, 1.2, **{"time/step": 3.0})
     assert steps.new_lines() == []
-
-
-def test_tail_reads_whole_lines_that_are_new(tmp_path: Path) -> None:
-    """Half a line is left for later."""
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"step": 0}\n')
-    tail = Tail(path)
-    assert [row["step"] for row in tail.read()] == [0]
-    with path.open("a") as file:
-        file.write('{"step": 1}\n{"st')
+    add(tmp_path, "trainer", 1, 9.0, **{"loss/mean": 0.1, "time/step": 4.0})
+    with (tmp_path / "metrics" / "trainer.jsonl").open("a") as file:
+        file.write('{"step": 2, "ti')
         file.flush()
-        assert [row["step"] for row in tail.read()] == [1]
-        file.write('ep": 2}\n')
-        file.flush()
-        assert [row["step"] for row in tail.read()] == [2]
-    assert tail.read() == []
+        assert steps.new_lines() == [f"Step 1 [2] {rest} 4.00 s"]
+        file.write('me": 10.0, "loss/mean": 0.1}\n')
+    add(tmp_path, "orchestrator", 2, 1.0)
+    add(tmp_path, "orchestrator", 2, 1.0, **{"reward/mean": 0.5})
+    assert steps.new_lines() == ["Step 2 [3] | reward 0.5000 | loss 0.1000"]
 
 
 def test_summary_compares_first_and_last(tmp_path: Path) -> None:
@@ -113,13 +97,9 @@ def test_summary_compares_first_and_last(tmp_path: Path) -> None:
     add(tmp_path, "orchestrator", 1, 101.0, **{"eval/rt/reward/mean": 0.1})
     add(tmp_path, "orchestrator", 13, 120.0, **{"eval/rt/reward/mean": 0.4})
     memory = PublisherAddress("localhost", 1, "token", 1.0)
+    filed, sent = TensorEntry("model.safetensors", "F32", [1], "0" * 32), TensorEntry("", "F32", [1], "", "0" * 16)
     for version, publisher in ((0, None), (2, None), (12, None), (13, memory)):  # the last one has no files
-        entry = (
-            TensorEntry("", "F32", [1], "", "0" * 16)
-            if publisher
-            else TensorEntry("model.safetensors", "F32", [1], "0" * 32)
-        )
-        extra = manifest_extra(version, 0, {"x": entry}, publisher=publisher)
+        extra = manifest_extra(version, 0, {"x": sent if publisher else filed}, publisher=publisher)
         with stage(tmp_path / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
             pass
     assert summary(tmp_path, since=110.0) == [

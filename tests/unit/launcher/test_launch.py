@@ -49,52 +49,28 @@ def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
         resume_at(given)
 
 
-def test_another_seed_is_refused_before_anything_is_started(tmp_path: Path) -> None:
-    """Contract: a run that would go on with other tasks is not begun: the trainer would go back first, and what it had made be gone."""
+def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: also by a dry run, whose plan is one that would start; and nothing is written."""
+    pytest.importorskip("wandb").teardown()  # it reads the variables once
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     state = OrchestratorState(step=1, seed=1, groups_opened=2)
     with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator", extra={"state": asdict(state)}):
         pass
-    tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "recover": True, "dry_run": True}
-    with pytest.raises(UserError, match="began with seed 1 and would go on with 2: .*give --seed 1"):
-        run(config(tmp_path, seed=2, **tiny))
-    assert run(config(tmp_path, seed=1, **tiny)) == 0
-
-
-def test_a_dry_run_shows_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Contract: beside a run's own configs, so that a command that is copied from the plan starts what the plan says."""
-    tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "dry_run": True, "recover": True}
-    (tmp_path / "weights").mkdir()
-    assert run(config(tmp_path, **tiny)) == 0
-    shown = capsys.readouterr().out
-    assert str(tmp_path / "configs" / "trainer.toml") not in shown
-    assert str(tmp_path / "configs" / "dry-run" / "trainer.toml") in shown
-    assert (tmp_path / "configs" / "dry-run" / "trainer.toml").is_file()
-
-
-def test_an_open_server_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a plan that `--dry-run` shows is one whose server would start."""
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "dry_run": True}
-    open_to_all = InferenceConfig(server=ServerConfig(host="0.0.0.0"))
-    with pytest.raises(UserError, match="would open the weight routes"):
-        run(config(tmp_path, inference=open_to_all, **tiny))
-    monkeypatch.setenv("VLLM_API_KEY", "k")
-    assert run(config(tmp_path, inference=open_to_all, **tiny)) == 0
-
-
-def test_a_missing_wandb_key_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Contract: also of a dry run."""
-    wandb = pytest.importorskip("wandb")
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    wandb.teardown()  # it reads the variables once
-    tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "dry_run": True}
-    with pytest.raises(UserError, match="W&B has no key: .*uv run wandb login"):
-        run(config(tmp_path / "out", wandb={}, **tiny))
+    open_to_all = {"inference": InferenceConfig(server=ServerConfig(host="0.0.0.0"))}
+    goes_on = {"recover": True, "seed": 2}  # the trainer would go back first, and what it had made be gone
+    for root, given, message in (
+        (tmp_path, goes_on, "began with seed 1 and would go on with 2: .*give --seed 1"),
+        (tmp_path / "out", open_to_all, "would open the weight routes"),
+        (tmp_path / "out", {"wandb": {}}, "W&B has no key: .*uv run wandb login"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(config(root, **tiny, **given))
     assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    assert run(config(tmp_path, **tiny, **{**goes_on, "seed": 1}, **open_to_all)) == 0
 
 
 def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:

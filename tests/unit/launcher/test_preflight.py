@@ -2,16 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.preflight import (
-    check_dataset,
-    check_environment,
-    check_model,
-)
+from prime_rl.launcher.preflight import check_dataset, check_environment, check_model
 
 TINY = Path(__file__).parents[3] / "assets" / "tiny-reverse"
 EMPTY_SAFETENSORS = b"\x02\0\0\0\0\0\0\0{}"
@@ -65,14 +62,14 @@ def test_environments() -> None:
     """An environment that is not installed is named, with the command that installs it."""
     check_environment(EnvConfig(id="reverse-text"))
     check_environment(EnvConfig(id="owner/reverse-text@0.1.0"))
-    with pytest.raises(UserError, match=r"no-such-env is not installed .*prime env install no-such-env"):
-        check_environment(EnvConfig(id="no-such-env"))
-    with pytest.raises(UserError, match="no Python interpreter"):
-        check_environment(EnvConfig(id="elsewhere", python="/nonexistent/python"))
-    with pytest.raises(UserError, match=r"asks for version 9\.9, and 0\.1\.0 is installed"):
-        check_environment(EnvConfig(id="owner/reverse-text@9.9"))
-    with pytest.raises(UserError, match="requirements: ./nowhere does not exist"):
-        check_environment(EnvConfig(id="elsewhere", requirements=["./nowhere"]))
     check_environment(EnvConfig(id="elsewhere", requirements=["elsewhere==1.0"]))  # not installed here, nor to be
-    with pytest.raises(UserError, match=r"reverse-text is written for the classic verifiers API.*requirements"):
-        check_environment(EnvConfig(id="reverse-text", adapter="classic"))
+    refused: dict[str, dict[str, Any]] = {
+        r"no-such-env is not installed .*prime env install no-such-env": {"id": "no-such-env"},
+        "no Python interpreter": {"id": "elsewhere", "python": "/nonexistent/python"},
+        r"asks for version 9\.9, and 0\.1\.0 is installed": {"id": "owner/reverse-text@9.9"},
+        "requirements: ./nowhere does not exist": {"id": "elsewhere", "requirements": ["./nowhere"]},
+        r"written for the classic verifiers API.*requirements": {"id": "reverse-text", "adapter": "classic"},
+    }
+    for message, given in refused.items():
+        with pytest.raises(UserError, match=message):
+            check_environment(EnvConfig(**given))

@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from prime_rl.lifeline import ENV, Lifeline, ancestors, follow
+from prime_rl.processes import read
+from prime_rl.wait import wait
 
 CHILD = """
 import subprocess, sys, time
@@ -43,17 +44,8 @@ def spawn(code: str, line: Lifeline) -> tuple[subprocess.Popen[str], int]:
     return child, int(child.stdout.readline())
 
 
-def gone(pid: int, deadline: float = 60.0) -> bool:
-    end = time.monotonic() + deadline
-    while time.monotonic() < end:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
-    return False
+def gone(pid: int) -> bool:
+    return wait(lambda: read(pid) is None, subject="its end", owner="the kernel", seconds=60) is True
 
 
 def test_cutting_the_line_kills_child_and_grandchild() -> None:
