@@ -19,22 +19,16 @@ def config(**settings: object) -> SFTConfig:
     return SFTConfig.model_validate({"output_dir": "out", "model": {"name": "m"}, "eval": EVAL, **settings})
 
 
-def test_the_evaluation_follows_the_run() -> None:
-    """Contract: its model, its weights, its seed; every version of the interval, none of which is removed before."""
-    made = eval_config(config(seed=7))
-    assert (made.model.name, made.weights_dir, made.interval, made.seed) == ("m", Path("out/weights"), 5, 7)
-    assert made.follow
-    assert made.hold
-    assert [env.name for env in made.environments] == ["reverse-text"]
-
-
-def test_the_server_is_of_the_run() -> None:
-    """Contract: the trained model, the run's weights and device; evaluations ask it, whatever port it has."""
-    made = config(inference={"server": {"port": 8123}}, device="cpu")
-    server = server_config(made)
+def test_evaluation_and_server_are_of_the_run() -> None:
+    """Contract: its model, weights, seed and device; every version of the interval is kept for it; the server is asked, whatever port it has."""
+    made = config(seed=7, inference={"server": {"port": 8123}}, device="cpu")
+    evaluation, server = eval_config(made), server_config(made)
+    assert (evaluation.model.name, evaluation.weights_dir, evaluation.interval) == ("m", Path("out/weights"), 5)
+    assert (evaluation.seed, evaluation.follow, evaluation.hold) == (7, True, True)
+    assert [env.name for env in evaluation.environments] == ["reverse-text"]
+    assert evaluation.client.base_urls == ["http://localhost:8123/v1"]
     assert server is not None
     assert (server.model.name, server.weights_root, server.device) == ("m", Path("out/weights"), "cpu")
-    assert eval_config(made).client.base_urls == ["http://localhost:8123/v1"]
     assert server_config(config()) is None
 
 
@@ -70,17 +64,13 @@ def test_an_option_wins_over_what_a_file_says_of_the_server(tmp_path: Path) -> N
     assert (made.inference.server.port, made.eval.client.base_url) == (3, "http://localhost:3/v1")
 
 
-def test_a_server_needs_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: it gets those behind the trainer's; where there are none, nothing is started."""
+def test_what_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: GPUs behind the trainer's, or nothing is started; neither torchrun's variables, by which an engine would wait for other ranks, nor settings of `sft`."""
     monkeypatch.setattr(sidecar, "visible_gpus", lambda environ: ["0", "1", "2"])
     made = config(inference={"tensor_parallel_size": 2})
     assert EvalSidecar(made, {"LOCAL_WORLD_SIZE": "1"})._gpus == ["1", "2"]
     with pytest.raises(UserError, match=r"needs 2 GPU\(s\) beside the 2 that train, and 3 are visible"):
         EvalSidecar(made, {"LOCAL_WORLD_SIZE": "2"})
-
-
-def test_torchruns_variables_are_not_inherited() -> None:
-    """Contract: an engine that found a rank would wait for others; what names settings of `sft` would be refused."""
     environ = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_PORT": "1", "PATH": "/bin", "PRIME_DATA__SEQ_LEN": "9"}
     assert EvalSidecar(config(), environ)._environ == {"PATH": "/bin"}
 
