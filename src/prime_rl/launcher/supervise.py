@@ -76,33 +76,29 @@ class RestartPolicy:
 
 
 class RestartBudget:
-    """Limit the restarts of one process within an hour, and those since the run last made progress.
+    """Limit the restarts of one process: those within an hour, and all since the run last got further than ever.
 
     A fault that comes back at the same place is not mended by restarting, however far apart the restarts are.
     """
 
-    def __init__(self, policy: RestartPolicy, furthest: Sequence[int] = (-1, -1)) -> None:
+    def __init__(self, policy: RestartPolicy, furthest: tuple[int, ...] = (-1, -1)) -> None:
         """`furthest`: the newest steps of the run, in independent counts."""
         self.policy, self._furthest = policy, furthest
-        self._times: list[float] = []
-        self._without_progress = 0
+        self._restarts: list[tuple[float, tuple[int, ...]]] = []  # when, and how far the run had come
 
-    def ask(self, now: float, newest: Sequence[int] = (-1, -1)) -> str | tuple[int, float]:
-        """Grant one more restart, which then counts: its number within the hour, and the seconds to wait before it.
-
-        Where it is not granted, return the limit that is reached, in words. A step that is repeated is no progress.
-        """
-        if any(step > before for step, before in zip(newest, self._furthest, strict=True)):
-            self._without_progress = 0
+    def ask(self, now: float, newest: Sequence[int] = (-1, -1)) -> tuple[int, float] | None:
+        """Grant one more restart, which then counts: its number, and the seconds to wait before it; None: not granted."""
         self._furthest = tuple(map(max, newest, self._furthest))
-        self._times = [then for then in self._times if now - then < _BUDGET_WINDOW_SECONDS]
-        if len(self._times) >= self.policy.max_restarts:
-            return "within an hour"
-        if self._without_progress >= self.policy.max_restarts:
-            return "without the run getting any further"
-        self._without_progress += 1
-        self._times.append(now)
-        return len(self._times), backoff_seconds(len(self._times), self.policy.backoff, _MAX_BACKOFF_SECONDS)
+        self._restarts = [
+            (then, reached)
+            for then, reached in self._restarts
+            if now - then < _BUDGET_WINDOW_SECONDS or reached == self._furthest
+        ]
+        if len(self._restarts) >= self.policy.max_restarts:
+            return None
+        self._restarts.append((now, self._furthest))
+        number = len(self._restarts)
+        return number, backoff_seconds(number, self.policy.backoff, _MAX_BACKOFF_SECONDS)
 
 
 def stalled(
@@ -364,11 +360,12 @@ class Supervisor:
     def _restart(self, child: SupervisedChild, reason: str, final: bool) -> bool:
         """Schedule a restart where it may help; return whether the run goes on."""
         name, most, words = child.name, self._policy.max_restarts, child.last_words()
-        grant = "" if final else child.budget.ask(self._now, newest_steps(self._output_dir))
-        if isinstance(grant, str):
+        grant = None if final else child.budget.ask(self._now, newest_steps(self._output_dir))
+        if grant is None:
             self._report(child, reason)
-            if grant and most:
-                self._say(f"error: {name} was started again {most} times {grant}: giving up")
+            if most and not final:
+                counted = "within an hour or without the run getting any further"
+                self._say(f"error: {name} was started again {most} times {counted}: giving up")
             others = [
                 each.name for each in self._children.values() if each.server and each.state is not ChildState.ENDED
             ]
