@@ -1,4 +1,5 @@
-"""The loop around the core, against a scripted engine and pool: restarts, new incarnations of the trainer, evaluations, deadlines, stopping."""
+"""The loop around the scheduler, against a scripted engine and pool: restarts, new incarnations of the trainer,
+evaluations, deadlines, stopping."""
 
 import asyncio
 import json
@@ -19,9 +20,22 @@ from prime_rl.transport.rollouts import open_batch
 from support.scripted import World, follow, fresh, has_batch, until
 
 
+def rows_of(world: World) -> list[dict[str, float]]:
+    """The run's metrics."""
+    return read_metrics(metrics_path(world.directory, "orchestrator"))
+
+
+async def fails(world: World, message: str) -> None:
+    """The run ends with that error."""
+    async with asyncio.timeout(60):
+        with pytest.raises(UserError, match=message):
+            await world.orchestrator().run()
+
+
 @pytest.mark.parametrize("outcome", [Outcome.ENGINE_UNAVAILABLE, None])
 async def test_a_server_that_was_started_again_is_not_trained_on_before_it_serves_the_version_again(tmp_path, outcome):
-    """It comes back with base weights and answers health, with or without a failed episode: what it samples then never passes as the newer version's."""
+    """It comes back with base weights and answers health, with or without a failed episode: what it samples then never
+    passes as the newer version's."""
     world = fresh(tmp_path)
     crashed = []
 
@@ -41,7 +55,8 @@ async def test_a_server_that_was_started_again_is_not_trained_on_before_it_serve
 
 
 async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_are_forgotten(tmp_path):
-    """A resumed run, the orchestrator up first: versions of the incarnation that was given up are not served, or given up as soon as it ends."""
+    """A resumed run, the orchestrator up first: versions of the incarnation that was given up are not served, or given up
+    as soon as it ends."""
     world = World(tmp_path, max_steps=9, async_level=1, ckpt={"resume_step": 2})
     for version in range(6):
         world.trainer.commit(version, incarnation=0)
@@ -54,44 +69,37 @@ async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_
     await asyncio.sleep(0.3)
     world.trainer.live(1, 2)
     for version in range(3, 9):
-        await until(
-            lambda version=version: world.engine.updates[-1:] == [(version - 1, 1 if version > 3 else 0)], run=run
-        )
+        served = [(version - 1, 1 if version > 3 else 0)]
+        await until(lambda served=served: world.engine.updates[-1:] == served, run=run)
         world.trainer.commit(version, incarnation=1)
     await until(lambda: world.engine.updates[-1] == (8, 1), run=run)
     orchestrator.stop()
     await run
-    later = [update for update in world.engine.updates if update[0] > 2]
-    assert [incarnation for _, incarnation in later] == [1] * len(later)
+    assert {incarnation for version, incarnation in world.engine.updates if version > 2} == {1}
     assert all(max(world.versions(step)) <= step for step in list_steps(tmp_path / "rollouts") if step >= 6)
 
 
-async def test_a_directory_that_another_run_used_is_refused_before_anything_is_issued(tmp_path):
-    """A run that died before its first batch left a ledger: a fresh one would count its episodes as its own."""
+async def test_a_run_is_not_mixed_with_another(tmp_path):
+    """One that died before its first batch left a ledger: a fresh run would count its episodes as its own. Another seed
+    would repeat some tasks and leave out others."""
     world = fresh(tmp_path, max_steps=1)
     run = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 0), run=run)
     run.cancel()
     await asyncio.wait([run])
     prune(tmp_path / "rollouts" / "step_0")
-    with pytest.raises(UserError, match="episodes of an earlier run"):
-        await world.orchestrator().run()
-
-
-async def test_another_seed_is_refused_when_a_run_goes_on(tmp_path):
-    """It would repeat some tasks and leave out others."""
-    world = fresh(tmp_path, max_steps=1)
+    await fails(world, "episodes of an earlier run")
     world.trainer.batch(0, groups_opened=1)
     world.config = world.config.model_copy(update={"recover": True, "seed": 1})
-    with pytest.raises(UserError, match="began with seed 0 and would go on with 1"):
-        await world.orchestrator().run()
+    await fails(world, "began with seed 0 and would go on with 1")
+
+
+HELD_OUT = {"environments": [{"id": "env", "name": "held-out"}]}
 
 
 async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped(tmp_path):
-    """interval 2, and versions 1-3 appear at once: the version that is served then is evaluated, and the last one once."""
-    world = fresh(
-        tmp_path, max_steps=4, async_level=4, eval={"interval": 2, "environments": [{"id": "env", "name": "held-out"}]}
-    )
+    """interval 2, and versions 1-3 appear at once: what is served then is evaluated, and the last version once."""
+    world = fresh(tmp_path, max_steps=4, async_level=4, eval={"interval": 2, **HELD_OUT})
     run = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 3), run=run)
     for version in (1, 2, 3):
@@ -99,26 +107,22 @@ async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped
     await until(lambda: 3 in world.pool.evaluated or 2 in world.pool.evaluated, run=run)
     world.trainer.commit(4)
     await run
-    assert world.pool.evaluated[0] == 0
-    assert world.pool.evaluated[-1] == 4
-    assert world.pool.evaluated.count(4) == 1
-    evaluated = {row["eval/held-out/policy_version"] for row in read_metrics(metrics_path(tmp_path, "orchestrator"))
-                 if "eval/held-out/policy_version" in row}  # fmt: skip
-    assert evaluated == set(world.pool.evaluated)
+    assert (world.pool.evaluated[0], world.pool.evaluated[-1], world.pool.evaluated.count(4)) == (0, 4, 1)
+    logged = {row.get("eval/held-out/policy_version") for row in rows_of(world)} - {None}
+    assert logged == set(world.pool.evaluated)
 
 
 async def test_an_evaluation_of_all_tasks_of_an_endless_environment_is_refused_before_anything_is_trained(tmp_path):
-    world = fresh(tmp_path, eval={"interval": 2, "environments": [{"id": "env", "name": "held-out"}]})
+    world = fresh(tmp_path, eval={"interval": 2, **HELD_OUT})
     world.pool.tasks = lambda env: FirstTasks([TaskInfo("task", 0)])
-    with pytest.raises(UserError, match="environment 'held-out' is endless: set num_examples"):
-        await world.orchestrator().run()
+    await fails(world, "environment 'held-out' is endless: set num_examples")
     assert list_steps(tmp_path / "rollouts") == []
 
 
 async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_evaluated_again(tmp_path):
-    """Contract: a number is not a policy: what is logged last for it is of the one that the run goes on with, also after a restart of this process."""
-    settings = {"interval": 1, "at_start": False, "environments": [{"id": "env", "name": "held-out"}]}
-    world = fresh(tmp_path, max_steps=2, eval=settings)
+    """Contract: a number is not a policy: what is logged last for it is of the one that the run goes on with, also after
+    a restart of this process."""
+    world = fresh(tmp_path, max_steps=2, eval={"interval": 1, "at_start": False, **HELD_OUT})
     run = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 0), run=run)
     world.trainer.commit(1)
@@ -130,11 +134,8 @@ async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_
     world.trainer.commit(2, incarnation=1)
     await run
     assert world.pool.evaluated == [1, 1, 2]
-    rows = read_metrics(metrics_path(tmp_path, "orchestrator"))
-    assert [row["eval/held-out/policy_incarnation"] for row in rows if "eval/held-out/policy_incarnation" in row] == [
-        1,
-        1,
-    ]
+    name = "eval/held-out/policy_incarnation"
+    assert [row[name] for row in rows_of(world) if name in row] == [1, 1]
     evaluations = world.orchestrator().evaluations
     evaluations._weight_sync.history.look()
     assert not evaluations.due_at_end(2)
@@ -144,46 +145,9 @@ async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_
     assert evaluations._last == 1
 
 
-async def test_no_evaluation_begins_once_the_run_stops(tmp_path):
-    """A version that is served while the run stops is left to the resumed run."""
-    world = fresh(tmp_path, eval={"interval": 1, "environments": [{"id": "env", "name": "held-out"}]})
-    orchestrator = world.orchestrator()
-    orchestrator.stop()
-    await orchestrator.on_version_served(1)
-    assert not world.pool.evaluated
-    assert orchestrator.must_keep_version(1)
-
-
-@pytest.mark.parametrize("answered", [False, True])
-async def test_a_server_that_fails_an_update_is_asked_again(tmp_path, answered):
-    """A failure on its side ends no run while it still proves what it served before; a refusal does."""
-    world = fresh(tmp_path, max_steps=2)
-    update, failed = world.engine.update, []
-
-    async def failing(weights) -> Served:
-        if weights.version == 1 and len(failed) < 2:
-            failed.append(weights.version)
-            raise UserError("scripted refusal") if answered else ServerError("scripted failure")
-        return await update(weights)
-
-    world.engine.update = failing
-    run = asyncio.create_task(world.orchestrator().run())
-    for version in (1, 2):
-        if not (answered and version == 2):
-            await until(has_batch(world, version - 1), run=run)
-            world.trainer.commit(version)
-    if answered:
-        with pytest.raises(UserError, match="scripted refusal"):
-            await run
-        return
-    await run
-    assert [version for version, _ in world.engine.updates] == [0, 1, 2]
-    assert [world.versions(step) for step in range(2)] == [[0], [1]]
-
-
-async def test_a_stop_ends_an_evaluation_too(tmp_path):
-    """Ctrl-C during a long evaluation does not sit it out."""
-    world = fresh(tmp_path, eval={"environments": [{"id": "env", "name": "held-out"}]})
+async def test_a_stop_ends_an_evaluation_and_none_begins_after_it(tmp_path):
+    """Ctrl-C during a long evaluation does not sit it out; what is served while a run stops is left to the resumed one."""
+    world = fresh(tmp_path, eval={"interval": 1, **HELD_OUT})
     world.pool.seconds = 3600
     orchestrator = world.orchestrator()
     run = asyncio.create_task(orchestrator.run())
@@ -191,42 +155,63 @@ async def test_a_stop_ends_an_evaluation_too(tmp_path):
     orchestrator.stop()
     async with asyncio.timeout(60):
         await run
+    await orchestrator.on_version_served(1)
+    assert orchestrator.must_keep_version(1)
+    assert not world.pool.evaluated
     assert list_steps(tmp_path / "rollouts") == []
+
+
+@pytest.mark.parametrize("error", [ServerError("scripted failure"), UserError("scripted refusal")])
+async def test_a_server_that_fails_an_update_is_asked_again(tmp_path, error):
+    """A failure on its side ends no run while it still proves what it served before; a refusal does."""
+    world = fresh(tmp_path, max_steps=2)
+    update, failed = world.engine.update, []
+
+    async def failing(weights) -> Served:
+        if weights.version == 1 and len(failed) < 2:
+            failed.append(weights.version)
+            raise error
+        return await update(weights)
+
+    world.engine.update = failing
+    if not isinstance(error, ServerError):
+        with pytest.raises(UserError, match="scripted refusal"):
+            await follow(world, [1, 2])
+        return
+    await follow(world, [1, 2])
+    assert [version for version, _ in world.engine.updates] == [0, 1, 2]
+    assert [world.versions(step) for step in range(2)] == [[0], [1]]
 
 
 async def test_a_trainer_that_owes_a_version_is_named_when_the_deadline_passes(tmp_path):
     """weights_timeout: the wait ends, and says what was waited for and who owed it."""
-    world = fresh(tmp_path, weights_timeout=1.5)
-    with pytest.raises(UserError, match="no weights/step_1 from trainer after 2 s"):
-        async with asyncio.timeout(60):
-            await world.orchestrator().run()
+    await fails(fresh(tmp_path, weights_timeout=1.5), "no weights/step_1 from trainer after 2 s")
+
+
+TURNED_AWAY = r"groups in a row were turned away \({}: \d+.*{}"
 
 
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
         ({}, "10 batches in a row carried no learning signal"),
-        (
-            {"dynamic_sampling": True},
-            r"groups in a row were turned away \(dynamic_sampling: \d+.*the task is too easy, too hard",
-        ),
-        (
-            {"difficulty": {"low": 0.5}},
-            r"groups in a row were turned away \(difficulty: \d+.*the task is too easy, too hard",
-        ),
-        (
-            {"custom": {"path": f"{__file__}:everything"}},
-            r"groups in a row were turned away \(custom: \d+.*nearly nothing passes",
-        ),
+        ({"dynamic_sampling": True}, TURNED_AWAY.format("dynamic_sampling", "the task is too easy, too hard")),
+        ({"difficulty": {"low": 0.5}}, TURNED_AWAY.format("difficulty", "the task is too easy, too hard")),
+        ({"custom": {"path": f"{__file__}:everything"}}, TURNED_AWAY.format("custom", "nearly nothing passes")),
     ],
 )
 async def test_batches_that_teach_nothing_end_the_run(tmp_path, filters, message):
     """Contract: groups that are turned away are not replaced for ever; the end names the filters."""
     world = fresh(tmp_path, filters=filters)
-    world.pool.run = equal_rewards(world.pool.run)
-    with pytest.raises(UserError, match=message):
-        async with asyncio.timeout(60):
-            await world.orchestrator().run()
+    run = world.pool.run
+
+    async def equal(**arguments) -> EpisodeResult:
+        result = await run(**arguments)
+        result.reward = 0.25
+        return result
+
+    world.pool.run = equal
+    await fails(world, message)
     assert list_steps(tmp_path / "rollouts") == []
 
 
@@ -234,25 +219,16 @@ def everything(result: EpisodeResult) -> bool:
     return True
 
 
-def equal_rewards(run):
-    async def equal(**arguments) -> EpisodeResult:
-        result = await run(**arguments)
-        result.reward = 0.25
-        return result
-
-    return equal
-
-
 async def test_batches_of_one_environment_tell_of_all(tmp_path):
-    """Contract: which environments there are is the run's to say, in the configuration's order, not a batch's; a step's metrics are told apart likewise."""
+    """Contract: which environments there are is the run's to say, in the configuration's order, not a batch's; a step's
+    metrics are told apart likewise."""
     world = fresh(tmp_path, environment=None, environments=[{"id": "zeta"}, {"id": "alpha"}])
     await follow(world, (1, 2, 3))
-    rows = read_metrics(metrics_path(tmp_path, "orchestrator"))
-    for step in range(3):
+    for step, row in enumerate(rows_of(world)):
         batch = open_batch(tmp_path / "rollouts" / f"step_{step}")
-        (env,) = {row.env for row in batch.rows(range(len(batch)))}
+        (env,) = {sample.env for sample in batch.rows(range(len(batch)))}
         assert batch.environments == ["zeta", "alpha"]
-        assert {name.split("/")[1] for name in rows[step] if name.startswith("reward/")} >= {"mean", env}
+        assert {name.split("/")[1] for name in row if name.startswith("reward/")} >= {"mean", env}
 
 
 async def test_episodes_that_fail_as_fast_as_they_start_end_the_run(tmp_path):
@@ -260,27 +236,26 @@ async def test_episodes_that_fail_as_fast_as_they_start_end_the_run(tmp_path):
     world = fresh(tmp_path, batch_size=512, max_concurrent=256)
     world.pool.seconds = 0.0
     world.pool.before = lambda episode, version: Outcome.ERRORED
-    async with asyncio.timeout(60):
-        with pytest.raises(UserError, match="of the last .* episodes failed"):
-            await world.orchestrator().run()
+    await fails(world, "of the last .* episodes failed")
     assert "errored" in audit_text(tmp_path), "those that failed since the last flush are counted, too"
 
 
 async def test_without_a_trainer_all_batches_come_from_the_base_model(tmp_path, heard):
-    """Contract: it waits for nobody, whatever async level would say; a server that an earlier run has left on another version is reset first."""
+    """Contract: it waits for nobody, whatever async level would say; a server that an earlier run has left on another
+    version is reset first."""
     world = World(tmp_path, trainer=False)
     world.engine.now = Served(7, "of an earlier run", "1")
     await world.orchestrator().run()
     assert list_steps(tmp_path / "rollouts") == [0, 1, 2]
     for step in range(3):
-        assert world.versions(step) == [0]
-        assert world.really_sampled(step) == {0}
+        assert (world.versions(step), world.really_sampled(step)) == ([0], {0})
     assert heard.messages[-1] == "no trainer: 3 batches committed on the base model (version 0)"
     assert not list_steps(tmp_path / "weights")
 
 
 async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
-    """Contract: the time in which nothing was in flight is counted, and named for what it is once the trainer has reported steps, too."""
+    """Contract: the time in which nothing was in flight is counted, and named for what it is once the trainer has
+    reported steps, too."""
     world = fresh(tmp_path)
     world.pool.busiest = 0.97
     path = metrics_path(tmp_path, "trainer")
@@ -293,7 +268,7 @@ async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
         await asyncio.sleep(0.2)  # the trainer trains
         world.trainer.commit(version)
     await run
-    made = read_metrics(metrics_path(tmp_path, "orchestrator"))
+    made = rows_of(world)
     assert [0.0 <= row["time/idle"] <= row["time/step"] for row in made] == [True] * 3
     assert all(row["time/idle"] > 0.0 for row in made[1:]), "each waited for the version before it"
     named = [[name for name in row if name.startswith("limit/")] for row in made]
@@ -302,12 +277,12 @@ async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
 
 
 async def test_a_benchmark_is_a_run_without_a_trainer_that_keeps_its_metrics_alone(tmp_path, monkeypatch, capsys):
-    """Contract: `--bench` runs its few steps through all of the loop, prints throughput, and leaves no batch and no ledger."""
+    """Contract: `--bench` runs its few steps through all of the loop, prints throughput, leaves no batch and no ledger."""
     world = World(tmp_path, bench=True, max_steps=100)
     for name, value in (("make_pool", world.pool), ("connect_all", [world.engine]), ("spare_collector", None)):
         monkeypatch.setattr(loop, name, lambda *_, value=value: value)
     await loop.orchestrate(world.config)
-    assert len(read_metrics(metrics_path(tmp_path, "orchestrator"))) == ORCHESTRATOR_STEPS
+    assert len(rows_of(world)) == ORCHESTRATOR_STEPS
     assert "rollouts/s" in capsys.readouterr().out
     assert read_status(tmp_path)["orchestrator"].outcome == "finished"
     assert not any((tmp_path / name).exists() for name in ("rollouts", "ledger.sqlite", "leases"))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -40,8 +41,9 @@ def _quick_looks(monkeypatch):
 
 
 class MixedPool(ScriptedPool):
-    """What an episode gives is a function of its place, its attempt, its task and the version, and how long it takes of its name: some fail for good,
-    some are worth another attempt, some groups carry no signal, some samples do not fit; there are tasks of all difficulties."""
+    """What an episode gives is a function of its place, its attempt, its task and the version, and how long it takes of
+    its name: some fail for good, some are worth another attempt, some groups carry no signal, some samples do not fit;
+    there are tasks of all difficulties."""
 
     def tasks(self, env: str) -> list[TaskInfo]:
         return [TaskInfo(f"task-{i}", i) for i in range(12)]
@@ -91,16 +93,20 @@ async def train(
             world.trainer.checkpoint(step + 1, incarnation)
 
 
-async def finish(world: World, **train_arguments) -> None:
-    """One whole run, or the rest of one."""
-    trainer = asyncio.create_task(train(world, **train_arguments))
+async def finish(world: World, trainer: "asyncio.Task[None] | None" = None) -> None:
+    """One whole run, or the rest of one by the next orchestrator."""
+    world.config = world.config.model_copy(update={"recover": trainer is not None})
+    trainer = trainer or asyncio.create_task(train(world))
     async with asyncio.timeout(60):
         await world.orchestrator().run()
         await trainer
 
 
 def check(world: World, reference: World | None = None) -> None:
-    """Everything that the run directory must say at the end: with a reference also which tasks were drawn, and what pools and algorithm remember."""
+    """Everything that the run directory must say at the end.
+
+    With a reference also which tasks were drawn, and what pools and algorithm remember.
+    """
     run = world.directory
     assert list(audit._ledger(run, STEPS)) == []
     assert list(audit._leftovers(run)) == []
@@ -143,19 +149,38 @@ def reference(tmp_path_factory) -> World:
     return world
 
 
+def new_threads() -> ThreadPoolExecutor:
+    threads = ThreadPoolExecutor(4)
+    asyncio.get_running_loop().set_default_executor(threads)
+    return threads
+
+
+async def cut_off(world: World, seconds: float, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Start an orchestrator and stop it where it stands after so many seconds.
+
+    A write that a thread has begun ends by itself: that is waited for, for threads cannot be killed.
+    """
+    threads, run = new_threads(), asyncio.create_task(world.orchestrator().run())
+    await asyncio.wait([run], timeout=seconds)
+    if meanwhile is not None:
+        await meanwhile()
+    run.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await run
+    threads.shutdown(wait=True)
+    new_threads()
+    world.config = world.config.model_copy(update={"recover": True})
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_synchronous_run_that_is_killed_at_random_moments_ends_like_one_that_is_not(tmp_path, reference, seed):
-    """Ledger, batches, weights, checkpoints, evaluations and metrics are equal but for times, and so are draws, pools and moving averages, whenever
-    it is cut off, eight times here."""
-    world = make_world(tmp_path / "run")
-    chance, trainer, threads = random.Random(seed), asyncio.create_task(train(world)), new_threads()
+    """Ledger, batches, weights, checkpoints, evaluations and metrics are equal but for times, and so are draws, pools and
+    moving averages, whenever it is cut off, eight times here."""
+    world, chance = make_world(tmp_path / "run"), random.Random(seed)
+    trainer = asyncio.create_task(train(world))
     for _ in range(8):
-        run = asyncio.create_task(world.orchestrator().run())
-        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.35))
-        threads = await cut_off(run, threads)
-        world.config = world.config.model_copy(update={"recover": True})
-    await world.orchestrator().run()
-    await trainer
+        await cut_off(world, chance.uniform(0.02, 0.35))
+    await finish(world, trainer)
     check(world, reference)
 
 
@@ -169,30 +194,21 @@ async def die_and_go_on(world: World) -> None:
     run = asyncio.create_task(world.orchestrator().run())
     await asyncio.wait([run], timeout=30)
     assert isinstance(run.exception(), Killed)
-    world.config = world.config.model_copy(update={"recover": True})
-    await world.orchestrator().run()
-    await trainer
+    await finish(world, trainer)
 
 
-ONCE = [
-    "write:rollouts/step_1", "rename:rollouts/step_1", "renamed:rollouts/step_1", "renamed:rollouts/step_0", "update:v0", "updated:v0", "update:v2",
-    "updated:v2",
-    "rename:checkpoints/step_2/orchestrator", "renamed:checkpoints/step_2/orchestrator", "join:checkpoints/step_2", "joined:checkpoints/step_2",
+BOUNDARIES = [
+    ("write:rollouts/step_1", 1),
+    ("renamed:rollouts/step_0", 1),
+    *((f"{name}:{file}", 1) for name in ("rename", "renamed") for file in ("rollouts/step_1", "checkpoints/step_2/orchestrator")),
+    *((f"{name}:v{version}", 1) for name in ("update", "updated") for version in (0, 2)),
+    *((f"{name}:checkpoints/step_2", 1) for name in ("join", "joined")),
+    *((f"ledger:{name}", n) for name in ("begin", "commit", "committed") for n in (1, 4)),
+    *((f"{name}:leases/orchestrator.json", n) for name in ("rename", "renamed") for n in (1, 4)),
 ]  # fmt: skip
 
 
-OFTEN = [
-    "ledger:begin",
-    "ledger:commit",
-    "ledger:committed",
-    "rename:leases/orchestrator.json",
-    "renamed:leases/orchestrator.json",
-]
-
-
-@pytest.mark.parametrize(
-    ("point", "nth"), [(point, 1) for point in ONCE] + [(point, n) for point in OFTEN for n in (1, 4)]
-)
+@pytest.mark.parametrize(("point", "nth"), BOUNDARIES)
 async def test_a_synchronous_run_that_is_killed_at_a_durable_boundary_ends_like_one_that_is_not(
     tmp_path, reference, monkeypatch, point, nth
 ):
@@ -210,6 +226,27 @@ async def test_a_synchronous_run_that_is_killed_at_a_durable_boundary_ends_like_
     check(world, reference)
 
 
+@pytest.mark.parametrize("turned_away", [1, 2, 4, 6])
+async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
+    tmp_path, reference, monkeypatch, turned_away
+):
+    """The ledger has closed them, and no manifest tells of them yet: the pools and all later draws are those of an
+    undisturbed run."""
+    world, killed = make_world(tmp_path / "run"), []
+
+    def kill(name, file=None):
+        if name != "ledger:committed" or killed:
+            return
+        if sum(state == "discarded" for *_, state, _ in drawn(world)) >= turned_away:
+            killed.append(name)
+            raise Killed
+
+    monkeypatch.setattr(orchestrator, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(faults, "point", kill)
+    await die_and_go_on(world)
+    check(world, reference)
+
+
 async def test_a_run_that_is_stopped_goes_on_with_what_was_in_flight(tmp_path, reference):
     """Ctrl-C drops nothing: episodes in flight are started again under the same name, finished ones are kept."""
     world = make_world(tmp_path / "run")
@@ -219,16 +256,16 @@ async def test_a_run_that_is_stopped_goes_on_with_what_was_in_flight(tmp_path, r
         asyncio.get_running_loop().call_later(seconds, orchestrator.stop)
         await orchestrator.run()
         world.config = world.config.model_copy(update={"recover": True})
-    await world.orchestrator().run()
-    await trainer
+    await finish(world, trainer)
     check(world, reference)
 
 
 @pytest.mark.parametrize("back_to", [0, 1, 3])
 @pytest.mark.parametrize("seconds", [0.0, 0.03, 0.3])
 async def test_a_trainer_that_begins_again_changes_no_batch(tmp_path, reference, back_to, seconds):
-    """It dies with version 3 served, while step 3 is sampled or while nothing is in flight, and goes on from an earlier step: what was sampled
-    by versions that were given up is made again in its place, and every batch is the one of an undisturbed run but for the attempts' numbers."""
+    """It dies with version 3 served, while step 3 is sampled or while nothing is in flight, and goes on from an earlier
+    step: what was sampled by versions that were given up is made again in its place, and every batch is the one of an
+    undisturbed run but for the attempts' numbers."""
     world = make_world(tmp_path / "run")
     run = asyncio.create_task(world.orchestrator().run())
     await train(world, until_step=3)
@@ -247,33 +284,32 @@ async def test_a_trainer_that_begins_again_changes_no_batch(tmp_path, reference,
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_an_asynchronous_run_under_kills_of_both_trains_every_sample_once(tmp_path, seed):
-    """Level 2, orchestrator killed and trainer thrown back at random: all steps, each sample once, and the ledger accounts for everything."""
+    """Level 2, orchestrator killed and trainer thrown back at random: all steps, each sample once, and the ledger
+    accounts for everything."""
     world, chance = make_world(tmp_path / "run", async_level=2, max_off_policy_steps=3), random.Random(seed)
-    threads, incarnation = new_threads(), 0
-    trainer = asyncio.create_task(train(world))
-    for _ in range(6):
-        run = asyncio.create_task(world.orchestrator().run())
-        await asyncio.wait([run], timeout=chance.uniform(0.03, 0.3))
+    trainers = [asyncio.create_task(train(world))]
+
+    async def throw_back() -> None:
         if chance.random() < 0.5:
-            trainer.cancel()
-            incarnation += 1
-            back_to = chance.choice([0, *list_steps(tmp_path / "run" / "weights")])
+            trainers[-1].cancel()
+            incarnation, back_to = len(trainers), chance.choice([0, *list_steps(world.directory / "weights")])
             world.trainer.live(incarnation, back_to)
-            trainer = asyncio.create_task(train(world, start=back_to, incarnation=incarnation, replaced=True))
+            trainers.append(asyncio.create_task(train(world, back_to, incarnation, replaced=True)))
             await asyncio.sleep(chance.uniform(0, 0.3))
-        threads = await cut_off(run, threads)
-        world.config = world.config.model_copy(update={"recover": True})
-    async with asyncio.timeout(60):
-        await world.orchestrator().run()
-        await trainer
+
+    for _ in range(6):
+        await cut_off(world, chance.uniform(0.03, 0.3), throw_back)
+    await finish(world, trainers[-1])
     assert list(audit._batches(world.directory, STEPS)) == []
     assert list(audit._ledger(world.directory, STEPS)) == []
     for step in range(STEPS):
         assert min(world.versions(step)) >= step - 3
 
 
-async def test_a_checkpoint_that_the_trainer_saves_at_its_end_is_joined(tmp_path):
-    """The orchestrator waits for the trainer's last word before it goes, and completes what it saved."""
+@pytest.mark.parametrize("begins_again", [False, True])
+async def test_the_trainer_is_followed_to_its_last_word(tmp_path, begins_again):
+    """The orchestrator waits for it before it goes, and completes the checkpoint saved at the end. If the trainer died
+    before that with the last version served, the one that it makes once more is what is served at the end."""
     world = make_world(tmp_path / "run")
     status = Status(world.directory, "trainer")
     run = asyncio.create_task(world.orchestrator().run())
@@ -283,33 +319,23 @@ async def test_a_checkpoint_that_the_trainer_saves_at_its_end_is_joined(tmp_path
     await until(lambda: 5 in world.pool.evaluated, run=run)
     await asyncio.sleep(0.3)
     assert not run.done()
-    world.trainer.checkpoint(STEPS)
+    if begins_again:
+        world.trainer.live(1, 3)
+        await until(lambda: world.engine.updates[-1] == (3, 0), run=run)
+        await train(world, 3, 1, replaced=True)
+    else:
+        world.trainer.checkpoint(STEPS)
     status.done("finished")
     async with asyncio.timeout(60):
         await run
-    assert checkpoints.complete_steps(world.directory / "checkpoints") == [STEPS]
-
-
-async def test_a_trainer_that_begins_again_at_the_very_end_is_followed_to_its_end(tmp_path):
-    """The last version was served when the trainer died before its last word: the one that it makes once more is what is served at the end."""
-    world = make_world(tmp_path / "run")
-    status = Status(world.directory, "trainer")
-    run = asyncio.create_task(world.orchestrator().run())
-    await train(world)
-    await until(lambda: world.engine.updates[-1] == (STEPS, 0), run=run)
-    await asyncio.sleep(0.2)
-    world.trainer.live(1, 3)
-    await until(lambda: world.engine.updates[-1] == (3, 0), run=run)
-    await train(world, start=3, incarnation=1, replaced=True)
-    status.done("finished")
-    async with asyncio.timeout(60):
-        await run
-    assert world.engine.updates[-1] == (STEPS, 1)
+    assert world.engine.updates[-1] == (STEPS, int(begins_again))
+    assert checkpoints.complete_steps(world.directory / "checkpoints")[-1] == STEPS
     assert list(audit._ledger(world.directory, STEPS)) == []
 
 
 async def test_the_lease_covers_what_may_be_read(tmp_path):
-    """Taken before the first look, raised once the newer version is served, of the new incarnation before that is read, given back at the end."""
+    """Taken before the first look, raised once the newer version is served, of the new incarnation before that is read,
+    given back at the end."""
     world, seen = make_world(tmp_path / "run", eval=None), []
     update = world.engine.update
 
@@ -330,39 +356,3 @@ async def test_the_lease_covers_what_may_be_read(tmp_path):
     assert seen[1:3] == [(1, Lease(0, 0)), (2, Lease(0, 1))]
     assert seen[3] == (1, Lease(1, 1))
     assert read_lease(world.directory) is None
-
-
-async def cut_off(run: "asyncio.Task[None]", threads: ThreadPoolExecutor) -> ThreadPoolExecutor:
-    """Stop a run where it stands. A write that a thread has begun ends by itself: that is waited for, for threads cannot be killed."""
-    run.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await run
-    threads.shutdown(wait=True)
-    return new_threads()
-
-
-def new_threads() -> ThreadPoolExecutor:
-    threads = ThreadPoolExecutor(4)
-    asyncio.get_running_loop().set_default_executor(threads)
-    return threads
-
-
-@pytest.mark.parametrize("turned_away", [1, 2, 4, 6])
-async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
-    tmp_path, reference, monkeypatch, turned_away
-):
-    """The ledger has closed them, and no manifest tells of them yet: the pools and all later draws are those of an undisturbed run."""
-    world, killed = make_world(tmp_path / "run"), []
-
-    def kill(name, file=None):
-        if name == "ledger:committed" and not killed:
-            with open_copy(world.directory / "ledger.sqlite") as db:
-                (count,) = db.execute("SELECT COUNT(*) FROM groups WHERE state = 'discarded'").fetchone()
-            if count >= turned_away:
-                killed.append(list_steps(world.directory / "rollouts"))
-                raise Killed
-
-    monkeypatch.setattr(orchestrator, "FLUSH_SECONDS", 0.02)
-    monkeypatch.setattr(faults, "point", kill)
-    await die_and_go_on(world)
-    check(world, reference)

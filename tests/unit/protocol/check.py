@@ -1,19 +1,20 @@
 """Explore the protocol by hand: `python tests/unit/protocol/check.py --replicas 3 --steps 3 --crashes 2`.
 
-The options are the fields of `Bounds`. `--mutant NAME` puts a deliberate bug in, with its own bounds, and prints a
+The options are the fields of `Bounds`. `--bug NAME` puts a deliberate one in, with its own bounds, and prints a
 shortest way to what it breaks.
 """
 
 import argparse
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from unit.protocol.mutants import MUTANTS
+from unit.protocol.mutants import mutated
 from unit.protocol.search import Search
-from unit.protocol.state import Bounds, Rules
+from unit.protocol.state import Bounds
 
 
 def main() -> int:
@@ -24,18 +25,17 @@ def main() -> int:
         how = {"action": argparse.BooleanOptionalAction} if is_flag else {"type": type(default)}
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, **how)
     parser.add_argument("--limit", type=int, help="most states")
-    parser.add_argument("--mutant", choices=sorted(MUTANTS))
     options = vars(parser.parse_args())
-    limit, name = options.pop("limit"), options.pop("mutant")
+    limit = options.pop("limit")
     options["max_off_policy"] = max(options["max_off_policy"], options["async_level"])
-    rules, bounds = (MUTANTS[name].rules, MUTANTS[name].bounds) if name else (Rules(), Bounds(**options))
     begun = time.monotonic()
 
     def report(depth: int, states: int) -> None:
         if depth % 10 == 0:
             print(f"  depth {depth:3}: {states:,} states, {time.monotonic() - begun:.0f} s", flush=True)
 
-    outcome = Search(rules, bounds).run(limit=limit, on_level=report)
+    with mutated(options["bug"]) if options["bug"] else nullcontext(Bounds(**options)) as bounds:
+        outcome = Search(bounds).run(limit=limit, on_level=report)
     print(
         f"{outcome.states:,} states, {outcome.transitions:,} transitions, depth {outcome.depth}, {outcome.ends:,} ends; "
         f"{time.process_time():.0f} s of one core"

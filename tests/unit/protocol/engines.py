@@ -1,19 +1,19 @@
 """The engines, as the orchestrator drives them: loads, verification, joining and leaving."""
 
 from .account import canonical, drop, drop_numbers, put
-from .state import NOTHING, Bounds, Dir, Orch, Replica, Rules, Successors, Violation
+from .state import NOTHING, Bounds, Dir, Orch, Replica, Successors, Violation
 
 
-def engines(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+def engines(d: Dir, o: Orch, bounds: Bounds) -> Successors:
     """Loads, replica by replica. A load begins and ends in two steps, so that anything may happen while it reads, even the orchestrator's end."""
     found: Successors = []
     for index, replica in enumerate(o.replicas):
         if index and replica == o.replicas[index - 1]:
             continue  # the same as its neighbour
         if replica.reading is not None:
-            found.append(end_read(d, o, index, rules))
+            found.append(end_read(d, o, index, bounds))
         elif o.phase in ("load", "run", "end") and due(o, replica):
-            found += begin_read(d, o, index, rules)
+            found += begin_read(d, o, index, bounds)
     return found
 
 
@@ -24,9 +24,9 @@ def due(o: Orch, replica: Replica) -> bool:
     return replica.known == 2 or (o.loading != NOTHING and replica.version != o.loading)
 
 
-def begin_read(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
+def begin_read(d: Dir, o: Orch, index: int, bounds: Bounds) -> Successors:
     replica, target = o.replicas[index], o.loading if o.loading != NOTHING else o.served
-    if replica.known == 0 and rules.engine_has_an_incarnation:
+    if replica.known == 0 and bounds.bug != "engine-without-incarnation":
         # The proof before the load tells that this engine is another one than the one that was given the weights.
         return [("orchestrator finds an engine restarted", d, notice(o, [index]))]
     incarnation = d.weights[target]
@@ -41,7 +41,7 @@ def begin_read(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
     return [(f"an engine begins to read weights/step_{target}", d, put(o, index, changed))]
 
 
-def end_read(d: Dir, o: Orch, index: int, rules: Rules) -> tuple[str, Dir, Orch]:
+def end_read(d: Dir, o: Orch, index: int, bounds: Bounds) -> tuple[str, Dir, Orch]:
     """The load succeeded if the directory is still the one that was begun with; else the engine goes back to what it served."""
     replica = o.replicas[index]
     assert replica.reading is not None
@@ -49,7 +49,7 @@ def end_read(d: Dir, o: Orch, index: int, rules: Rules) -> tuple[str, Dir, Orch]
     stands = d.weights[version] == incarnation
     if not stands and not d.given_up(version, incarnation):
         raise Violation(f"weights/step_{version} was pruned while an engine read it")
-    if not rules.read_is_checked_after and not stands and d.weights[version] != NOTHING:
+    if bounds.bug == "read-not-checked" and not stands and d.weights[version] != NOTHING:
         served = f"version {version} of incarnation {incarnation}"
         raise Violation(f"an engine says that it serves {served}, and read that of incarnation {d.weights[version]}")
     if stands:
@@ -70,9 +70,9 @@ def end_read(d: Dir, o: Orch, index: int, rules: Rules) -> tuple[str, Dir, Orch]
     return f"an engine's load of version {version} fails, it {words}", d, failed
 
 
-def prove(o: Orch, rules: Rules) -> list[int]:
+def prove(o: Orch, bounds: Bounds) -> list[int]:
     """Replicas that do not serve what they were given, as far as the proof can tell."""
-    wanted, tells = {o.served, o.loading}, rules.engine_has_an_incarnation  # from one that was restarted
+    wanted, tells = {o.served, o.loading}, bounds.bug != "engine-without-incarnation"  # from one that was restarted
     return [
         index
         for index, r in enumerate(o.replicas)
@@ -107,7 +107,7 @@ def engine_killed(o: Orch, index: int, noticed: bool) -> Orch:
     return canonical(notice(alive, [index]))
 
 
-def members(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+def members(d: Dir, o: Orch, bounds: Bounds) -> Successors:
     """One registers, one asks to leave, or one that was asked for nothing more is let go. Somebody who may serve always stays: where all have left
     the run ends by a deadline, and there is no time here."""
     found: Successors = []
@@ -121,19 +121,19 @@ def members(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
         if replica.reading is not None or (index and replica == o.replicas[index - 1]):
             continue
         if replica.leaving:
-            found += release(d, o, index, rules)
+            found += release(d, o, index, bounds)
         elif o.leaves and staying > 1 and o.loading == NOTHING and replica.known < 3:
             asked = put(o._replace(leaves=o.leaves - 1), index, replica._replace(leaving=True))
             found.append(("an engine is to leave", d, asked))
     return found
 
 
-def release(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
+def release(d: Dir, o: Orch, index: int, bounds: Bounds) -> Successors:
     """Once nothing is in flight on it, it is verified and released. Finished episodes that cannot be verified are dropped."""
     replica = o.replicas[index]
     if replica.flying or o.sealed is not None:
         return []
-    if rules.prove_before_leaving and index in prove(o, rules):
+    if bounds.bug != "left-unproven" and index in prove(o, bounds):
         return [("orchestrator finds an engine that leaves restarted", d, notice(o, [index]))]
     left = o._replace(replicas=o.replicas[:index] + o.replicas[index + 1 :])
     return [("an engine has left", d, left)]

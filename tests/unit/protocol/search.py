@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from prime_rl.transport import protocol
+
 from . import account, orchestrator, trainer
 from .engines import engine_killed
-from .state import NOTHING, Bounds, Dir, Orch, Replica, Rules, Trainer, Violation
+from .state import NOTHING, Bounds, Dir, Orch, Replica, Trainer, Violation
 
 State = tuple[int, int, int, int]
 Row = tuple[str, int, int]  # words, patch, process afterwards
@@ -59,10 +61,10 @@ class Memo(dict[Any, Any]):
 
 
 class Search:
-    """All states reachable within `bounds` under `rules`."""
+    """All states reachable within `bounds`."""
 
-    def __init__(self, rules: Rules, bounds: Bounds) -> None:
-        self.rules, self.bounds = rules, bounds
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
         self.dirs, self.trainers, self.orchs, self.patches = Interned(), Interned(), Interned(), Interned()
         self._view, self._patched = Memo(self._view_of), Memo(self._patched_by)
         self._steps = Memo(self._steps_of)
@@ -167,7 +169,7 @@ class Search:
         before, of_trainer = self.dirs.values[view], action.__module__ == trainer.__name__
         process = (self.trainers if of_trainer else self.orchs).values[number]
         rows = []
-        for words, after, changed in action(before, process, self.rules, self.bounds):
+        for words, after, changed in action(before, process, self.bounds):
             fields = zip(Dir._fields, after, before, strict=True)
             patch = self.patches(tuple((name, value) for name, value, old in fields if value != old))
             if of_trainer:
@@ -224,11 +226,13 @@ class Search:
     def _resumed_from(self, d: int) -> list[tuple[int, int]]:
         """Everything is killed, or has ended, and the user resumes from -1 or an older checkpoint."""
         before, rows = self.dirs.values[d], []
-        usable = [n for n in before.joint if n in self.rules.joinable(dict(before.parts), before.history)]
-        for step in sorted({self.rules.resume_step(usable, asked) for asked in (-1, *usable)} - {None}):
+        usable = [n for n in before.joint if n in protocol.joinable(dict(before.parts), before.history)]
+        for step in sorted({protocol.resume_step(usable, asked) for asked in (-1, *usable)} - {None}):
             if step not in before.orch or step not in dict(before.parts):
                 raise Violation(f"resume_step chooses checkpoints/step_{step}, of which only one part stands")
-            after = before._replace(stop=False, done=NOTHING if self.rules.fresh_status else before.done)
+            after = before._replace(
+                stop=False, done=NOTHING if self.bounds.bug != "old-status-believed" else before.done
+            )
             rows.append((step, self.dirs(after)))
         return rows
 

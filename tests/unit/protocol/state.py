@@ -3,7 +3,6 @@
 All of it is tuples of small numbers, so that a state can be hashed, compared and interned.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from prime_rl.transport import protocol
@@ -29,50 +28,9 @@ class Bounds(NamedTuple):
     drain: bool = True  # the user may ask to stop at any moment
     joins: int = 0  # engines that are added
     leaves: int = 0  # engines that ask to leave
-    killed: str = "TOERW"  # what may be killed: Trainer, Orchestrator, Engine (request fails), engine Restart unnoticed, Whole run
-
-
-class Rules(NamedTuple):
-    """The decisions under check: the functions the processes call, and the order of what they do. A mutant replaces one of them."""
-
-    newest_version: Callable[..., int | None] = protocol.newest_version
-    superseded_versions: Callable[..., list[int]] = protocol.superseded_versions
-    may_batch: Callable[..., bool] = protocol.may_batch
-    may_stay: Callable[..., bool] = protocol.may_batch  # on what is served, when a new incarnation began
-    may_start: Callable[..., bool] = protocol.may_start
-    planned_step: Callable[..., int] = protocol.planned_step
-    too_old: Callable[..., bool] = protocol.too_old
-    prunable: Callable[..., list[int]] = protocol.prunable
-    first_missing_batch: Callable[..., int] = protocol.first_missing_batch
-    resume_step: Callable[..., int | None] = protocol.resume_step
-    continues_from: Callable[..., bool] = protocol.continues_from
-    joinable: Callable[..., list[int]] = protocol.joinable
-    expendable_checkpoints: Callable[..., list[int]] = protocol.expendable_checkpoints
-    first_lease: Callable[..., Lease] = protocol.first_lease
-    lease_before_load: Callable[..., Lease] = protocol.lease_before_load
-    lease_after_load: Callable[..., Lease] = protocol.lease_after_load
-    incarnation_before_aside: bool = True
-    lease_before_look: bool = True
-    lease_waits_for_load: bool = True
-    engine_has_an_incarnation: bool = True  # the proof tells a restarted engine from the one that was given the weights
-    load_anew: bool = True  # a new incarnation's version is loaded even if the engine serves one of that number
-    read_is_checked_after: bool = True  # the manifest is read again after the load
-    gate_reissued: bool = True
-    saving_counts_as_kept: bool = True
-    newer_recovery_first: bool = True
-    join_needs_both: bool = True
-    follow_new_incarnation: bool = True
-    keeps_resumed: bool = True  # the checkpoint that is resumed from is not removed while the run goes on
-    save_if_none_stands: bool = True
-    fresh_status: bool = True
-    reconcile: bool = True  # at start the ledger is completed from the manifests
-    unflushed_is_issued_again: bool = True
-    prove_before_batch: bool = True
-    prove_before_load: bool = True
-    announce_before_load: bool = True
-    incarnations_read_at_seal: bool = True
-    leaver_gets_nothing_new: bool = True
-    prove_before_leaving: bool = True
+    # What may be killed: Trainer, Orchestrator, Engine (requests fail), an engine's Restart unnoticed, the Whole run.
+    killed: str = "TOERW"
+    bug: str = ""  # of `mutants.MUTANTS`
 
 
 class Dir(NamedTuple):

@@ -12,9 +12,9 @@ import pytest
 import prime_rl
 from prime_rl.transport import protocol
 from unit.protocol import orchestrator, trainer
-from unit.protocol.mutants import MUTANTS
+from unit.protocol.mutants import MUTANTS, mutated
 from unit.protocol.search import Search
-from unit.protocol.state import Bounds, Dir, Rules
+from unit.protocol.state import Bounds, Dir
 
 WORLDS = {
     "synchronous": Bounds(steps=3, crashes=1, async_level=0),
@@ -35,7 +35,7 @@ LARGE = ("two kills and a drain", "three engines")
 )
 def test_every_interleaving_within_the_bounds_keeps_every_property_and_can_end(name):
     """No read of a pruned version, staleness in bounds, exactly once, only the present history, no deadlock, a clean end."""
-    outcome = Search(Rules(), WORLDS[name]).run()
+    outcome = Search(WORLDS[name]).run()
     assert outcome.violation is None, "\n".join([*outcome.trace, outcome.violation])
     assert outcome.ends > 0
     assert outcome.states > 10_000  # a model that does nothing keeps every property
@@ -44,16 +44,16 @@ def test_every_interleaving_within_the_bounds_keeps_every_property_and_can_end(n
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_deliberate_bug_is_found(name):
     """The check can fail: each wrong decision or order breaks the property that it endangers."""
-    mutant = MUTANTS[name]
-    outcome = Search(mutant.rules, mutant.bounds).run(limit=1_000_000)
+    with mutated(name) as bounds:
+        outcome = Search(bounds).run(limit=1_000_000)
     assert outcome.violation is not None
-    assert mutant.breaks in outcome.violation
+    assert MUTANTS[name].breaks in outcome.violation
 
 
 def test_a_counterexample_is_a_shortest_way_in_the_words_of_the_run():
     """Synchronous training whose plan forgets the groups before: the second episode starts too early, at once."""
-    mutant = MUTANTS["plan-off-by-one"]
-    outcome = Search(mutant.rules, mutant.bounds).run()
+    with mutated("plan-off-by-one") as bounds:
+        outcome = Search(bounds).run()
     assert outcome.violation == "episode 1 for step 1 starts on version 0, async level 0"
     assert outcome.trace[-2:] == ["orchestrator serves version 0", "episode 0 starts, stamped version 0"]
     assert "trainer opens incarnation 0 at step 0" in outcome.trace
@@ -61,7 +61,7 @@ def test_a_counterexample_is_a_shortest_way_in_the_words_of_the_run():
 
 def test_every_step_looks_only_at_the_fields_that_it_names():
     """A step is worked out once for all directories that agree in the named fields: a missing one would hide states."""
-    search = Search(Rules(), Bounds(steps=2))
+    search = Search(Bounds(steps=2))
     states = [search.first()]
     known = set(states)
     for state in states:  # grows meanwhile
@@ -81,7 +81,7 @@ def test_every_step_looks_only_at_the_fields_that_it_names():
                             after,
                             {name: new for name, new in changed._asdict().items() if new != getattr(view, name)},
                         )
-                        for words, changed, after in action(view, process, search.rules, search.bounds)
+                        for words, changed, after in action(view, process, search.bounds)
                     ]
                     for view in (directory, masked)
                 )

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
+from prime_rl.transport import protocol
 from prime_rl.transport.protocol import valid
 
-from .state import FRESH, NOTHING, RECOVER, Bounds, Dir, Rules, Successors, Trainer, Violation
+from .state import FRESH, NOTHING, RECOVER, Bounds, Dir, Successors, Trainer, Violation
 
 
-def dead(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+def dead(d: Dir, t: Trainer, bounds: Bounds) -> Successors:
     if d.done != NOTHING:
         return []
     step = t.mode
@@ -17,25 +18,25 @@ def dead(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
         step = newest_state(d)
     elif step not in dict(d.parts):
         raise Violation(f"the trainer cannot resume: checkpoints/step_{step}/trainer is gone")
-    phase = "found" if rules.incarnation_before_aside else "aside"
+    phase = "found" if bounds.bug != "aside-before-incarnation" else "aside"
     return [(f"trainer starts and reads the state of step {step}", d, Trainer(phase, t.mode, step))]
 
 
-def found(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+def found(d: Dir, t: Trainer, bounds: Bounds) -> Successors:
     if t.step and t.step not in {*dict(d.parts), *dict(d.recovery)}:
         raise Violation(f"the state of step {t.step} was removed while the trainer read it")
     words = f"trainer opens incarnation {len(d.incarnations)} at step {t.step}"
     opened = d._replace(incarnations=(*d.incarnations, t.step))
-    if rules.incarnation_before_aside:
+    if bounds.bug != "aside-before-incarnation":
         return [(words, opened, t._replace(phase="aside"))]
     weights = d.weights if d.weights[t.step] != NOTHING else _with(d.weights, t.step, len(d.incarnations))
     return [(words, opened._replace(weights=weights), t._replace(phase="run", mode=RECOVER))]
 
 
-def aside(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+def aside(d: Dir, t: Trainer, bounds: Bounds) -> Successors:
     """One thing of the given-up incarnations after the other is set aside, then the start version is committed."""
-    incarnations = d.history if rules.incarnation_before_aside else d.history | {len(d.incarnations): t.step}
-    for version in rules.superseded_versions(d.versions, incarnations):
+    incarnations = d.history if bounds.bug != "aside-before-incarnation" else d.history | {len(d.incarnations): t.step}
+    for version in protocol.superseded_versions(d.versions, incarnations):
         left = d._replace(weights=_with(d.weights, version, NOTHING))
         return [(f"trainer sets weights/step_{version} aside", left, t)]
     for step, _ in d.parts:
@@ -45,8 +46,8 @@ def aside(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
         if step > t.step:
             kept = tuple(entry for entry in d.recovery if entry != (step, incarnation))
             return [(f"trainer removes recovery/step_{step} of a given-up incarnation", d._replace(recovery=kept), t)]
-    if not rules.incarnation_before_aside:
-        return found(d, t, rules, bounds)
+    if bounds.bug == "aside-before-incarnation":
+        return found(d, t, bounds)
     ready = t._replace(phase="run", mode=RECOVER)
     if d.weights[t.step] == NOTHING:
         words = f"trainer commits weights/step_{t.step}, its start"
@@ -54,7 +55,7 @@ def aside(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     return [("trainer is ready", d, ready)]
 
 
-def run(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+def run(d: Dir, t: Trainer, bounds: Bounds) -> Successors:
     if t.step >= bounds.steps:
         return [("trainer has made its last step", d, t._replace(phase="end"))]
     found: Successors = []
@@ -70,10 +71,10 @@ def run(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     return found
 
 
-def committed(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+def committed(d: Dir, t: Trainer, bounds: Bounds) -> Successors:
     """What to prune is decided once, by the lease of this moment; then one version after the other goes."""
-    saving = [t.saving] if t.saving > 0 and rules.saving_counts_as_kept else []
-    todo = rules.prunable(
+    saving = [t.saving] if t.saving > 0 and bounds.bug != "saving-not-kept" else []
+    todo = protocol.prunable(
         d.versions, d.history, lease=d.lease, async_level=bounds.async_level, keep=bounds.keep,
         checkpoints=[*dict(d.parts), *saving],
     )  # fmt: skip
@@ -81,7 +82,7 @@ def committed(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     return [(f"trainer looks what to prune: {todo or 'nothing'}", d, after)]
 
 
-def prune(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+def prune(d: Dir, t: Trainer, bounds: Bounds) -> Successors:
     version, *rest = t.todo
     for step in [*joint_steps(d), *([t.saving] if t.saving > 0 else [])]:
         if step - bounds.async_level <= version <= step:
@@ -90,7 +91,7 @@ def prune(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     return [(f"trainer prunes weights/step_{version}", d._replace(weights=_with(d.weights, version, NOTHING)), after)]
 
 
-def save(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+def save(d: Dir, t: Trainer, bounds: Bounds) -> Successors:
     """A save copies the state and is written in the background; the next one waits for it."""
     kind = 1 if t.step % bounds.interval == 0 else -1 if t.step % bounds.recovery_interval == 0 else 0
     if kind and t.saving:
@@ -98,23 +99,23 @@ def save(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     name = {1: f"checkpoints/step_{t.step}", -1: f"recovery/step_{t.step}"}
     words = f"trainer copies the state for {name[kind]}" if kind else "trainer goes on"
     removed = d
-    if kind < 0 and not rules.newer_recovery_first:
+    if kind < 0 and bounds.bug == "recovery-removed-first":
         removed = kept_newest(d, d._replace(recovery=()))
     return [(words, removed, t._replace(phase="run", saving=kind * t.step))]
 
 
-def end(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+def end(d: Dir, t: Trainer, bounds: Bounds) -> Successors:
     if t.saving:
         return []
     stands = t.step in dict(d.parts)
-    if not rules.save_if_none_stands:
+    if bounds.bug == "part-missing-at-end":
         stands = stands or t.step == d.incarnations[-1]
     if t.step and not stands:
         return [(f"trainer copies the state for checkpoints/step_{t.step}", d, t._replace(saving=t.step))]
     return [(f"trainer is done after {t.step} updates", d._replace(done=t.step), t._replace(phase="done"))]
 
 
-def background(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+def background(d: Dir, t: Trainer, bounds: Bounds) -> Successors:
     """The writer of saved states, beside the loop."""
     incarnation = len(d.incarnations) - 1
     if t.saving > 0:
