@@ -19,9 +19,6 @@ from prime_rl.trainer.attention import Machine, Needs, choose, with_gradients
 from prime_rl.trainer.attention_kernels import KERNELS, cudnn_plan, load
 from prime_rl.trainer.parallel import World
 from support import attention as support
-from support import trainer
-
-world = trainer.world
 
 BF16 = Needs(torch.bfloat16, query_heads=16, key_heads=8, head_dim=128)
 PACKS = [(1,), (9,), (5, 7, 1, 12), (1, 1, 1)]

@@ -4,6 +4,7 @@ from samples to the loss of the step and its gradient in every log-probability."
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,6 @@ from prime_rl.transport.rollouts import Sample
 from support import trainer as support
 from support.losses import slopes, step_loss
 
-world, make_policy = support.world, support.make_policy
-tied_model, untied_model = support.tied_model, support.untied_model
 CPU = torch.device("cpu")
 
 
@@ -294,12 +293,9 @@ def test_partition_does_not_matter(config: LossConfig, world: World, monkeypatch
     assert step_loss(config, samples, new, world).item() == whole.item()
 
 
-@pytest.mark.parametrize("which", ["tied_model", "untied_model"])
-def test_a_loss_of_sequences_in_a_model(
-    which: str, make_policy: Callable[..., Policy], request: pytest.FixtureRequest
-) -> None:
+def test_a_loss_of_sequences_in_a_model(dense_model: Path, make_policy: Callable[..., Policy]) -> None:
     """Contract: the model gives the same loss, metrics and gradients whether the head forms them chunk by chunk or for whole sequences."""
-    policy = make_policy(request.getfixturevalue(which), head_chunk=7)
+    policy = make_policy(dense_model, head_chunk=7)
     draw = np.random.default_rng(0)
     samples = [support.make_sample(draw, str(i), tokens) for i, tokens in enumerate((17, 2, 40, 9))]
     batch = to_device(collate([document(sample) for sample in samples], len(STREAMS)), CPU)
@@ -373,24 +369,11 @@ def test_a_loss_of_ones_own(custom: LossConfig, same: LossConfig, world: World) 
     np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("path", "args", "message"),
-    [
-        ("plain_gradient", {}, "not of the form module:name"),
-        ("no_such_module:loss", {}, "No module named 'no_such_module'"),
-        ("no_such_file.py:loss", {}, "No such file .*no_such_file.py"),
-        (f"{__name__}:no_such_function", {}, "has no attribute 'no_such_function'"),
-        (f"{__name__}:CPU", {}, "not a function"),
-        (f"{__name__}:plain_gradient", {"wieght": 2}, "unexpected keyword argument 'wieght'"),
-        (f"{__name__}:step_loss", {}, "needs arguments that are not given: world"),
-        ("torch:mul", {}, "does not tell its parameters"),
-        *((f"{__name__}:misshaped", {"kind": kind}, message) for kind, (_, message) in GIVEN.items()),
-    ],
-)
-def test_a_loss_of_ones_own_that_cannot_be_used(path: str, args: dict[str, Any], message: str) -> None:
-    """Contract: said with the setting's name before anything is trained."""
-    with pytest.raises(UserError, match=message) as caught:
-        make_loss(CustomLoss(path=path, args=args))
+@pytest.mark.parametrize("kind", GIVEN)
+def test_what_a_loss_of_ones_own_gives_is_checked(kind: str) -> None:
+    """Contract: said with the setting's name before anything is trained. (How functions are loaded: test_importing.)"""
+    with pytest.raises(UserError, match=GIVEN[kind][1]) as caught:
+        make_loss(CustomLoss(path=f"{__name__}:misshaped", args={"kind": kind}))
     assert str(caught.value).startswith("loss.path: ")
 
 

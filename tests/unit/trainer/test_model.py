@@ -22,28 +22,22 @@ from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
 from support import trainer as support
 
-world, make_policy = support.world, support.make_policy
-tied_model, untied_model, moe_model = support.tied_model, support.untied_model, support.moe_model
 gradients = support.gradients
 
 CPU = torch.device("cpu")
 LENGTHS = (17, 2, 40, 1, 9)
 
 
-@pytest.mark.parametrize("which", ["tied_model", "untied_model", "moe_model"])
-def test_packed_equals_unpacked_equals_transformers(
-    which: str, make_policy: Callable[..., Policy], request: pytest.FixtureRequest
-) -> None:
+def test_packed_equals_unpacked_equals_transformers(each_model: Path, make_policy: Callable[..., Policy]) -> None:
     """Packed documents give the log-probabilities and gradients of one document at a time, and those of transformers' own model."""
-    directory = request.getfixturevalue(which)
-    policy = make_policy(directory, head_chunk=7)
+    policy = make_policy(each_model, head_chunk=7)
     documents = support.random_documents(LENGTHS)
     packed = policy(to_device(collate(documents, 1), CPU))
     single = [policy(to_device(collate([d], 1), CPU)) for d in documents]
     for a, b in zip(packed, zip(*single, strict=True), strict=True):
         torch.testing.assert_close(a, torch.cat(b), atol=1e-5, rtol=1e-5)
 
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(each_model, dtype=torch.float32)
     logprobs = []
     for document in documents:
         ids = torch.tensor(document.input_ids)
@@ -53,18 +47,14 @@ def test_packed_equals_unpacked_equals_transformers(
     torch.testing.assert_close(packed[0], torch.cat(logprobs), atol=2e-5, rtol=1e-5)
 
     together, apart = gradients(policy, [documents]), gradients(policy, [[d] for d in documents])
-    assert ("model.layers.0.mlp.gate.weight" in together) == (which == "moe_model")
     for name, gradient in together.items():
         torch.testing.assert_close(gradient, apart[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("which", ["tied_model", "untied_model"])
-def test_backward_has_the_weights_that_it_reads(
-    which: str, make_policy: Callable[..., Policy], request: pytest.FixtureRequest
-) -> None:
+def test_backward_has_the_weights_that_it_reads(dense_model: Path, make_policy: Callable[..., Policy]) -> None:
     """Where weights are freed, one pass keeps those of embedding and head neither after forward nor while backward is in the layers; two passes read the
     head's again in backward. Both give the same gradients, again and again."""
-    policy = make_policy(request.getfixturevalue(which), reshard_after_forward=True)
+    policy = make_policy(dense_model, reshard_after_forward=True)
     batch = to_device(collate(support.random_documents((17, 30)), 1), CPU)
     held: list[list[bool]] = []  # whether the root's weights are there
 
@@ -98,20 +88,14 @@ def test_backward_has_the_weights_that_it_reads(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("which", ["tied_model", "untied_model", "moe_model"])
 def test_gradients_of_a_single_rank_have_the_bits_of_torchs(
-    which: str,
-    dtype: str,
-    make_policy: Callable[..., Policy],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: str, each_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Added up where they are, over two steps of two micro-batches, where weights stay gathered (no FSDP) and where they are freed."""
-    directory = request.getfixturevalue(which)
     groups = [support.random_documents((17, 30)), support.random_documents((25,))]
-    ours = [make_policy(directory, dtype=dtype, reshard_after_forward=reshard) for reshard in (False, True)]
+    ours = [make_policy(each_model, dtype=dtype, reshard_after_forward=reshard) for reshard in (False, True)]
     monkeypatch.setattr(FSDPModule, "set_custom_reduce_scatter", lambda unit, comm: None)
-    policies = *ours, make_policy(directory, dtype=dtype, reshard_after_forward=True)
+    policies = *ours, make_policy(each_model, dtype=dtype, reshard_after_forward=True)
     masters = [dict(named_parameters(policy)) for policy in policies]  # while gathered, modules hold copies
     for _ in range(2):
         for policy in policies:

@@ -23,7 +23,7 @@ from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
 from support import trainer as support
 
-world, make_policy, moe_model, gradients = support.world, support.make_policy, support.moe_model, support.gradients
+gradients = support.gradients
 
 CPU = torch.device("cpu")
 LENGTHS = (17, 2, 40, 1, 9)

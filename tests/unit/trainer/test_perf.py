@@ -9,10 +9,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.trainer import perf
 from prime_rl.trainer.model import Policy
-from support import trainer as support
-
-world, make_policy = support.world, support.make_policy
-tied_model, untied_model = support.tied_model, support.untied_model
 
 SHAPE = {
     "vocab_size": 100,
@@ -42,13 +38,9 @@ def test_moe_counts_the_chosen_experts() -> None:
     assert perf.matmul_parameters(lm) == 3 * (ATTENTION + 8 * 16 + 2 * 3 * 16 * 12) + 100 * 16
 
 
-@pytest.mark.parametrize("which", ["tied_model", "untied_model"])
-def test_sharding_and_checkpointing_change_no_count(
-    which: str, make_policy: Callable[..., Policy], request: pytest.FixtureRequest
-) -> None:
-    directory: Path = request.getfixturevalue(which)
-    policy = make_policy(directory, activation_checkpointing="full")
-    whole = AutoModelForCausalLM.from_pretrained(directory)
+def test_sharding_and_checkpointing_change_no_count(dense_model: Path, make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy(dense_model, activation_checkpointing="full")
+    whole = AutoModelForCausalLM.from_pretrained(dense_model)
     assert perf.matmul_parameters(policy.lm) == perf.matmul_parameters(whole)
 
 

@@ -24,8 +24,6 @@ from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step, warm_up
 from support import trainer as support
 
-world, make_policy = support.world, support.make_policy
-tied_model, quick_compiler = support.tied_model, support.quick_compiler
 WARM_UP = 2
 
 

@@ -21,8 +21,6 @@ from prime_rl.trainer.training_loop import forward_backward
 from prime_rl.transport.weights import REFERENCE_TOKENS, LogprobReference, reference_tokens, weights_manifest
 from support import trainer as support
 
-tied_model, untied_model, world = support.tied_model, support.untied_model, support.world
-make_policy, run_training, quick_compiler = support.make_policy, support.run_training, support.quick_compiler
 Run = Callable[[TrainerConfig], None]
 
 

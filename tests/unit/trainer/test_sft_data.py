@@ -18,9 +18,6 @@ from prime_rl.trainer.parallel import World
 from prime_rl.trainer.sft.render import Tokens
 from prime_rl.trainer.sft.rows import FakeRows, RowData, RowStream, row_order
 from prime_rl.trainer.source import Source, find_model
-from support import trainer as support
-
-tied_model, world = support.tied_model, support.world
 
 
 def sample(length: int, trained: int = 1) -> Tokens:

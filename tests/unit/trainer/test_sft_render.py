@@ -9,10 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from prime_rl.config.sft import LossMask
 from prime_rl.errors import UserError
 from prime_rl.trainer.sft.render import RowRenderer
-from support import trainer as support
 from support.chat_templates import assistant, talk, user
-
-tied_model = support.tied_model
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -17,9 +17,7 @@ from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights, weights_manifest
-from support import trainer as support
 
-tied_model, run_training = support.tied_model, support.run_training
 Run = Callable[[SFTConfig], None]
 ROWS = [{"prompt": f"say {'a' * (i % 7 + 1)}", "completion": "b" * (i % 5 + 1)} for i in range(40)]
 

@@ -33,8 +33,6 @@ from support.processes import REPOSITORY, Command
 from support.publishing import received
 from support.versions import TRANSPORTS, Run, assert_equal, open_run
 
-world, make_policy = support.world, support.make_policy
-tied_model, untied_model = support.tied_model, support.untied_model
 MakePolicy = Callable[..., Policy]
 Open = Callable[..., AbstractContextManager[Run]]
 SECONDS = 300.0
