@@ -139,8 +139,7 @@ def test_nothing_to_recover_starts_fresh(model: Path, tmp_path: Path) -> None:
     assert "nothing to recover in" in done.stdout
     trainer = next(line for line in done.stdout.splitlines() if "entrypoints.trainer" in line)
     assert "--recover" not in trainer
-    (tmp_path / "run/incarnations").mkdir()
-    (tmp_path / "run/incarnations/0.json").write_text('{"step": 0}')
+    (tmp_path / "run/recovery/step_1").mkdir(parents=True)
     done = rl(model, tmp_path / "run", "--recover", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "nothing to recover" not in done.stdout

@@ -31,7 +31,7 @@ def run(config: RLConfig) -> int:
     """Run to the end; return the exit status. Raises UserError for what cannot work, before anything is started."""
     if config.bench:
         config = rundir.separate_bench(config, print)
-    if config.recover and not rundir.recoverable(config.output_dir):
+    if config.recover and not rundir.results(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})
     resolved = resume_at(config)

@@ -154,12 +154,6 @@ def newest_step(parent: Path) -> int:
         return -1
 
 
-def recoverable(output_dir: Path) -> bool:
-    """Whether an interrupted run has begun to commit: it has an incarnation, a batch, a state or an episode."""
-    begun = ("incarnations/*.json", "rollouts/step_*", "recovery/step_*")
-    return any(any(output_dir.glob(pattern)) for pattern in begun) or _holds_episodes(output_dir / LEDGER)
-
-
 def refuse_results(output_dir: Path) -> None:
     """Raises UserError when the directory holds an earlier run's results."""
     if names := results(output_dir):
@@ -270,7 +264,7 @@ def bench_dir(output_dir: Path) -> Path:
         UserError: it holds a run.
     """
     directory = output_dir if output_dir.name == _BENCH else output_dir / _BENCH
-    if recoverable(directory) or set(results(directory)) - {"metrics"}:  # benchmarks write these, too
+    if set(results(directory)) - {"metrics"}:  # benchmarks write these, too
         raise UserError(
             f"{directory} is the place of benchmarks, and holds a run: rename it, or choose another --output-dir"
         )

@@ -19,7 +19,6 @@ from prime_rl.launcher.rundir import (
     clean,
     cleaned,
     forget_status,
-    recoverable,
     refuse_results,
 )
 from prime_rl.monitor import Status, read_status
@@ -147,10 +146,6 @@ def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
     (tmp_path / "status/orchestrator.json").rmdir()
     assert (tmp_path / "logs/trainer.log").exists()
     assert not any((tmp_path / "status").iterdir())
-    assert not recoverable(tmp_path)
-    (tmp_path / "incarnations").mkdir()
-    (tmp_path / "incarnations/0.json").touch()
-    assert recoverable(tmp_path)
 
 
 def test_finished_episodes_are_results_before_the_first_batch(tmp_path: Path) -> None:
@@ -159,13 +154,11 @@ def test_finished_episodes_are_results_before_the_first_batch(tmp_path: Path) ->
     open_group(ledger, 0)
     ledger.flush()
     refuse_results(tmp_path)
-    assert not recoverable(tmp_path)
     finish_group(ledger, 1)
     ledger.flush()
     ledger.close()
     with pytest.raises(UserError, match=r"ledger\.sqlite.*--clean.*--recover"):
         refuse_results(tmp_path)
-    assert recoverable(tmp_path)
     clean(tmp_path)
     refuse_results(tmp_path)
     (tmp_path / "ledger.sqlite").write_text("damaged: nobody knows what it held")
