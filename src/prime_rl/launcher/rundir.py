@@ -31,25 +31,18 @@ _LOCK_SECONDS = 60.0  # long enough for another process to remove a large run
 # somebody will say `--output-dir .` in a repository that has a configs/ of its own.
 _PROCESSES = ("rl", "trainer", "sft", "orchestrator", "eval", "inference", "inference-*")
 _OF_ONE_RUN = {"trainer", "sft", "orchestrator"}  # servers outlive runs
-_COMMITTED = ("step_*", ".step_*")
-_SUPERSEDED = ("given_up_*_step_*", ".given_up_*")  # renamed by a new incarnation of the trainer
-_REPLACED = ("*.json", ".*.json.tmp-*")  # small files, each replaced as a whole; a dead writer may have left its half
+_BY_PROCESS = ("settings", "metrics", "status", "logs", "configs", "evals")
+# Commits, what a new incarnation of the trainer has superseded, and small files; of each what a dead writer left.
+_COMMITTED = ("step_*", ".step_*", "given_up_*", ".given_up_*", "*.json", ".*.json.tmp-*")
+_NAMED = tuple(f"{name}{end}" for name in _PROCESSES for end in (".jsonl", ".log", ".*.log", ".toml"))
 _WRITTEN: dict[str, tuple[str, ...]] = {
-    "rollouts": _COMMITTED,
-    "weights": (*_COMMITTED, *_SUPERSEDED, *_REPLACED),
-    "checkpoints": (*_COMMITTED, *_SUPERSEDED),
-    "recovery": (*_COMMITTED, *_SUPERSEDED),
-    "incarnations": ("*",),
-    "leases": _REPLACED,
-    "settings": _REPLACED,
+    **dict.fromkeys(("rollouts", "weights", "checkpoints", "recovery", "incarnations", "leases"), _COMMITTED),
+    **dict.fromkeys(("settings", "status"), ("*.json", ".*.json.tmp-*")),
+    **dict.fromkeys(("metrics", "configs"), _NAMED),
+    "logs": (*_NAMED, "restarts.jsonl", "envs", "wandb"),
     "evals": ("*",),
-    "metrics": tuple(f"{name}.jsonl" for name in _PROCESSES),
-    "status": tuple(pattern for name in _PROCESSES for pattern in (f"{name}.json", f"{name}.*.json", f".{name}.*")),
-    "logs": (*(f"{name}.log" for name in _PROCESSES), "trainer.*.log", "sft.*.log", "restarts.jsonl", "envs", "wandb"),
-    "configs": tuple(f"{name}.toml" for name in _PROCESSES),
     ".": (f"{LEDGER}*",),
 }
-_BY_PROCESS = ("settings", "metrics", "status", "logs", "configs", "evals")
 
 Config = TypeVar("Config", RLConfig, TrainerConfig, SFTConfig, OrchestratorConfig)
 
