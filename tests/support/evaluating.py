@@ -110,9 +110,10 @@ class World:
 
 
 def rewards(evaluated: list[EvalResults]) -> dict[tuple[str, str], list[list[float | None]]]:
-    return {
-        (each.env, each.policy): [
-            [result.reward if result.ok else None for result in attempts] for attempts in each.by_task
-        ]
-        for each in evaluated
-    }
+    table: dict[tuple[str, str], list[list[float | None]]] = {}
+    for each in evaluated:
+        by_task: dict[str, list[float | None]] = {}
+        for row in each.made:
+            by_task.setdefault(row["task_id"], []).append(row["reward"])
+        table[each.plan.env, each.policy] = list(by_task.values())
+    return table

@@ -1,16 +1,15 @@
 """Run the attempts of an evaluation: for `eval`, which `sft` starts beside itself, and during `rl`.
 
-A plan says what to run for one environment; a job is a plan with its tasks and results. A runner makes all missing
-attempts of several jobs by one policy version, so that the slowest episodes of one environment leave the engines to the
-others.
+A runner makes all missing attempts at several environments by one policy version, so that the slowest episodes of one
+environment leave the servers to the others.
 """
 
 import asyncio
 import itertools
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from loguru import logger
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
-from prime_rl.evals.results import EvalResults
+from prime_rl.evals.results import EvalPlan, EvalResults
 from prime_rl.fleet.replicas import Replica, ReplicaPool, soundest
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.tasks import request_seed
@@ -29,8 +28,10 @@ if TYPE_CHECKING:
     from prime_rl.config.shared import SamplingConfig
 
 _WORKER_DEATHS = 3  # in one attempt, of which the last is its outcome
-_TRIES = 5  # at one attempt, of which all but the last failed for want of a server
-FIRST_PAUSE_SECONDS = 1.0  # before an attempt without a server is made again; doubled each time
+_ROUNDS = 5  # of an attempt over all servers, of which all but the last failed for want of one
+FIRST_PAUSE_SECONDS = 1.0  # after the first round; doubled each time
+LOOK_SECONDS = 10.0  # between two looks at a server that has an attempt
+_SILENT_LOOKS = 3  # in a row, without an answer: the server hangs
 _LOST = "did not answer, was started again, or was given other weights by others: is it another run's?"
 
 
@@ -38,73 +39,30 @@ class KeyRejected(UserError):
     """The API accepts the key no more, or its budget is spent: no further attempt would fare better."""
 
 
-@dataclass(frozen=True)
-class EvalPlan:
-    """What to run for one environment: `env` names it in metrics, `worker` in the pool. `chat`: by an API's route."""
-
-    env: str
-    worker: str
-    sampling: "SamplingConfig"
-    num_examples: int
-    rollouts_per_example: int
-    seq_len: int
-    chat: bool = False
-
-
-@dataclass(frozen=True)
-class EvalJob:
-    """One environment: what to run, on which tasks, and the results so far."""
-
-    plan: EvalPlan
-    tasks: Sequence[TaskInfo]
-    results: EvalResults
-
-
-@dataclass(frozen=True)
-class EvalAttempt:
-    """One attempt at one task."""
-
-    job: EvalJob
-    task: TaskInfo
-    number: int
-
-
+@dataclass(eq=False)
 class EvalRunner:
-    """Makes all missing attempts of several jobs. What has ended is kept at once, whatever ends the rest.
+    """Makes all attempts that are missing in `results`. What has ended is kept at once, whatever ends the rest.
 
     Args:
-        max_concurrent: Attempts in flight, of all jobs.
+        max_concurrent: Attempts in flight, at all environments.
         timeout: Seconds that one attempt may take.
         fleet: Servers of this version. An attempt goes to one of them, and is kept once that one is verified to have
             served the version all the time; else it is made again. None: an API, which environments ask without us.
         bring_back: Called with a server that failed its verification.
         superseded: Whether the version is no longer to be evaluated.
-        on_result: Called with each attempt that is kept.
+        on_result: Called after each attempt that is kept.
     """
 
-    def __init__(
-        self,
-        pool: EnvPool,
-        jobs: Sequence[EvalJob],
-        version: int,
-        *,
-        seed: int,
-        max_concurrent: int,
-        timeout: float,
-        fleet: ReplicaPool | None = None,
-        bring_back: Callable[[Replica], Coroutine[Any, Any, None]] | None = None,
-        superseded: Callable[[], bool] = lambda: False,
-        on_result: Callable[[EvalJob], None] = lambda job: None,
-    ) -> None:
-        self._pool, self._version, self._seed = pool, version, seed
-        self._max_concurrent, self._timeout = max_concurrent, timeout
-        self._fleet, self._bring_back, self._superseded = fleet, bring_back, superseded
-        self._on_result = on_result
-        # One of each environment in turn, so that none waits for the end of another.
-        turns = itertools.chain.from_iterable(itertools.zip_longest(*map(_missing, jobs)))
-        self._todo = deque(attempt for attempt in turns if attempt is not None)
-        self._group = asyncio.TaskGroup()
-        self._begin = time.monotonic()
+    pool: EnvPool
+    results: Sequence[EvalResults]
+    seed: int
+    max_concurrent: int
+    timeout: float
+    fleet: ReplicaPool | None = None
+    bring_back: Callable[[Replica], Coroutine[Any, Any, None]] | None = None
+    superseded: Callable[[], bool] = lambda: False
+    on_result: Callable[[], None] = lambda: None
+    _group: asyncio.TaskGroup = field(init=False, default_factory=asyncio.TaskGroup)
 
     async def run(self) -> None:
         """Run all that is missing.
@@ -113,101 +71,111 @@ class EvalRunner:
             KeyRejected: the API rejected the key.
             UserError: a server was lost for good.
         """
+        # One of each environment in turn, so that none waits for the end of another.
+        turns = itertools.zip_longest(*(_missing(results) for results in self.results))
+        todo = deque(attempt for turn in turns for attempt in turn if attempt is not None)
+        begin = time.monotonic()
         try:
             async with self._group:
-                for _ in range(min(self._max_concurrent, len(self._todo))):
-                    self._group.create_task(self._work())
+                for _ in range(min(self.max_concurrent, len(todo))):
+                    self._group.create_task(self._work(todo, begin))
         except ExceptionGroup as several:
             kinds = (KeyRejected, UserError, Exception)  # a rejected key first, then what else the user can mend
-            raise min(
-                several.exceptions, key=lambda error: [not isinstance(error, kind) for kind in kinds]
-            ) from several
+            raise min(several.exceptions, key=lambda one: [not isinstance(one, kind) for kind in kinds]) from several
 
-    async def _work(self) -> None:
-        while self._todo and not self._superseded():  # bounded: each attempt is
-            attempt = self._todo.popleft()
-            result, results = await self._attempt(attempt), attempt.job.results
-            if result.outcome is Outcome.ENGINE_UNAVAILABLE and self._superseded():
+    async def _work(self, todo: deque[tuple[EvalResults, TaskInfo, int]], begin: float) -> None:
+        while todo and not self.superseded():  # bounded: each attempt is
+            results, task, number = todo.popleft()
+            result = await self._attempt(results, task.index, number)
+            if result.outcome is Outcome.ENGINE_UNAVAILABLE and self.superseded():
                 return  # it was not waited for
-            result.task_id = attempt.task.task_id
+            result.task_id = task.task_id
             result.output_tokens = result.output_tokens or output_tokens(result)
-            result.samples = []
-            results.seconds = time.monotonic() - self._begin
-            results.add(attempt.number, result)
-            self._on_result(attempt.job)
+            results.seconds = time.monotonic() - begin
+            results.add(number, result)
+            self.on_result()
             if result.outcome is Outcome.ENGINE_DENIED:
                 raise KeyRejected(result.message)
 
-    async def _attempt(self, attempt: EvalAttempt) -> EpisodeResult:
-        """Make one attempt, again where a worker dies or no server is there. Its seed follows from what it is, not from
+    async def _attempt(self, results: EvalResults, index: int, number: int) -> EpisodeResult:
+        """Make one attempt, again where a worker dies or a server fails. Its seed follows from what it is, not from
         what ran before."""
-        plan, index, number = attempt.job.plan, attempt.task.index, attempt.number
-        seed = request_seed(self._seed, f"eval/{plan.env}/{self._version}/{index}", number)
+        plan, version = results.plan, results.version
+        seed = request_seed(self.seed, f"eval/{plan.env}/{version}/{index}", number)
         sampling = chat_sampling(plan.sampling, seed) if plan.chat else wire_sampling(plan.sampling, seed, plan.seq_len)
         run = partial(
-            self._pool.run, env=plan.worker, task_index=index, sampling=sampling, policy_version=self._version,
-            episode_id=f"eval-{plan.env}-{self._version}-{index}-{number}",
+            self.pool.run, env=plan.worker, task_index=index, sampling=sampling, policy_version=version,
+            episode_id=f"eval-{plan.env}-{version}-{index}-{number}",
         )  # fmt: skip
-        outcomes: Counter[Outcome] = Counter()
-        while True:  # bounded: by the tries
-            if self._fleet is None:
-                result = await run(deadline=time.monotonic() + self._timeout)
+        deaths, rounds, tried = 0, 0, set[Replica]()
+        while True:  # bounded: by the deaths of workers and the rounds
+            if self.fleet is None:
+                result = await run(deadline=time.monotonic() + self.timeout)
             else:
-                result = await self._run_on_server(run, self._fleet)
-            outcomes[result.outcome] += 1
-            count = outcomes[result.outcome]
-            if result.outcome is Outcome.WORKER_DIED and count < _WORKER_DEATHS:
+                result = await self._run_on_server(run, self.fleet, tried)
+            if result.outcome is Outcome.WORKER_DIED and (deaths := deaths + 1) < _WORKER_DEATHS:
                 continue
             # The client of an API has tried again and again already.
-            final = plan.chat or count >= _TRIES or self._superseded()
-            if result.outcome is not Outcome.ENGINE_UNAVAILABLE or final:
+            if result.outcome is not Outcome.ENGINE_UNAVAILABLE or self.fleet is None:
                 return result
-            await asyncio.sleep(FIRST_PAUSE_SECONDS * 2.0 ** (count - 1))
+            if tried.issuperset(self.fleet.ready):
+                rounds += 1
+                if rounds == _ROUNDS or self.superseded():
+                    return result
+                tried.clear()
+                await asyncio.sleep(FIRST_PAUSE_SECONDS * 2.0 ** (rounds - 1))
 
-    async def _run_on_server(self, run: Callable[..., Awaitable[EpisodeResult]], fleet: ReplicaPool) -> EpisodeResult:
-        """Run an attempt on the least loaded server. What fails for want of it is tried once with each other one."""
-        result = EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE)
-        tried: set[Replica] = set()
-        while not (tried and tried.issuperset(fleet.ready)):  # bounded: each server is tried once
-            try:
-                replica = await wait_async(
-                    lambda: soundest([one for one in fleet.ready if one not in tried] or fleet.ready),
-                    subject="server that serves", owner="inference", seconds=self._timeout, stop=self._superseded,
-                )  # fmt: skip
-            except WaitTimeout as error:
-                result.message = str(error)
-                break
-            if replica is None:
-                break
-            with fleet.busy(replica):
-                loaded = replica.loaded
-                result = await run(server=replica.name, deadline=time.monotonic() + self._timeout)
-                verified = await replica.verify()
-            if not verified and self._bring_back is not None:
-                self._group.create_task(self._bring_back(replica))
-            tried.add(replica)
-            if result.outcome is Outcome.ENGINE_UNAVAILABLE:
-                if not replica.failures:  # many may fail together here
-                    fleet.failed(replica)
-            elif verified and replica.loaded is loaded:
-                if result.ok:
-                    fleet.succeeded(replica)
-                break
-            else:  # it was lost, and perhaps given the weights again
-                result = EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE, f"{replica.name} {_LOST}")
-        return result
-
-
-def new_job(pool: EnvPool, plan: EvalPlan, version: int, policy: str = "", **settings: Any) -> EvalJob:
-    """Return a job with results in memory; `settings` are theirs."""
-    tasks, name = tasks_of(pool, plan), policy or f"step_{version}"
-    ids = [task.task_id for task in tasks]
-    return EvalJob(plan, tasks, EvalResults(plan.env, name, version, ids, plan.rollouts_per_example, **settings))
+    async def _run_on_server(
+        self, run: Callable[..., Coroutine[Any, Any, EpisodeResult]], fleet: ReplicaPool, tried: set[Replica]
+    ) -> EpisodeResult:
+        """Run an attempt on the least loaded server, one that was not tried if there is such."""
+        try:
+            replica = await wait_async(
+                lambda: soundest([one for one in fleet.ready if one not in tried] or fleet.ready),
+                subject="server that serves", owner="inference", seconds=self.timeout, stop=self.superseded,
+            )  # fmt: skip
+        except WaitTimeout as error:
+            return _unavailable(str(error))
+        if replica is None:
+            return _unavailable("superseded")
+        tried.add(replica)
+        with fleet.busy(replica):
+            loaded = replica.loaded
+            result = await _unless_silent(replica, run(server=replica.name, deadline=time.monotonic() + self.timeout))
+            verified = result is not None and await replica.verify()
+        if not verified and self.bring_back is not None:
+            self._group.create_task(self.bring_back(replica))
+        if result is None or result.outcome is Outcome.ENGINE_UNAVAILABLE:
+            if not replica.failures:  # many may fail together here
+                fleet.failed(replica)
+        elif not verified or replica.loaded is not loaded:  # it was lost, and perhaps given the weights again
+            return _unavailable(f"{replica.name} {_LOST}")
+        elif result.ok:
+            fleet.succeeded(replica)
+        return result or _unavailable(f"{replica.name} does not answer")
 
 
-def _missing(job: EvalJob) -> list[EvalAttempt]:
-    tasks = {task.task_id: task for task in job.tasks}
-    return [EvalAttempt(job, tasks[key[0]], key[1]) for key in job.results.keys if key not in job.results.done]
+async def _unless_silent(replica: Replica, attempt: Coroutine[Any, Any, EpisodeResult]) -> EpisodeResult | None:
+    """Await an attempt; None, and it is cancelled, where the server does not answer meanwhile, again and again."""
+    task, silent = asyncio.ensure_future(attempt), 0
+    try:
+        while silent < _SILENT_LOOKS:  # bounded: the attempt has its deadline
+            await asyncio.wait([task], timeout=LOOK_SECONDS)
+            if task.done():
+                return task.result()
+            silent = 0 if await replica.engine.answers() else silent + 1
+        return None
+    finally:
+        task.cancel()
+
+
+def _unavailable(message: str) -> EpisodeResult:
+    return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE, message)
+
+
+def _missing(results: EvalResults) -> list[tuple[EvalResults, TaskInfo, int]]:
+    tasks = {task.task_id: task for task in results.tasks}
+    return [(results, tasks[id_], number) for id_, number in results.attempts if (id_, number) not in results.done]
 
 
 def tasks_of(pool: EnvPool, plan: EvalPlan) -> Sequence[TaskInfo]:

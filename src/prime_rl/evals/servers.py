@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -14,11 +13,11 @@ from loguru import logger
 from prime_rl.config.shared import is_own_host
 from prime_rl.errors import UserError
 from prime_rl.evals.versions import EvalPolicy, OnWait
-from prime_rl.fleet.client import InferenceClient, Served, ServerError
+from prime_rl.fleet.client import InferenceClient, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import NO_VERSION, connect_all
-from prime_rl.monitor import Status
+from prime_rl.wait import within
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
@@ -63,50 +62,43 @@ def rejected_key(client: "ClientConfig") -> str:
 
 
 class EvalServers:
-    """All servers of one evaluation, serving one policy at a time."""
+    """All servers of one evaluation, serving one policy at a time.
 
-    def __init__(self, fleet: ReplicaPool, on_wait: OnWait) -> None:
-        self.fleet, self._on_wait = fleet, on_wait
-        self._policy: EvalPolicy | None = None
+    Args:
+        gives: Whether they are given weights: the base, or versions of a directory.
+    """
 
-    @property
-    def used(self) -> list[Replica]:
-        """Those that were let in."""
-        return [replica for replica in self.fleet.replicas if replica.loaded is not None]
+    def __init__(self, fleet: ReplicaPool, on_wait: OnWait, gives: bool) -> None:
+        self.fleet, self._on_wait, self._gives = fleet, on_wait, gives
+        self._used = fleet.ready
+        self._policy = EvalPolicy("", NO_VERSION)
 
-    def as_served(self) -> EvalPolicy:
-        """What they serve now, to be evaluated as it is."""
-        (served, *_) = [replica.loaded for replica in self.used]
-        assert served is not None
-        self._policy = EvalPolicy(f"step_{served.version}", served.version, served.hash)
-        return self._policy
-
-    async def serve(self, policy: EvalPolicy) -> EvalPolicy:
-        """Have all of them load and verify it. Returns it with its hash.
+    async def serve(self, policy: EvalPolicy | None) -> EvalPolicy:
+        """Have all of them load and verify a policy; None: as they are. Returns what they serve, with its hash.
 
         Raises:
             UserError: one of them rejected it, or failed again and again.
         """
-        self._policy = policy
-        await asyncio.gather(*(self._load(replica, policy) for replica in self.used))
-        served = {(one.version, one.hash) for replica in self.used if (one := replica.loaded) is not None}
+        if policy is not None:
+            self._policy = policy
+            await asyncio.gather(*(self._load(replica) for replica in self._used))
+        served = {(one.version, one.hash) for replica in self._used if (one := replica.loaded) is not None}
         if len(served) != 1:
-            raise UserError(f"the servers say of {policy.name} that they serve different weights: {sorted(served)}")
+            raise UserError(f"the servers say that they serve different weights: {sorted(served)}")
         ((version, hash_),) = served
-        self._policy = replace(policy, version=version, hash=hash_)
+        name = f"step_{version}" if policy is None else policy.name
+        self._policy = EvalPolicy(name, version, hash_, None if policy is None else policy.weights)
         return self._policy
 
     async def restore(self) -> None:
         """Have all of them serve their base again. Failures are logged."""
-        await asyncio.gather(*(self._restore(replica) for replica in self.used))
+        await asyncio.gather(*(self._restore(replica) for replica in self._used))
 
     async def _restore(self, replica: Replica) -> None:
         try:
-            async with asyncio.timeout(RESTORE_SECONDS):
-                await replica.load(None)
-        except (TimeoutError, UserError) as error:
-            why = str(error) or f"no answer in {RESTORE_SECONDS:.0f} s"
-            logger.warning("{} does not serve its base again: {}", replica.name, why)
+            await within(replica.load(None), subject="the base model", owner=replica.name, seconds=RESTORE_SECONDS)
+        except UserError as error:
+            logger.warning("{} does not serve its base again: {}", replica.name, error)
         except asyncio.CancelledError:
             logger.warning("{} may not serve its base again: interrupted", replica.name)
             raise
@@ -119,15 +111,13 @@ class EvalServers:
         """
         if not replica.ready:
             return  # it is being brought back
-        assert self._policy is not None
-        policy = self._policy
         self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its verification")
         await replica.engine.wait_ready(self._on_wait)
-        served = await replica.engine.served()
+        served, policy = await replica.engine.served(), self._policy
         if served != replica.loaded:
             logger.warning("{} was restarted, or given other weights: what it sampled is made again", replica.name)
-            if policy.weights is not None or policy.base:
-                await self._load(replica, policy)
+            if self._gives:
+                await self._load(replica)
             elif (served.version, served.hash) == (policy.version, policy.hash):
                 replica.loaded = served
             else:
@@ -137,7 +127,8 @@ class EvalServers:
                 )
         self.fleet.move(replica, ReplicaState.READY)
 
-    async def _load(self, replica: Replica, policy: EvalPolicy) -> None:
+    async def _load(self, replica: Replica) -> None:
+        policy = self._policy
         for number in range(1, _LOADS + 1):
             try:
                 await replica.load(policy.weights)
@@ -149,17 +140,17 @@ class EvalServers:
                 await asyncio.sleep(_PAUSE_SECONDS * number)
 
 
-async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -> EvalServers:
-    """Wait for the servers and let in those that are there.
+async def connect(config: "EvalConfig", stack: AsyncExitStack, on_wait: OnWait) -> EvalServers:
+    """Wait for the servers and let in those that are there. `stack` closes the connections.
 
     Raises:
         UserError: none came up in time, or they do not serve the same, or another model.
     """
-    logprob_check = LogprobCheck(any_base=True) if config.logprob_check and config.weights_dir is not None else None
+    gives = config.weights_dir is not None
+    logprob_check = LogprobCheck(any_base=True) if config.logprob_check and gives else None
     fleet = ReplicaPool(connect_all(config.client, partial(_connect, stack, config.client, logprob_check)))
-    ready = await fleet.wait_ready(status.waiting)
-    await admit(fleet, ready, config.model.name, same=config.weights_dir is None)
-    return EvalServers(fleet, status.waiting)
+    await admit(fleet, await fleet.wait_ready(on_wait), config.model.name, same=not gives)
+    return EvalServers(fleet, on_wait, gives)
 
 
 def _connect(
@@ -179,12 +170,13 @@ async def admit(fleet: ReplicaPool, ready: Sequence[Replica], model: str, same: 
     Raises:
         UserError: they do not serve the same, or another model.
     """
-    served: dict[Replica, Served] = {replica: await replica.engine.served() for replica in ready}
+    served = {replica: await replica.engine.served() for replica in ready}
     for replica, one in served.items():
         one.check_name(replica.name, model)
     served = {replica: one for replica, one in served.items() if not one.leaving} or served  # if there is another
-    if same and (mixed := next((replica.name for replica, one in served.items() if one.version == NO_VERSION), None)):
-        raise UserError(f"the servers behind {mixed} do not serve the same weights")
+    for replica, one in served.items() if same else ():
+        if one.version == NO_VERSION:
+            raise UserError(f"the servers behind {replica.name} do not serve the same weights")
     if same and len({(one.version, one.hash) for one in served.values()}) > 1:
         listed = ", ".join(f"{replica.name} version {one.version} ({one.hash[:12]})" for replica, one in served.items())
         raise UserError(f"the servers do not serve the same weights: {listed}")

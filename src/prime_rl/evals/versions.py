@@ -31,17 +31,13 @@ class EvalPolicy:
     Attributes:
         name: Of its directory of results: `step_<version>`, or `api`.
         hash: Of its weights; empty where it is not known.
-        weights: The committed version that servers load; None where they serve their base (`base`), or stay as they are.
+        weights: The committed version that servers load; None where they serve their base, or stay as they are.
     """
 
     name: str
     version: int
     hash: str = ""
     weights: WeightsManifest | None = None
-    base: bool = False
-
-
-API = EvalPolicy("api", 0)
 
 
 class EvalVersions:
@@ -49,14 +45,12 @@ class EvalVersions:
 
     Attributes:
         skipped: Versions that are not, and why.
-        hashes: Of each that was.
     """
 
     def __init__(self, config: EvalConfig) -> None:
         self._config, self._directory = config, config.weights_dir or Path()
-        self._run_dir = self._directory.parent
         self.skipped: dict[int, str] = {}
-        self.hashes: dict[int, str] = {}
+        self._hashes: dict[int, str] = {}  # of the versions that were
 
     def check(self) -> None:
         """Check what can be known before anything starts: the directory and the named versions exist.
@@ -81,92 +75,77 @@ class EvalVersions:
 
     async def policies(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
         """Yield the base and the versions to evaluate, in order; with `follow` also later ones, until the run has ended."""
-        config = self._config
-        named = sorted(set(config.steps) - {BASE}) if config.steps else self._chosen(self.committed())
-        if config.eval_base or BASE in config.steps:
+        config, run_dir = self._config, self._directory.parent
+        versions = set(config.steps or self._chosen(list_steps(self._directory)))
+        if config.eval_base or BASE in versions:
             # The model that the servers were started with; it need not be the one that the run started from.
-            yield EvalPolicy(f"step_{BASE}", BASE, base=True)
-        if config.follow:
-            async for followed in self._follow(on_wait):
-                yield followed
-            return
-        for version in named:
-            if (policy := self._find(version)) is not None:
-                yield policy
-
-    def committed(self) -> list[int]:
-        """The versions in the directory now."""
-        return list_steps(self._directory)
+            yield EvalPolicy(f"step_{BASE}", BASE)
+        writer = TrainerWatch(run_dir, processes=_WRITERS)
+        while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
+            # Before the look: what was committed before the last word is seen.
+            ended = not config.follow or writer.ended(asked_to_stop=False)
+            if config.follow:
+                committed = list_steps(self._directory)
+                last = committed[-1:] if ended else []  # worth knowing, whatever the interval
+                versions = {*self._chosen(committed), *last}
+            manifests = [found for version in sorted(versions - {BASE}) if (found := self._find(version)) is not None]
+            if config.hold:
+                self._hold(
+                    min([*(manifest.version for manifest in manifests), self._next(max(committed, default=BASE))])
+                )
+            if manifests:
+                manifest = manifests[0]
+                self._hashes[manifest.version] = manifest.hash
+                self.skipped.pop(manifest.version, None)  # made again since it was
+                yield EvalPolicy(f"step_{manifest.version}", manifest.version, manifest.hash, manifest)
+            elif ended:
+                break
+            else:
+                on_wait("the next version", "the run that is followed", GONE_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
+        if config.hold:
+            drop_lease(run_dir, EVAL)
 
     def skip(self, version: int, why: str) -> None:
-        """Say and remember that `version` is not evaluated."""
+        """Say and remember that `version` is not evaluated, unless it is made again."""
         logger.warning("version {} is not evaluated: {}", version, why)
         self.skipped[version] = why
+        self._hashes.pop(version, None)
 
     def _chosen(self, committed: Sequence[int]) -> list[int]:
         return [version for version in committed if version != BASE and version % (self._config.interval or 1) == 0]
 
-    def _find(self, version: int) -> EvalPolicy | None:
-        """A committed version; None, and the reason in `skipped`, where servers cannot load it."""
-        outcome = self._loadable(version)
-        if isinstance(outcome, str):
-            self.skip(version, outcome)
-            return None
-        self.hashes[version] = outcome.hash
-        self.skipped.pop(version, None)  # made again since it was
-        return EvalPolicy(f"step_{version}", version, outcome.hash, outcome)
-
-    def _loadable(self, version: int) -> WeightsManifest | str:
-        """A committed version, or why servers cannot load it."""
-        directory = version_dir(self._directory, version)
+    def _find(self, version: int) -> WeightsManifest | None:
+        """A committed version that is still to be evaluated: it was not yet, or has since been made again by another
+        incarnation, or written to disk. One that servers cannot load is skipped."""
+        directory, why = version_dir(self._directory, version), ""
         try:
             manifest = weights_manifest(directory)
         except CommitError as error:
-            return f"{error}" if directory.is_dir() else "it was removed before it was its turn"
-        if manifest.publisher is not None:
-            return never_written_message(directory)
-        return (
-            f"its tensors were in memory ({manifest.files}), and are there no more" if is_gone(manifest) else manifest
-        )
-
-    async def _follow(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
-        writer = TrainerWatch(self._run_dir, processes=_WRITERS)
-        while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
-            # Before the look: what was committed before the last word is seen.
-            ended = writer.ended(asked_to_stop=False)
-            committed = self.committed()
-            last = {max(committed)} - {BASE} if committed and ended else set()  # worth knowing, whatever the interval
-            fresh = [version for version in sorted({*self._chosen(committed), *last}) if self._is_new(version)]
-            if self._config.hold:
-                self._hold(min([*fresh, self._next(committed)]))
-            if fresh:
-                if (policy := self._find(fresh[0])) is not None:
-                    yield policy
-                continue
-            if ended:
-                break
-            on_wait("the next version", "the run that is followed", GONE_SECONDS)
-            await asyncio.sleep(LOOK_SECONDS)
-        drop_lease(self._run_dir, EVAL)
+            why = f"{error}" if directory.is_dir() else "it was removed before it was its turn"
+        else:
+            if manifest.publisher is not None:
+                why = never_written_message(directory)
+            elif is_gone(manifest):
+                why = f"its tensors were in memory ({manifest.files}), and are there no more"
+            elif self._hashes.get(version) != manifest.hash:
+                return manifest
+        if why and version not in self._hashes and version not in self.skipped:
+            self.skip(version, why)
+        return None
 
     def _hold(self, version: int) -> None:
         """Keep the run from removing this version and later ones."""
-        lease = Lease(current_incarnation(read_incarnations(self._run_dir)).number, version)
-        if read_lease(self._run_dir, EVAL) != lease:
-            write_lease(self._run_dir, lease, EVAL)
+        run_dir = self._directory.parent
+        lease = Lease(current_incarnation(read_incarnations(run_dir)).number, version)
+        if read_lease(run_dir, EVAL) != lease:
+            write_lease(run_dir, lease, EVAL)
 
-    def _next(self, committed: Sequence[int]) -> int:
+    def _next(self, newest: int) -> int:
         """Return the next version to evaluate, unless the trainer goes back. The very last one is kept anyway."""
-        newest, interval = max(committed, default=BASE), self._config.interval or 1
-        last = max((version for version in self.hashes if version <= newest), default=BASE)
+        interval = self._config.interval or 1
+        last = max((version for version in self._hashes if version <= newest), default=BASE)
         return (last // interval + 1) * interval
-
-    def _is_new(self, version: int) -> bool:
-        """Whether it was not looked at yet, or has since been made again by another incarnation, or written to disk."""
-        if version not in self.hashes and version not in self.skipped:
-            return True
-        outcome = self._loadable(version)
-        return not isinstance(outcome, str) and outcome.hash != self.hashes.get(version)
 
 
 def is_gone(manifest: WeightsManifest) -> bool:

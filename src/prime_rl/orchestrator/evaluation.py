@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.evals.results import EvalResults
-from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of
+from prime_rl.evals.results import EvalPlan, EvalResults
+from prime_rl.evals.runner import EvalRunner, tasks_of
 from prime_rl.fleet.replicas import Replica
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
@@ -107,24 +107,24 @@ class Evaluations:
         async with weight_sync.lock:
             version = scheduler.version
             plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
-            jobs = [new_job(self._pool, plan, version) for plan in plans]
-            total, done = sum(len(job.results.keys) for job in jobs), itertools.count(1)
+            every = [EvalResults(plan, tasks_of(self._pool, plan), version) for plan in plans]
+            total, done = sum(len(results.attempts) for results in every), itertools.count(1)
             phase = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
             self._status.phase(phase)
             while not self._superseded():  # else another version is evaluated in its place
                 await EvalRunner(
-                    self._pool, jobs, version, seed=self.config.seed,
+                    self._pool, every, seed=self.config.seed,
                     max_concurrent=concurrent_episodes(self.config, eval_environments(self.config)),
                     timeout=self.config.rollout_timeout, fleet=weight_sync.fleet, bring_back=self._bring_back,
                     superseded=self._superseded,
-                    on_result=lambda job: self._status.phase(f"{phase}: {next(done)}/{total}"),
+                    on_result=lambda: self._status.phase(f"{phase}: {next(done)}/{total}"),
                 ).run()  # fmt: skip
                 async with weight_sync.shipping:
                     weight_sync.notice_incarnation()
                 # Not complete: the version was not to be had for a while, and came back.
-                if not self._superseded() and all(job.results.complete for job in jobs):
-                    for job in jobs:
-                        self._log(job.results)
+                if not self._superseded() and all(results.complete for results in every):
+                    for results in every:
+                        self._log(results)
                     break
 
     def _superseded(self) -> bool:
@@ -134,7 +134,7 @@ class Evaluations:
         self._weight_sync.quarantine(replica, "it failed its verification")
 
     def _log(self, results: EvalResults) -> None:
-        env, version, incarnation = results.env, results.version, self._weight_sync.scheduler.incarnation
+        env, version, incarnation = results.plan.env, results.version, self._weight_sync.scheduler.incarnation
         metrics = {**results.logged(), f"eval/{env}/policy_incarnation": float(incarnation)}
         self._monitor.log(version, metrics)
         self._logged[env, version] = incarnation

@@ -1,4 +1,4 @@
-"""Attempts are made as often as they have to be, and no longer than their version counts."""
+"""Attempts are made as often as they have to be, and no longer than their version counts; who is behind an address."""
 
 import asyncio
 import socket
@@ -6,65 +6,88 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
+from prime_rl.config import EvalConfig
 from prime_rl.config.shared import SamplingConfig
 from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals import runner
-from prime_rl.evals.runner import EvalPlan, EvalRunner, new_job, tasks_of, wire_sampling
+from prime_rl.evals.results import EvalPlan, EvalResults
+from prime_rl.evals.runner import EvalRunner, tasks_of, wire_sampling
+from prime_rl.evals.servers import way_of_asking
 from prime_rl.fleet.replicas import ReplicaState
+from prime_rl.launcher.preflight import check_key
 from prime_rl.orchestrator import evaluation
 from prime_rl.orchestrator.evaluation import Evaluations
 from support.fleet import ready_fleet
 
+TASKS = [TaskInfo(f"t{i}", i) for i in range(4)]
+PLAN = EvalPlan("one", "one", SamplingConfig(), 4, 8, 100)
+
 
 class Pool:
-    """Four tasks, of which servers in `sick` fail every attempt."""
+    """Four tasks, of which servers in `sick` fail every attempt; one in `hung` never ends one."""
 
-    def __init__(self, *sick: str):
-        self.sick = sick
+    def __init__(self, *sick: str, hung: str = ""):
+        self.sick, self.hung = sick, hung
 
     def tasks(self, env):
-        return [TaskInfo(f"t{i}", i) for i in range(4)]
+        return TASKS
 
     async def run(self, *, server, **arguments):
-        await asyncio.sleep(0)
+        await asyncio.sleep(60 if server == self.hung else 0)
         return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE if server in self.sick else Outcome.OK)
+
+
+async def loaded_fleet(servers):
+    fleet = ready_fleet(servers, slack=0)
+    for replica in fleet.replicas:
+        replica.loaded = await replica.engine.served()
+    return fleet
 
 
 @pytest.mark.parametrize("sick", [1, 3])
 async def test_what_one_server_fails_is_made_by_another(monkeypatch, sick):
     """Contract: only what all of them fail, again and again, is a failure."""
     monkeypatch.setattr(runner, "FIRST_PAUSE_SECONDS", 0.001)
-    fleet = ready_fleet(3, slack=0)
-    for replica in fleet.replicas:
-        replica.loaded = await replica.engine.served()
+    results, pool = EvalResults(PLAN, TASKS, 0), Pool(*(f"http://{number}" for number in range(sick)))
+    await EvalRunner(pool, [results], 0, max_concurrent=30, timeout=1, fleet=await loaded_fleet(3)).run()
+    assert [row["reward"] is not None for row in results.made] == [sick < 3] * 32
 
-    pool = Pool(*(f"http://{number}" for number in range(sick)))
-    job = new_job(pool, EvalPlan("one", "one", SamplingConfig(), 4, 8, 100), 0)
-    await EvalRunner(pool, [job], 0, seed=0, max_concurrent=30, timeout=1, fleet=fleet).run()
-    assert [result.ok for results in job.results.by_task for result in results] == [sick < 3] * 32
+
+async def test_what_a_server_that_hangs_has_is_made_by_another(monkeypatch):
+    """Contract: it is noticed while attempts run, not after their deadline; it is brought back once."""
+    monkeypatch.setattr(runner, "LOOK_SECONDS", 0.01)
+    fleet, results, lost = await loaded_fleet(2), EvalResults(PLAN, TASKS, 0), []
+    fleet.replicas[0].engine.answers = lambda: asyncio.sleep(0, False)
+
+    async def bring_back(replica):
+        fleet.move(replica, ReplicaState.QUARANTINED)
+        lost.append(replica)
+
+    pool = Pool(hung=fleet.replicas[0].name)
+    run = EvalRunner(pool, [results], 0, max_concurrent=4, timeout=60, fleet=fleet, bring_back=bring_back).run()
+    await asyncio.wait_for(run, 30)
+    assert all(row["reward"] is not None for row in results.made)
+    assert results.complete
+    assert set(lost) == {fleet.replicas[0]}
 
 
 async def test_an_evaluation_of_a_version_that_is_superseded_ends():
     """Contract: it waits for no server that will not serve this version again, and the results are not complete."""
-    fleet, superseded = ready_fleet(1, slack=0), []
+    fleet, superseded, results = ready_fleet(1, slack=0), [], EvalResults(PLAN, TASKS, 0)
     fleet.move(fleet.replicas[0], ReplicaState.QUARANTINED)
-    job = new_job(Pool(), EvalPlan("one", "one", SamplingConfig(), 4, 8, 100), 0)
-    run = EvalRunner(
-        Pool(), [job], 0, seed=0, max_concurrent=2, timeout=60, fleet=fleet, superseded=lambda: bool(superseded)
-    ).run()
+    run = EvalRunner(Pool(), [results], 0, 2, 60, fleet, superseded=lambda: bool(superseded)).run()
     asyncio.get_running_loop().call_later(0.05, superseded.append, True)
     await asyncio.wait_for(run, 30)
-    assert not job.results.attempts
+    assert not results.rows
 
 
 async def test_a_version_that_is_to_be_had_again_is_evaluated_whole(monkeypatch):
     """Contract: what was given up while the version seemed superseded is made after all; less than all is never logged."""
-    fleet, calls = ready_fleet(1, slack=0), []
-    (replica,) = fleet.replicas
-    replica.loaded = await replica.engine.served()
+    fleet, calls = await loaded_fleet(1), []
     sync = SimpleNamespace(
         lock=asyncio.Lock(), shipping=asyncio.Lock(), fleet=fleet, superseded=False,
         scheduler=SimpleNamespace(version=0, must_go_back=False), notice_incarnation=lambda: vars(sync).update(superseded=False),
@@ -81,28 +104,37 @@ async def test_a_version_that_is_to_be_had_again_is_evaluated_whole(monkeypatch)
     evaluations.config = SimpleNamespace(seed=0, rollout_timeout=60, eval=None)
     evaluations._pool, evaluations._weight_sync = Losing(), sync
     evaluations._status = SimpleNamespace(phase=lambda text: None)
-    evaluations._plans, evaluations._logged = [EvalPlan("one", "one", SamplingConfig(), 4, 8, 100)], {}
+    evaluations._plans, evaluations._logged = [PLAN], {}
     evaluations._log = logged.append
     await evaluations._evaluate()
-    assert [len(results.scored) for results in logged] == [32]
+    assert [(results.complete, len(results.failed)) for results in logged] == [(True, 0)]
     assert len(calls) == 33
 
 
+async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() -> None:
+    """Else its loop goes on, and the end of a stopped run waits for it."""
+    evaluations = Evaluations.__new__(Evaluations)
+    evaluations._stopping, evaluations._evaluate = False, lambda: asyncio.sleep(60)
+    task = asyncio.create_task(evaluations.run())
+    await asyncio.sleep(0.01)
+    evaluations.stop()
+    task.cancel()
+    await asyncio.wait([task], timeout=60)
+    assert task.cancelled()
+
+
 @pytest.mark.parametrize(
-    ("kind", "asked", "given"), [(list, -1, 4), (list, 3, 3), (list, 9, 4), (FirstTasks, 3, 3), (FirstTasks, 9, 4)]
-)
-def test_as_many_tasks_as_asked_for_or_a_warning(kind, asked, given, caplog):
-    """-1: all of them."""
-    listed = kind(TaskInfo(f"t{i}", i) for i in range(4))
-    tasks = tasks_of(SimpleNamespace(tasks=lambda env: listed), EvalPlan("e", "e", SamplingConfig(), asked, 1, 100))
-    assert list(tasks) == listed[:given]
-    assert ("e has 4 tasks, not 9" in caplog.text) == (asked == 9)
-
-
-def test_all_tasks_of_an_endless_environment_are_refused():
-    pool = SimpleNamespace(tasks=lambda env: FirstTasks([TaskInfo("t", 0)]))
-    with pytest.raises(UserError, match="environment 'e' is endless: set num_examples"):
-        tasks_of(pool, EvalPlan("e", "e", SamplingConfig(), -1, 1, 100))
+    ("kind", "wanted", "count"), [(list, -1, 4), (list, 3, 3), (list, 9, 4), (FirstTasks, 3, 3), (FirstTasks, 9, 4), (FirstTasks, -1, None)]
+)  # fmt: skip
+def test_as_many_tasks_as_asked_for_or_a_warning(kind, wanted, count, caplog):
+    """-1: all of them, which an endless environment refuses."""
+    pool, plan = SimpleNamespace(tasks=lambda env: kind(TASKS)), EvalPlan("e", "e", SamplingConfig(), wanted, 1, 100)
+    if count is None:
+        with pytest.raises(UserError, match="environment 'e' is endless: set num_examples"):
+            tasks_of(pool, plan)
+    else:
+        assert list(tasks_of(pool, plan)) == TASKS[:count]
+        assert ("e has 4 tasks, not 9" in caplog.text) == (wanted == 9)
 
 
 def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():
@@ -113,36 +145,64 @@ def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():
     assert wire_sampling(SamplingConfig(), 17, 100)["max_tokens"] == 100
 
 
-async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() -> None:
-    """Else its loop goes on, and the end of a stopped run waits for it."""
-
-    async def forever() -> None:
-        await asyncio.sleep(60)
-
-    evaluations = Evaluations.__new__(Evaluations)
-    evaluations._stopping, evaluations._evaluate = False, forever
-    task = asyncio.create_task(evaluations.run())
-    await asyncio.sleep(0.01)
-    evaluations.stop()
-    task.cancel()
-    await asyncio.wait([task], timeout=60)
-    assert task.cancelled()
-
-
 def test_an_evaluation_without_a_server_fails(tmp_path):
     """The command itself: an error with address and deadline, and an exit status."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"  # nobody listens there any more
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "prime_rl.entrypoints.eval", "--environment-ids", "reverse-text"),
-            *("--client.base-url", url, "--client.ready-timeout", "1", "--output-dir", str(tmp_path)),
-        ],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    command = [
+        *(sys.executable, "-m", "prime_rl.entrypoints.eval", "--environment-ids", "reverse-text"),
+        *("--client.base-url", url, "--client.ready-timeout", "1", "--output-dir", str(tmp_path)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    start = f"`uv run inference --model.name MODEL --server.port {url.rpartition(':')[2]}` starts one"
-    assert done.stderr.rstrip().endswith(start)
-    assert done.stderr.startswith(
-        f"error: no inference server at {url} after 1 s (client.base_url, client.ready_timeout): "
-    )
+    assert done.stderr.startswith(f"error: no inference server at {url} after 1 s (client.base_url, client.ready_timeout): ")  # fmt: skip
+    port = url.rpartition(":")[2]
+    assert done.stderr.rstrip().endswith(f"`uv run inference --model.name MODEL --server.port {port}` starts one")
+
+
+# -- who is behind an address ------------------------------------------------------------------------------------------
+
+OURS = (200, {"version": 3, "hash": "f", "boot": "1"})
+UNKNOWN = (404, {})
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "way"),
+    [
+        ([OURS], "auto", "tokens"),
+        ([(503, {}), (500, {}), OURS], "auto", "tokens"),  # it is starting
+        ([(200, {"object": "list"})], "auto", "chat"),
+        ([(200, [])], "auto", "chat"),
+        ([UNKNOWN], "auto", "chat"),
+        ([(405, {})], "auto", "chat"),
+        ([(401, {})], "auto", "chat"),
+        ([OURS], "chat", "chat"),
+        ([UNKNOWN], "tokens", "tokens"),
+    ],
+)
+async def test_a_server_that_says_what_it_serves_is_ours(monkeypatch, tmp_path, answers, kind, way):
+    """Contract: else it is an API, of which nothing is known but its chat route, and which is given no versions."""
+    left, client = list(answers), httpx.AsyncClient
+
+    def answer(request):
+        assert request.url.path == "/weights"
+        status, body = left.pop(0) if len(left) > 1 else left[0]
+        return httpx.Response(status, json=body)
+
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(httpx, "AsyncClient", lambda base_url, **_: client(base_url=base_url, transport=transport))
+    waits, settings = [], {"environments": [{"id": "e"}]}
+    settings["client"] = {"base_url": "http://a/v1", "ready_timeout": 5, "type": kind}
+    assert await way_of_asking(EvalConfig.model_validate(settings), lambda *wait: waits.append(wait)) == way
+    assert len(waits) == len(answers) - 1
+    if (answers, kind) == ([UNKNOWN], "auto"):
+        with pytest.raises(UserError, match="has no weight routes: is this server started with `inference`"):
+            await way_of_asking(EvalConfig.model_validate(settings | {"weights_dir": tmp_path}), lambda *wait: None)
+
+
+def test_a_variable_that_was_named_has_to_be_set(monkeypatch):
+    for name in ("MY_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=r"client.api_key_var: the variable MY_KEY is not set"):
+        check_key(EvalConfig.model_validate({"client": {"base_url": "http://a", "api_key_var": "MY_KEY"}}).client)
+    check_key(EvalConfig().client)  # a server of ours may have no key
