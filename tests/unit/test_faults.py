@@ -42,23 +42,13 @@ class Plan:
         return done.returncode, done.stdout.splitlines()
 
 
-def test_without_a_plan_a_point_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(faults.ENV, raising=False)
-    faults.arm("trainer")
-    assert faults.point("write:weights/step_1", None) is None
-
-
-def test_a_kill_happens_once_over_all_incarnations_and_in_its_process_alone(tmp_path: Path) -> None:
+def test_faults_are_counted_over_all_incarnations_of_their_process(tmp_path: Path) -> None:
     """The counter lies beside the plan: the incarnation after the killed one passes the same point unharmed."""
-    plan = Plan(tmp_path, Fault("rename:*", "trainer", "kill"))
+    result = Fault("result:*", "environment", "error", nth=2, times=2)
+    plan = Plan(tmp_path, Fault("rename:*", "trainer", "kill"), result)
     assert plan.incarnation("orchestrator", "rename:a") == (0, ["rename:a None"])
     assert plan.incarnation("trainer", "write:a", "rename:a", "rename:b") == (-signal.SIGKILL, ["write:a None"])
     assert plan.incarnation("trainer", "rename:a", "rename:b") == (0, ["rename:a None", "rename:b None"])
-
-
-def test_nth_and_times_count_over_incarnations(tmp_path: Path) -> None:
-    """From the second match on, two times: the third incarnation's first match is not hit any more."""
-    plan = Plan(tmp_path, Fault("result:*", "environment", "error", nth=2, times=2))
     assert plan.incarnation("environment", "result:e", "result:e")[1] == ["result:e None", "result:e error"]
     assert plan.incarnation("environment", "result:e", "result:e")[1] == ["result:e error", "result:e None"]
 
@@ -85,12 +75,16 @@ def test_a_stopped_process_goes_on_where_it_stood_when_it_is_continued(tmp_path:
 
 def test_a_delay_sleeps_as_long_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, slept = Plan(tmp_path, Fault("rename:*", "trainer", "delay", seconds=2.5)), []
-    monkeypatch.setenv(faults.ENV, str(plan.path))
+    monkeypatch.delenv(faults.ENV, raising=False)
     for name in ("_plan", "_process", "_path"):
         monkeypatch.setattr(faults, name, getattr(faults, name))  # put back afterwards
     monkeypatch.setattr(time, "sleep", slept.append)
-    faults.arm("trainer")
-    assert faults.point("rename:a") is None
+    for variable in (None, str(plan.path)):  # without a plan a point does nothing
+        assert slept == []
+        if variable is not None:
+            monkeypatch.setenv(faults.ENV, variable)
+        faults.arm("trainer")
+        assert faults.point("rename:a") is None
     assert slept == [2.5]
 
 

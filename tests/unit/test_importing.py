@@ -47,14 +47,6 @@ def test_files_of_the_same_name(here: Path) -> None:
     assert sys.modules[other.__module__].value is other
 
 
-def test_a_file_that_fails_is_not_kept(here: Path) -> None:
-    (here / "failing.py").write_text("def value(): ...\nraise ValueError('half done')")
-    with pytest.raises(UserError, match="cannot be imported: ValueError: half done"):
-        load_function("failing.py:value", {}, 0, "loss.path")
-    (here / "failing.py").write_text("def value(): ...")
-    assert load_function("failing.py:value", {}, 0, "loss.path")
-
-
 def test_a_module_of_the_working_directory(here: Path) -> None:
     """Contract: found as the processes that `rl` starts find it, though a console script has another directory on its path. It hides no other module."""
     (here / "only_here.py").write_text("def value(): ...")
@@ -65,19 +57,22 @@ def test_a_module_of_the_working_directory(here: Path) -> None:
     found = subprocess.run([sys.executable, "-P", "-c", script], cwd=here, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
     assert found.stdout == "only_here\n"
-    with pytest.raises(UserError, match=r"loss\.path: 'nowhere:value' cannot be imported: .*No module named 'nowhere'"):
-        load_function("nowhere:value", {}, 0, "loss.path")
 
 
-def test_sequences_are_for_losses(here: Path) -> None:
-    """Contract: only where it is offered an argument may be left to us."""
-    (here / "filters.py").write_text(COUNTING)
-    with pytest.raises(UserError, match="missing a required argument: 'sequences'"):
-        load_function("filters.py:second", {}, 1, "filters.custom.path")
-
-
-@pytest.mark.parametrize("path", ["builtins:max", "builtins:dict"])
-def test_what_is_not_written_in_python(path: str) -> None:
-    """Contract: a refusal, where a function does not tell its parameters."""
-    with pytest.raises(UserError, match="does not take its arguments: no signature found"):
-        load_function(path, {}, 3, "loss.path")
+@pytest.mark.parametrize(
+    ("path", "arguments", "problem"),
+    [
+        ("own.py:second", 1, "missing a required argument: 'sequences'"),  # only where it is offered one
+        ("failing.py:value", 0, "cannot be imported: ValueError: half done"),
+        ("builtins:max", 3, "does not take its arguments: no signature found"),
+        ("builtins:dict", 3, "does not take its arguments: no signature found"),
+        ("nowhere:value", 0, r"'nowhere:value' cannot be imported: .*No module named 'nowhere'"),
+    ],
+)
+def test_a_refusal_says_what_to_do(here: Path, path: str, arguments: int, problem: str) -> None:
+    (here / "own.py").write_text(COUNTING)
+    (here / "failing.py").write_text("def value(): ...\nraise ValueError('half done')")
+    with pytest.raises(UserError, match=problem):
+        load_function(path, {}, arguments, "loss.path")
+    (here / "failing.py").write_text("def value(): ...")
+    assert load_function("failing.py:value", {}, 0, "loss.path"), "a file that failed is not kept"

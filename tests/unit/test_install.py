@@ -38,13 +38,6 @@ def test_what_is_installed(gpus: int | None, arguments: list[str], expected: str
     assert f"uv sync {expected}" in found.stdout.splitlines()
 
 
-def test_an_unknown_machine_is_refused() -> None:
-    """With the usage, before anything is installed."""
-    found = subprocess.run(["bash", SCRIPT, "tpu"], capture_output=True, text=True, timeout=60)
-    assert found.returncode == 2
-    assert "usage: bash scripts/install.sh" in found.stderr
-
-
 def git(*arguments: str | Path) -> None:
     identity = ("-c", "user.name=name", "-c", "user.email=name@localhost")
     subprocess.run(["git", *identity, *arguments], check=True, capture_output=True, timeout=60)
@@ -85,7 +78,10 @@ def test_piped_into_an_empty_directory(piped: Callable[..., Any], tmp_path: Path
 
 
 def test_piped_where_it_cannot_install(piped: Callable[..., Any], tmp_path: Path) -> None:
-    """Something else by that name stays as it is; an address that is no repository is named. One line, and uv is not called."""
+    """Something else by that name stays as it is; an address that is no repository is named; an unknown machine is told the usage. One line, and
+    uv is not called."""
+    unknown = subprocess.run(["bash", SCRIPT, "tpu"], capture_output=True, text=True, timeout=60)
+    assert (unknown.returncode, "usage: bash scripts/install.sh" in unknown.stderr) == (2, True)
     (tmp_path / "other" / "prime-rl").mkdir(parents=True)
     taken = piped(tmp_path / "other", "cpu")
     assert (taken.returncode, taken.stdout) == (1, "")
