@@ -1,5 +1,10 @@
-"""Supervision of real processes: small Python programs stand in for trainer, orchestrator and server."""
+"""Supervision of real processes: small Python programs stand in for trainer, orchestrator and server.
 
+A process of a run that dies, halts or gets nowhere is started again alone; how often is bounded; nothing of its old
+incarnation is left.
+"""
+
+import json
 import os
 import signal
 import time
@@ -10,11 +15,15 @@ import pytest
 from prime_rl.monitor import read_status
 from prime_rl.processes import identify
 from support.launching import Launch, all_gone, launch
+from support.processes import until
 
 __all__ = ["launch"]  # a fixture
 
+Start = Callable[..., Launch]
+PATIENT = {"max_restarts": 2, "backoff": 0.2, "heartbeat_timeout": 3.0, "stall_timeout": 600.0}
 
-def test_success_stops_the_server_and_prints_the_steps(launch: Callable[..., Launch]) -> None:
+
+def test_success_stops_the_server_and_prints_the_steps(launch: Start) -> None:
     """Both jobs end well: the server is stopped with SIGTERM, exit 0, phases and one line per step were shown."""
     run = launch("inference=serves", "trainer=steps", "orchestrator=steps")
     status, out = run.wait()
@@ -34,9 +43,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("children", "says"), FAILURES.values(), ids=FAILURES)
-def test_first_failure_is_reported_and_everything_stopped(
-    launch: Callable[..., Launch], children: tuple[str, ...], says: str
-) -> None:
+def test_first_failure_is_reported_and_everything_stopped(launch: Start, children: tuple[str, ...], says: str) -> None:
     """The failing process is named with its `error:` line; nothing is left, grandchildren in other sessions included."""
     run = launch(*children, ready=1.0 if "inference=waits" in children else 600.0)
     if "trainer=family" in children:
@@ -48,7 +55,7 @@ def test_first_failure_is_reported_and_everything_stopped(
     all_gone(run.pids())
 
 
-def test_no_orphans_after_kill_9_of_the_launcher(launch: Callable[..., Launch]) -> None:
+def test_no_orphans_after_kill_9_of_the_launcher(launch: Start) -> None:
     """SIGKILL leaves nobody time to clean up: children, grandchildren and torchrun-like ranks die all the same."""
     run = launch("inference=waits", "trainer=agent", "orchestrator=family")
     run.up("inference", "trainer", "orchestrator")
@@ -61,7 +68,7 @@ def test_no_orphans_after_kill_9_of_the_launcher(launch: Callable[..., Launch]) 
         os.kill(stray, signal.SIGKILL)
 
 
-def test_ctrl_c_drains(launch: Callable[..., Launch]) -> None:
+def test_ctrl_c_drains(launch: Start) -> None:
     """The first Ctrl-C asks the jobs, and a torchrun's ranks, to finish; the server goes last; exit 130."""
     run = launch("inference=serves", "trainer=agent", "orchestrator=drains")
     run.up("inference", "trainer", "orchestrator")
@@ -75,7 +82,7 @@ def test_ctrl_c_drains(launch: Callable[..., Launch]) -> None:
     all_gone(run.pids())
 
 
-def test_second_ctrl_c_stops_now(launch: Callable[..., Launch]) -> None:
+def test_second_ctrl_c_stops_now(launch: Start) -> None:
     """Even processes that ignore every polite signal are gone at once."""
     run = launch("trainer=stubborn", "orchestrator=stubborn", drain=300.0)
     run.up("trainer", "orchestrator")
@@ -91,7 +98,7 @@ def test_second_ctrl_c_stops_now(launch: Callable[..., Launch]) -> None:
     all_gone(run.pids())
 
 
-def test_drain_is_bounded(launch: Callable[..., Launch]) -> None:
+def test_drain_is_bounded(launch: Start) -> None:
     """A job that does not finish in time is named and stopped. Schedulers send SIGTERM, which drains like Ctrl-C."""
     run = launch("trainer=stubborn", "orchestrator=drains", drain=1.0)
     run.up("trainer", "orchestrator")
@@ -102,10 +109,129 @@ def test_drain_is_bounded(launch: Callable[..., Launch]) -> None:
     all_gone(run.pids())
 
 
-def test_a_closed_pipe_does_not_end_the_run(launch: Callable[..., Launch]) -> None:
+def test_a_closed_pipe_does_not_end_the_run(launch: Start) -> None:
     """`rl … | head` and a closed terminal lose the console, not the training."""
     run = launch("trainer=steps", "orchestrator=quits")
     assert run.popen.stdout is not None
     run.popen.stdout.close()
     assert run.popen.wait(30) == 0
     assert read_status(run.base / "run")["trainer"].outcome == "finished"
+
+
+def incarnations(run: Launch, name: str) -> list[str]:
+    """What `name` said at the start of each incarnation: its number and the options it was given on top."""
+    file = run.base / "events"
+    events = file.read_text().splitlines() if file.exists() else []
+    return [line.removeprefix(f"{name} incarnation ") for line in events if line.startswith(f"{name} incarnation ")]
+
+
+MENDED = {
+    "victim=mends:killed-with-family": "victim was killed by SIGKILL: starting it again in 0.2 s (restart 1 of at most 2 an hour, recovering)",
+    "orchestrator=mends:stopped": "orchestrator has given no sign of life for",
+    "trainer=mends:silent-rank": "trainer rank 1 has given no sign of life",
+    "complains=mends:complains": "complains failed with exit status 1 (error: the disk is full)",
+    "overdue=mends:overdue": "overdue still waits for rollouts/step_3 from orchestrator,",
+    "told=mends:told-to-stop": "told ended too early (stopped): starting it again",
+    "early=mends:early-raises": "early failed with exit status 1",
+}
+
+
+def test_each_kind_of_failure_is_mended(launch: Start) -> None:
+    """Killed, halted, ended by itself or by a stranger, or waiting beyond its own deadline: started again alone, with
+    --recover, and the reason is said in one line and kept in a file. Nothing of its old incarnation is left: a halted
+    rank takes its whole group along, and a stopped grandchild in a session of its own goes, too. A crash before ready is
+    tried again as it was started: nothing of that incarnation was committed in order."""
+    run = launch(*MENDED, "bystander=after", policy=PATIENT)
+    family = [run.pid(name) for name in ("session", "group", "rank")]
+    status, out = run.wait()
+    assert status == 0, out
+    assert [text for text in MENDED.values() if text not in out] == []
+    assert not any(identify(pid) for pid in family)
+    for name in (child.partition("=")[0] for child in MENDED):
+        assert incarnations(run, name) == ["1", "2" if name == "early" else "2 --recover"], name
+    assert (run.base / "bystander.incarnations").read_text() == "x"
+    rows = [json.loads(line) for line in (run.base / "run/logs/restarts.jsonl").read_text().splitlines()]
+    kept = [(row["number"], row["recover"]) for row in rows if row["process"] == "victim"]
+    assert kept == [(1, True)]
+
+
+def test_what_another_try_would_not_mend_ends_the_run(launch: Start) -> None:
+    """Before the process was ready a second try would end with the same error line."""
+    run = launch("trainer=mends:early-complains", "orchestrator=waits", policy=PATIENT)
+    status, out = run.wait()
+    assert status == 1, out
+    assert "error: the disk is full" in out
+    assert "starting it again" not in out
+    all_gone(run.pids())
+
+
+def test_restarts_are_bounded(launch: Start) -> None:
+    """Backoff doubles; past the limit the run ends with the reason, status 1 and nothing alive."""
+    run = launch("trainer=always-raises", "orchestrator=waits", policy=PATIENT)
+    status, out = run.wait()
+    assert status == 1, out
+    assert (run.base / "trainer.incarnations").read_text() == "xxx"
+    assert "starting it again in 0.2 s (restart 1 of" in out
+    assert "starting it again in 0.4 s (restart 2 of" in out
+    assert "trainer was started again 2 times within an hour: giving up" in out
+    assert "RuntimeError: incarnation 3" in out
+    all_gone(run.pids())
+
+
+def test_ctrl_c_during_backoff_drains_the_others(launch: Start) -> None:
+    """The process that is down stays down; the run ends at once as interrupted."""
+    run = launch("trainer=always-raises", "orchestrator=drains", policy={**PATIENT, "backoff": 60.0})
+    run.up("orchestrator")
+    until((run.base / "run/logs/restarts.jsonl").exists, "restart planned")
+    run.popen.send_signal(signal.SIGINT)
+    status, out = run.wait()
+    assert status == 130, out
+    assert "orchestrator finished after SIGINT" in (run.base / "events").read_text()
+    assert (run.base / "trainer.incarnations").read_text() == "x"
+    assert read_status(run.base / "run")["trainer"].outcome == "stopped", "nobody waits for its last word"
+    all_gone(run.pids())
+
+
+def test_an_own_server_is_started_again_and_nobody_else(launch: Start) -> None:
+    """Dead or halted: it comes back under the same address, is awaited, and the jobs have gone on meanwhile."""
+    run = launch("inference=serves", "trainer=after", policy=PATIENT)
+    run.up("inference")
+    for incarnation, number in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
+        served = f"serves in incarnation {incarnation + 1}"
+        server = run.pid("inference")
+        os.kill(server, number)
+        until(lambda served=served: served in (run.base / "events").read_text(), served)
+        assert identify(server) is None
+    (run.base / "end").touch()
+    status, out = run.wait()
+    assert status == 0, out
+    assert out.count("inference ready in") == 3
+    assert (run.base / "trainer.incarnations").read_text() == "x"
+
+
+def test_a_run_goes_on_without_a_server_that_cannot_be_started(launch: Start) -> None:
+    """One of several that fails again and again is given up alone; the last one is not."""
+    run = launch("inference=serves", "inference-1=always-raises", "trainer=after", policy=PATIENT)
+    file = run.base / "inference-1.incarnations"
+    until(lambda: file.exists() and file.read_text() == "xxx", "the last incarnation of the server")
+    time.sleep(1.0)  # the launcher gives it up meanwhile
+    (run.base / "end").touch()
+    status, out = run.wait()
+    assert status == 0, out
+    assert "the run goes on without inference-1, on inference" in out
+    assert file.read_text() == "xxx"
+
+
+def test_a_launcher_that_was_halted_blames_nobody(launch: Start) -> None:
+    """Suspended together with its children for longer than any timeout: afterwards all go on."""
+    run = launch("trainer=mends:patient", "orchestrator=after", policy=PATIENT)
+    family = [run.popen.pid, run.pid("trainer"), run.pid("orchestrator")]
+    until(lambda: incarnations(run, "trainer") == ["1"], "trainer at work")
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in family:
+            os.kill(pid, number)
+        time.sleep(3.5)
+    (run.base / "end").touch()
+    status, out = run.wait()
+    assert status == 0, out
+    assert "starting it again" not in out

@@ -42,26 +42,24 @@ except UserError as error:
 sys.exit(status)
 """
 
-CHILD = """
+CHILD = r"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from prime_rl import lifeline
 lifeline.watch()
 kind, root, name, options = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
-(root.parent / f"{name}.pid").write_text(str(os.getpid()))
-incarnations = root.parent / f"{name}.incarnations"
+base = root.parent
+(base / f"{name}.pid").write_text(str(os.getpid()))
+incarnations = base / f"{name}.incarnations"
 incarnations.open("a").write("x")
 incarnation = len(incarnations.read_text())  # 1-based
 
-def say_up():
-    (root.parent / f"{name}.up").touch()
-
 def note(text):
-    with (root.parent / "events").open("a") as file:
-        file.write(f"{name} {text}\\n")
+    with (base / "events").open("a") as file:
+        file.write(f"{name} {text}\n")
 
 def sleep_forever():
-    say_up()
+    (base / f"{name}.up").touch()
     while True:
         time.sleep(60)
 
@@ -69,10 +67,27 @@ def finish(number, frame):
     note(f"finished after {signal.Signals(number).name}")
     sys.exit(0)
 
+def start(what, code, *arguments, session=False):
+    child = subprocess.Popen([sys.executable, "-c", code, *arguments], start_new_session=session)
+    (base / f"{what}.pid").write_text(str(child.pid))
+    return child
+
+def start_family():
+    start("group", "import time; time.sleep(600)")
+    return start("session", "import time; time.sleep(600)", session=True)
+
+def status():
+    from prime_rl.monitor import Status
+    return Status(root, name)
+
+def wait_for_end():
+    while not (base / "end").exists():
+        time.sleep(0.05)
+
 if kind == "steps":
     from prime_rl.config.shared import MonitorConfig
-    from prime_rl.monitor import Monitor, Status
-    status = Status(root, name)
+    from prime_rl.monitor import Monitor
+    status = status()
     status.phase("training")
     time.sleep(2)
     out = Monitor(root, name, MonitorConfig(), {})
@@ -87,53 +102,41 @@ elif kind == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sleep_forever()
 elif kind == "family":
-    out_of_session = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    in_group = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (root.parent / "group.pid").write_text(str(in_group.pid))
-    (root.parent / "session.pid").write_text(str(out_of_session.pid))
+    start_family()
     sleep_forever()
-elif kind == "agent":
-    rank = "import signal, sys, time\\nfrom pathlib import Path\\nfrom prime_rl import lifeline\\nlifeline.watch()\\n" \\
-           "signal.signal(signal.SIGINT, lambda *a: sys.exit(0))\\n" \\
-           f"Path({str(root.parent / (name + '.up'))!r}).touch()\\ntime.sleep(600)"
+elif kind == "agent":  # as torchrun: its rank is in a session of its own
     signal.signal(signal.SIGINT, lambda *a: sys.exit(9))
-    child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
-    (root.parent / "rank.pid").write_text(str(child.pid))
-    sys.exit(child.wait())
+    code = "import signal, sys, time\nfrom pathlib import Path\nfrom prime_rl import lifeline\nlifeline.watch()\n" \
+           "signal.signal(signal.SIGINT, lambda *a: sys.exit(0))\nPath(sys.argv[1]).touch()\ntime.sleep(600)"
+    sys.exit(start("rank", code, str(base / f"{name}.up"), session=True).wait())
 elif kind == "serves":
-    from prime_rl.monitor import Status
     signal.signal(signal.SIGTERM, finish)
-    Status(root, name).ready()
+    status().ready()
     note(f"serves in incarnation {incarnation}")
     sleep_forever()
 elif kind == "fails":
     time.sleep(0.5)
-    print("loading")
-    print("error: the model is broken")
-    print("cleaning up")
+    print("loading", "error: the model is broken", "cleaning up", sep="\n")
     sys.exit(3)
 elif kind == "quits":
     time.sleep(0.5)
 elif kind == "after":  # ends well once the file is there
-    while not (root.parent / "end").exists():
-        time.sleep(0.05)
-elif kind.startswith("mends:"):  # the first incarnation goes wrong as told, the second ends well
-    from prime_rl.monitor import Status
+    wait_for_end()
+elif kind == "always-raises":
+    status().ready()
+    raise RuntimeError(f"incarnation {incarnation}")
+elif kind.startswith("mends:"):  # the first incarnation goes wrong as said, the second ends well
     fault = kind.partition(":")[2]
     note(f"incarnation {incarnation} {' '.join(options)}".strip())
     if incarnation == 2:
-        (root.parent / "end").touch()
+        (base / "end").touch()
         sys.exit(0)
-    status = Status(root, name)
+    status = status()
     if not fault.startswith("early-"):
         status.phase("working")
         status.ready()
     if fault == "killed-with-family":
-        session = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-        group = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        os.kill(session.pid, signal.SIGSTOP)
-        (root.parent / "session.pid").write_text(str(session.pid))
-        (root.parent / "group.pid").write_text(str(group.pid))
+        os.kill(start_family().pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -142,27 +145,19 @@ elif kind.startswith("mends:"):  # the first incarnation goes wrong as told, the
         time.sleep(600)
     elif fault == "patient":  # waits for somebody longer than stall_timeout, within its own deadline
         status.waiting("rollouts/step_3", "orchestrator", 600)
-        while not (root.parent / "end").exists():
-            time.sleep(0.05)
+        wait_for_end()
         status.done("finished")
-        sys.exit(0)
     elif fault == "silent-rank":
-        rank = "import os, signal, sys; from pathlib import Path; from prime_rl.monitor import Status; " \\
+        code = "import os, signal, sys; from pathlib import Path; from prime_rl.monitor import Status; " \
                "Status(Path(sys.argv[1]), 'trainer.1'); os.kill(os.getpid(), signal.SIGSTOP)"
-        child = subprocess.Popen([sys.executable, "-c", rank, str(root)], start_new_session=True)
-        (root.parent / "rank.pid").write_text(str(child.pid))
+        start("rank", code, str(root), session=True)
         time.sleep(600)
     elif fault == "told-to-stop":  # by somebody else than its launcher
         status.done("stopped")
-        sys.exit(0)
     elif fault.endswith("raises"):
         raise RuntimeError("unexpected")
     elif fault.endswith("complains"):
         sys.exit("error: the disk is full")
-elif kind == "always-raises":
-    from prime_rl.monitor import Status
-    Status(root, name).ready()
-    raise RuntimeError(f"incarnation {incarnation}")
 else:
     sleep_forever()
 """
