@@ -74,8 +74,8 @@ def soak(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     problems: list[str] = []
     with ExitStack() as stack:
         if options.fake:
-            keeper = stack.enter_context(EngineKeeper(directory, port, environment()))
-        watcher = stack.enter_context(ServedWatcher(port))
+            keeper = stack.enter_context(EngineKeeper(directory, port, environment()).running())
+        watcher = stack.enter_context(ServedWatcher(port).running())
         config = write_config(options, directory, port)
         rl = stack.enter_context(Command("rl", "@", config, log=directory / "rl.log", env=environment()))
         fire = Fire(run, rl, keeper.kill if options.fake else None, random.Random(options.seed))

@@ -8,14 +8,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import httpx
@@ -23,11 +21,13 @@ import tomli_w
 
 from conftest import free_port
 from faults import audit
+from prime_rl import processes
 from prime_rl.faults import ENV as FAULTS
 from prime_rl.faults import Fault
-from prime_rl.lifeline import Lifeline
-from support.processes import REPOSITORY, Command, inherited
+from prime_rl.monitor import read_status
+from support.processes import REPOSITORY, Command
 
+TESTS = REPOSITORY / "tests"
 MODEL = REPOSITORY / "assets" / "tiny-reverse"
 MAX_STEPS = 4
 INTERVAL = 2
@@ -89,58 +89,62 @@ class Result:
     incarnations: dict[str, int]
 
 
+@contextmanager
+def repeated(look: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call `look` again and again, in a thread."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            look()
+
+    thread = threading.Thread(target=run, name=look.__qualname__, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class EngineKeeper:
     """The supervisor of an engine that does not belong to the run: starts it, and starts it again when it dies or stops."""
 
     def __init__(self, directory: Path, port: int, env: Mapping[str, str], delay: float = 0.02) -> None:
-        self.port, self.incarnations = port, 0
-        self._log = directory / f"engine-{port}.log"
-        self._command = [
-            sys.executable, REPOSITORY / "tests" / "support" / "fake_engine.py",
-            "--policy", "--model", MODEL, "--port", port, "--delay", delay, "--weights", directory / "run" / "weights",
-        ]  # fmt: skip
-        self._env = env
-        self._line = Lifeline()
-        self._ended = threading.Event()
-        self._process = self._start()
-        self._thread = threading.Thread(target=self._watch, name="engine keeper", daemon=True)
+        self.incarnations, self._stopped_since = 0, 0.0
+        weights = directory / "run" / "weights"
+        self._arguments = ("--policy", "--model", MODEL, "--port", port, "--delay", delay, "--weights", weights)
+        # It imports from `tests` by its own path.
+        self._log, self._env = directory / f"engine-{port}.log", {**env, "PYTHONPATH": f"{env['PYTHONPATH']}:{TESTS}"}
+        self._engine = self._start()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> Command:
         self.incarnations += 1
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [str(part) for part in self._command],
-                stdout=log, stderr=subprocess.STDOUT, env={**inherited(), **self._env, **self._line.env},
-                pass_fds=self._line.pass_fds, start_new_session=True, cwd=REPOSITORY,
-            )  # fmt: skip
+        return Command("engine", *self._arguments, log=self._log, env=self._env, module="support.fake_engine")
 
-    def _watch(self) -> None:
-        stopped_since: float | None = None
-        while not self._ended.wait(0.1):
-            if self._process.poll() is not None:
-                self._process = self._start()
-            stopped = _state(self._process.pid) == "T"
-            stopped_since = (stopped_since or time.monotonic()) if stopped else None
-            if stopped_since is not None and time.monotonic() - stopped_since > STOPPED_SECONDS:
-                self._process.kill()
-                self._process.wait()
+    def _look(self) -> None:
+        process = self._engine.process
+        if process.poll() is not None:
+            self._engine.close()
+            self._engine = self._start()
+        elif (found := processes.read(process.pid)) is None or not found.stopped:
+            self._stopped_since = 0.0
+        else:
+            self._stopped_since = self._stopped_since or time.monotonic()
+            if time.monotonic() - self._stopped_since > STOPPED_SECONDS:
+                self.kill()
 
     def kill(self) -> None:
         """SIGKILL; it is started again."""
-        self._process.kill()
+        self._engine.process.kill()
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._process.kill()
-        self._process.wait()
-        self._line.close()
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        try:
+            with repeated(self._look, 0.1):
+                yield self
+        finally:
+            self._engine.close()
 
 
 class ServedWatcher:
@@ -150,31 +154,19 @@ class ServedWatcher:
         self.last: dict[str, Any] = {"version": None, "hash": ""}
         # A client of its own each time would load the system's certificates each time.
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=2, trust_env=False, verify=False)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="served watcher", daemon=True)
 
     def look(self) -> None:
-        try:
-            answer = self._client.get("/weights")
-        except httpx.TransportError:
-            return
-        if answer.is_success:
-            self.last = answer.json()
+        with suppress(httpx.TransportError):
+            if (answer := self._client.get("/weights")).is_success:
+                self.last = answer.json()
 
-    def _watch(self) -> None:
-        while not self._ended.wait(0.05):  # a run may end a fifth of a second after its last version is served
-            self.look()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._client.close()
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        with (
+            self._client,
+            repeated(self.look, 0.05),
+        ):  # a run may end a fifth of a second after its last version is served
+            yield self
 
 
 def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Result:
@@ -185,65 +177,62 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
     """
     began = time.monotonic()
     directory.mkdir(parents=True)
-    run, ports = directory / "run", [free_port() for _ in range(cell.engines)]
-    plan = write_plan(directory, cell.faults)
-    config = write_config(cell, directory, ports)
+    run, ports, problems = directory / "run", [free_port() for _ in range(cell.engines)], []
+    plan, config = directory / "plan.json", write_config(cell, directory, ports)
+    plan.write_text(json.dumps([vars(fault) for fault in cell.faults]))  # counters go beside it
     env = environment()
-    found: list[str] = []
+    keepers: list[EngineKeeper] = []
     with ExitStack() as stack:
-        keepers: list[EngineKeeper] = []
         if cell.process == "disk":
             try:
                 stack.enter_context(small_disk(run))
             except PermissionError as error:
                 return Result(f"not run: {error}", [], 0.0, {})
         if cell.engine == "fake":
-            for port in ports:
-                keepers.append(stack.enter_context(EngineKeeper(directory, port, {**env, FAULTS: str(plan)})))
-        watchers = [stack.enter_context(ServedWatcher(port)) for port in ports]
+            faulty = {**env, FAULTS: str(plan)}
+            keepers = [stack.enter_context(EngineKeeper(directory, port, faulty).running()) for port in ports]
+        watchers = [stack.enter_context(ServedWatcher(port).running()) for port in ports]
         if cell.resume is not None and reference is not None:
             shutil.copytree(reference, run)
-        status = _run_rl(cell, config, directory / "rl.log", {**env, FAULTS: str(plan)}, found)
-        ended = status != 0
-        if ended and not found:
-            found += _badly_ended(cell, status, directory / "rl.log")
-        (run / BALLAST).unlink(missing_ok=True)
-        if ended and not found:
-            status = _finish_by_recover(config, directory / "recover.log", env, found)
+        try:
+            status = _run_rl(cell, config, directory / "rl.log", {**env, FAULTS: str(plan)})
+            ended = status != 0
+            if ended:
+                problems += _badly_ended(cell, status, directory / "rl.log")
+                (run / BALLAST).unlink(missing_ok=True)
+            if ended and not problems:
+                with Command("rl", "@", config, "--recover", log=directory / "recover.log", env=env) as rl:
+                    if (status := rl.process.wait(TIMEOUT)) != 0:
+                        problems.append(f"rl --recover ended with status {status}: {_last_error(rl.log)}")
+        except subprocess.TimeoutExpired as error:
+            status, ended = -1, True
+            problems.append(f"not over after {error.timeout:.0f} s: {_stuck(run)}")
         for watcher in watchers:
             watcher.look()
-        found += _unfired(cell, plan)
+        problems += _unfired(cell, plan)
         if status == 0:
             # One that was killed late may not be back before the run is over: the last version was the others' then.
             last = max((watcher.last for watcher in watchers), key=lambda served: served["version"] or 0)
-            found += [wrong for watcher in watchers if (wrong := audit.never_committed(run, watcher.last))]
-            if len(ports) > 1 and (incarnations := sum(keeper.incarnations for keeper in keepers)) != len(ports) + len(
-                cell.faults
-            ):
-                found.append(f"{incarnations} incarnations of {len(ports)} engines, with {len(cell.faults)} faults")
-            found += audit.problems(run, MAX_STEPS, _kept(cell), last, interrupted=ended)
-            if reference is not None and not found:
-                found += audit.differences(run, reference, attempts=cell.exact == "all")
-    found += survivors(run)
-    outcome = ("ended, then recovered" if ended else "went on") if not found else "FAILED"
-    return Result(outcome, found, time.monotonic() - began, _incarnations(run, keepers))
+            problems += [wrong for watcher in watchers if (wrong := audit.never_committed(run, watcher.last))]
+            incarnations = sum(keeper.incarnations for keeper in keepers)
+            if len(ports) > 1 and incarnations != len(ports) + len(cell.faults):
+                problems.append(f"{incarnations} incarnations of {len(ports)} engines, with {len(cell.faults)} faults")
+            problems += audit.problems(run, MAX_STEPS, _kept(cell), last, interrupted=ended)
+            if reference is not None and not problems:
+                problems += audit.differences(run, reference, attempts=cell.exact == "all")
+    problems += survivors(run)
+    outcome = "FAILED" if problems else "ended, then recovered" if ended else "went on"
+    return Result(outcome, problems, time.monotonic() - began, _incarnations(run, keepers))
 
 
 def environment() -> dict[str, str]:
     """What the processes of a run need on top of ours: this checkout's code, and the environments of the tests."""
     paths = [
         REPOSITORY / "src",
-        REPOSITORY / "tests" / "support" / "envs",
+        TESTS / "support" / "envs",
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONFAULTHANDLER": "1"}
-
-
-def write_plan(directory: Path, planned: tuple[Fault, ...]) -> Path:
-    """The plan's file, counters beside it."""
-    path = directory / "plan.json"
-    path.write_text(json.dumps([vars(fault) for fault in planned]))
-    return path
 
 
 def write_config(cell: Cell, directory: Path, ports: Sequence[int]) -> Path:
@@ -308,27 +297,17 @@ def _kept(cell: Cell) -> list[int]:
     return saved[-cell.settings.get("ckpt", {}).get("keep", len(saved)) :]
 
 
-def _run_rl(cell: Cell, config: Path, log: Path, env: dict[str, str], found: list[str]) -> int:
-    seconds = TIMEOUT + MORE_SECONDS * len(cell.faults)
+def _run_rl(cell: Cell, config: Path, log: Path, env: dict[str, str]) -> int:
+    """The exit status of the run, to which the harness does the damage itself where no fault of the plan does."""
     more = [] if cell.resume is None else ["--ckpt.resume-step", cell.resume]
+    run = config.parent / "run"
     with Command("rl", "@", config, *more, log=log, env=env) as rl:
-        try:
-            if cell.process == "launcher":
-                _await(rl, config.parent / "run" / cell.point)
-                rl.process.kill()
-            if cell.process == "disk":
-                _await(rl, config.parent / "run" / cell.point)
-                _fill(config.parent / "run" / BALLAST)
-            return rl.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            found.append(f"not over after {seconds:.0f} s: {_stuck(config.parent / 'run')}")
-            return -1
-
-
-def _await(rl: Command, path: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not path.exists() and rl.process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+        if cell.process in ("launcher", "disk"):
+            deadline = time.monotonic() + TIMEOUT
+            while not (run / cell.point).exists() and rl.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            rl.process.kill() if cell.process == "launcher" else _fill(run / BALLAST)
+        return rl.process.wait(TIMEOUT + MORE_SECONDS * len(cell.faults))
 
 
 @contextmanager
@@ -351,12 +330,10 @@ def small_disk(directory: Path) -> Iterator[None]:
 
 def _fill(ballast: Path) -> None:
     """Write until the disk is full, to the last byte."""
-    with suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1 << 16))
-    with suppress(OSError), ballast.open("ab", buffering=0) as file:
-        while True:
-            file.write(b"x")
+    for size in (1 << 16, 1):
+        with suppress(OSError), ballast.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(size))
 
 
 def _badly_ended(cell: Cell, status: int, log: Path) -> list[str]:
@@ -365,26 +342,14 @@ def _badly_ended(cell: Cell, status: int, log: Path) -> list[str]:
     if cell.process == "launcher":
         return []
     if cell.ends == "goes on":
-        return [f"ended with status {status}: {_last_error(text)}"]
+        return [f"ended with status {status}: {_last_error(log)}"]
     if status != 1 or "error: " not in text:
         return [f"ended with status {status} and no clear error: {text[-300:]}"]
     return ["ended with a traceback"] if "Traceback (most recent call last)" in text else []
 
 
-def _finish_by_recover(config: Path, log: Path, env: dict[str, str], found: list[str]) -> int:
-    with Command("rl", "@", config, "--recover", log=log, env=env) as rl:
-        try:
-            status = rl.process.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            found.append(f"rl --recover not over after {TIMEOUT:.0f} s: {_stuck(config.parent / 'run')}")
-            return -1
-    if status != 0:
-        found.append(f"rl --recover ended with status {status}: {_last_error(log.read_text(errors='replace'))}")
-    return status
-
-
-def _last_error(text: str) -> str:
-    lines = text.splitlines()
+def _last_error(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
     errors = [line.strip() for line in lines if "error: " in line or "Error" in line]
     return (errors or lines or ["no output"])[-1][:400]
 
@@ -402,12 +367,9 @@ def _unfired(cell: Cell, plan: Path) -> list[str]:
 
 def _stuck(run: Path) -> str:
     """What every process said last."""
-    told = []
-    for path in sorted((run / "status").glob("*.json")):
-        status = json.loads(path.read_text())
-        waiting = status.get("waiting") or {}
-        told.append(f"{path.stem}: {status.get('phase')} {status.get('step')} waiting for {waiting.get('subject')}")
-    return "; ".join(told)
+    return "; ".join(
+        f"{name}: {one.phase} {one.step} waiting for {one.waiting}" for name, one in read_status(run).items()
+    )
 
 
 def survivors(run: Path) -> list[str]:
@@ -419,31 +381,16 @@ def survivors(run: Path) -> list[str]:
 
 
 def _mentioning(text: str) -> list[str]:
-    lines = []
+    lines = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if text in line and int(path.parent.name) != os.getpid():
-            lines.append(line)
-    return lines
+        with suppress(OSError):
+            lines[int(path.parent.name)] = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return [line for pid, line in lines.items() if text in line and pid != os.getpid()]
 
 
 def _incarnations(run: Path, keepers: Sequence[EngineKeeper]) -> dict[str, int]:
     """How often each process was started, by what its log says."""
-    incarnations = {
-        name: _count(run / "logs" / f"{name}.log", "fault injection is on") for name in ("trainer", "orchestrator")
-    }
-    return {**incarnations, "engine": sum(keeper.incarnations for keeper in keepers)} if keepers else incarnations
-
-
-def _count(log: Path, text: str) -> int:
-    return log.read_text(errors="replace").count(text) if log.exists() else 0
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+    logs = {name: run / "logs" / f"{name}.log" for name in ("trainer", "orchestrator")}
+    texts = {name: log.read_text(errors="replace") if log.exists() else "" for name, log in logs.items()}
+    incarnations = {name: text.count("fault injection is on") for name, text in texts.items()}
+    return {**incarnations, **({"engine": sum(keeper.incarnations for keeper in keepers)} if keepers else {})}

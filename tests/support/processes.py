@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from prime_rl.lifeline import Lifeline
@@ -64,14 +63,16 @@ class Command:
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
+    def close(self) -> None:
+        """Kill the whole group."""
+        self._line.close()
+        self.process.wait(30)
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._line.close()  # kills the whole group
-        self.process.wait(30)
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def torchrun(ranks: int, script: Path, config: Path, log: Path, env: dict[str, str] | None = None) -> Command:
