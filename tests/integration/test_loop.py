@@ -56,10 +56,10 @@ def both_logprobs(rows: list[dict], policy) -> tuple[np.ndarray, np.ndarray]:
 class Run:
     """The two processes of one run, with shared settings."""
 
-    def __init__(self, server, directory: Path, *, steps=STEPS, async_level=1, trainer=(), orchestrator=()):
+    def __init__(self, server, directory: Path, *, trainer=(), orchestrator=()):
         self.directory = directory
         shared = [
-            "--output-dir", directory, "--model.name", server.model, "--max-steps", steps, "--async-level", async_level,
+            "--output-dir", directory, "--model.name", server.model, "--max-steps", STEPS, "--async-level", 0,
         ]  # fmt: skip
         self.arguments = {
             "trainer": [*shared, *TRAINER, *trainer],
@@ -68,11 +68,6 @@ class Run:
 
     def start(self, name: str, *more: str) -> Command:
         return Command(name, *self.arguments[name], *more, log=self.directory / "logs" / f"{name}.log")
-
-    def complete(self, order=("trainer", "orchestrator")) -> None:
-        with ExitStack() as stack:
-            commands = [stack.enter_context(self.start(name)) for name in order]
-            wait_for_all(commands, TIMEOUT)
 
     def metrics(self, process: str) -> list[dict]:
         return read_metrics(self.directory / "metrics" / f"{process}.jsonl")
@@ -90,35 +85,19 @@ class Run:
         return {path.name: path.read_bytes() for path in weights.glob("*.safetensors")}
 
 
-@pytest.mark.slow  # the test below starts both by hand, test_rl.py has a run of async_level 1
-@pytest.mark.parametrize("order", [("trainer", "orchestrator"), ("orchestrator", "trainer")])
-def test_started_by_hand_in_any_order_the_run_completes(inference_server, tmp_path, order):
-    """Every step is committed, verified and reported, evals before and after, and the last version is what the server serves."""
-    inference_server.reset()
-    run = Run(inference_server, tmp_path, orchestrator=["--eval", "--eval.num-examples", 8])
-    run.complete(order)
-    for step in range(STEPS):
-        assert verify(tmp_path / "rollouts" / f"step_{step}").step == step
-    served = inference_server.get("/weights").json()
-    assert (served["version"], served["hash"]) == (STEPS, run.final_hash())
-    rows = {row["step"]: row for row in run.metrics("orchestrator")}
-    assert {"eval/reverse-text/reward/mean", "reward/mean", "time/step"} <= rows[0].keys()
-    assert "eval/reverse-text/reward/mean" in rows[STEPS]
-    assert run.metrics("trainer")[0].keys() >= {
-        "loss/mean", "entropy/mean", "mismatch_kl/mean", "optim/grad_norm", "optim/lr", "perf/throughput", "time/step",
-    }  # fmt: skip
-
-
 @pytest.fixture
 def seeded(inference_server, tmp_path) -> tuple[Run, Run]:
-    """The same synchronous run twice, one sequence at a time, the second one's weights from the trainer's memory."""
-    runs = []
+    """The same synchronous run twice, one sequence at a time, the second one's weights from the trainer's memory, and its processes started in the
+    other order."""
+    runs, order = [], ["trainer", "orchestrator"]
     for transport in ("filesystem", "memory"):
         inference_server.reset()
-        run = Run(inference_server, tmp_path / transport, async_level=0,
+        run = Run(inference_server, tmp_path / transport,
                   orchestrator=["--seed", 7, "--sampling.seeded", "--max-concurrent", 1],
                   trainer=["--seed", 7, "--weights.transport", transport])  # fmt: skip
-        run.complete()
+        with ExitStack() as stack:
+            wait_for_all([stack.enter_context(run.start(name)) for name in order], TIMEOUT)
+        order.reverse()
         runs.append(run)
     return runs[0], runs[1]
 
@@ -133,11 +112,20 @@ def test_synchronous_runs(seeded, inference_server, tmp_path, make_policy):
     run, second = seeded
     for step in range(STEPS):
         assert run.batch(step) == second.batch(step)
+        verify(run.directory / "rollouts" / f"step_{step}")
     assert run.tensor_files(STEPS) == second.tensor_files(STEPS) != {}
     assert all(second.tensor_files(version) == {} for version in range(1, STEPS))
     served = inference_server.get("/weights").json()
     assert (served["version"], served["hash"]) == (STEPS, second.final_hash())
     rows = second.metrics("trainer")
+    assert rows[0].keys() >= {
+        "loss/mean",
+        "entropy/mean",
+        "optim/grad_norm",
+        "optim/lr",
+        "perf/throughput",
+        "time/step",
+    }
     assert sum("time/export_checksum" in row for row in rows) == STEPS
     assert not any("time/export_write" in row for row in rows)
     for step in range(STEPS):
