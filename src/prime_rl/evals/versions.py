@@ -88,7 +88,9 @@ class EvalVersions:
                 committed = list_steps(self._directory)
                 last = committed[-1:] if ended else []  # worth knowing, whatever the interval
                 versions = {*self._chosen(committed), *last}
-            manifests = [found for version in sorted(versions - {BASE}) if (found := self._find(version)) is not None]
+            manifests = [
+                manifest for version in sorted(versions - {BASE}) if (manifest := self._find(version)) is not None
+            ]
             if config.hold:
                 self._hold(
                     min([*(manifest.version for manifest in manifests), self._next(max(committed, default=BASE))])
