@@ -17,8 +17,7 @@ rest of its budget is the next one's. On CPU the copies are made at once: the sa
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,77 +57,6 @@ def _lag(budget: float) -> int:
     return 1 if budget == math.inf else LAG
 
 
-class HostPool:
-    """The host memory that the blocks of one policy offload to, `budget` bytes of each on average.
-
-    It lies in equal chunks that go round from block to block and step to step; `chunks` counts those ever allocated.
-    """
-
-    def __init__(self, device: torch.device, layers: int, budget: float) -> None:
-        self.device, self.budget = device, budget
-        self.lag, self.offloading = _lag(budget), offloading_layers(layers, budget)
-        self.credit = 0.0
-        self.module = torch.get_device_module(device)  # torch.cpu's streams do nothing
-        self.stream = self.module.Stream(device)
-        self.blocks: dict[int, _Block] = {}
-        self.chunks = 0
-        self._free: list[Tensor] = []
-
-    def open(self, index: int) -> "_Block":
-        """Block `index` begins its forward pass. What an earlier pass without a backward one left behind is dropped."""
-        if index in self.blocks:
-            self.blocks.pop(index).close(self)
-        if index == 0:
-            self.credit = 0.0
-        self.blocks[index] = _Block()
-        return self.blocks[index]
-
-    def close(self, index: int) -> None:
-        """Block `index` ends its forward pass: copy out what the budget allows, and release an earlier block's."""
-        self.blocks[index].send(self, self._affordable(index))
-        if index - self.lag in self.blocks:
-            self.blocks[index - self.lag].release()
-
-    def _affordable(self, index: int) -> "list[_Storage]":
-        """What the block offloads, the largest storages first as long as they fit into the credit."""
-        if index >= self.offloading:
-            return []
-        storages = sorted(self.blocks[index].kept.values(), key=lambda storage: -storage.size)
-        # A block that keeps less than its budget leaves no credit for others: the link's idle time cannot be saved up.
-        self.credit += min(self.budget, sum(storage.size for storage in storages))
-        chosen = []
-        for storage in storages:
-            if storage.size <= self.credit:
-                self.credit -= storage.size
-                chosen.append(storage)
-        return chosen
-
-    def fetch(self, index: int) -> None:
-        """Backward needs what block `index` kept: have it on the device, and begin to fetch the block before."""
-        block = self.blocks[index]
-        if block.arrived:
-            return
-        block.fetch(self)
-        block.await_copy()
-        block.arrived = True
-        if index - 1 in self.blocks:
-            self.blocks[index - 1].fetch(self)
-
-    def take(self, size: int) -> list[Tensor]:
-        """Chunks that hold `size` bytes."""
-        wanted = -(-size // CHUNK)
-        while len(self._free) < wanted:
-            self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
-            self.chunks += 1
-        taken, self._free = self._free[:wanted], self._free[wanted:]
-        return taken
-
-    def give_back(self, chunks: list[Tensor]) -> None:
-        """All copies run on one stream, so that a chunk may be taken again before its last copy has ended."""
-        self._free += chunks
-        chunks.clear()
-
-
 @dataclass
 class _Storage:
     """A storage that a block keeps tensors in. `tensors` of them are still to be asked for."""
@@ -151,58 +79,129 @@ class _Kept:
     offset: int | torch.SymInt
 
 
+@dataclass
 class _Block:
-    """What one block keeps, by address, until it has run; then what of it is offloaded. The graph holds the rest."""
+    """What a block offloaded; the graph holds what else it keeps. `copied` is when the copies begun last are made."""
 
-    def __init__(self) -> None:
-        self.kept: dict[int, _Storage] = {}
-        self.offloaded: list[_Storage] = []
-        self.arrived = False
-        self._copied: torch.cuda.Event | None = None
-
-    def send(self, host: HostPool, storages: list[_Storage]) -> None:
-        """Begin to copy `storages` out."""
-        self.offloaded = storages
-        self.kept.clear()
-        if not storages:
-            return
-        with _side_stream(host):
-            for storage in storages:
-                assert storage.device is not None
-                storage.chunks = host.take(storage.size)
-                for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
-                    chunk[: len(part)].copy_(part, non_blocking=True)
-            self._copied = host.stream.record_event()
-
-    def release(self) -> None:
-        """Release the device's copies once they have been read."""
-        self.await_copy()
-        for storage in self.offloaded:
-            storage.device = None
-
-    def fetch(self, host: HostPool) -> None:
-        """Begin to copy back what is not on the device."""
-        away = [storage for storage in self.offloaded if storage.device is None and storage.tensors]
-        for storage in away:  # before the side stream, which the allocator would otherwise take for the memory's owner
-            storage.device = torch.empty(storage.size, dtype=torch.uint8, device=host.device)
-        if away:
-            with _side_stream(host):
-                for storage in away:
-                    assert storage.device is not None
-                    for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
-                        part.copy_(chunk[: len(part)], non_blocking=True)
-                    host.give_back(storage.chunks)
-                self._copied = host.stream.record_event()
+    offloaded: list[_Storage]
+    copied: torch.cuda.Event | None = None
+    arrived: bool = False
 
     def await_copy(self) -> None:
-        """Let the computation wait for the copies that were begun last."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
+        """Let the computation wait for the copies."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
 
-    def close(self, host: HostPool) -> None:
-        self.await_copy()
-        for storage in self.offloaded:
-            host.give_back(storage.chunks)
+
+class HostPool:
+    """The host memory that the blocks of one policy offload to, `budget` bytes of each on average.
+
+    It lies in equal chunks that go round from block to block and step to step; `chunks` counts those ever allocated.
+    """
+
+    def __init__(self, device: torch.device, layers: int, budget: float) -> None:
+        self.device, self.budget = device, budget
+        self.lag, self.offloading = _lag(budget), offloading_layers(layers, budget)
+        self.credit = 0.0
+        self.module = torch.get_device_module(device)  # torch.cpu's streams do nothing
+        self.stream = self.module.Stream(device)
+        self.blocks: dict[int, _Block] = {}
+        self.chunks = 0
+        self._free: list[Tensor] = []
+
+    def send(self, index: int, kept: Iterable[_Storage]) -> None:
+        """Block `index` has run: copy out of what it keeps what the budget allows, and release an earlier block's."""
+        if index in self.blocks:  # of a pass without a backward one
+            self.blocks[index].await_copy()
+            for storage in self.blocks[index].offloaded:
+                self._give_back(storage)
+        block = self.blocks[index] = _Block(self._affordable(index, kept))
+        for storage in block.offloaded:
+            storage.chunks = self._take(storage.size)
+        block.copied = self._copy(block.offloaded, out=True)
+        if (earlier := self.blocks.get(index - self.lag)) is not None:
+            earlier.await_copy()
+            for storage in earlier.offloaded:
+                storage.device = None
+
+    def _affordable(self, index: int, kept: Iterable[_Storage]) -> list[_Storage]:
+        """What the block offloads, the largest storages first as long as they fit into the credit."""
+        if index >= self.offloading:
+            return []
+        storages = sorted(kept, key=lambda storage: -storage.size)
+        # A block that keeps less than its budget leaves no credit for others: the link's idle time cannot be saved up.
+        credit = min(self.budget, sum(storage.size for storage in storages))
+        self.credit = credit if index == 0 else self.credit + credit
+        chosen = []
+        for storage in storages:
+            if storage.size <= self.credit:
+                self.credit -= storage.size
+                chosen.append(storage)
+        return chosen
+
+    def fetch(self, index: int) -> None:
+        """Backward needs what block `index` kept: have it on the device, and begin to fetch the block before."""
+        block = self.blocks[index]
+        if block.arrived:
+            return
+        self._bring(block)
+        block.await_copy()
+        block.arrived = True
+        if index - 1 in self.blocks:
+            self._bring(self.blocks[index - 1])
+
+    def _bring(self, block: _Block) -> None:
+        """Begin to copy back what is not on the device."""
+        away = [storage for storage in block.offloaded if storage.device is None and storage.tensors]
+        for storage in away:  # before the side stream, which the allocator would otherwise take for the memory's owner
+            storage.device = torch.empty(storage.size, dtype=torch.uint8, device=self.device)
+        if away:
+            block.copied = self._copy(away, out=False)
+        for storage in away:
+            self._give_back(storage)
+
+    def _copy(self, storages: list[_Storage], *, out: bool) -> torch.cuda.Event | None:
+        """Begin to copy between device and host, after what was computed so far, beside what is computed from now on."""
+        if not storages:
+            return None
+        self.stream.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(self.stream):
+            for storage in storages:
+                assert storage.device is not None
+                for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
+                    host = chunk[: len(part)]
+                    (host if out else part).copy_(part if out else host, non_blocking=True)
+            return self.stream.record_event()
+
+    def _take(self, size: int) -> list[Tensor]:
+        """Chunks that hold `size` bytes."""
+        wanted = -(-size // CHUNK)
+        while len(self._free) < wanted:
+            self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
+            self.chunks += 1
+        taken, self._free = self._free[:wanted], self._free[wanted:]
+        return taken
+
+    def _give_back(self, storage: _Storage) -> None:
+        """All copies run on one stream, so that a chunk may be taken again before its last copy has ended."""
+        self._free += storage.chunks
+        storage.chunks = []
+
+    def unpack(self, kept: Tensor | _Kept) -> Tensor:
+        """The tensor that backward asks for."""
+        if isinstance(kept, Tensor):
+            return kept
+        storage = kept.storage
+        assert storage.tensors > 0, "an offloaded tensor is asked for once: no second backward pass through a graph"
+        self.fetch(kept.index)
+        assert storage.device is not None
+        view = torch.empty(0, dtype=kept.dtype, device=self.device)
+        view.set_(storage.device.untyped_storage(), kept.offset, kept.shape, kept.stride)  # type: ignore[call-overload]
+        storage.tensors -= 1
+        if storage.tensors == 0:
+            storage.device = None  # from here on the graph holds it
+            self._give_back(storage)
+        return view
 
 
 class _OffloadedBlock(ActivationWrapper):
@@ -218,7 +217,7 @@ class _OffloadedBlock(ActivationWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.last or not torch.is_grad_enabled():
             return self._checkpoint_wrapped_module(*args, **kwargs)
-        block = self.host.open(self.index)
+        kept: dict[int, _Storage] = {}  # by address
         # Weights, and what all blocks are given alike (rotary embeddings), stay.
         shared = {
             _address(tensor) for tensor in (*self.parameters(), *tree_leaves(kwargs)) if isinstance(tensor, Tensor)
@@ -228,37 +227,14 @@ class _OffloadedBlock(ActivationWrapper):
             size, address = tensor.untyped_storage().nbytes(), _address(tensor)
             if size < SMALLEST or address in shared or tensor.device != self.host.device:
                 return tensor
-            storage = block.kept.setdefault(address, _Storage(size, _bytes(tensor)))
+            storage = kept.setdefault(address, _Storage(size, _bytes(tensor)))
             storage.tensors += 1
             return _Kept(self.index, storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-        with saved_tensors_hooks(pack, self._unpack):
+        with saved_tensors_hooks(pack, self.host.unpack):
             out = self._checkpoint_wrapped_module(*args, **kwargs)
-        self.host.close(self.index)
+        self.host.send(self.index, kept.values())
         return out
-
-    def _unpack(self, kept: Tensor | _Kept) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        storage = kept.storage
-        assert storage.tensors > 0, "an offloaded tensor is asked for once: no second backward pass through a graph"
-        self.host.fetch(kept.index)
-        assert storage.device is not None
-        view = torch.empty(0, dtype=kept.dtype, device=self.host.device)
-        view.set_(storage.device.untyped_storage(), kept.offset, kept.shape, kept.stride)  # type: ignore[call-overload]
-        storage.tensors -= 1
-        if storage.tensors == 0:
-            storage.device = None  # from here on the graph holds it
-            self.host.give_back(storage.chunks)
-        return view
-
-
-@contextmanager
-def _side_stream(host: HostPool) -> Iterator[None]:
-    """Run after what was computed so far, beside what is computed from now on."""
-    host.stream.wait_stream(host.module.current_stream(host.device))
-    with host.module.stream(host.stream):
-        yield
 
 
 def _address(tensor: Tensor) -> int:
