@@ -193,13 +193,14 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    pinned = torch.empty(UNSYNCED_BYTES if on_gpu else 0, dtype=torch.uint8, pin_memory=on_gpu)
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         unsynced = 0
         for tensor in tensors.values():
-            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            for start in range(0, len(data), UNSYNCED_BYTES):
-                unsynced += file.write(data[start : start + UNSYNCED_BYTES])
+            for part in tensor.contiguous().reshape(-1).view(torch.uint8).split(UNSYNCED_BYTES):
+                unsynced += file.write((pinned[: len(part)].copy_(part) if part.is_cuda else part).numpy().data)
                 if unsynced >= UNSYNCED_BYTES:
                     file.flush()
                     os.fdatasync(file.fileno())

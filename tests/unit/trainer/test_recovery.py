@@ -1,7 +1,9 @@
-"""A trainer that dies at any commit point and recovers ends with the weights of one that never died; the rest of a trainer's incarnations."""
+"""A trainer that dies at any commit point and recovers ends with the weights of one that never died; the rest of a trainer's incarnations, and file systems that fail."""
 
 import errno
+import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
-from prime_rl.trainer.ckpt import recovery_pause
+from prime_rl.trainer.ckpt import Checkpoints, recovery_pause
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.incarnations import read_incarnations
@@ -210,21 +212,6 @@ def test_the_joint_manifest_is_the_orchestrators(run: Run, tmp_path: Path) -> No
         run(ckpt={"resume_step": -1})
 
 
-def test_background_failure_is_heard_at_a_following_step(run: Run, tmp_path: Path) -> None:
-    """The loop does not run on for ever while its checkpoints fail."""
-
-    def full(name: str, file: Path | None = None) -> None:
-        if name == "write:checkpoints/step_1/trainer":
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "point", full)
-        with pytest.raises(UserError, match="disk full while writing .*checkpoints/step_1"):
-            run(max_steps=40, recovery_interval=None, ckpt={"interval": 1, "save_async": True})
-    assert list_steps(tmp_path / "weights")[-1] < 40
-    assert not list((tmp_path / "checkpoints").glob("step_*/*"))
-
-
 def test_weights_that_checkpoints_need_stay(run: Run, tmp_path: Path) -> None:
     """[N - async_level, N] of each kept checkpoint N stay, also while it is still being written."""
     ckpt = {"interval": 1, "keep": 1, "keep_interval": 4, "save_async": True}
@@ -390,3 +377,97 @@ def test_two_runs_with_one_place_for_checkpoints(run: Run, tmp_path: Path) -> No
         run(two, ckpt=ckpt, recover=True, max_steps=2)
     assert list(read_incarnations(two).values()) == [2, 2]
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before
+
+
+# ---- a file system that fails
+
+FAILS = r"the file system fails at \S* \(Input/output error\): nothing was committed, and what was committed before is untouched"
+
+
+def failing_under(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose first argument is a descriptor, with an error for files under `place`."""
+
+    def fail(descriptor: int, *rest: Any) -> Any:
+        if place in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "Input/output error")
+        return call(descriptor, *rest)
+
+    return fail
+
+
+@pytest.mark.parametrize("save_async", [False, True], ids=["in the loop", "in the background"])
+@pytest.mark.parametrize(
+    ("call", "place", "committed"),
+    [
+        ("pwrite", "/weights/.step_2", [0, 1]),
+        ("fsync", "/weights/.step_2", [0, 1]),
+        ("fsync", "/checkpoints/step_2/", [0, 1, 2]),
+        ("fsync", "/recovery/.step_1", [0, 1]),
+    ],
+)
+def test_input_output_error(
+    call: str, place: str, committed: list[int], save_async: bool, run: Run, tmp_path: Path
+) -> None:
+    """The run ends with the place and the reason; versions that were committed are whole, and --recover goes on to the end."""
+    settings: dict[str, Any] = {"max_steps": 2, "ckpt": {"interval": 2, "save_async": save_async}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, failing_under(place, getattr(os, call)))
+        with pytest.raises(UserError, match=FAILS):
+            run(**settings)
+    assert (read_status(tmp_path)["trainer"].outcome or "").startswith("failed: the file system fails at")
+    versions = list_steps(tmp_path / "weights")
+    assert set(versions) <= {0, 1, 2}
+    assert versions[: len(committed)] == committed
+    for version in versions[1:]:
+        verify_weights(tmp_path / "weights" / f"step_{version}")
+    assert complete_steps(tmp_path / "checkpoints") == []
+    run(recover=True, **settings)
+    assert complete_steps(tmp_path / "checkpoints") == [2]
+    assert list_steps(tmp_path / "weights") == [0, 1, 2]
+
+
+def test_background_failure_is_heard_at_a_following_step(run: Run, tmp_path: Path) -> None:
+    """The loop does not run on for ever while its checkpoints fail."""
+
+    def full(name: str, file: Path | None = None) -> None:
+        if name == "write:checkpoints/step_1/trainer":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "point", full)
+        with pytest.raises(UserError, match="disk full while writing .*checkpoints/step_1"):
+            run(max_steps=40, recovery_interval=None, ckpt={"interval": 1, "save_async": True})
+    assert list_steps(tmp_path / "weights")[-1] < 40
+    assert not list((tmp_path / "checkpoints").glob("step_*/*"))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_a_save_that_is_under_way_when_the_run_fails(
+    fails: bool, run: Run, tmp_path: Path, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is the loop's; the save is waited for, and where it fails as well that is said. No thread is left."""
+    over = threading.Event()
+
+    def point(name: str, file: Path | None = None) -> None:
+        if name == "write:checkpoints/step_1/trainer":
+            assert over.wait(60)
+            if fails:
+                raise OSError(errno.EIO, "Input/output error")
+
+    def look(checkpoints: Checkpoints, step: int) -> None:
+        if checkpoints._pending is not None:
+            over.set()
+            raise UserError("the second step fails")
+
+    monkeypatch.setattr(faults, "point", point)
+    monkeypatch.setattr(Checkpoints, "look", look)
+    with pytest.raises(UserError, match="the second step fails"):
+        run(recovery_interval=None, ckpt={"interval": 1, "save_async": True})
+    lost = "checkpoints/step_1/trainer was not committed: the file system fails at"
+    assert (lost in heard.text) is fails
+    assert list_steps(tmp_path / "checkpoints") == [1]
+    assert (tmp_path / "checkpoints" / "step_1" / "trainer").is_dir() is not fails
+    for thread in threading.enumerate():
+        if thread.name.startswith("checkpoint"):
+            thread.join(60)
+            assert not thread.is_alive()
