@@ -1,7 +1,8 @@
-"""Algorithms: from the rewards of attempts to one advantage for each. The trainer executes per-token streams and knows no algorithm.
+"""Algorithms: from the rewards of attempts to one advantage for each. The trainer only executes per-token streams.
 
-Every estimator has one entry in one of two tables at the end: of those that look at one group, or at a whole batch. An algorithm of your own,
-`algorithm = { type = "custom", path = "mine.py:advantages" }`, names a function that gets the attempts of a group and returns an advantage for each.
+Every estimator is a function of the groups of a batch, with one entry in the table at the end. An algorithm of your
+own, `algorithm = { type = "custom", path = "mine.py:advantages" }`, names a function that gets the attempts of a group
+and returns an advantage for each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,7 @@ class Attempt:
 
 
 Groups = Sequence[Sequence[Attempt]]  # of a batch; each of attempts of one agent
+Estimator = Callable[[Groups, Any, dict[str, Any]], list[list[float]]]  # of the algorithm's state, which it may change
 
 
 def attempts(result: EpisodeResult) -> dict[int, Attempt]:
@@ -99,13 +101,9 @@ def advantages(
     result, after = [[0.0] * len(group) for group in groups], dict(state)
     if not isinstance(config, ByReward):
         return result, after
-    by_agent = [(row, indices) for row, group in enumerate(groups) for indices in _by_agent(group)]
-    parts = [penalized([groups[row][index] for index in indices], config.length_penalty) for row, indices in by_agent]
-    if config.type in OF_A_GROUP:
-        estimated = [OF_A_GROUP[config.type](part, config) for part in parts]
-    else:
-        estimated = OF_A_BATCH[config.type](parts, config, after)
-    for (row, indices), values in zip(by_agent, estimated, strict=True):
+    rows = [(row, indices) for row, group in enumerate(groups) for indices in _by_agent(group)]
+    parts = [penalized([groups[row][index] for index in indices], config.length_penalty) for row, indices in rows]
+    for (row, indices), values in zip(rows, ESTIMATORS[config.type](parts, config, after), strict=True):
         for index, value in zip(indices, values, strict=True):
             result[row][index] = value
     return result, after
@@ -130,7 +128,11 @@ def missing_rewards(config: "AlgorithmConfig", attempt: Attempt) -> str:
 
 
 def check_algorithm(config: "AlgorithmConfig", key: str) -> None:
-    """Raise UserError where a function of the user's own is not there, or does not take its arguments. `key`: the setting, for messages."""
+    """Raise UserError where a function of the user's own is not there, or does not take its arguments.
+
+    Args:
+        key: The setting, for messages.
+    """
     if config.type == "custom":
         load_function(config.path, config.args, positional=1, key=f"{key}.path")
 
@@ -161,9 +163,9 @@ def penalized(group: Sequence[Attempt], penalty: "LinearPenalty | OverlongPenalt
 
 
 def _linear(group: Sequence[Attempt], penalty: "LinearPenalty") -> list[float]:
-    """mean(R) · (w_o · out / max out + w_i · in / max in + w_t · turns / max turns), as PRIME-RL has it; in: tokens that were not sampled.
+    """mean(R) · (w_o · out / max out + w_i · in / max in + w_t · turns / max turns), as PRIME-RL has it.
 
-    Nothing where the mean is below zero: length would be rewarded.
+    `in` are the tokens that were not sampled. Nothing where the mean is below zero: length would be rewarded.
     """
     mean = max(sum(one.reward for one in group) / len(group), 0.0)
     shares = [0.0] * len(group)
@@ -179,21 +181,21 @@ def _linear(group: Sequence[Attempt], penalty: "LinearPenalty") -> list[float]:
 
 
 def _overlong(attempt: Attempt, penalty: "OverlongPenalty") -> float:
-    """0 up to max_tokens - cache, then rising linearly to `scale` at max_tokens (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13)."""
+    """0 up to max_tokens - cache, then rising linearly to `scale` at max_tokens (DAPO, arXiv:2503.14476, eq. 13)."""
     beyond = attempt.output_tokens - (penalty.max_tokens - penalty.cache)
     return penalty.scale * min(max(beyond / penalty.cache, 0.0), 1.0)
 
 
-# -- estimators, with the paper that each follows ------------------------------------------------------------------------------
+# -- estimators, with the paper that each follows ----------------------------------------------------------------------
 
 
 def grpo(group: Sequence[Attempt], config: "GRPO | Echo") -> list[float]:
-    """Group-relative advantages (GRPO, Shao et al. 2024, arXiv:2402.03300; without the division by std: Dr. GRPO, Liu et al. 2025,
-    arXiv:2503.20783).
+    """Group-relative advantages (GRPO, Shao et al. 2024, arXiv:2402.03300).
 
     A_i = R_i - mean(R), divided by the population std(R) + 1e-6 with `std_normalize`.
 
-    The paper divides; Dr. GRPO shows that this weighs tasks by how easy or hard they are. We follow PRIME-RL, which does not.
+    The paper divides. Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) shows that this weighs tasks by how easy or hard
+    they are; we follow PRIME-RL, which does not.
     """
     values = centred([attempt.reward for attempt in group])
     return scaled([values])[0] if config.std_normalize else values
@@ -202,7 +204,8 @@ def grpo(group: Sequence[Attempt], config: "GRPO | Echo") -> list[float]:
 def rloo(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
     """REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
 
-    A_i = R_i - mean of R_j over j ≠ i, which is (R_i - mean(R)) · G / (G - 1): the same direction as GRPO, without its bias in G.
+    A_i = R_i - mean of R_j over j ≠ i, which is (R_i - mean(R)) · G / (G - 1): the same direction as GRPO, without its
+    bias in G.
     """
     if len(group) < 2:
         return [0.0] * len(group)  # the others were lost: nothing to compare with
@@ -212,9 +215,8 @@ def rloo(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
 def opo(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
     """On-policy optimization with the optimal baseline (Hao et al. 2025, arXiv:2505.23585).
 
-    A_i = R_i - Σ l_j R_j / Σ l_j with l the sampled tokens.
-
-    The baseline of least variance weighs rewards by the squared norm of their gradients, which grows with length.
+    A_i = R_i - Σ l_j R_j / Σ l_j with l the sampled tokens: the baseline of least variance weighs rewards by the
+    squared norm of their gradients, which grows with length.
     """
     rewards = [attempt.reward for attempt in group]
     if min(rewards) == max(rewards):
@@ -227,9 +229,8 @@ def opo(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
 def max_rl(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
     """Maximum-likelihood reinforcement learning, as PRIME-RL has it (its `max_rl`).
 
-    A_i = (R_i - mean(R)) / mean(R), all zero where the mean is not positive.
-
-    With rewards 0 and 1 the mean estimates the probability p of success, and dividing by it turns the gradient of p into that of log p.
+    A_i = (R_i - mean(R)) / mean(R), all zero where the mean is not positive. With rewards 0 and 1 the mean estimates
+    the probability p of success, and dividing by it turns the gradient of p into that of log p.
     """
     mean = sum(attempt.reward for attempt in group) / len(group)
     if mean <= 0:
@@ -238,7 +239,7 @@ def max_rl(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
 
 
 def custom(group: Sequence[Attempt], config: "CustomAlgorithm") -> list[float]:
-    """Return what the user's own function gives. Raises UserError where that is not one finite number for each attempt."""
+    """Return what the user's own function gives. Raises UserError where that is not one finite number for each."""
     try:
         function = own_function(config.path, tuple(sorted(config.args)), "algorithm.path")
         values = [float(value) for value in function(list(group), **config.args)]
@@ -256,10 +257,12 @@ def custom(group: Sequence[Attempt], config: "CustomAlgorithm") -> list[float]:
 def reinforce_pp(groups: Groups, config: "ReinforcePP", state: dict[str, Any]) -> list[list[float]]:
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262).
 
-    A = (R - mean(R)) / (std(R) + 1e-6), mean and std over all episodes of the batch; with `group_baseline` of R minus its group's mean.
+    A = (R - mean(R)) / (std(R) + 1e-6), mean and std over all episodes of the batch; with `group_baseline` of R minus
+    its group's mean.
 
-    The paper has mean and std over the advantages of all tokens, where long episodes weigh more; here each episode counts once, as its reward does.
-    The paper takes a divergence from the reference model off the rewards of tokens. Here it is the loss's (`loss.kl_coef`).
+    The paper has mean and std over the advantages of all tokens, where long episodes weigh more; here each episode
+    counts once, as its reward does. The paper takes a divergence from the reference model off the rewards of tokens;
+    here it is the loss's (`loss.kl_coef`).
     """
     rewards = [[attempt.reward for attempt in group] for group in groups]
     if config.group_baseline:
@@ -271,10 +274,11 @@ def reinforce_pp(groups: Groups, config: "ReinforcePP", state: dict[str, Any]) -
 def gdpo(groups: Groups, config: "GDPO", state: dict[str, Any]) -> list[list[float]]:
     """Group reward-decoupled normalization (GDPO, Liu et al. 2026, arXiv:2601.05242).
 
-    A = Σ_k w_k (r_k - mean(r_k)) / (std(r_k) + 1e-6) over the reward functions k, mean and std over the group; then normalized over the batch.
+    A = Σ_k w_k (r_k - mean(r_k)) / (std(r_k) + 1e-6) over the reward functions k, mean and std over the group; then
+    normalized over the batch.
 
-    Adding rewards up before they are normalized, as GRPO does, gives different combinations of them the same advantage. Every attempt has all
-    rewards: `missing_rewards` names those that have not.
+    Adding rewards up before they are normalized, as GRPO does, gives different combinations of them the same advantage.
+    Every attempt has all rewards: `missing_rewards` names those that have not.
     """
     sums = []
     for group in groups:
@@ -290,10 +294,11 @@ def gdpo(groups: Groups, config: "GDPO", state: dict[str, Any]) -> list[list[flo
 def rae(groups: Groups, config: "RAE", state: dict[str, Any]) -> list[list[float]]:
     """Role-conditioned advantage estimation (SPIRAL, Liu et al. 2025, arXiv:2506.24119).
 
-    A = R - b[agent], then b[agent] ← decay · b[agent] + (1 - decay) · R, one reward after the other; b begins at 0, and is the state.
+    A = R - b[agent], then b[agent] ← decay · b[agent] + (1 - decay) · R, one reward after the other; b begins at 0, and
+    is the state.
 
-    The paper moves the average first and subtracts it then; we follow PRIME-RL, whose baseline does not know the reward that it is taken off.
-    It is a matter of scale: the paper's advantages are `decay` times these.
+    The paper moves the average first and subtracts it then; we follow PRIME-RL, whose baseline does not know the reward
+    that it is taken off. It is a matter of scale: the paper's advantages are `decay` times these.
     """
     values: list[list[float]] = []
     for group in groups:
@@ -314,22 +319,24 @@ def centred(values: Sequence[float]) -> list[float]:
 
 
 def scaled(groups: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Divide values of mean zero by their population standard deviation over all groups + 1e-6. Zeros stay exact zeros."""
+    """Divide values of mean zero by their population std over all groups + 1e-6. Zeros stay exact zeros."""
     every = [value for group in groups for value in group]
     std = sqrt(sum(value * value for value in every) / len(every)) if every else 0.0
     return [[value / (std + EPSILON) for value in group] for group in groups]
 
 
-OF_A_GROUP: dict[str, Callable[[Sequence[Attempt], Any], list[float]]] = {
-    "grpo": grpo,
-    "echo": grpo,
-    "rloo": rloo,
-    "opo": opo,
-    "max_rl": max_rl,
-    "custom": custom,
-}
-# With the algorithm's state, which it may change.
-OF_A_BATCH: dict[str, Callable[[Groups, Any, dict[str, Any]], list[list[float]]]] = {
+def each_group(estimate: Callable[[Sequence[Attempt], Any], list[float]]) -> Estimator:
+    """Make an estimator of one that looks at one group at a time."""
+    return lambda groups, config, state: [estimate(group, config) for group in groups]
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": each_group(grpo),
+    "echo": each_group(grpo),
+    "rloo": each_group(rloo),
+    "opo": each_group(opo),
+    "max_rl": each_group(max_rl),
+    "custom": each_group(custom),
     "reinforce_pp": reinforce_pp,
     "gdpo": gdpo,
     "rae": rae,

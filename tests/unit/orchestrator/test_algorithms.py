@@ -31,8 +31,7 @@ from prime_rl.config.orchestrator import (
 )
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.algorithms import (
-    OF_A_BATCH,
-    OF_A_GROUP,
+    ESTIMATORS,
     Attempt,
     advantages,
     carries_signal,
@@ -231,9 +230,7 @@ def test_no_signal_stays_exactly_zero_beside_others() -> None:
 
 def test_every_algorithm_by_reward_has_an_estimator() -> None:
     """Contract: no configured algorithm fails at the first batch for want of one."""
-    assert OF_A_GROUP.keys() | OF_A_BATCH.keys() == {
-        one.model_fields["type"].default or "custom" for one in get_args(RewardAlgorithm)
-    }
+    assert ESTIMATORS.keys() == {one.model_fields["type"].default or "custom" for one in get_args(RewardAlgorithm)}
 
 
 # -- one's own ---------------------------------------------------------------------------------------------------------
