@@ -1,4 +1,4 @@
-"""The orchestrator's loop: keep the fleet full within the staleness bound, cut batches, commit them, follow new weights, run evals.
+"""The orchestrator's loop: keep the fleet full within the staleness bound, cut and commit batches, run evaluations.
 
 `scheduler.py` decides what may start, what is a batch and what is too old; `ledger.py` stores what became of every
 episode; the fleet's `WeightSync` follows the trainer and brings failed servers back. A killed orchestrator goes on from
@@ -11,13 +11,13 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
@@ -130,13 +130,10 @@ class Orchestrator:
                 await self._evaluate()
             background = [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
             if config.max_concurrent == "auto":
-                load = LoadWatch(
-                    self.fleet, self.scheduler, most_in_flight(config), lambda: self.evaluations.running, config.client.behind
-                )  # fmt: skip
+                most, behind = most_in_flight(config), config.client.behind
+                load = LoadWatch(self.fleet, self.scheduler, most, lambda: self.evaluations.running, behind)
                 background.append(load.run(os.environ.get(config.client.api_key_var, "")))
-            tasks = [asyncio.create_task(work) for work in background]
-            for task in tasks:
-                task.add_done_callback(self.note_failure)
+            tasks = [self._watched(work) for work in background]
             try:
                 await self._loop()
                 await self._finish()
@@ -149,6 +146,11 @@ class Orchestrator:
             raise
         finally:
             self.ledger.close()
+
+    def _watched(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        task.add_done_callback(self.note_failure)
+        return task
 
     async def _evaluate(self) -> None:
         """Evaluate the served version. A failure of the run ends the evaluation, too."""
@@ -173,7 +175,7 @@ class Orchestrator:
         self.evaluations.stop()
         self.wake.set()
 
-    # -- start-up ------------------------------------------------------------------------------------------------------------
+    # -- start-up -----------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
         config = self.config
@@ -223,7 +225,7 @@ class Orchestrator:
         self.tally = Tally(before)
         self.scheduler.begin_incarnation(history.incarnation.number, history.incarnations)
 
-    # -- episodes ------------------------------------------------------------------------------------------------------------
+    # -- episodes -----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> bool:
         """Start episodes that may start, but not too many at once. Returns whether more may."""
@@ -237,10 +239,9 @@ class Orchestrator:
                 replica = self.fleet.place(start.group, retry=start.attempt > 0)
                 assert replica is not None  # one serves, or nothing starts
                 self.fleet.start(start.episode, replica)
-            task = asyncio.create_task(self._run_episode(start, replica))
+            task = self._watched(self._run_episode(start, replica))
             if replica is not None:
                 task.add_done_callback(partial(self._free_slot, replica))
-            task.add_done_callback(self.note_failure)
             if not self._running:
                 self._count_idle(time.monotonic())
             self._running[start.episode] = task
@@ -300,12 +301,11 @@ class Orchestrator:
         failed = Counter(str(reason) for reason in self._outcomes if reason is not None)
         enough = len(self._outcomes) >= min(_LEAST_OUTCOMES_FOR_ERROR_RATE, self.config.batch_size)
         if enough and failed.total() > self.config.max_error_rate * len(self._outcomes):
-            raise UserError(
-                f"{failed.total()} of the last {len(self._outcomes)} episodes failed ({dict(failed)}), more than max_error_rate "
-                f"{self.config.max_error_rate}; the last one: {self._last_error}"
-            )
+            count = f"{failed.total()} of the last {len(self._outcomes)} episodes failed ({dict(failed)})"
+            most = f"more than max_error_rate {self.config.max_error_rate}"
+            raise UserError(f"{count}, {most}; the last one: {self._last_error}")
 
-    # -- called by `WeightSync` ------------------------------------------------------------------------------------------------
+    # -- called by `WeightSync` ---------------------------------------------------------------------------------------
 
     def cancel(self, episodes: Sequence[str]) -> None:
         """Cancel episodes that the scheduler has dropped."""
@@ -334,7 +334,7 @@ class Orchestrator:
             self.evaluations.stop()
             self.wake.set()
 
-    # -- waiting -------------------------------------------------------------------------------------------------------------
+    # -- waiting ------------------------------------------------------------------------------------------------------
 
     async def _next_event(self) -> None:
         """Sleep until an episode ends, new weights are served or a group is due, for a second at most."""
@@ -375,7 +375,7 @@ class Orchestrator:
         else:
             self.status.phase("making rollouts")
 
-    # -- batches -------------------------------------------------------------------------------------------------------------
+    # -- batches ------------------------------------------------------------------------------------------------------
 
     async def _ship(self) -> bool:
         """Commit a batch if there is one. Returns whether there may be another."""
@@ -400,7 +400,15 @@ class Orchestrator:
             metrics = await self._commit(batch, scored, batched)
             self._algorithm_state = scored.state
             self.scheduler.advance(batched)
-        self._report(batch, metrics)
+        self.monitor.log(batch.step, metrics)
+        self.status.step(self.scheduler.step)
+        logger.info(
+            "step {} | {:.1f} s | reward {:.4f} | {} samples, {} tokens | filtered {:.0f}% | off-policy {:.1f} | errors "
+            "{:.1f}%",
+            batch.step, metrics["time/step"], metrics["reward/mean"], metrics["progress/samples"],
+            metrics["progress/tokens"], 100 * metrics["filtered/zero_advantage"], metrics["off_policy/mean"],
+            100 * metrics["errors/rate"],
+        )  # fmt: skip
         return True
 
     async def _commit(self, batch: Batch[EpisodeResult], scored: ScoredBatch, batched: Batched) -> dict[str, float]:
@@ -412,22 +420,34 @@ class Orchestrator:
         self.curriculum.observe(since)
         self.admission.empty_batches = 0
         pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
-        metrics = self._take_metrics(batch, scored, counts) | discard_metrics(batch, discarded, since)
-        metrics |= self.curriculum.metrics()
-        counts = counts.after(batched)
-        extra = batch_extra(batched, counts)
-        self.tally = Tally(counts)
-        state = OrchestratorState(
-            step=batch.step + 1,
-            seed=self.config.seed,
-            groups_opened=opened,
-            algorithm=scored.state,
-            curriculum=pools,
-        )
-        extra |= {"state": asdict(state), "metrics": metrics}
+        metrics = self._step_metrics(batch, scored, counts)
+        metrics |= discard_metrics(batch, discarded, since) | self.curriculum.metrics()
+        self.tally = Tally(counts.after(batched))
+        state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, pools)
+        extra = batch_extra(batched, self.tally.before) | {"state": asdict(state), "metrics": metrics}
         names = [env.name for env in self.config.environments]
         await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
         return metrics
+
+    def _step_metrics(self, batch: Batch[EpisodeResult], scored: ScoredBatch, counts: Counts) -> dict[str, float]:
+        now = time.monotonic()
+        if not self._running:
+            self._count_idle(now)
+        updating, parts = self.weight_sync.take_times()
+        seconds, several = now - self._step_began, len(self.config.environments) > 1
+        metrics = step_metrics(
+            batch, scored, self.tally, counts, seconds=seconds, updating=updating, update_parts=parts, several=several
+        )
+        metrics["workers/cpu"] = self.pool.busiest
+        if (limit := self.limits.look()) is not None:
+            metrics[limit.name.metric] = limit.share
+        self._step_began = now
+        return metrics
+
+    def _count_idle(self, now: float) -> None:
+        """Count the time since the last episode of this step ended: nothing was in flight."""
+        self.tally.seconds_idle += now - max(self._last_end, self._step_began)
+        self._last_end = now
 
     async def _check_ledger(self) -> Counts:
         """Write the events recorded so far and check that no episode is lost. Returns the counts.
@@ -443,42 +463,7 @@ class Orchestrator:
         self._flushed = time.monotonic()
         await asyncio.to_thread(self.ledger.flush, self.ledger.unwritten)
 
-    def _count_idle(self, now: float) -> None:
-        """Count the time since the last episode of this step ended: nothing was in flight."""
-        self.tally.seconds_idle += now - max(self._last_end, self._step_began)
-        self._last_end = now
-
-    def _take_metrics(self, batch: Batch[EpisodeResult], scored: ScoredBatch, counts: Counts) -> dict[str, float]:
-        now = time.monotonic()
-        if not self._running:
-            self._count_idle(now)
-        updating, parts = self.weight_sync.take_times()
-        metrics = step_metrics(
-            batch,
-            scored,
-            self.tally,
-            counts,
-            seconds=now - self._step_began,
-            updating=updating,
-            update_parts=parts,
-            several=len(self.config.environments) > 1,
-        )
-        metrics["workers/cpu"] = self.pool.busiest
-        if (limit := self.limits.look()) is not None:
-            metrics[limit.name.metric] = limit.share
-        self._step_began = now
-        return metrics
-
-    def _report(self, batch: Batch[EpisodeResult], metrics: dict[str, float]) -> None:
-        self.monitor.log(batch.step, metrics)
-        self.status.step(self.scheduler.step)
-        logger.info(
-            "step {} | {:.1f} s | reward {:.4f} | {} samples, {} tokens | filtered {:.0f}% | off-policy {:.1f} | errors {:.1f}%",
-            batch.step, metrics["time/step"], metrics["reward/mean"], metrics["progress/samples"], metrics["progress/tokens"],
-            100 * metrics["filtered/zero_advantage"], metrics["off_policy/mean"], 100 * metrics["errors/rate"],
-        )  # fmt: skip
-
-    # -- between steps -------------------------------------------------------------------------------------------------------
+    # -- between steps ------------------------------------------------------------------------------------------------
 
     async def _keep_ledger(self) -> None:
         """Mark what is trained, save what has finished, complete checkpoints. Until it is cancelled."""
@@ -498,10 +483,13 @@ class Orchestrator:
                     await (self._check_ledger() if last else self._flush_ledger())
             await asyncio.to_thread(self.checkpoints.join, dict(history.incarnations))
 
-    # -- the end -------------------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Go on until the last version is served, if the run has reached its end; one that is stopped keeps what it has for a resumed one."""
+        """Go on until the last version is served, if the run has reached its end.
+
+        One that is stopped keeps what it has for a resumed one.
+        """
         if self.scheduler.done:
             self.cancel([start.episode for start in self.scheduler.abandon()])
         ended = False
@@ -534,14 +522,15 @@ class Orchestrator:
         """Wait until the trainer has ended: it saves once more, and its part is joined before this process ends."""
         watch = TrainerWatch(self.config.output_dir)
 
-        def on_wait(waited: float) -> None:
-            self.status.waiting(subject, "trainer", seconds)
+        def ended() -> bool:
             if self._failure is not None:
                 raise self._failure
+            return watch.ended(asked_to_stop=self.stopping)
 
         subject, seconds = "final status", self.config.weights_timeout
         await wait_async(
-            lambda: watch.ended(asked_to_stop=self.stopping), subject=subject, owner="trainer", seconds=seconds, on_wait=on_wait
+            ended, subject=subject, owner="trainer", seconds=seconds,
+            on_wait=lambda _: self.status.waiting(subject, "trainer", seconds),
         )  # fmt: skip
 
     async def _cancel_all(self, tasks: Sequence["asyncio.Task[None]"] = ()) -> None:
@@ -550,7 +539,7 @@ class Orchestrator:
         await cancel_tasks(ending)
 
 
-# -- the process ---------------------------------------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------------------------
 
 
 async def orchestrate(config: "OrchestratorConfig") -> None:
@@ -573,7 +562,17 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
             monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
             stack.callback(monitor.close)
             stack.callback(asyncio.create_task(collect_by_the_clock(), name="garbage collector").cancel)
-            _on_signals(current.cancel)
+            orchestrator: Orchestrator | None = None
+
+            def on_signal() -> None:
+                if orchestrator is None or orchestrator.stopping or not orchestrator.started:
+                    current.cancel()
+                    return
+                logger.info("stopping: nothing new is issued (a second signal stops at once)")
+                orchestrator.stop()
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, on_signal)
             teachers = Teachers(config)
             stack.push_async_callback(teachers.close)
             if teachers.names:
@@ -594,15 +593,6 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
                 alone = {"output_dir": scratch, "trainer": False, "max_steps": ORCHESTRATOR_STEPS, "ckpt": None}
                 run_config = config.model_copy(update={**alone, "recover": False})
             orchestrator = Orchestrator(run_config, pool, servers, status, monitor, teachers)
-
-            def on_signal() -> None:
-                if orchestrator.stopping or not orchestrator.started:
-                    current.cancel()
-                    return
-                logger.info("stopping: nothing new is issued (a second signal stops at once)")
-                orchestrator.stop()
-
-            _on_signals(on_signal)
             await orchestrator.run()
             if config.bench:
                 print(bench_table(read_metrics(metrics_path(config.output_dir, "orchestrator"))))
@@ -613,12 +603,6 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
             error = error.exceptions[0]
         status.done(f"failed: {error}")
         raise UserError(str(error)) from group
-
-
-def _on_signals(call: Callable[[], object]) -> None:
-    """Call this on SIGINT and SIGTERM from now on."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, call)
 
 
 def spare_collector() -> None:
