@@ -12,9 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +24,6 @@ from prime_rl.envs.worker_process import passed_on
 from prime_rl.errors import UserError
 
 BUILD_SECONDS = 1800.0
-ABANDONED_SECONDS = 86400.0  # what is left of a build that was killed
 SHOWN_LINES = 8
 
 # What our side of a worker imports: the wire, and the token client with its renderers.
@@ -91,10 +88,6 @@ def _make(env: EnvConfig, wanted: Sequence[str], target: Path) -> None:
     """Raises UserError."""
     logger.info("making the Python environment of {} in {}", env.name, target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    for unfinished in target.parent.glob(".making-*"):  # of builds that were killed
-        with suppress(OSError):  # its owner removes it
-            if time.time() - unfinished.stat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(unfinished, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:
         _uv(env, made, "venv", "--quiet", "--relocatable", "--python", sys.executable, made / "venv")

@@ -48,22 +48,6 @@ def test_it_settles(demand: float, cores: int) -> None:
     assert len(set(seen[8:])) == 1
 
 
-@pytest.mark.parametrize(
-    ("workers", "starting", "use", "episodes", "free", "wanted"),
-    [
-        (1, 0, 1.0, 50, 8, 2),  # a busy worker doubles
-        (1, 0, 1.0, 50, 0, 1),  # on idle cores
-        (2, 1, 1.0, 50, 8, 2),  # and waits for the start
-        (4, 0, 4.0, 50, 3, 7),
-        (1, 0, 0.1, 301, 0, 4),  # slots need no idle core
-        (4, 0, 1.0, 50, 0, 2),  # a quarter of the load leaves half of the workers
-    ],
-)
-def test_by_hand(workers: int, starting: int, use: float, episodes: int, free: int, wanted: int) -> None:
-    bounds = {"slots": 100, "least": 1, "most": 16}
-    assert wanted == workers_wanted(workers=workers, starting=starting, use=use, episodes=episodes, free=free, **bounds)
-
-
 @pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 2, 2), (16, 9, 1)])
 def test_settings(monkeypatch: pytest.MonkeyPatch, cores: int, environments: int, least: int) -> None:
     """A number is kept to; `auto` begins with one, or with some where there are cores for all environments, and never with more than it may have."""

@@ -38,32 +38,18 @@ def test_module_names(name: str, module: str) -> None:
     assert module_name(name) == module
 
 
-@pytest.mark.parametrize("version", ["", "@1.2.0", "@1.2", "@v1.2.0", "@latest"])
-def test_installed_version(version: str, install: Callable[..., None]) -> None:
-    """The installed version, however it is written, or none in particular."""
-    install("hub-env", "1.2.0")
-    check_version(f"owner/hub-env{version}")
-
-
-def test_another_version(install: Callable[..., None]) -> None:
-    """The error names both versions and what installs the one that was asked for."""
-    install("hub-env", "1.2.0")
-    with pytest.raises(LoadError, match=r"asks for version 1\.3\.0, and 1\.2\.0 is installed.*prime env install owner/hub-env@1\.3\.0"):  # fmt: skip
-        check_version("owner/hub-env@1.3.0")
-
-
-def test_version_in_the_worker(install: Callable[..., None]) -> None:
-    """A worker, whose Python environment may be another, refuses it too."""
+def test_versions(install: Callable[..., None], tmp_path: Path) -> None:
+    """The installed version, however it is written, or none in particular. Another one, or one where no package says any, is an error that names
+    both and what installs the one asked for; a worker, whose Python environment may be another, refuses it too."""
     install("hub-env", "1.2.0", "tasks = [{'prompt': 'a'}]\nasync def rollout(task, chat): pass")
-    with pytest.raises(LoadError, match=r"asks for version 2, and 1\.2\.0 is installed"):
-        load(Setup("hub-env", "owner/hub-env@2", {}, "model", "auto", 1, "info"))
-
-
-def test_version_of_what_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that no package brought has no version: asking for one is an error, not ignored."""
-    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "loose_env.py").touch()
-    check_version("loose-env")
+    for env_id in ("owner/hub-env", *(f"hub-env@{one}" for one in ("1.2.0", "1.2", "v1.2.0", "latest")), "loose-env"):
+        check_version(env_id)
+    wrong = r"asks for version 1\.3\.0, and 1\.2\.0 is installed.*prime env install owner/hub-env@1\.3\.0"
+    with pytest.raises(LoadError, match=wrong):
+        check_version("owner/hub-env@1.3.0")
+    with pytest.raises(LoadError, match=wrong):
+        load(Setup("hub-env", "owner/hub-env@1.3.0", {}, "model", "auto", 1, "info"))
     with pytest.raises(LoadError, match="no installed package says which version"):
         check_version("loose-env@1.0")
 
@@ -109,31 +95,22 @@ def test_dotted_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Ca
     (tmp_path / "gyms" / "envs" / "old_gym.py").write_text("def load_environment(): pass")
     assert kind_of("owner/gyms.envs.old-gym@1.2") == "classic"
     assert find("gyms.envs.none") is None
+    assert kind_of("surely-not-there") == "verifiers"  # which says so
     with pytest.raises(LoadError, match=r"asks for version 2, and 1\.2\.0 is installed"):
         check_version("gyms.envs.old_gym@2")
 
 
-def test_what_is_not_installed_is_left_to_verifiers() -> None:
-    assert kind_of("surely-not-there") == "verifiers"
-
-
-def test_classic_without_its_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside verifiers 0.4 a classic environment is refused with what it needs."""
+def test_kinds_that_are_not_for_the_installed_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused in one line with what would do, before anything of it is imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "old_env.py").write_text("import verifiers as vf\ndef load_environment(): return vf.SingleTurnEnv()")
+    (tmp_path / "old_env.py").write_text("import surely_not_there\ndef load_environment(): pass")
+    (tmp_path / "new_env.py").write_text("import surely_not_there\n__all__ = ['T']")
     for adapter in ("auto", "classic"):
         with pytest.raises(LoadError, match="classic verifiers API .*requirements"):
             load(Setup("old-env", "old-env", {}, "model", "auto", 1, "info", adapter=adapter))
-
-
-def test_v1_beside_an_older_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused in one line with the versions that would do, before anything of it is imported."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "new_env.py").write_text("import surely_not_there\n__all__ = ['T']")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
-    with pytest.raises(
-        LoadError, match=r"'new-env' is written for verifiers\.v1: .* has verifiers 0\.3\.1; .*v1 with 0\.4\.0 alone"
-    ):
+    wrong = r"'new-env' is written for verifiers\.v1: .* has verifiers 0\.3\.1; .*v1 with 0\.4\.0 alone"
+    with pytest.raises(LoadError, match=wrong):
         load(Setup("new-env", "new-env", {}, "model", "auto", 1, "info"))
 
 

@@ -103,14 +103,6 @@ async def test_a_task_that_demonstrates_nothing(model: Path) -> None:
     assert env._show(env._tasks[3]) != env._show(env._tasks[0])
 
 
-def test_a_dotted_id(model: Path, tmp_path: Path) -> None:
-    """The module within a package, though verifiers has no such ids for its own kind."""
-    directory = tmp_path / "environments" / "gyms" / "envs"
-    directory.mkdir(parents=True)
-    (tmp_path / "environments" / "env_good.py").rename(directory / "good_gym.py")
-    assert len(load("owner/gyms.envs.good-gym", model, num_tasks=3).task_ids) == 3
-
-
 def test_an_endless_taskset(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first tasks, the same in every worker, though they are drawn at random."""
     from prime_rl.envs import verifiers_v1
@@ -122,17 +114,16 @@ def test_an_endless_taskset(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not one.bounded
 
 
-def test_the_example_of_the_docs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/guides/environments.md shows of verifiers 0.4 can be pasted; evaluations ask it for their split."""
-    page = (Path(__file__).parents[3] / "docs" / "guides" / "environments.md").read_text()
-    source = page.partition("# shout.py")[2].partition("```")[0]
-    (tmp_path / "shout.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert len(load("shout", model, split="eval", num_tasks=3).task_ids) == 3
-
-
-def test_task_ids_name_one_task_each(model: Path) -> None:
-    """Arguments reach the taskset; ids are durable and distinct."""
+def test_ids(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments reach the taskset, ids are durable and distinct; a module within a package has them, too, and what
+    docs/guides/environments.md shows of verifiers 0.4 can be pasted, with a split for evaluations."""
     env = load("reverse-text", model, split="eval", num_tasks=5)
     assert len(set(env.task_ids)) == 5
     assert all(task_id.startswith("reverse-text/") for task_id in env.task_ids)
+    directory = tmp_path / "environments" / "gyms" / "envs"
+    directory.mkdir(parents=True)
+    (tmp_path / "environments" / "env_good.py").rename(directory / "good_gym.py")
+    assert len(load("owner/gyms.envs.good-gym", model, num_tasks=3).task_ids) == 3
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "environments.md").read_text()
+    (tmp_path / "environments" / "shout.py").write_text(page.partition("# shout.py")[2].partition("```")[0])
+    assert len(load("shout", model, split="eval", num_tasks=3).task_ids) == 3

@@ -122,35 +122,28 @@ async def test_tools(model: Path, package: Callable[[str, str], str]) -> None:
     assert_exact(*result.samples, engine.exchanges)
 
 
-def test_tools_need_a_renderer_that_shows_them(model: Path, package: Callable[[str, str], str]) -> None:
-    with pytest.raises(LoadError, match="environment 'plain_tools'.*tools"):
-        load(setup(package("plain_tools", CALLS), model))
-
-
-async def test_max_turns(model: Path, package: Callable[[str, str], str]) -> None:
-    """When its turns are used up the conversation is over; the environment judges what there is."""
-    package("unused", "")
-    async with FakeEngine(model, reply=lambda prompt: "no") as engine:
-        result = await play(engine, setup("guess", model, max_turns=2))
-    assert (result.outcome, result.num_turns, result.is_truncated) == (Outcome.OK, 2, True)
-
-
 @pytest.mark.parametrize(
-    ("overflow", "outcome", "turns"), [("stop", Outcome.OK, 3), ("refuse", Outcome.PROMPT_TOO_LONG, 3)]
-)  # fmt: skip
-async def test_context_is_full(
-    overflow: str, outcome: Outcome, turns: int, model: Path, package: Callable[[str, str], str]
+    ("settings", "context", "outcome", "turns"),
+    [
+        ({"max_turns": 2}, 512, Outcome.OK, 2),
+        ({"overflow": "stop"}, 180, Outcome.OK, 3),
+        ({"overflow": "refuse"}, 180, Outcome.PROMPT_TOO_LONG, 3),
+    ],
+)
+async def test_when_a_conversation_is_over(
+    settings: dict[str, Any],
+    context: int,
+    outcome: Outcome,
+    turns: int,
+    model: Path,
+    package: Callable[[str, str], str],
 ) -> None:
-    """As the settings say: judged as it is, or failed."""
-    talks = (
-        HEAD
-        + "async def rollout(task, chat):\n while len(chat.replies) < 8 and await chat('go on, please') is not None: pass\n return 1"
-    )
-    name = package("plain_talks", talks)
-    async with FakeEngine(model, reply=lambda prompt: "word " * 8, max_model_len=180) as engine:
-        result = await play(engine, setup(name, model, overflow=overflow))
-    assert (result.outcome, result.num_turns) == (outcome, turns), result.message
-    assert bool(result.samples) == (outcome is Outcome.OK)
+    """When its turns are used up, or its context is full, the environment judges what there is; or the episode fails, as the settings say."""
+    talks = "async def rollout(task, chat):\n while len(chat.replies) < 8 and await chat('go on, please') is not None: pass\n return 1"
+    name = package("plain_talks", HEAD + talks)
+    async with FakeEngine(model, reply=lambda prompt: "word " * 8, max_model_len=context) as engine:
+        result = await play(engine, setup(name, model, **settings))
+    assert (result.outcome, result.num_turns, result.is_truncated) == (outcome, turns, True), result.message
     assert sum(sum(sample.loss_mask) for sample in result.samples) == (result.output_tokens if result.ok else 0)
 
 
@@ -248,22 +241,16 @@ def test_what_is_wrong_is_named(
     assert "\n" not in str(caught.value)
 
 
-def test_arguments_without_names(model: Path, package: Callable[[str, str], str]) -> None:
-    """`**kwargs` takes any, of a function and of a class."""
+def test_tasks(model: Path, package: Callable[[str, str], str]) -> None:
+    """`**kwargs` takes any argument, of a function and of a class. A task without an id is named by what it holds; twice the same are told apart."""
     end = "async def rollout(task, chat): pass"
     source = f"def tasks(count=1, **more): return [{{'id': key}} for key in more] * count\n{end}"
     assert load(setup(package("plain_kwargs", source), model, {"split": "eval", "count": 2})).task_ids == ["split", "split#2"]  # fmt: skip
     source = f"class Environment:\n def __init__(self, **more): self.tasks = [{{'id': key}} for key in more]\n {end.replace('(', '(self, ')}"
     assert load(setup(package("plain_kwargs_class", source), model, {"a": 1})).task_ids == ["a"]
-
-
-def test_ids_without_names_are_durable(model: Path, package: Callable[[str, str], str]) -> None:
-    """A task without an id is named by what it holds, and twice the same are told apart."""
-    source = "tasks = [{'prompt': 'a'}, {'prompt': 'b'}, {'prompt': 'a'}]\nasync def rollout(task, chat): pass"
-    first = load(setup(package("plain_ids", source), model)).task_ids
+    first = load(setup(package("plain_ids", f"tasks = [{{'prompt': one}} for one in 'aba']\n{end}"), model)).task_ids
     assert load(setup("plain_ids", model)).task_ids == first
-    assert len(set(first)) == 3
-    assert first[2] == f"{first[0]}#2"
+    assert (len(set(first)), first[2]) == (3, f"{first[0]}#2")
 
 
 def test_imports_little(model: Path) -> None:

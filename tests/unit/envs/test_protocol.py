@@ -8,25 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.envs.protocol import (
-    VERSION,
-    Cancel,
-    EpisodeResult,
-    Heartbeat,
-    Hello,
-    LoadFailed,
-    Message,
-    Outcome,
-    Part,
-    ProtocolError,
-    Ready,
-    Result,
-    Run,
-    SampleTokens,
-    Setup,
-    decode,
-    encode,
-)
+from prime_rl.envs import protocol
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, ProtocolError, Result, SampleTokens, decode, encode
 
 EPISODE = EpisodeResult(
     episode_id="3.1.0",
@@ -44,20 +27,20 @@ EPISODE = EpisodeResult(
     parts=[Part("solver", 0.5, {"lcs": 0.5}, {}, 1, False), Part("", 0.0, {"lcs": 0.0}, {"n": 1.0}, 2, True)],
     timing={"agent": 1.5},
 )
-MESSAGES: list[Message] = [
-    Hello(VERSION),
-    Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "auto", 64, "info"),
-    Ready(["a", "b"], bounded=False),
-    LoadFailed("no"),
-    Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, "http://x/v1", 12.5),
-    Cancel(1),
+MESSAGES: list[protocol.Message] = [
+    protocol.Hello(protocol.VERSION),
+    protocol.Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "auto", 64, "info"),
+    protocol.Ready(["a", "b"], bounded=False),
+    protocol.LoadFailed("no"),
+    protocol.Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, "http://x/v1", 12.5),
+    protocol.Cancel(1),
     Result(1, EPISODE),
-    Heartbeat(0.01, "", 0.5),
+    protocol.Heartbeat(0.01, "", 0.5),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
-def test_round_trip(message: Message) -> None:
+def test_round_trip(message: protocol.Message) -> None:
     """What is decoded equals what was encoded, floats to the last bit, outcomes as outcomes."""
     assert decode(encode(message)) == message
 

@@ -51,7 +51,8 @@ def prepared(*requirements: str, **settings: Any) -> str:
 
 
 def test_made_once(calls: Path) -> None:
-    """The second time, and for another environment with the same requirements, uv is not asked: it works offline; nor is it without requirements."""
+    """The second time, and for another environment with the same requirements, uv is not asked: it works offline; nor is it without requirements.
+    One whose interpreter was removed is made again."""
     env = EnvConfig(id="a", python="/usr/bin/python3")
     assert venv.prepare([env]) == [env]
     assert not calls.read_text()
@@ -61,6 +62,9 @@ def test_made_once(calls: Path) -> None:
     assert prepared("numpy", "wordle==0.3", name="another") == first
     assert calls.read_text() == made
     assert not list(Path(first).parents[2].glob(".making-*"))
+    Path(first).unlink()
+    Path(first).symlink_to("/nonexistent/python")
+    assert Path(prepared("wordle==0.3", "numpy")).exists()
 
 
 def test_kinds_need_their_own(calls: Path) -> None:
@@ -130,24 +134,6 @@ def test_two_runs_at_once(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in venv._cache().iterdir()] == [Path(others[0]).parents[1].name]
 
 
-def test_interpreter_that_is_gone(calls: Path) -> None:
-    """An environment whose interpreter was removed is made again."""
-    python = Path(prepared("x"))
-    python.unlink()
-    python.symlink_to("/nonexistent/python")
-    assert Path(prepared("x")).exists()
-
-
-def test_what_a_killed_build_left_is_removed(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = venv._cache() / ".making-dead"
-    left.mkdir(parents=True)
-    prepared("x")
-    assert left.exists()  # it may be another run's
-    monkeypatch.setattr(venv, "ABANDONED_SECONDS", -1.0)
-    prepared("y")
-    assert not left.exists()
-
-
 @pytest.mark.parametrize(
     ("requirement", "message"),
     [
@@ -156,16 +142,15 @@ def test_what_a_killed_build_left_is_removed(calls: Path, monkeypatch: pytest.Mo
         ("./empty", "neither pyproject.toml nor setup.py"),
     ],
 )
-def test_bad_requirements(requirement: str, message: str, calls: Path, package: Path) -> None:
-    """Found before uv is asked, and so in a dry run too."""
+def test_bad_requirements(
+    requirement: str, message: str, calls: Path, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before uv is asked, and so in a dry run too; also that there is no uv."""
     (package.parent / "empty").mkdir()
     with pytest.raises(UserError, match=r"environment my-env: requirements") as caught:
         venv.check(EnvConfig(id="my-env", requirements=[requirement]))
     assert message in str(caught.value)
     assert not calls.read_text()
-
-
-def test_without_uv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="pip install uv"):
         venv.check(EnvConfig(id="a", requirements=["x"]))

@@ -22,14 +22,11 @@ PLAIN = [
 
 
 def test_secrets_are_withheld() -> None:
-    """Contract: a variable whose name looks like a secret's, or that `secrets` does not name, is reported and not passed on; all others are."""
+    """Contract: a variable whose name looks like a secret's, or a URL with a password, is reported and not passed on unless `secrets` names it; all
+    others are, a proxy's too, without which nothing is reached."""
     plain = dict.fromkeys(PLAIN, "x")
     assert passed_on({**plain, **dict.fromkeys(SECRETS, "x")}, []) == (plain, sorted(SECRETS))
     assert passed_on({"OPENAI_API_KEY": "x", "HF_TOKEN": "y"}, ["OPENAI_API_KEY"]) == ({"OPENAI_API_KEY": "x"}, ["HF_TOKEN"])  # fmt: skip
-
-
-def test_urls_with_passwords_are_secrets() -> None:
-    """Contract: a password inside a URL is one, except a proxy's, without which nothing is reached."""
     assert is_secret("DATABASE_URL", "postgres://user:pass@host/db")
     assert not is_secret("HTTPS_PROXY", "http://user:pass@proxy:3128")
     assert not is_secret("HOMEPAGE", "https://example.org:443/a@b")
