@@ -72,36 +72,28 @@ async def score(task: Any, program: str) -> float:
     return float(await task.correct(SimpleNamespace(last_reply=f"Thus:\n```python\n{program}\n```\n")))
 
 
-@pytest.mark.parametrize(
-    ("program", "reward"),
-    [
-        ("a, b = map(float, input().split())\nprint(a + b)", 1.0),
-        ("a, b = map(int, input().split())\nprint(a + b)", 0.0),  # passes the shown test, and one of the hidden ones
-        ("print(3)", 0.0),
-        ("a, b = map(float, input().split())\nprint(a + b)\nraise SystemExit(1)", 0.0),
-        ("syntax error", 0.0),
-        ("", 0.0),
-    ],
-)
-async def test_programs_that_read(program: str, reward: float, data: str) -> None:
-    """Contract: right for all tests, shown and hidden, or wrong."""
-    assert await score(load(data=data)[0], program) == reward
+READING = [
+    ("a, b = map(float, input().split())\nprint(a + b)", 1.0),
+    ("a, b = map(int, input().split())\nprint(a + b)", 0.0),  # passes the shown test, and one of the hidden ones
+    ("a, b = map(float, input().split())\nprint(a + b)\nraise SystemExit(1)", 0.0),
+    ("syntax error", 0.0),
+    ("", 0.0),
+]
+CALLED = [
+    (STARTER + "print('noise')\n        return sum(values)", 1.0),
+    ("def add(values):\n    return sum(values)", 1.0),
+    (STARTER + "return 3", 0.0),
+    (STARTER + "return None", 0.0),
+    ("class Solution:\n    def other(self, values):\n        return sum(values)", 0.0),
+]
 
 
-@pytest.mark.parametrize(
-    ("program", "reward"),
-    [
-        (STARTER + "return sum(values)", 1.0),
-        (STARTER + "print('noise')\n        return sum(values)", 1.0),
-        ("def add(values):\n    return sum(values)", 1.0),
-        (STARTER + "return 3", 0.0),
-        (STARTER + "return None", 0.0),
-        ("class Solution:\n    def other(self, values):\n        return sum(values)", 0.0),
-    ],
-)
-async def test_functions(program: str, reward: float, data: str) -> None:
-    """Contract: the named function, or method of Solution, is called with the arguments of each test; typing's names are there."""
-    assert await score(load(data=data)[1], program) == reward
+async def test_programs(data: str) -> None:
+    """Contract: right for all tests, shown and hidden, or wrong; those that read, and those whose named function, or method of Solution, is called
+    with the arguments of each test, with typing's names there."""
+    for task, programs in zip(load(data=data), (READING, CALLED), strict=True):
+        for program, reward in programs:
+            assert await score(task, program) == reward, program
 
 
 async def test_time_is_bounded(data: str) -> None:
@@ -160,40 +152,28 @@ class Evil:
         ("not base64!", "neither JSON nor base64 of zlib of a pickle"),
         (base64.b64encode(zlib.compress(b"")).decode(), "neither JSON nor base64 of zlib of a pickle"),
         ("", "p: no tests"),
+        (packed("x" * 5000), "larger than"),
     ],
 )
-def test_hidden_tests_that_are_not(private: str, message: str) -> None:
-    """Contract: a pickle that would run code is refused, and never run; so is whatever else the dataset does not hold."""
+def test_hidden_tests_that_are_not(private: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a pickle that would run code is refused, and never run; so is whatever else the dataset does not hold, and a small string does not
+    become all memory."""
+    monkeypatch.setattr("livecodebench.tests.LARGEST", 1000)
     with pytest.raises(DataError) as caught:
         read_tests("[]", private, "p")
     assert message in str(caught.value)
     assert not Path("/tmp/pickles-are-programs").exists()
 
 
-def test_tests_that_unpack_to_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a small string does not become all memory."""
-    monkeypatch.setattr("livecodebench.tests.LARGEST", 1000)
-    with pytest.raises(DataError, match="larger than"):
-        read_tests("[]", packed("x" * 5000), "p")
-
-
 def test_outputs_compared() -> None:
-    """Contract: space at the ends of lines and the spelling of numbers do not matter, everything else does."""
-    assert same_lines("1 2 \n3\n\n", "1 2\n3")
-    assert same_lines("0.50 2", "0.5 2.0")
-    assert not same_lines("1\n2", "1 2")
-    assert not same_lines("a b", "ab")
-    assert not same_lines("1", "1\n1")
+    """Contract: space at the ends of lines and the spelling of numbers do not matter, everything else does; no output is an error, which would take
+    the attempt out of the mean."""
+    same = [("1 2 \n3\n\n", "1 2\n3"), ("0.50 2", "0.5 2.0")]
+    others = [("1\n2", "1 2"), ("a b", "ab"), ("1", "1\n1"), ("sNaN", "1"), ("1 sNaN", "1 2")]
+    assert [same_lines(*pair) for pair in [*same, *others]] == [True] * len(same) + [False] * len(others)
     assert same_value("[1, [2]]", "[1,[2]]")
-    assert not same_value("[1]", "[2]")
-    assert not same_value("", "1")
-
-
-def test_no_output_is_an_error() -> None:
-    """Contract: whatever a program prints, it is wrong at worst; an error would take the attempt out of the mean."""
-    assert not same_value("[" * 200_000, "1")
-    assert not same_lines("sNaN", "1")
-    assert not same_lines("1 sNaN", "1 2")
+    for pair in (("[1]", "[2]"), ("", "1"), ("[" * 200_000, "1")):
+        assert not same_value(*pair)
 
 
 def test_bad_input(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

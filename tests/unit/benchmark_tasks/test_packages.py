@@ -18,15 +18,9 @@ from benchmark_tasks.rows import DataError
 REPOSITORY = Path(__file__).parents[3]
 MATH500 = [
     {"problem": "1+1?", "answer": "2", "subject": "Algebra", "level": 1, "unique_id": "test/algebra/1.json"},
-    {
-        "problem": "Half?",
-        "answer": r"\frac{1}{2}",
-        "subject": "Algebra",
-        "level": 5,
-        "unique_id": "test/algebra/2.json",
-    },
+    {"problem": "Half?", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 5, "unique_id": "test/algebra/2.json"},
     {"problem": "2+2?", "answer": "4", "subject": "Geometry", "level": 5, "unique_id": "test/geometry/1.json"},
-]
+]  # fmt: skip
 AIME24 = [{"id": 60, "problem": "p", "solution": "s", "answer": "033", "url": "u", "year": "2024"}]
 AIME25 = [{"problem": "p", "answer": "70", "id": "0"}, {"problem": "q", "answer": "588", "id": "1"}]
 GSM8K = [{"question": "How many?", "answer": "First <<1+1=2>>2.\nThen more.\n#### 1,234"}]
