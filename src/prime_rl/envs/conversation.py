@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import httpx
 from openai import APIConnectionError, APIStatusError
-from renderers import MalformedGenerateResponseError, OverlongPromptError
+from renderers import MalformedGenerateResponseError
 from renderers.base import ParsedToolCall, RenderedTokens
 from renderers.client import generate
 
@@ -31,12 +31,11 @@ KEEPALIVE_SECONDS = 30.0
 PINNED_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 _TOKEN_ROUTE, _SAMPLE_ROUTE = "/inference/v1/generate", "/v1/sample"
-_SAMPLE_KEYS = {"model", "token_ids", "sampling_params", "cache_salt"}
 _NOT_PASSED_ON = (401, 404, 405, 501)  # of a router that does not know our route, or drops the key on it
 # What `config.shared.SamplingConfig` and the renderers send; an environment's own settings go by vLLM's route, which takes more.
 _SAMPLE_PARAMS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs"),
-    *("ignore_eos", "skip_special_tokens", "routed_experts_prompt_start"),
+    *("ignore_eos", "skip_special_tokens"),
 }
 
 
@@ -53,6 +52,10 @@ class CallFailed(Exception):
     def __init__(self, outcome: Outcome, message: str) -> None:
         super().__init__(message)
         self.outcome = outcome
+
+
+class PromptTooLong(Exception):
+    """A prompt that leaves no room for a reply in the model's context: it is not sent."""
 
 
 class ContextFull(Exception):
@@ -149,18 +152,30 @@ class EngineClient:
     ) -> dict[str, Any]:
         """One model call, by the ids of `prompt` or else of the rendered messages; what `renderers.client.generate` makes of the answer.
 
-        Raises OpenAIError, OverlongPromptError, MalformedGenerateResponseError.
+        A reply gets the room that is left in the model's context. Raises PromptTooLong, OpenAIError, MalformedGenerateResponseError.
         """
         if base_url not in self._connections:
             self._connections[base_url] = EngineConnection(base_url, os.environ.get(API_KEY_VAR) or "EMPTY")
+        connection = self._connections[base_url]
+        if prompt is None:
+            prompt = self.renderer.render(list(messages), tools=tools, add_generation_prompt=True)
+        params, sent = {name: value for name, value in sampling.items() if name != "cache_salt"}, len(prompt.token_ids)
+        if (context := await connection.context()) is not None:
+            if sent >= context:
+                raise PromptTooLong(
+                    f"the prompt of {sent} tokens leaves no room for a reply in the maximum context length of {context} tokens"
+                )
+            if "max_tokens" in params:
+                params["max_tokens"] = min(params["max_tokens"], context - sent)
         return await generate(
-            client=self._connections[base_url],  # type: ignore[arg-type]
+            client=connection,  # type: ignore[arg-type]
             renderer=self.renderer,
             messages=list(messages),  # type: ignore[arg-type]
-            prompt_ids=None if prompt is None else prompt.token_ids,
+            prompt_ids=prompt.token_ids,
             prompt_attribution=prompt,
+            max_prompt_len=sent,
             tools=tools,
-            sampling_params={name: value for name, value in sampling.items() if name != "cache_salt"},
+            sampling_params=params,
             cache_salt=sampling.get("cache_salt"),
             **{"model": self.model, **options},
         )
@@ -177,7 +192,7 @@ class EngineClient:
         prompt = None if self.branched else self._extended(turns, messages, history, tools)
         try:
             answer = await self.generate(base_url, messages, tools, prompt, sampling)
-        except OverlongPromptError as error:
+        except PromptTooLong as error:
             raise CallFailed(Outcome.PROMPT_TOO_LONG, str(error)) from error
         except MalformedGenerateResponseError as error:
             raise CallFailed(Outcome.ENGINE_REFUSED, " ".join(str(error).split())[:1000]) from error
@@ -263,18 +278,17 @@ class EngineReply:
 
 
 class EngineConnection:
-    """What `renderers.client.generate` needs of an AsyncOpenAI client (`base_url`, `get`, `post`, `close`), over aiohttp.
+    """What `renderers.client.generate` needs of an AsyncOpenAI client (`base_url`, `post`), over aiohttp.
 
     The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Raises the SDK's errors, because verifiers
-    tells an engine that is down from one that refuses by them. It knows the model's context: a reply gets the room that is left, and a prompt that
-    leaves none is not sent.
+    tells an engine that is down from one that refuses by them.
     """
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url = base_url
-        self._sampling = True  # by our own route
-        self._context: int | None = None  # tokens, once the server has said it
-        self._asked = False
+        self._own_route = True
+        self._context: int | None = None
+        self._asked = False  # for it
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
@@ -283,64 +297,39 @@ class EngineConnection:
             ),
         )
 
-    async def get(self, path: str, cast_to: Any = None) -> Any:
+    async def context(self) -> int | None:
+        """Tokens of the model's context; None where the server does not say, or does not answer, which shows when it is sampled."""
+        if self._asked:
+            return self._context
         try:
-            reply = await self._request("GET", f"{self.base_url}{path}", None, {})
-        except APIStatusError:
-            self._asked = True  # it has nothing to say
-            raise
+            answer = json.loads((await self._request("GET", f"{self.base_url}/models")).content)
+            # All names that a server gives its model, adapters too, are of the same context.
+            lengths = [card.get("max_model_len") for card in answer.get("data") or []]
+            self._context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+        except APIConnectionError:
+            return None
+        except APIStatusError:  # it has nothing to say
+            pass
         self._asked = True
-        answer = json.loads(reply.content)
-        # All names that a server gives its model, adapters too, are of the same context.
-        lengths = [card.get("max_model_len") for card in answer.get("data") or []]
-        self._context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
-        return answer
+        return self._context
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> EngineReply:
-        headers = (options or {}).get("headers", {})
-        body = await self._fitted(body, url)
-        params = body.get("sampling_params", {})
-        # Else it asks for images, or what came of them, or by a setting of its own.
-        plain = body.keys() <= _SAMPLE_KEYS and params.keys() <= _SAMPLE_PARAMS
-        sampling = url.endswith(_TOKEN_ROUTE) and plain and self._sampling
-        if sampling:
-            # Of experts, which that route does not report.
-            taken = {name: value for name, value in params.items() if name != "routed_experts_prompt_start"}
-            own = url.removesuffix(_TOKEN_ROUTE) + _SAMPLE_ROUTE
+        headers = (options or {}).get("headers")
+        own = self._own_route and body["sampling_params"].keys() <= _SAMPLE_PARAMS
+        if own:
             try:
-                return await self._request("POST", own, {**body, "sampling_params": taken}, headers)
+                return await self._request("POST", url.removesuffix(_TOKEN_ROUTE) + _SAMPLE_ROUTE, body, headers)
             except APIStatusError as error:
                 if error.status_code not in _NOT_PASSED_ON:
                     raise
         reply = await self._request("POST", url, body, headers)
-        self._sampling = self._sampling and not sampling  # a router: it answered there, and not here
+        self._own_route = self._own_route and not own  # a router: it answered there, and not here
         return reply
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _fitted(self, body: dict[str, Any], url: str) -> dict[str, Any]:
-        """The request with no more tokens asked for than there is room. Raises APIStatusError (400) when there is none."""
-        if "content_parts" in body or "features" in body:  # only the server knows what images come to
-            return body
-        if not self._asked:
-            with contextlib.suppress(APIStatusError, APIConnectionError):  # what is wrong shows when it is sampled
-                await self.get("/models")
-        if self._context is None:
-            return body
-        prompt, asked = len(body["token_ids"]), body["sampling_params"].get("max_tokens")
-        room = self._context - prompt
-        if room < 1:
-            message = f"the prompt of {prompt} tokens leaves no room for a reply in the maximum context length of {self._context} tokens"
-            answer = httpx.Response(400, request=httpx.Request("POST", url))
-            raise APIStatusError(message, response=answer, body=None)
-        if asked is None or asked <= room:
-            return body
-        return {**body, "sampling_params": {**body["sampling_params"], "max_tokens": room}}
-
-    async def _request(
-        self, method: str, url: str, body: dict[str, Any] | None, headers: dict[str, str]
-    ) -> EngineReply:
+    async def _request(self, method: str, url: str, body: Any = None, headers: Any = None) -> EngineReply:
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         try:
             async with self._session.request(method, url, data=data, headers=headers) as response:

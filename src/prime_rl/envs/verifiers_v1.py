@@ -24,7 +24,6 @@ from multidict import CIMultiDict
 from openai import OpenAIError
 from pydantic import ValidationError
 from pydantic._internal import _fields
-from renderers import OverlongPromptError
 from renderers.base import ParsedToolCall, ToolCallParseStatus
 from verifiers.v1.clients import Client
 from verifiers.v1.clients.client import SESSION_ID_HEADER
@@ -41,6 +40,7 @@ from prime_rl.envs.conversation import (
     ContextFull,
     Conversation,
     EngineClient,
+    PromptTooLong,
     arguments_of,
     request_settings,
 )
@@ -466,7 +466,7 @@ class ConversationClient(Client):
         options = {"model": body["model"], "extra_headers": {SESSION_ID_HEADER: session_id} if session_id else None}
         try:
             answer = await self._engine.generate(self._base_url, messages, tools, prompt, settings, **options)
-        except OverlongPromptError as error:
+        except PromptTooLong as error:
             raise ProviderError(str(error), status_code=400) from error
         except OpenAIError as error:
             raise model_error(error) from error

@@ -73,8 +73,8 @@ class Script:
     next: list[int] = field(default_factory=list)
     exchanges: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)
 
-    async def get(self, path: str, cast_to: Any = None) -> Any:
-        return {"data": []}
+    async def context(self) -> None:
+        return None
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> EngineReply:
         logprobs = [-0.25 - len(self.exchanges) - i / 64 for i in range(len(self.next))]
