@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from alphabet_sort.data import Problem, problems
+from alphabet_sort.data import problems
 from calculator.data import problems as word_problems
 from kuhn_poker.game import DEALS
-from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.verifiers_v1 import VerifiersEnv
 from support.fake_engine import FakeEngine, assert_exact, make_tokenizer
 from wordle.data import words
@@ -31,8 +31,9 @@ class World:
     async def play(self, env: str, task: int, reply: Callable[[str], str]) -> EpisodeResult:
         self.engine.reply = reply
         self.engine.reset()
-        sampling = {"temperature": 1.0, "max_tokens": 200}
-        return await self.envs[env].run(task, sampling, 0, "1.2.3", self.engine.base_url)
+        task_id = self.envs[env].task_ids[task]
+        run = Run(1, "1.2.3", task, task_id, {"max_tokens": 200}, 0, self.engine.base_url, 0.0)
+        return await self.envs[env].run(run)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -68,31 +69,27 @@ def _turn(prompt: str) -> int:
     return prompt.count("<|im_start|>user\n") - 1
 
 
-def _sorter(problem: Problem) -> Callable[[str], str]:
-    return lambda prompt: "<sorted>" + "\n".join(problem.truth(_turn(prompt))) + "</sorted>"
-
-
-@pytest.mark.parametrize(("answer", "reward"), [(r"so \boxed{0.5}", 1.0), (r"\boxed{2}", 0.0), ("a half", 0.0)])
-async def test_a_benchmark(world: World, answer: str, reward: float) -> None:
+async def test_a_benchmark(world: World) -> None:
     """A benchmark's package judges here as elsewhere: equal expressions are right."""
-    result = await world.play("math500", 0, lambda prompt: answer)
-    assert (result.outcome, result.reward, result.metrics["answered"]) == (
-        Outcome.OK,
-        reward,
-        float("box" in answer),
-    ), result.message
-    assert_exact(result.samples[0], world.engine.exchanges)
+    for answer, reward in ((r"so \boxed{0.5}", 1.0), (r"\boxed{2}", 0.0), ("a half", 0.0)):
+        result = await world.play("math500", 0, lambda prompt, answer=answer: answer)
+        assert (result.outcome, result.reward) == (Outcome.OK, reward), result.message
+        assert result.metrics["answered"] == float("box" in answer)
+        assert_exact(result.samples[0], world.engine.exchanges)
 
 
 async def test_sorting_well(world: World) -> None:
     """Every turn right: reward 1, one exact sample of all turns."""
     for task, problem in enumerate(problems("eval", 8)):
-        result = await world.play("alphabet-sort", task, _sorter(problem))
+        result = await world.play(
+            "alphabet-sort", task, lambda prompt, problem=problem: f"<sorted>{'|'.join(problem.truth(_turn(prompt)))}</sorted>".replace("|", "\n")
+        )  # fmt: skip
         assert result.ok, result.message
         assert result.task_id == f"alphabet-sort/{problem.id}"
         assert (result.reward, result.metrics) == (1.0, {"turns_right": 1.0})
         assert result.num_turns == len(problem.turns) == len(world.engine.exchanges)
-        assert _asked(world.engine.tokenizer.decode(world.engine.exchanges[-1].prompt)) == problem.message(-1 + result.num_turns)  # fmt: skip
+        asked = _asked(world.engine.tokenizer.decode(world.engine.exchanges[-1].prompt))
+        assert asked == problem.message(result.num_turns - 1)
         (sample,) = result.samples
         assert_exact(sample, world.engine.exchanges)
 
@@ -109,61 +106,43 @@ async def test_solving_wordle(world: World) -> None:
     assert_exact(result.samples[0], world.engine.exchanges)
 
 
-def _bettor(prompt: str) -> str:
+def _caller(prompt: str) -> str:
     return f"<move>{'call' if 'call?' in _asked(prompt) else 'bet'}</move>"
 
 
-@pytest.mark.parametrize("task", [0, 7])  # either player first; all games: tests/unit/bundled/test_kuhn_poker.py
-async def test_bet_and_call(world: World, task: int) -> None:
-    """Each seat gets its own two chips, won or lost, with its own tokens, whichever acts first."""
-    result = await world.play("kuhn-poker", task, _bettor)
+def _folder(prompt: str) -> str:
+    if "fold or call?" in _asked(prompt):
+        return "<move>fold</move>"
+    return f"<move>{'check' if 'act first' in prompt else 'bet'}</move>"
+
+
+def _cheat(prompt: str) -> str:
+    return "<move>fold</move>"
+
+
+@pytest.mark.parametrize(
+    ("task", "reply", "turns", "chips"),
+    [
+        (0, _caller, {"player_1": [0], "player_2": [1]}, -2.0),  # JQ-1
+        (7, _caller, {"player_2": [0], "player_1": [1]}, -2.0),  # QK-2
+        (11, _folder, {"player_2": [0, 2], "player_1": [1]}, 1.0),  # KQ-2: the opener speaks twice and loses its ante
+        (1, _cheat, {"player_2": [0]}, 2.0),  # JQ-2: who opens with nonsense loses; the other never spoke
+    ],
+)  # all games: tests/unit/bundled/test_kuhn_poker.py
+async def test_poker(
+    world: World, task: int, reply: Callable[[str], str], turns: dict[str, list[int]], chips: float
+) -> None:
+    """Each seat gets its own chips, won or lost, with its own tokens, whichever acts first; a player sees its own card alone."""
+    result = await world.play("kuhn-poker", task, reply)
     assert result.ok, result.message
-    deal = DEALS[task]
+    deal, exchanges = DEALS[task], world.engine.exchanges
     assert result.task_id == f"kuhn-poker/{deal.id}"
-    won = 2.0 if "JQK".index(deal.cards[0]) > "JQK".index(deal.cards[1]) else -2.0
-    assert {part.agent: part.rewards for part in result.parts} == {
-        "player_1": {"chips": won},
-        "player_2": {"chips": -won},
-    }
-    first, second = world.engine.exchanges
-    samples = {sample.agent: sample for sample in result.samples}
-    opener, other = ("player_1", "player_2") if deal.first == 0 else ("player_2", "player_1")
-    assert_exact(samples[opener], [first])
-    assert_exact(samples[other], [second])
-    assert (samples["player_1"].reward, samples["player_2"].reward) == (won, -won)
-    text = world.engine.tokenizer.decode(first.prompt)
-    assert f"Your card is {deal.cards[deal.first]}. You act first." in text  # and nothing of the other's
-
-
-async def test_check_bet_fold(world: World) -> None:
-    """The long game: the opener speaks twice in one conversation and loses its ante."""
-
-    def reply(prompt: str) -> str:
-        if "fold or call?" in _asked(prompt):
-            return "<move>fold</move>"
-        return f"<move>{'check' if 'act first' in prompt else 'bet'}</move>"
-
-    result = await world.play("kuhn-poker", 11, reply)  # KQ-2
-    assert {part.agent: (part.reward, part.num_turns) for part in result.parts} == {
-        "player_1": (1.0, 1),
-        "player_2": (-1.0, 2),
-    }
-    one, two, three = world.engine.exchanges
-    samples = {sample.agent: sample for sample in result.samples}
-    assert_exact(samples["player_2"], [one, three])
-    assert_exact(samples["player_1"], [two])
-
-
-async def test_illegal_opening(world: World) -> None:
-    """Who opens with nonsense loses too. The other never spoke: there is nothing of it to train on."""
-    result = await world.play("kuhn-poker", 1, lambda prompt: "<move>fold</move>")  # JQ-2
-    assert result.ok, result.message
-    (sample,) = result.samples
-    assert (sample.agent, result.reward, result.rewards) == ("player_2", -2.0, {"chips": -2.0})
-
-
-def _call(**arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'calculate', 'arguments': arguments})}\n</tool_call>"
+    won = {"player_1": chips, "player_2": -chips}
+    assert {sample.agent: sample.reward for sample in result.samples} == {agent: won[agent] for agent in turns}
+    for sample in result.samples:
+        assert_exact(sample, [exchanges[turn] for turn in turns[sample.agent]])
+    text = world.engine.tokenizer.decode(exchanges[0].prompt)
+    assert f"Your card is {deal.cards[deal.first]}. You act first." in text
 
 
 async def test_calculating(world: World) -> None:
@@ -173,12 +152,13 @@ async def test_calculating(world: World) -> None:
 
     def reply(prompt: str) -> str:
         told.append(_asked(prompt))
-        return f"<answer>{problem.answer}</answer>" if _turn(prompt) else _call(expression=problem.expression)
+        call = json.dumps({"name": "calculate", "arguments": {"expression": problem.expression}})
+        return f"<answer>{problem.answer}</answer>" if _turn(prompt) else f"<tool_call>\n{call}\n</tool_call>"
 
     result = await world.play("calculator", 3, reply)
     assert result.ok, result.message
     assert result.task_id == f"calculator/{problem.id}"
-    assert told == [problem.text, f"\n<tool_response>\n{problem.answer}\n</tool_response>".lstrip()]
+    assert told == [problem.text, f"<tool_response>\n{problem.answer}\n</tool_response>"]
     assert '"name": "calculate"' in world.engine.tokenizer.decode(world.engine.exchanges[0].prompt)
     assert result.rewards == pytest.approx({"correct": 1.0, "format": 0.1})
     assert (result.metrics["tool_calls"], result.metrics["refused_expressions"]) == (1.0, 0.0)

@@ -160,7 +160,7 @@ async def test_equal_environments_share_workers(tmp_path: Path) -> None:
 # ---- what cannot start
 
 
-FOREIGN = "import prime_rl.envs.worker as w; w.VERSION = 999; w.main()"
+FOREIGN = "import prime_rl.envs.protocol as p, prime_rl.envs.worker as w; p.VERSION = 999; w.main()"
 
 
 @pytest.mark.parametrize(

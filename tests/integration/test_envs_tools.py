@@ -13,7 +13,7 @@ from verifiers.v1.runtimes.subprocess import SubprocessConfig
 
 from prime_rl.envs import tools
 from prime_rl.envs.ids import Broken, LoadError
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Setup
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Run, Setup
 from support.environments import write_environments
 from support.fake_engine import FakeEngine, assert_exact, make_tokenizer
 from support.tool_environments import SOURCES
@@ -65,8 +65,8 @@ async def desk(engine: FakeEngine) -> AsyncIterator[Any]:
         yield env
 
 
-async def run(env: Any, engine: FakeEngine, task: int = 0, **sampling: Any) -> EpisodeResult:
-    return await env.run(task, {"max_tokens": 200, **sampling}, 0, "e", engine.base_url)
+async def run(env: Any, engine: FakeEngine) -> EpisodeResult:
+    return await env.run(Run(1, "e", 0, env.task_ids[0], {"max_tokens": 200}, 0, engine.base_url, 0.0))
 
 
 async def test_calls_are_answered(desk: Any, engine: FakeEngine) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, SampleTokens, Setup
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Run, SampleTokens, Setup
 from support.environments import write_environments
 from support.fake_engine import FakeEngine, make_tokenizer
 from support.scripted import until
@@ -39,7 +39,7 @@ async def world(
 
 
 async def run(engine: FakeEngine, env: Any, max_tokens: int | None = 64) -> EpisodeResult:
-    return await env.run(0, {"max_tokens": max_tokens}, 0, "e", engine.base_url)
+    return await env.run(Run(1, "e", 0, env.task_ids[0], {"max_tokens": max_tokens}, 0, engine.base_url, 0.0))
 
 
 def trained(samples: list[SampleTokens]) -> list[list[tuple[int, float]]]:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import prime_rl.envs.worker as worker
 from prime_rl.envs.ids import Broken
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, Setup
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, SampleTokens, Setup
 
 TASKS = 8
 _serving: list[worker.WorkerServer] = []
@@ -40,15 +40,13 @@ class StubEnv:
 
     async def __aexit__(self, *error: object) -> None: ...
 
-    async def run(
-        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
-    ) -> EpisodeResult:
-        draw = random.Random(f"{self.setup.name}/{episode_id}/{self.setup.args.get('seed', 0)}")
+    async def run(self, run: Run) -> EpisodeResult:
+        draw = random.Random(f"{self.setup.name}/{run.episode_id}/{self.setup.args.get('seed', 0)}")
         usual = self.setup.args.get("seconds", 0.01)
-        await asyncio.sleep(self.setup.args.get("slow", usual) if task_index == TASKS - 1 else usual)
+        await asyncio.sleep(self.setup.args.get("slow", usual) if run.task_index == TASKS - 1 else usual)
         time.sleep(self.setup.args.get("blocks", 0.0))
-        result = self.result(task_index, episode_id, draw)
-        deed = self.deed(task_index, draw)
+        result = self.result(run.task_index, run.episode_id, draw)
+        deed = self.deed(run.task_index, draw)
         return result if deed is None else await do(deed, result, self.directory)
 
     def deed(self, task: int, draw: random.Random) -> str | None:

@@ -5,10 +5,10 @@ Standard library only: a worker imports what an environment needs after its hell
 
 import importlib.metadata
 import importlib.util
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from prime_rl.envs.ids import LoadError, check_version, find, kind_of
-from prime_rl.envs.protocol import EpisodeResult, Setup
+from prime_rl.envs.protocol import EpisodeResult, Run, Setup
 from prime_rl.importing import quick_imports
 
 VERSIONS = "classic environments run with verifiers 0.1.11 to 0.3.1, those of verifiers.v1 with 0.4.0 alone"
@@ -28,10 +28,8 @@ class Adapter(Protocol):
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...
-    async def run(
-        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
-    ) -> EpisodeResult:
-        """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions.
+    async def run(self, run: Run) -> EpisodeResult:
+        """One episode to its end, all of it sampled by the server at `run.base_url`. Failures of the environment or the engine are outcomes, not exceptions.
 
         Raises:
             Broken: this episode failed of something that every later one would fail of.

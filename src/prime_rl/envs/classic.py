@@ -30,7 +30,7 @@ from prime_rl.envs.ids import (
     takes_any,
     unique,
 )
-from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 
 _ROOT = "verifiers.legacy" if importlib.util.find_spec("verifiers.legacy") else "verifiers"  # before 0.3.1
 errors, types = (importlib.import_module(f"{_ROOT}.{name}") for name in ("errors", "types"))
@@ -93,18 +93,18 @@ class ClassicEnv:
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()  # verifiers tears the environment down when the process exits
 
-    async def run(
-        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
-    ) -> EpisodeResult:
+    async def run(self, run: Run) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
         setup = self._setup
-        conversation = self._client.conversation(base_url, sampling, policy_version)
+        conversation = self._client.conversation(run.base_url, run.sampling, run.policy_version)
         client = _Client(conversation)
-        result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
+        result = EpisodeResult(run.episode_id, setup.name, run.task_id, Outcome.OK)
         raised: list[str] = []
         _RAISED.set(raised)
         try:
-            output = await self._env.run_rollout(self._rows[task_index], client, self._client.model, dict(sampling))
+            output = await self._env.run_rollout(
+                self._rows[run.task_index], client, self._client.model, dict(run.sampling)
+            )
         except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
             result.outcome, result.message = Outcome.ERRORED, report(error)
         else:

@@ -151,17 +151,14 @@ def classify(kind: str, text: str, status: int | None = None) -> tuple[Outcome, 
     return Outcome.TIMEOUT if kind in ("TimeoutError", "TurnTimeoutError") else Outcome.ERRORED, message
 
 
-def convert(
-    episode: Any, *, episode_id: str, env: str, task_id: str, tokens: bool = True, branched: bool = False
-) -> EpisodeResult:
-    """The result of a finished `Episode` of verifiers. Without `tokens`, of an API that gives none, it has no samples."""
-    result = EpisodeResult(episode_id, env, task_id, Outcome.OK)
+def convert(result: EpisodeResult, episode: Any, tokens: bool = True, branched: bool = False) -> EpisodeResult:
+    """Put what a finished `Episode` of verifiers says into its result. Without `tokens`, of an API that gives none, it has no samples."""
     players = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     if players:
         _describe(result, players)
     result.outcome, result.message = _find_outcome(episode, players)
     if result.outcome is Outcome.PROMPT_TOO_LONG:
-        result.message = f"task {task_id}: {result.message}"
+        result.message = f"task {result.task_id}: {result.message}"
 
     def samples() -> list[SampleTokens]:
         made = []

@@ -54,7 +54,7 @@ from prime_rl.envs.ids import (
     takes_any,
     unique,
 )
-from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 
 MAX_TASKS = 5_000_000
 
@@ -139,16 +139,14 @@ class PlainEnv:
         await self._client.close()
         await self._exit_stack.aclose()
 
-    async def run(
-        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
-    ) -> EpisodeResult:
+    async def run(self, run: Run) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
         setup = self._setup
-        conversation = self._client.conversation(base_url, sampling, policy_version)
-        task = copy.deepcopy(self._tasks[task_index])
+        conversation = self._client.conversation(run.base_url, run.sampling, run.policy_version)
+        task = copy.deepcopy(self._tasks[run.task_index])
         chat = Chat(conversation, task, setup.max_turns, self._tools)
         first = len(chat.messages)
-        result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
+        result = EpisodeResult(run.episode_id, setup.name, run.task_id, Outcome.OK)
         begun = time.monotonic()
         try:
             returned = await self._rollout(task, chat)

@@ -55,7 +55,7 @@ from prime_rl.envs.convert import (
     parsed_json,
 )
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
-from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, Toolbox, check, gone, install_runtime
 
 HARNESS_ID = "prime_rl_chat"
@@ -130,27 +130,22 @@ class VerifiersEnv:
         if self._engine is not None:
             await self._engine.close()
 
-    async def run(
-        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
-    ) -> EpisodeResult:
-        """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
-        task_id, task = self.task_ids[task_index], self._tasks[task_index]
+    async def run(self, run: Run) -> EpisodeResult:
+        """One episode to its end, all of it sampled by the server at `run.base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
+        task = self._tasks[run.task_index]
         try:
             hint = None if self._show is None else self._show(task)
         except NothingToShow as error:
-            return EpisodeResult(episode_id, self._name, task_id, Outcome.INVALID, str(error))
+            return EpisodeResult(run.episode_id, self._name, run.task_id, Outcome.INVALID, str(error))
         (slot,) = self._env.slots(task)
-        known = {name: value for name, value in sampling.items() if value is not None}
-        values = known if self._engine is None else request_settings(sampling, policy_version)
-        context = vf.ModelContext(
-            model=self._model, client=self._client_of(base_url), sampling=vf.SamplingConfig(**values)
-        )
+        known = {name: value for name, value in run.sampling.items() if value is not None}
+        values = known if self._engine is None else request_settings(run.sampling, run.policy_version)
+        client, sampling = self._client_of(run.base_url), vf.SamplingConfig(**values)
+        context = vf.ModelContext(model=self._model, client=client, sampling=sampling)
         interception.set(self._env._interception)
         episode = await self._env.run_slot(slot, context)
-        tokens, branched = self._engine is not None, self._branched
-        result = convert(
-            episode, episode_id=episode_id, env=self._name, task_id=task_id, tokens=tokens, branched=branched
-        )
+        result = EpisodeResult(run.episode_id, self._name, run.task_id, Outcome.OK)
+        convert(result, episode, tokens=self._engine is not None, branched=self._branched)
         for sample in result.samples:
             sample.hint = hint
         of_tools = any(error.type == "ToolsetError" for trace in episode.traces for error in trace.errors)

@@ -25,26 +25,11 @@ import zmq
 import zmq.asyncio
 
 from prime_rl import faults, lifeline, processes
+from prime_rl.envs import protocol
 from prime_rl.envs.adapter import Adapter, load
 from prime_rl.envs.attribution import FATAL, Attribution, describe, explain
 from prime_rl.envs.ids import Broken, LoadError
-from prime_rl.envs.protocol import (
-    MOST_BYTES,
-    VERSION,
-    Cancel,
-    EpisodeResult,
-    Heartbeat,
-    Hello,
-    LoadFailed,
-    Message,
-    Outcome,
-    Ready,
-    Result,
-    Run,
-    Setup,
-    decode,
-    encode,
-)
+from prime_rl.envs.protocol import MOST_BYTES, EpisodeResult, Outcome, Setup, decode, encode
 
 HEARTBEAT_SECONDS = 1.0
 TICK_SECONDS = 0.2
@@ -105,7 +90,7 @@ class WorkerServer:
         threading.Thread(target=self._beat, args=(threading.get_ident(),), name="heartbeat", daemon=True).start()
         ticker = asyncio.create_task(self._tick())
         try:
-            await self._send(Hello(VERSION))
+            await self._send(protocol.Hello(protocol.VERSION))
             async with asyncio.timeout(SETUP_SECONDS):
                 setup = decode(await self._socket.recv())
             if not isinstance(setup, Setup):
@@ -126,14 +111,14 @@ class WorkerServer:
                 why, python = str(error), sys.executable
                 if isinstance(error, ModuleNotFoundError):
                     why = f"environment {setup.env_id!r} needs the module {error.name!r}, which {python} does not have"
-                await self._send(LoadFailed(why))
+                await self._send(protocol.LoadFailed(why))
                 return
             self._attribution.watch(self._overdue)
             # Modules and tasks stay to the end: a full collection over them would block the loop for 0.4 s, every few hundred episodes.
             gc.collect()
             gc.freeze()
             self._ticked, self._loaded = time.monotonic(), True
-            await self._send(Ready(env.task_ids, env.bounded))
+            await self._send(protocol.Ready(env.task_ids, env.bounded))
             stop = asyncio.create_task(self._stop.wait())
             receive = asyncio.create_task(self._receive(env, setup))
             either = {stop, receive}
@@ -150,12 +135,12 @@ class WorkerServer:
         while True:
             frame = await self._socket.recv()  # bounded: the next command is the pool's to give; SIGTERM ends it
             match decode(frame):
-                case Run() as run:
+                case protocol.Run() as run:
                     self._deadlines[run.request] = time.monotonic() + run.timeout
                     task = self._attribution.start(self._episode(env, setup.name, run, slots), run.request)
                     self._running[run.request] = task
                     task.add_done_callback(functools.partial(self._forget, run.request))
-                case Cancel(request=request):
+                case protocol.Cancel(request=request):
                     if request in self._running:
                         self._running[request].cancel()
                 case other:
@@ -164,7 +149,7 @@ class WorkerServer:
     def _forget(self, request: int, _: asyncio.Task[None]) -> None:
         del self._running[request], self._deadlines[request]
 
-    async def _episode(self, env: Adapter, name: str, run: Run, slots: asyncio.Semaphore) -> None:
+    async def _episode(self, env: Adapter, name: str, run: protocol.Run, slots: asyncio.Semaphore) -> None:
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
             return EpisodeResult(run.episode_id, name, run.task_id, outcome, message)
 
@@ -178,9 +163,7 @@ class WorkerServer:
                 async with asyncio.timeout(run.timeout), slots:
                     if faults.point(f"run:{name}") == "error":
                         raise RuntimeError("fault injection")
-                    result = await env.run(
-                        run.task_index, run.sampling, run.policy_version, run.episode_id, run.base_url
-                    )
+                    result = await env.run(run)
         except TimeoutError:
             result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
         except asyncio.CancelledError:
@@ -197,19 +180,19 @@ class WorkerServer:
         if fault == "error":
             result = failed(Outcome.ERRORED, "fault injection")
         try:  # an environment may have put anything into it
-            frame = encode(Result(run.request, result))
+            frame = encode(protocol.Result(run.request, result))
             wrong = f"is of {len(frame) >> 20} MiB, {MOST_BYTES >> 20} are allowed" if len(frame) > MOST_BYTES else ""
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             traceback.print_exc()
             wrong = f"cannot be sent: {type(error).__name__}: {error}"
         if wrong:
-            frame = encode(Result(run.request, failed(Outcome.INVALID, f"the environment's result {wrong}")))
+            frame = encode(protocol.Result(run.request, failed(Outcome.INVALID, f"the environment's result {wrong}")))
         for _ in range({"drop": 0, "duplicate": 2}.get(fault or "", 1)):
             await self._socket.send(frame)  # bounded: the pool reads, or the lifeline ends this process
         if self.broken:
             self._stop.set()
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: protocol.Message) -> None:
         await self._socket.send(encode(message))  # bounded: the pool reads, or the lifeline ends this process
 
     def _overdue(self, request: int) -> str:
@@ -235,11 +218,11 @@ class WorkerServer:
             now = self._counters()
             wall, computed, waited = (new - old for new, old in zip(now, before, strict=True))
             before = now
-            heartbeat = Heartbeat(0.0, "", 0.0)
+            heartbeat = protocol.Heartbeat(0.0, "", 0.0)
             if self._loaded:
                 lag = time.monotonic() - self._ticked
                 where = describe(sys._current_frames().get(main_thread)) if lag > LAG_SECONDS else ""
-                heartbeat = Heartbeat(lag, where, min(1.0, max(computed, wall - waited) / wall))
+                heartbeat = protocol.Heartbeat(lag, where, min(1.0, max(computed, wall - waited) / wall))
                 self._attribution.interrupt(main_thread, self._running)
             with contextlib.suppress(zmq.Again):  # the pool does not read: it judges by what it gets
                 socket.send(encode(heartbeat), zmq.NOBLOCK)

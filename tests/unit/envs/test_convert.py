@@ -58,7 +58,7 @@ def episode(*traces: SimpleNamespace, **changes: Any) -> SimpleNamespace:
 
 
 def run(ep: SimpleNamespace) -> EpisodeResult:
-    return convert(ep, episode_id="e", env="env", task_id="t")
+    return convert(EpisodeResult("e", "env", "t", Outcome.OK), ep)
 
 
 def error(kind: str, text: str = "boom", status: int | None = None) -> SimpleNamespace:

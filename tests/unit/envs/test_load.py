@@ -13,7 +13,7 @@ from environments import write_environments
 from fake_engine import make_tokenizer
 
 from prime_rl.envs.ids import LoadError
-from prime_rl.envs.protocol import Outcome, Setup
+from prime_rl.envs.protocol import Outcome, Run, Setup
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ async def test_a_task_that_demonstrates_nothing(model: Path) -> None:
     """Contract: its episodes are invalid and say why, before anything is sampled; 0 is an answer."""
     env = load("env-answers", model, "answer", answers=["a", None, "", 0])
     for place in (1, 2):
-        result = await env.run(place, {}, 0, "e", "http://127.0.0.1:9/v1")
+        result = await env.run(Run(1, "e", place, env.task_ids[place], {}, 0, "http://127.0.0.1:9/v1", 0.0))
         assert result.outcome is Outcome.INVALID
         assert "has nothing in its field 'answer' to demonstrate it" in result.message
         assert result.task_id == env.task_ids[place]

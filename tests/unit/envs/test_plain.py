@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, assert_exact, make_tokenizer
 
 from prime_rl.envs.adapter import load
 from prime_rl.envs.ids import LoadError
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Setup
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Run, Setup
 
 GUESS = Path(__file__).parents[2] / "support" / "envs" / "guess"
 HEAD = "tasks = [{'id': 'one', 'prompt': 'Say a.', 'system_prompt': 's', 'answer': 'a'}]\n"
@@ -47,7 +47,7 @@ def setup(
 
 async def play(engine: FakeEngine, one: Setup, **sampling: Any) -> EpisodeResult:
     async with load(one) as env:
-        return await env.run(0, {"max_tokens": 64, **sampling}, 3, "1.2", engine.base_url)
+        return await env.run(Run(1, "1.2", 0, env.task_ids[0], {"max_tokens": 64, **sampling}, 3, engine.base_url, 0.0))
 
 
 async def test_one_turn_is_exact(model: Path, package: Callable[[str, str], str]) -> None:
