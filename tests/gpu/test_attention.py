@@ -1,4 +1,5 @@
-"""The GPU's attention kernels compute what `sdpa` computes in float32, document by document, eager and compiled, with and without windows."""
+"""The GPU's attention kernels compute what `sdpa` computes in float32, document by document, eager and compiled, with
+and without windows."""
 
 from collections.abc import Callable
 from functools import cache
@@ -77,7 +78,8 @@ def test_out_and_gradients(backend: str, heads: tuple[int, int], window: int | N
 
 
 def test_documents_do_not_see_each_other(backend: str) -> None:
-    """Exactly: nothing in the first document changes the last one's output, and the last one's gradient leaves it zero."""
+    """Exactly: nothing in the first document changes the last one's output, and the last one's gradient leaves it
+    zero."""
     *inputs, d_out = qkv(LENGTHS, 16, 8)
     attend = called(backend, LENGTHS, None)
     before = attend(*inputs)
@@ -114,8 +116,8 @@ def test_layout_of_the_inputs_does_not_matter(backend: str) -> None:
 
 
 def test_compiled_blocks_serve_every_pack(backend: str) -> None:
-    """A block is compiled for the first number of tokens and once more for all others, whatever the documents. The numbers are those of the
-    float32 model with `sdpa`."""
+    """A block is compiled for the first number of tokens and once more for all others, whatever the documents. The
+    numbers are those of the float32 model with `sdpa`."""
     packs = [(512,), (100, 1, 411), (8,) * 64, (300, 212), (500, *(1,) * 12), (384,), (200, 184), (640,), (1,) * 640]
     shape = {"size": 256, "head_dim": HEAD_DIM, "vocabulary": 512}
     settings = {**shape, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
@@ -135,7 +137,7 @@ def test_compiled_blocks_serve_every_pack(backend: str) -> None:
     for lengths, expected in zip(packs, want, strict=True):
         got = support.hidden_and_gradient(lm, lengths, "cuda")
         hidden, gradient = (relative_error(a.float(), b) for a, b in zip(got, expected, strict=True))
-        # The whole model is in bfloat16, and so is the sum over the many tokens of an id that is its embedding's gradient.
+        # The whole model is in bfloat16, and so is the sum over the many tokens of an id: its embedding's gradient.
         assert hidden < 2e-2
         assert gradient < 3e-2
         graphs.append(counters["stats"]["unique_graphs"])

@@ -1,4 +1,5 @@
-"""The head on the GPU: its kernels and products give what float64 gives, never compile twice, wait for nothing and keep no logits."""
+"""The head on the GPU: its kernels and products give what float64 gives, never compile twice, wait for nothing and keep
+no logits."""
 
 from functools import partial
 
@@ -21,7 +22,8 @@ Head = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @pytest.fixture(scope="module")
 def random_head() -> tuple[Tensor, Tensor]:
-    """Hidden states [1000, 1024] and weight [V, 1024] whose logits have variance 1, drawn on the CPU: the same numbers everywhere."""
+    """Hidden states [1000, 1024] and weight [V, 1024] whose logits have variance 1, drawn on the CPU: the same numbers
+    everywhere."""
     draw = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(1000, 1024, generator=draw), torch.randn(VOCABULARY, 1024, generator=draw) / 32
     return hidden.to(GPU), weight.to(GPU)
@@ -44,7 +46,8 @@ def inputs(random_head: tuple[Tensor, Tensor], tokens: int, dtype: torch.dtype =
 
 
 def ratio_and_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
-    """A policy gradient with an entropy bonus and without a clip, which a rounding error could switch for a whole token."""
+    """A policy gradient with an entropy bonus and without a clip, which a rounding error could switch for a whole
+    token."""
     loss = -(((logprob - streams[1]).exp() * streams[2] + 0.1 * entropy) * streams[4]).sum()
     return loss, loss.detach()[None]
 

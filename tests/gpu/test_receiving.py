@@ -1,4 +1,5 @@
-"""Staging versions on a GPU beside generation: from files, from a CPU, from a trainer on the same GPU or on another one.
+"""Staging versions on a GPU beside generation: from files, from a CPU, from a trainer on the same GPU or on another
+one.
 
 On a CPU: tests/unit/inference/test_receiving.py.
 """
@@ -130,8 +131,9 @@ def check(read: Staging, version: int) -> None:
 def test_what_is_received_is_what_was_published(
     publish: Callable[[int], Path], backend: str, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Contract: bit by bit, version after version, by the fastest way that the two have; without room on the GPU the host keeps it; chunks that go
-    through pinned memory overwrite nothing that is still being copied; what is dropped takes no memory."""
+    """Contract: bit by bit, version after version, by the fastest way that the two have; without room on the GPU the
+    host keeps it; chunks that go through pinned memory overwrite nothing that is still being copied; what is dropped
+    takes no memory."""
     backends, receive_version = [], Subscriber.receive
 
     def noted(*args: Any) -> str:
@@ -172,7 +174,8 @@ def test_other_bytes_are_rejected(trainer: Trainer, subscriber: Subscriber) -> N
 def test_the_trainer_is_killed_in_the_middle(
     trainer: Trainer, tmp_path: Path, backend: str, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """Contract: the version is given up with one reason, or whole; this process and its GPU live on, and a new trainer's version arrives."""
+    """Contract: the version is given up with one reason, or whole; this process and its GPU live on, and a new
+    trainer's version arrives."""
     directory, progress, blocks = trainer.publish(1), Staging._progress, itertools.count(1)
     receive(directory, subscriber)
 

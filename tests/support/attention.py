@@ -1,8 +1,8 @@
 """Attention written out, a CPU stand-in for torch's own FlashAttention, and a model to call attention by.
 
 The stand-in lets a CPU check what of ours is around every kernel: which arguments it gets, what is kept for backward,
-windows, tracing. tests/gpu/test_attention.py compares all real kernels with `sdpa`, and so does every run before it uses
-one (`attention.trial`).
+windows, tracing. tests/gpu/test_attention.py compares all real kernels with `sdpa`, and so does every run before it
+uses one (`attention.trial`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,8 @@ def boundaries(lengths: Sequence[int], device: str = "cpu") -> dict[str, Tensor]
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None) -> Tensor:
-    """Token by token and head by head: softmax over the last `window` tokens of the document, itself included. Differentiable."""
+    """Token by token and head by head: softmax over the last `window` tokens of the document, itself included.
+    Differentiable."""
     group, rows, start = q.shape[1] // k.shape[1], [], 0
     for length in lengths:
         for row in range(start, start + length):
@@ -42,7 +43,8 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: flo
 
 
 def scores(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float, left: int) -> Tensor:
-    """[H, T, T] in float64, -inf where a token does not look; `left`: the window without the token itself, -1 for none."""
+    """[H, T, T] in float64, -inf where a token does not look; `left`: the window without the token itself, -1 for
+    none."""
     mask = torch.zeros(len(q), len(q), dtype=torch.bool)
     for start, end in pairwise(cu_seqlens.tolist()):
         for row in range(start, end):

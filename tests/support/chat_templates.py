@@ -1,6 +1,7 @@
 """Chat templates that installed packages ship, a tokenizer for each, and conversations to ask of them.
 
-`python tests/support/chat_templates.py [DIRECTORY…]` prints the table of docs/reference/chat-templates.md: of the installed templates, and of `*.jinja` in directories.
+`python tests/support/chat_templates.py [DIRECTORY…]` prints the table of docs/reference/chat-templates.md: of the
+installed templates, and of `*.jinja` in directories.
 """
 
 import importlib.util
@@ -96,7 +97,8 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
 
 @cache
 def installed() -> dict[str, str]:
-    """Templates by name: ours, vLLM's, the ones that mistral-common generates, and those of TRL where that is installed."""
+    """Templates by name: ours, vLLM's, the ones that mistral-common generates, and those of TRL where that is
+    installed."""
     templates = {"tiny-reverse": (ROOT / "assets" / "tiny-reverse" / "chat_template.jinja").read_text()}
     for package, folder in (("vllm", "transformers_utils/chat_templates"), ("trl", "chat_templates")):
         if (spec := importlib.util.find_spec(package)) is not None and spec.submodule_search_locations:
@@ -131,7 +133,8 @@ def _mistral() -> Iterator[tuple[str, str]]:
 
 @cache
 def _byte_pairs() -> str:
-    """A byte-level BPE of some merges, blanks and line breaks among them, with the word borders of GPT-4's and Qwen's."""
+    """A byte-level BPE of some merges, blanks and line breaks among them, with the word borders of GPT-4's and
+    Qwen's."""
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -162,7 +165,8 @@ def make_tokenizer(template: str, name: str) -> tuple[PreTrainedTokenizerBase, l
 
 
 def forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The same conversation with tool arguments as objects or JSON, no content as "" or None, reasoning by other names."""
+    """The same conversation with tool arguments as objects or JSON, no content as "" or None, reasoning by other
+    names."""
     for as_json, none, renamed in itertools.product((False, True), repeat=3):
         formed = json.loads(json.dumps(messages))
         for message in formed:
@@ -177,7 +181,8 @@ def forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def contexts(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[set[tuple[int, ...]]]:
-    """For every reply the prompts that inference would be given, one a form; empty if the template itself refuses the conversation in all forms."""
+    """For every reply the prompts that inference would be given, one a form; empty if the template itself refuses the
+    conversation in all forms."""
     found = []
     for form in forms(row["messages"]):
         render = partial(tokenizer.apply_chat_template, tools=row.get("tools"), return_dict=False)

@@ -1,4 +1,5 @@
-"""The loss of a step as the trainer computes it, and its gradient, for given log-probabilities: no model, no processes."""
+"""The loss of a step as the trainer computes it, and its gradient, for given log-probabilities: no model, no
+processes."""
 
 from collections.abc import Sequence
 
@@ -19,7 +20,8 @@ def step_loss(
     config: LossConfig, samples: Sequence[Sample], new: tuple[dict[str, Tensor], dict[str, Tensor]],
     world: World, packs: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Samples, of groups named by a letter of `GROUPS`, are packed, weights normalized, and the loss is taken of each micro-batch."""
+    """Samples, of groups named by a letter of `GROUPS`, are packed, weights normalized, and the loss is taken of each
+    micro-batch."""
     chosen = [[samples[i] for i in pack] for pack in packs or [range(len(samples))]]
     batches = [collate([document(sample) for sample in pack], len(STREAMS)) for pack in chosen]
     mine = [[GROUPS.index(sample.group_id) for sample in pack] for pack in chosen]

@@ -220,8 +220,8 @@ def killed(transport: str, model: str, root: str) -> None:
 
 
 def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -> None:
-    """An incarnation of a rank, on a host of its own. Rank 0 compares what the ranks write by themselves of the base with
-    its files, and then each version with what they write of it."""
+    """An incarnation of a rank, on a host of its own. Rank 0 compares what the ranks write by themselves of the base
+    with its files, and then each version with what they write of it."""
     torch.set_num_threads(1)
     weight_copy.FILE_BYTES = 60_000  # several files
     world, source, run = init_world(device, 60, replicas), find_model(model), Path(root)

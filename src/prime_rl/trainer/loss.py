@@ -161,7 +161,20 @@ def describe(environments: Sequence[str], sums: Sequence[float]) -> dict[str, fl
                 histogram = entropy if value == "entropy" else log_ratio
                 metrics |= _distribution(f"{value}/{name}", value, rows[slot], histogram[slot])
             metrics |= _dropped(rows[slot], f"/{name}")
-    return metrics | _dropped(whole) | _of_reference(group) | _components(components) | _short_names(metrics)
+    if "entropy/all/mean" in metrics:  # the two means that the console shows, and one relative to the other
+        entropy_mean, mismatch = metrics["entropy/all/mean"], metrics["mismatch_kl/all/mean"]
+        metrics |= {"entropy/mean": entropy_mean, "mismatch_kl/mean": mismatch}
+        metrics |= {"kl_ent_ratio/mean": mismatch / entropy_mean} if entropy_mean > 0 else {}
+    ref_kl_tokens, ref_kl_sum, nll_tokens, nll = components
+    kept_ref, dropped_ref, column = group["ref_kept"], group["ref_dropped"], 1 + _VALUES.index("mismatch_kl")
+    fractions = {
+        "ref_kl": (ref_kl_sum, ref_kl_tokens),
+        "nll": (nll, nll_tokens),
+        "ref_kl/is_masked": (dropped_ref[0], kept_ref[0] + dropped_ref[0]),
+        "ref_kl/masked_mismatch_kl": (dropped_ref[column], dropped_ref[0]),
+        "ref_kl/unmasked_mismatch_kl": (kept_ref[column], kept_ref[0]),
+    }
+    return metrics | _dropped(whole) | _means(fractions)
 
 
 _PERCENTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
@@ -202,33 +215,6 @@ def _dropped(row: Floats, suffix: str = "") -> dict[str, float]:
         "masked_advantage_negative": (negative, low + high),
     }
     return _means({f"{name}{suffix}": fraction for name, fraction in fractions.items()})
-
-
-def _of_reference(group: Mapping[str, Floats]) -> dict[str, float]:
-    """What the loss towards a reference drops, and the mismatch of these tokens and of the others."""
-    kept, dropped, column = group["ref_kept"], group["ref_dropped"], 1 + _VALUES.index("mismatch_kl")
-    return _means(
-        {
-            "ref_kl/is_masked": (dropped[0], kept[0] + dropped[0]),
-            "ref_kl/masked_mismatch_kl": (dropped[column], dropped[0]),
-            "ref_kl/unmasked_mismatch_kl": (kept[column], kept[0]),
-        }
-    )
-
-
-def _components(sums: Floats) -> dict[str, float]:
-    """Means over the tokens of the components beside the policy loss."""
-    ref_kl_tokens, ref_kl, nll_tokens, nll = sums.tolist()
-    return _means({"ref_kl": (ref_kl, ref_kl_tokens), "nll": (nll, nll_tokens)})
-
-
-def _short_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The two means that the console shows, and the mismatch relative to the entropy."""
-    if "entropy/all/mean" not in metrics:
-        return {}
-    entropy, mismatch = metrics["entropy/all/mean"], metrics["mismatch_kl/all/mean"]
-    ratio = {"kl_ent_ratio/mean": mismatch / entropy} if entropy > 0 else {}
-    return {"entropy/mean": entropy, "mismatch_kl/mean": mismatch, **ratio}
 
 
 STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "environment", "rl_scale", "ce_scale", "ref_kl_scale")
@@ -308,62 +294,47 @@ def _policy_loss(config: "LossConfig") -> tuple[Callable[..., tuple[Tensor, Tens
 
 
 def _custom(
-    function: Callable[..., Any],
-    path: str,
-    args: dict[str, Any],
-    logprob: Tensor,
-    old: Tensor,
-    advantage: Tensor,
-    **more: Any,
+    function: Callable[..., Any], path: str, args: dict[str, Any], *tensors: Tensor, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """The user's loss of each token, and which tokens it dropped, if it says so. Raises UserError for anything else.
 
     Only what the host knows is checked: this neither waits for a device nor keeps the loss from being compiled.
     """
-    result = function(logprob, old, advantage, **more, **args)
-    none_dropped = torch.zeros_like(logprob, dtype=torch.bool)
+    result, shape = function(*tensors, **more, **args), tensors[0].shape
+    none_dropped = torch.zeros_like(tensors[0], dtype=torch.bool)
     loss, dropped = result if isinstance(result, tuple) and len(result) == 2 else (result, none_dropped)
-    fit = all(isinstance(each, Tensor) and each.shape == logprob.shape for each in (loss, dropped))
+    fit = all(isinstance(each, Tensor) and each.shape == shape for each in (loss, dropped))
     if not fit or not loss.is_floating_point() or dropped.dtype != torch.bool:
         raise UserError(
-            f"loss.path: {path!r} gave {_kind(result)} for {tuple(logprob.shape)} tokens: the loss of each token is needed, "
-            "a tensor of floats of that shape, or that and which tokens are dropped, a tensor of bool"
+            f"loss.path: {path!r} gave a {type(result).__name__} that is not the loss of each token, floats of shape "
+            f"{tuple(shape)}, nor a tuple of that and which tokens are dropped, bools of the same shape"
         )
     return loss, dropped
-
-
-def _kind(value: object) -> str:
-    """What a function gave, for an error."""
-    if isinstance(value, Tensor):
-        return f"a tensor of {str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
-        return f"a tuple of {', '.join(map(_kind, value)) or 'nothing'}"
-    return f"a {type(value).__name__}"
 
 
 def _try_out(policy_loss: Callable[..., tuple[Tensor, Tensor]], path: str, coupled: bool) -> None:
     """Call a loss of the user's own on a few tokens of two sequences before anything is trained with it.
 
     The last token is of another component: no log-probability of a sampler, no advantage. Raises UserError if it fails,
-    does not give the loss of each token, or the loss does not depend on the policy.
+    or gives no loss of each token that is finite and depends on the policy.
     """
     logprob = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0], device="cpu", requires_grad=True)
     old = torch.tensor([-0.6, -0.9, -2.0, -0.3, 0.0], device="cpu")
     advantage = torch.tensor([1.0, 1.0, -0.5, -0.5, 0.0], device="cpu")
     document, mask = torch.tensor([0, 0, 1, 1, 1], device="cpu"), (advantage != 0).to(advantage.dtype)
     more = {"sequences": Sequences(document, mask, 2)} if coupled else {}
+    gradient = None
     try:
         with torch.enable_grad():
             loss, _ = policy_loss(logprob, old, advantage, **more)
-            gradient = torch.autograd.grad(loss.sum(), logprob, allow_unused=True)[0] if loss.requires_grad else None
+            if loss.requires_grad:
+                (gradient,) = torch.autograd.grad(loss.sum(), logprob, allow_unused=True)
     except UserError:
         raise
     except Exception as error:  # whatever the user's function raises
         raise UserError(f"loss.path: {path!r} failed on a few tokens: {type(error).__name__}: {error}") from error
     if gradient is None:
-        raise UserError(
-            f"loss.path: {path!r} gave a loss that has no gradient in its first argument: nothing would be trained"
-        )
+        raise UserError(f"loss.path: {path!r} gave a loss that has no gradient in its first argument")
     if not (loss.isfinite().all() and gradient.isfinite().all()):
         raise UserError(
             f"loss.path: {path!r} gave {loss.tolist()} with gradient {gradient.tolist()} for tokens the last of which is "

@@ -1,4 +1,5 @@
-"""The Triton kernels on the CPU: they are the torch formulas. `test_lm_head.py` runs this file under Triton's interpreter."""
+"""The Triton kernels on the CPU: they are the torch formulas. `test_lm_head.py` runs this file under Triton's
+interpreter."""
 
 from contextlib import nullcontext
 
@@ -31,8 +32,8 @@ def exactly(logits: Tensor, labels: Tensor, inv_t: Tensor) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocabulary", SIZES)
 def test_head(vocabulary: int, dtype: torch.dtype) -> None:
-    """Partition, log-probability and entropy equal the float64 formulas on the same logits, at temperatures from 0.1 to 2; d logits does to the
-    rounding of the logits' dtype, and lies where the logits were."""
+    """Partition, log-probability and entropy equal the float64 formulas on the same logits, at temperatures from 0.1 to
+    2; d logits does to the rounding of the logits' dtype, and lies where the logits were."""
     logits, rows = chunk(vocabulary, dtype)
     log_z, logprob, entropy = exactly(logits, *rows)
     for got, want in zip(triton_kernels.stats(logits, *rows), (log_z, logprob, entropy), strict=True):
@@ -48,8 +49,8 @@ def test_head(vocabulary: int, dtype: torch.dtype) -> None:
 
 
 def test_odd_rows() -> None:
-    """The gradient of a plain sum has stride 0: all rows get it. An empty chunk is no error. A label outside the vocabulary is not read from whatever
-    lies there: its log-probability is NaN."""
+    """The gradient of a plain sum has stride 0: all rows get it. An empty chunk is no error. A label outside the
+    vocabulary is not read from whatever lies there: its log-probability is NaN."""
     logits, (labels, inv_t) = chunk(100)
     log_z, _, entropy = lm_head.stats(logits, labels, inv_t)
     rows = labels, inv_t, log_z, entropy, torch.ones(()).expand(5), torch.zeros(5)
@@ -63,7 +64,8 @@ def test_odd_rows() -> None:
 
 
 def test_extreme_rows() -> None:
-    """Logits of ±50 at temperature 0.1, a certain label, a hopeless one, and a rising maximum in every block lose nothing."""
+    """Logits of ±50 at temperature 0.1, a certain label, a hopeless one, and a rising maximum in every block lose
+    nothing."""
     logits, (labels, _) = chunk(9000, spread=1.0)
     logits[0] = logits[0].clamp(-1, 1) * 50
     logits[1, labels[1]] = 100
@@ -98,7 +100,8 @@ def test_what_is_not_finite_is_never_hidden(bad: float, place: int) -> None:
 def test_spread_and_collect(
     tokens: int, k: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows arrive where torch puts them, bit for bit; sums differ by the order of addition at most, whatever the width."""
+    """Rows arrive where torch puts them, bit for bit; sums differ by the order of addition at most, whatever the
+    width."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     torch.manual_seed(0)
     rows = torch.randn(tokens, width).to(dtype)

@@ -1,4 +1,5 @@
-"""Packed attention: which kernel is chosen and why, that each is given what it needs, and that compiled blocks serve every pack."""
+"""Packed attention: which kernel is chosen and why, that each is given what it needs, and that compiled blocks serve
+every pack."""
 
 import logging
 import random
@@ -97,7 +98,8 @@ def test_a_named_backend_that_cannot_run_is_refused(wanted: str, machine: Machin
 
 
 def test_needs_come_from_the_model() -> None:
-    """Heads that the config does not give are derived as transformers derives them; a window is one only where it is used."""
+    """Heads that the config does not give are derived as transformers derives them; a window is one only where it is
+    used."""
     config = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     assert attention.needs_of(config, torch.bfloat16) == Needs(torch.bfloat16, 4, 2, 32, windows=False)
     assert not attention.needs_of(Qwen3Config(sliding_window=8), torch.bfloat16).windows
@@ -119,7 +121,8 @@ def test_every_rank_takes_what_the_first_chose(world: World, caplog: pytest.LogC
 
 
 def test_a_library_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a crash, whatever it raises; and what lies in FlashAttention 4's folder is no sign of FlashAttention 2, which shares it."""
+    """Not a crash, whatever it raises; and what lies in FlashAttention 4's folder is no sign of FlashAttention 2, which
+    shares it."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
         monkeypatch.delitem(sys.modules, name)
@@ -145,8 +148,8 @@ def test_what_is_absent_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a kernel that is right passes; one that ignores the window, which would train the wrong model without an error, and one that fails
-    are reasons."""
+    """Contract: a kernel that is right passes; one that ignores the window, which would train the wrong model without
+    an error, and one that fails are reasons."""
     needs = Needs(torch.bfloat16, 4, 2, 16, windows=True)
     assert "fails here" in (attention.trial("varlen", needs, torch.device("cpu")) or "")  # no kernel on a CPU
     with support.varlen():
@@ -181,7 +184,8 @@ def test_sdpa_equals_softmax_written_out(lengths: tuple[int, ...], window: int |
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("lengths", PACKS)
 def test_a_kernel_gets_the_right_arguments(lengths: tuple[int, ...], window: int | None) -> None:
-    """Boundaries, scale and window mean to the library what they mean to us, forward and backward, with grouped heads."""
+    """Boundaries, scale and window mean to the library what they mean to us, forward and backward, with grouped
+    heads."""
     *inputs, d_out = qkv(sum(lengths))
     mask = *support.pack(lengths), 0.3, window
     with support.varlen():
@@ -205,7 +209,8 @@ def test_windows_are_those_of_transformers() -> None:
 
 
 def test_what_a_kernel_does_not_do_is_refused() -> None:
-    """Dropout, soft-capping and sinks reach the attention function by keyword; ignoring them would train another model."""
+    """Dropout, soft-capping and sinks reach the attention function by keyword; ignoring them would train another
+    model."""
     attention.register("sdpa")
     function = ALL_ATTENTION_FUNCTIONS[attention.NAME]
     q, k, v, _ = (x.transpose(0, 1)[None] for x in qkv(3))
@@ -217,7 +222,8 @@ def test_what_a_kernel_does_not_do_is_refused() -> None:
 
 
 def test_a_cudnn_plan_fits_its_pack() -> None:
-    """It has room for the documents and the longest of them, is never longer than the tokens, and rounding never costs much memory."""
+    """It has room for the documents and the longest of them, is never longer than the tokens, and rounding never costs
+    much memory."""
     draw = random.Random(0)
     for _ in range(2000):
         tokens, heads = 128 * draw.choice((1, 2, 3, 100, 128, 500, 1024)), draw.choice((1, 16, 64))
@@ -255,8 +261,9 @@ def random_pack(draw: random.Random, tokens: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", ["sdpa", "varlen"])
 def test_a_compiled_block_serves_every_pack(name: str) -> None:
-    """One graph without a break for all packs of so many tokens, however many documents they have and however long they are, and one more
-    for all numbers of tokens; every layer shares them. The numbers are those of the uncompiled model."""
+    """One graph without a break for all packs of so many tokens, however many documents they have and however long they
+    are, and one more for all numbers of tokens; every layer shares them. The numbers are those of the uncompiled
+    model."""
     draw = random.Random(0)
     fixed = [(64,), (1,) * 64, *(random_pack(draw, 64) for _ in range(8))]
     varying = [random_pack(draw, tokens) for tokens in (48, 80, 33, 64, 17, 100, 2, 66)]

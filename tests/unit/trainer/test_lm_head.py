@@ -57,7 +57,8 @@ def test_equals_full_logits(chunk: int, dtype: torch.dtype, tolerance: float) ->
 @pytest.mark.parametrize("chunk", [3, 64])
 @pytest.mark.parametrize("token_loss", [ppo_with_entropy, make_loss(DefaultLoss()), make_loss(GRPOLoss())])
 def test_one_pass_equals_two(token_loss: Callable[..., tuple[Tensor, Tensor]], chunk: int) -> None:
-    """The one-pass loss, its sums and its gradients are those of the full logits by autograd: what a loss detaches stays detached."""
+    """The one-pass loss, its sums and its gradients are those of the full logits by autograd: what a loss detaches
+    stays detached."""
     args = inputs(40)
     draw = torch.Generator().manual_seed(3)
     streams = torch.rand(len(STREAMS), 40, dtype=torch.float64, generator=draw)
@@ -82,7 +83,8 @@ def test_bfloat16_statistics_are_float32() -> None:
 
 
 def test_no_tokens() -> None:
-    """A micro-batch without loss tokens gives a zero loss, sums of the usual shape and zero gradients, and still runs backward."""
+    """A micro-batch without loss tokens gives a zero loss, sums of the usual shape and zero gradients, and still runs
+    backward."""
     hidden, weight, labels, inv_t = inputs(0)
     loss, sums = fused_token_loss(hidden, weight, labels, inv_t, torch.zeros(2, 0).double(), ppo_with_entropy, 4)
     loss.backward()
@@ -112,8 +114,8 @@ class Watch(TorchDispatchMode):
 
 
 def test_cost() -> None:
-    """Forward and backward take three matrix products a chunk, one without gradients, two with a frozen weight; the two-pass head takes four. No tensor
-    is larger than a chunk's logits or the weight."""
+    """Forward and backward take three matrix products a chunk, one without gradients, two with a frozen weight; the
+    two-pass head takes four. No tensor is larger than a chunk's logits or the weight."""
     tokens, chunk, vocabulary, width = 300, 10, 101, 5
     hidden, weight, labels, inv_t = inputs(tokens, torch.float32, vocabulary, width)
     rows = {"labels_N": labels, "inv_temperature_N": inv_t, "streams_KN": torch.zeros(2, tokens)}
@@ -158,7 +160,8 @@ def test_no_second_derivative() -> None:
 
 
 def test_kernels_under_the_interpreter() -> None:
-    """Every test of interpreted_kernels.py passes, in a process of its own: Triton settles when it is imported whether it interprets."""
+    """Every test of interpreted_kernels.py passes, in a process of its own: Triton settles when it is imported whether
+    it interprets."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", Path(__file__).with_name("interpreted_kernels.py"), "-W", "ignore"],

@@ -1,4 +1,5 @@
-"""Metrics of loss tokens against numpy on the tokens themselves: sums exactly, what is read off a histogram to within its bucket."""
+"""Metrics of loss tokens against numpy on the tokens themselves: sums exactly, what is read off a histogram to within
+its bucket."""
 
 import math
 from typing import Any
@@ -20,7 +21,8 @@ Tokens = dict[str, np.ndarray]
 
 
 def draw_tokens(seed: int, count: int = 700, spread: float = 0.4) -> Tokens:
-    """Tokens of three environments, some off the mask; the policy is near their sampler or, for the last ones, the very same."""
+    """Tokens of three environments, some off the mask; the policy is near their sampler or, for the last ones, the very
+    same."""
     draw = np.random.default_rng(seed)
     mask = draw.uniform(size=count) < 0.7
     old = -draw.uniform(0.01, 4, count) * mask
@@ -47,7 +49,8 @@ def subset(tokens: Tokens, chosen: Any) -> Tokens:
 
 
 def check(got: dict[str, float], name: str, values: np.ndarray, log_ratios: np.ndarray | None = None) -> None:
-    """`got` describes `values`: exactly, or as exactly as half a bucket of them, or of their log ratios, allows (5.2 %, 5e-6)."""
+    """`got` describes `values`: exactly, or as exactly as half a bucket of them, or of their log ratios, allows (5.2 %,
+    5e-6)."""
     assert got[f"{name}/mean"] == pytest.approx(values.mean(), rel=1e-9, abs=1e-12)
     assert got[f"{name}/std"] == pytest.approx(values.std(), rel=1e-6, abs=1e-9)
     for key, percent in PERCENTILES.items():
@@ -64,7 +67,8 @@ def check(got: dict[str, float], name: str, values: np.ndarray, log_ratios: np.n
 
 @pytest.mark.parametrize("seed", range(5))
 def test_against_numpy(seed: int) -> None:
-    """Contract: every metric is what its name says of the tokens of the loss mask; what the policy loss drops, of those that it acts on."""
+    """Contract: every metric is what its name says of the tokens of the loss mask; what the policy loss drops, of those
+    that it acts on."""
     tokens = draw_tokens(seed)
     got = describe(ENVIRONMENTS, sums_of(tokens).tolist())
     on = subset(tokens, tokens["mask"])
@@ -107,7 +111,8 @@ def of_reference(tokens: Tokens) -> dict[str, float]:
 
 
 def test_a_step_without_policy_loss_masks_nothing() -> None:
-    """Contract: what the policy loss would drop of tokens that it does not act on is no number; the mask of distillation has its own, on its tokens alone."""
+    """Contract: what the policy loss would drop of tokens that it does not act on is no number; the mask of
+    distillation has its own, on its tokens alone."""
     tokens = draw_tokens(0)
     assert describe(ENVIRONMENTS, sums_of(tokens).tolist()).items() >= approximately(of_reference(tokens)).items()
     mask = tokens["mask"]
@@ -127,7 +132,8 @@ def approximately(values: dict[str, float]) -> dict[str, Any]:
 
 
 def test_components_against_numpy() -> None:
-    """Contract: `ref_kl` and `nll` are means over the tokens of their components, on the mask or off it, and `loss` is the loss."""
+    """Contract: `ref_kl` and `nll` are means over the tokens of their components, on the mask or off it, and `loss` is
+    the loss."""
     tokens = draw_tokens(0)
     gap = tokens["new"] - tokens["ref_logprobs"]
     apart = np.exp(-gap) - 1 + gap
@@ -182,7 +188,8 @@ def test_what_is_a_mean_over_nothing_is_left_out() -> None:
 
 
 def test_environments_beyond_the_slots() -> None:
-    """Contract: as many environments as there are slots are told apart; of more, the last slot's share it and have no metrics of their own."""
+    """Contract: as many environments as there are slots are told apart; of more, the last slot's share it and have no
+    metrics of their own."""
     tokens = {**draw_tokens(0, 2000), "environment": np.arange(2000) % (SLOTS + 3)}
     for count in (SLOTS, SLOTS + 3):
         some = subset(tokens, tokens["environment"] < count)
@@ -198,8 +205,9 @@ def test_environments_beyond_the_slots() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 50.0, -500.0])
 def test_what_is_not_finite_stays_where_it_is(bad: float) -> None:
-    """Contract: a token whose numbers overflow or are none, on the mask or off it, counts once in the histograms, and leaves the metrics of other
-    environments' tokens as they would be without it, and finite those of its own: that something is wrong is the loss's to say."""
+    """Contract: a token whose numbers overflow or are none, on the mask or off it, counts once in the histograms, and
+    leaves the metrics of other environments' tokens as they would be without it, and finite those of its own: that
+    something is wrong is the loss's to say."""
     tokens = draw_tokens(0)
     spoilt = {name: values.copy() for name, values in tokens.items()}
     (on, off) = (np.flatnonzero((tokens["environment"] == 0) & (tokens["mask"] == there))[0] for there in (True, False))

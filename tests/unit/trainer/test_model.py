@@ -29,7 +29,8 @@ LENGTHS = (17, 2, 40, 1, 9)
 
 
 def test_packed_equals_unpacked_equals_transformers(each_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """Packed documents give the log-probabilities and gradients of one document at a time, and those of transformers' own model."""
+    """Packed documents give the log-probabilities and gradients of one document at a time, and those of transformers'
+    own model."""
     policy = make_policy(each_model, head_chunk=7)
     documents = support.random_documents(LENGTHS)
     packed = policy(to_device(collate(documents, 1), CPU))
@@ -52,8 +53,8 @@ def test_packed_equals_unpacked_equals_transformers(each_model: Path, make_polic
 
 
 def test_backward_has_the_weights_that_it_reads(dense_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """Where weights are freed, one pass keeps those of embedding and head neither after forward nor while backward is in the layers; two passes read the
-    head's again in backward. Both give the same gradients, again and again."""
+    """Where weights are freed, one pass keeps those of embedding and head neither after forward nor while backward is
+    in the layers; two passes read the head's again in backward. Both give the same gradients, again and again."""
     policy = make_policy(dense_model, reshard_after_forward=True)
     batch = to_device(collate(support.random_documents((17, 30)), 1), CPU)
     held: list[list[bool]] = []  # whether the root's weights are there
@@ -91,7 +92,8 @@ def test_backward_has_the_weights_that_it_reads(dense_model: Path, make_policy: 
 def test_gradients_of_a_single_rank_have_the_bits_of_torchs(
     dtype: str, each_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Added up where they are, over two steps of two micro-batches, where weights stay gathered (no FSDP) and where they are freed."""
+    """Added up where they are, over two steps of two micro-batches, where weights stay gathered (no FSDP) and where
+    they are freed."""
     groups = [support.random_documents((17, 30)), support.random_documents((25,))]
     ours = [make_policy(each_model, dtype=dtype, reshard_after_forward=reshard) for reshard in (False, True)]
     monkeypatch.setattr(FSDPModule, "set_custom_reduce_scatter", lambda unit, comm: None)
@@ -115,7 +117,8 @@ def test_gradients_of_a_single_rank_have_the_bits_of_torchs(
 
 
 def test_a_root_with_more_than_embedding_and_head_stays(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
-    """Persimmon's last norm has another name and remains in the root: its weight is there in backward, where weights are freed as well."""
+    """Persimmon's last norm has another name and remains in the root: its weight is there in backward, where weights
+    are freed as well."""
     config = PersimmonConfig(
         vocab_size=support.VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=128, initializer_range=0.2,
@@ -177,7 +180,8 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_broken_model_directory(name: str, world: World, moe_model: Path, tmp_path: Path) -> None:
-    """Each way a model directory can be broken is one clear line. A path that is not there is not looked up on the hub."""
+    """Each way a model directory can be broken is one clear line. A path that is not there is not looked up on the
+    hub."""
     change, message = BREAKAGES[name]
     directory = Path(shutil.copytree(moe_model, tmp_path / "model"))
     change(directory)

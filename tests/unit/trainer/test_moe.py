@@ -1,4 +1,5 @@
-"""Experts: routed in float32, computed in groups, and counted; the same as transformers' own block, which loops over them."""
+"""Experts: routed in float32, computed in groups, and counted; the same as transformers' own block, which loops over
+them."""
 
 import copy
 import json
@@ -63,7 +64,8 @@ def test_equals_the_loop_over_experts(tokens: int, experts: int, k: int, normali
 
 
 def test_bfloat16_experts() -> None:
-    """In bfloat16 (inputs, experts) with a float32 router, results are within a few of its roundings (2^-8) of float32's."""
+    """In bfloat16 (inputs, experts) with a float32 router, results are within a few of its roundings (2^-8) of
+    float32's."""
     block = make_block()
     block.experts.to(torch.bfloat16)
     ours = moe.SparseBlock(copy.deepcopy(block))
@@ -76,7 +78,8 @@ def test_bfloat16_experts() -> None:
 
 @pytest.mark.parametrize("level", ["pointwise", "wide", "attention"])
 def test_experts_are_chosen_once(level: str, moe_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """What a checkpointed block keeps lies in the order of its experts: backward takes their choice as it was, it never makes it again."""
+    """What a checkpointed block keeps lies in the order of its experts: backward takes their choice as it was, it never
+    makes it again."""
 
     class Choices(TorchDispatchMode):
         made = 0
@@ -116,7 +119,8 @@ def test_settings_change_no_number(
 def test_router_keeps_float32(
     reshard: bool, moe_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where blocks compute in bfloat16, the router's matrix is gathered in float32, micro-batch after micro-batch, and has gradients."""
+    """Where blocks compute in bfloat16, the router's matrix is gathered in float32, micro-batch after micro-batch, and
+    has gradients."""
     seen = []
     route = moe.route
 

@@ -28,7 +28,8 @@ WARM_UP = 2
 
 
 def packs(streams: int) -> list[list[MicroBatch]]:
-    """Steps of two micro-batches: many documents and one, long and short, trained in full, in part and not at all, and one of padding only."""
+    """Steps of two micro-batches: many documents and one, long and short, trained in full, in part and not at all, and
+    one of padding only."""
     rng = np.random.default_rng(0)
 
     def documents(count: int) -> list[Document]:
@@ -71,8 +72,9 @@ def test_no_recompiles(experts: int, world: World, make_policy: Callable[..., Po
 def test_warm_up(
     loss: LossConfig, world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
 ) -> None:
-    """Contract: a made-up batch of the run's shapes compiles all that its steps and the scoring of versions need, whatever
-    is packed. Weights, states of the optimizer, random numbers and the next step's gradients are the same bits as without."""
+    """Contract: a made-up batch of the run's shapes compiles all that its steps and the scoring of versions need,
+    whatever is packed. Weights, states of the optimizer, random numbers and the next step's gradients are the same bits
+    as without."""
     loss_of, config = make_loss(loss), support.make_config(tmp_path, tied_model, loss=loss)
     document = [collate(support.random_documents((20, 30), len(STREAMS)), len(STREAMS))]
     found = []
@@ -123,8 +125,8 @@ LOSSES = [
 
 @pytest.mark.parametrize("values", LOSSES, ids=lambda values: "-".join(map(str, values.values())))
 def test_every_loss_is_one_graph(values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: with its derivative and metrics a loss of tokens is traced once, without a break, for chunks of any length, one token or
-    none included, sliced or whole; the graph gives the numbers of eager."""
+    """Contract: with its derivative and metrics a loss of tokens is traced once, without a break, for chunks of any
+    length, one token or none included, sliced or whole; the graph gives the numbers of eager."""
     torch._dynamo.reset()
     graphs = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))

@@ -33,7 +33,8 @@ def stream(lengths: list[int], seq_len: int = 10, taken: int = 0) -> RowStream:
 @settings(deadline=None)
 @given(st.integers(2, 9), st.integers(0, 40), st.booleans())
 def test_order(rows: int, drawn: int, shuffle: bool) -> None:
-    """Every epoch is a permutation, without shuffling the order of the file; going on after `drawn` rows is the undivided order from there."""
+    """Every epoch is a permutation, without shuffling the order of the file; going on after `drawn` rows is the
+    undivided order from there."""
     whole = list(itertools.islice(row_order(rows, 0, shuffle, 1), drawn + 2 * rows))
     assert sorted(whole[:rows]) == sorted(whole[rows : 2 * rows]) == list(range(rows))
     assert shuffle or whole[:rows] == list(range(rows))
@@ -50,7 +51,8 @@ def test_shuffling() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(-12, 12).filter(bool), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 5))
 def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
-    """Steps take the usable rows in order, whole, and leave none out; a stream begun where another stands goes on with the very next row."""
+    """Steps take the usable rows in order, whole, and leave none out; a stream begun where another stands goes on with
+    the very next row."""
     usable = [n for n in lengths if 2 <= n <= 10]
     if not usable:
         return
@@ -64,7 +66,8 @@ def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
 
 
 def test_samples_of_a_row_stay_together() -> None:
-    """A step takes all samples of a row or leaves it to the next; a row that no step could hold is passed over, and counted."""
+    """A step takes all samples of a row or leaves it to the next; a row that no step could hold is passed over, and
+    counted."""
     rows = [[sample(6), sample(8)], [sample(3)], [sample(9), sample(9), sample(9)], [sample(2), sample(5)]]
     source = RowStream(lambda i: rows[i], len(rows), 10, shuffle=False, seed=0, taken=0)
     steps = [([len(one.input_ids) for one in source.step(2)], source.taken) for _ in range(3)]
@@ -73,7 +76,8 @@ def test_samples_of_a_row_stay_together() -> None:
 
 
 def test_dropped_rows_are_counted() -> None:
-    """Too long and untrained samples are passed over and counted, never cut; a row whose only trained token is its first counts as untrained."""
+    """Too long and untrained samples are passed over and counted, never cut; a row whose only trained token is its
+    first counts as untrained."""
     source = stream([11, 4, -5, 1, 12, 3])
     assert [[len(s.input_ids) for s in source.step(1)] for _ in range(2)] == [[4, 3], [4, 3]]
     assert source.dropped == {"too_long": 5, "untrained": 4}
@@ -115,7 +119,8 @@ def test_weights_of_a_step_sum_to_one(micro_batch_size: int, tied_model: Path, t
 
 
 def test_a_bad_row_is_named(tied_model: Path, tmp_path: Path, world: World) -> None:
-    """A malformed row is refused with its number: one of the first before the model is loaded, a later one where it is read."""
+    """A malformed row is refused with its number: one of the first before the model is loaded, a later one where it is
+    read."""
     rows: list[dict[str, Any]] = [{"prompt": "a", "completion": "b"}] * 20
     for bad in (1, 19):
         rows[bad] = {"prompt": "a", "completion": 7}

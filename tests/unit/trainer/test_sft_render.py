@@ -1,4 +1,5 @@
-"""From rows to tokens and loss masks, written by hand. The tokenizer has one token per byte, so that text says which tokens there are."""
+"""From rows to tokens and loss masks, written by hand. The tokenizer has one token per byte, so that text says which
+tokens there are."""
 
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,8 @@ def test_trained_tokens(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        # What a template loses: a call that the content only names, content beside a call, what follows a stop token, a reply
+        # What a template loses: a call that the content only names, content beside a call, what follows a stop token,
+        # a whole reply
         (CHATML, calling({}, "I call f now"), r"leaves out the tool calls of message 1"),
         (CHATML, {"prompt": calling({"x": 1}, "f")["messages"], "completion": TOOL_TURN}, "leaves out the tool calls"),
         (CALLS_ALONE, calling({}, "Wait."), "leaves out the content of message 1"),

@@ -43,8 +43,8 @@ def test_stores(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_splits(tmp_path: Path) -> None:
-    """A saved dataset with splits gives the one asked for, and names those it has. Of what has none it is refused: all rows would be trained on. So is
-    a subset of anything local."""
+    """A saved dataset with splits gives the one asked for, and names those it has. Of what has none it is refused: all
+    rows would be trained on. So is a subset of anything local."""
     path = str(store("splits", tmp_path))
     assert len(load_rows(SFTData(name=path, split="test"))) == 1
     assert "no split 'validation'; it has train, test" in refused(path, split="validation")

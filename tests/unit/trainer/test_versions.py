@@ -1,4 +1,5 @@
-"""Versions of the weights: exactly what was trained, whole or absent, by every transport, whatever dies at whatever moment."""
+"""Versions of the weights: exactly what was trained, whole or absent, by every transport, whatever dies at whatever
+moment."""
 
 import json
 import shutil
@@ -79,8 +80,9 @@ def load(directory: Path) -> AutoModelForCausalLM:
 
 
 def test_a_killed_trainer_leaves_what_is_whole(tied_model: Path, tmp_path: Path) -> None:
-    """Contract: whatever a trainer is at when it dies, each version that stands is whole, and the next incarnation cleans up and goes on. On a full
-    disk nothing half-written stands, and the incarnation goes on where there is room again."""
+    """Contract: whatever a trainer is at when it dies, each version that stands is whole, and the next incarnation
+    cleans up and goes on. On a full disk nothing half-written stands, and the incarnation goes on where there is room
+    again."""
     env = {"PYTHONPATH": str(REPOSITORY / "tests")}
     for transport in TRANSPORTS:
         arguments = "killed", transport, tied_model, tmp_path / transport
@@ -91,8 +93,9 @@ def test_a_killed_trainer_leaves_what_is_whole(tied_model: Path, tmp_path: Path)
 
 
 def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
-    """Contract: of three ranks (with three experts), and of two replicas of two ranks each, on as many hosts as ranks, servers get bit for bit the rows
-    of all; what must outlive the processes is written in full, the base as its files have it; a tmpfs, which is one host's, is refused."""
+    """Contract: of three ranks (with three experts), and of two replicas of two ranks each, on as many hosts as ranks,
+    servers get bit for bit the rows of all; what must outlive the processes is written in full, the base as its files
+    have it; a tmpfs, which is one host's, is refused."""
     model, env = make_tiny_model(tmp_path / "model", experts=3), {"PYTHONPATH": str(REPOSITORY / "tests")}
     runs = [
         {"ranks": n, "kind": kind, "model": str(model), "root": str(tmp_path / f"{kind}-{n}"), "replicas": replicas}
@@ -123,8 +126,9 @@ def test_transformers_loads_what_was_trained(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """transformers loads the directory bit-equal to the masters rounded to its dtype; the manifest verifies; a tied head is written once. Of several
-    files every one but of a single large tensor keeps to the limit, and the index names the file of every tensor."""
+    """transformers loads the directory bit-equal to the masters rounded to its dtype; the manifest verifies; a tied
+    head is written once. Of several files every one but of a single large tensor keeps to the limit, and the index
+    names the file of every tensor."""
     directory, final = request.getfixturevalue(which), tmp_path / "step_3"
     policy = make_policy(directory)
     with torch.no_grad():
@@ -163,8 +167,9 @@ def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) 
 
 
 def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
-    """Contract: such a version is a model directory by itself, identified by its tensors and verified by them, however it came there; so is the last
-    one. At the end nothing is in memory, and all that is left is whole. A change of one bit is found."""
+    """Contract: such a version is a model directory by itself, identified by its tensors and verified by them, however
+    it came there; so is the last one. At the end nothing is in memory, and all that is left is whole. A change of one
+    bit is found."""
     incarnation = run.incarnation()
     hashes = run.train(incarnation, range(1, 5), durable=(2,))
     assert len({*hashes.values()}) == 4
@@ -185,8 +190,8 @@ def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
 
 
 def test_resume(run: Run) -> None:
-    """Contract: an incarnation that goes on from a version has it on the disk, whether it stands there, lies in memory, or is gone; and what it gives up
-    is gone everywhere but for the newest, which can be put back."""
+    """Contract: an incarnation that goes on from a version has it on the disk, whether it stands there, lies in memory,
+    or is gone; and what it gives up is gone everywhere but for the newest, which can be put back."""
     hashes = run.train(run.incarnation(), range(1, 5), durable=(2, 4))
     run.incarnation(2, spares=True)
     assert list_steps(run.weights) == [0, 1, 2]
@@ -202,8 +207,8 @@ def test_resume(run: Run) -> None:
 
 
 def test_what_is_damaged_is_made_again(in_tmpfs: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """Contract: an incarnation that goes on from a version whose tensors lie in tmpfs, and are damaged there, commits it again; none is kept that cannot be
-    read."""
+    """Contract: an incarnation that goes on from a version whose tensors lie in tmpfs, and are damaged there, commits
+    it again; none is kept that cannot be read."""
     run = in_tmpfs
     run.train(run.incarnation(), range(1, 5))
     for version in (2, 4):
@@ -217,7 +222,8 @@ def test_what_is_damaged_is_made_again(in_tmpfs: Run, caplog: pytest.LogCaptureF
 
 
 def test_after_a_restart_of_the_host(in_tmpfs: Run) -> None:
-    """Contract: versions that were in memory count as not there, the others as there; the next incarnation removes what is left of them."""
+    """Contract: versions that were in memory count as not there, the others as there; the next incarnation removes what
+    is left of them."""
     in_tmpfs.train(in_tmpfs.incarnation(), range(1, 4), durable=(2,))
     shutil.rmtree(in_tmpfs.tmpfs)
     in_tmpfs.tmpfs.mkdir()
@@ -230,7 +236,8 @@ def test_after_a_restart_of_the_host(in_tmpfs: Run) -> None:
 
 
 def test_only_its_own_is_cleaned(in_tmpfs: Run, tmp_path: Path) -> None:
-    """Contract: an incarnation removes what a dead one left in memory, and nothing of another run: not of a copy of this one either."""
+    """Contract: an incarnation removes what a dead one left in memory, and nothing of another run: not of a copy of
+    this one either."""
     first = in_tmpfs.incarnation()
     in_tmpfs.train(first, range(1, 4))
     own = in_tmpfs.held()
@@ -249,7 +256,8 @@ def test_only_its_own_is_cleaned(in_tmpfs: Run, tmp_path: Path) -> None:
 
 
 def test_room_is_checked_before_anything_is_begun(in_tmpfs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a run that may not fit is refused, with the arithmetic; one that fits exactly is not. What the run holds there already counts."""
+    """Contract: a run that may not fit is refused, with the arithmetic; one that fits exactly is not. What the run
+    holds there already counts."""
     incarnation = in_tmpfs.incarnation()
     in_tmpfs.train(incarnation, range(1, 4))
     held = sum(path.stat().st_size for path in in_tmpfs.tmpfs.glob("*/*"))
@@ -268,7 +276,8 @@ def test_room_is_checked_before_anything_is_begun(in_tmpfs: Run, monkeypatch: py
 
 
 def test_what_is_received_is_what_was_trained(memory: Run) -> None:
-    """Contract: the newest version can be had bit by bit, its directory holds a manifest alone, and the one before is superseded."""
+    """Contract: the newest version can be had bit by bit, its directory holds a manifest alone, and the one before is
+    superseded."""
     incarnation = memory.incarnation()
     for version in (1, 2):
         memory.train(incarnation, range(version, version + 1))
@@ -282,7 +291,8 @@ def test_what_is_received_is_what_was_trained(memory: Run) -> None:
 
 
 def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: its files come into the directory that is there, under the same hash, while the publisher still has it."""
+    """Contract: its files come into the directory that is there, under the same hash, while the publisher still has
+    it."""
     incarnation, directory, seen = memory.incarnation(), memory.weights / "step_1", list[Any]()
 
     def point(name: str, *_: object) -> None:
@@ -311,8 +321,8 @@ def test_versions_of_an_interval_are_kept_for_good(opened: Open) -> None:
 
 
 def test_servers_that_cannot_reach_the_publisher_get_files(opened: Open) -> None:
-    """Contract: under `auto` the version that they wait for is written, though the loop stands still, and every later one; a call to a dead
-    incarnation counts for nothing."""
+    """Contract: under `auto` the version that they wait for is written, though the loop stands still, and every later
+    one; a call to a dead incarnation counts for nothing."""
     with opened("auto", transport="auto", host="127.0.0.1") as run:
         incarnation = run.incarnation()
         request_files(run.root / "run", 7, "of another incarnation")
@@ -366,8 +376,8 @@ def refuse() -> None:
 
 
 def test_weights_may_change_meanwhile(publisher: WeightPublisher) -> None:
-    """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written. Waiting for a version has an end,
-    which says what was waited for; what is being written is not written over."""
+    """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written.
+    Waiting for a version has an end, which says what was waited for; what is being written is not written over."""
     parameter, name = publisher._copies.tensors[0].parameter, publisher._copies.tensors[0].name
     may_go_on = threading.Event()
     at_the_time = parameter.full_tensor().detach().bfloat16().clone()
