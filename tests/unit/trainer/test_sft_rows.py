@@ -101,10 +101,10 @@ def test_missing(name: str) -> None:
 
 def test_other_local_mistakes(tmp_path: Path) -> None:
     """A directory without data, a file of an unknown kind, mixed kinds, and damaged parquet are named."""
-    assert "no saved dataset and holds no" in refused(str(tmp_path))
+    assert "holds none of these: needed is a saved dataset or files" in refused(str(tmp_path))
     (tmp_path / "a.txt").write_text("a")
-    assert "the ending must be" in refused(str(tmp_path / "a.txt"))
+    assert "holds .txt: needed is" in refused(str(tmp_path / "a.txt"))
     store("jsonl", tmp_path)
     (tmp_path / "b.parquet").write_text("no parquet")
-    assert "several kinds" in refused(str(tmp_path))
+    assert "holds .jsonl and .parquet: needed is" in refused(str(tmp_path))
     assert "cannot be read" in refused(str(tmp_path / "b.parquet"))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from prime_rl.config.sft import LossMask
 
 ACCEPTED = "a column `messages`, or two columns `prompt` and `completion` (optionally `tools`)"
+_ENDINGS = ".jsonl, .json or .parquet"
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 Row = Mapping[str, Any]
 
@@ -88,31 +89,26 @@ def _load_local(path: Path, config: SFTData) -> "list[Row] | Dataset":
     if saved is not None:
         return saved
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
-    if not files:
-        raise UserError(f"dataset directory {path} is no saved dataset and holds no .jsonl, .json or .parquet files")
-    if len({file.suffix for file in files}) > 1:
-        raise UserError(f"dataset files of several kinds in {files[0].parent}: keep one kind")
-    if files[0].suffix not in _SUFFIXES:
-        raise UserError(f"dataset file {files[0]}: the ending must be .jsonl, .json or .parquet")
-    if files[0].suffix == ".parquet":
+    kinds = sorted({file.suffix for file in files})
+    if len(kinds) != 1 or kinds[0] not in _SUFFIXES:
+        content = " and ".join(kinds) or "none of these"
+        raise UserError(f"dataset {path} holds {content}: needed is a saved dataset or files of one kind, {_ENDINGS}")
+    if kinds == [".parquet"]:
         return concatenate_datasets([Dataset.from_parquet(str(file)) for file in files])
     return [row for file in files for row in _load_json(file)]
 
 
 def _load_json(path: Path) -> list[Row]:
     """JSON lines, or one JSON list. (`datasets` would give all rows' tool arguments each other's keys.)"""
-    text, place = path.read_text(encoding="utf-8"), str(path)
-    rows = []
-    try:
-        if text.lstrip().startswith("["):
-            rows = json.loads(text)
-        else:
-            for number, line in enumerate(text.split("\n"), 1):
-                place = f"{path} line {number}"
-                if line.strip():
-                    rows.append(json.loads(line))
-    except ValueError as error:
-        raise UserError(f"{place} is not JSON: {error}") from error
+    text = path.read_text(encoding="utf-8")
+    parts = [(f"{path} line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    rows: list[Row] = []
+    for place, part in [(str(path), text)] if text.lstrip().startswith("[") else parts:
+        try:
+            value = json.loads(part)
+        except ValueError as error:
+            raise UserError(f"{place} is not JSON: {error}") from error
+        rows += value if place == str(path) else [value]
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(f"{path}: row {number} is a {type(row).__name__}, not an object")
