@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -150,36 +150,21 @@ def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:
 
 def broadcast(world: World, value: T | None) -> T:
     """Rank 0's value, on every rank. JSON's types only: tuples arrive as lists, keys as strings."""
-    if world.size == 1:
-        return value  # type: ignore[return-value]
-    data = _encode(value) if world.is_main else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
-    dist.broadcast(size, src=0, group=world.group)
-    data = data if world.is_main else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=0, group=world.group)
-    return _decode(data)
+    return gather(world, value if world.is_main else None)[0]  # type: ignore[return-value]
 
 
 def gather(world: World, value: T) -> list[T]:
     """Every rank's value, in the order of ranks, on every rank. JSON's types only."""
     if world.size == 1:
         return [value]
-    data = _encode(value)
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(world.size)]
     dist.all_gather(sizes, torch.tensor([data.numel()]), group=world.group)
     padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
     padded[: data.numel()] = data
     boxes = [torch.empty_like(padded) for _ in range(world.size)]
     dist.all_gather(boxes, padded, group=world.group)
-    return [_decode(box[: int(size)]) for box, size in zip(boxes, sizes, strict=True)]
-
-
-def _encode(value: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes())
+    return [json.loads(box[: int(size)].numpy().tobytes()) for box, size in zip(boxes, sizes, strict=True)]
 
 
 def on_main(world: World, action: Callable[[], T]) -> T:

@@ -39,6 +39,7 @@ class StateTensor(NamedTuple):
 State = dict[str, StateTensor]
 
 
+@torch.no_grad()
 def training_state(model: nn.Module, optimizer: ShardedOptimizer) -> State:
     """Views of the parameters and of their optimizer states, which may be read on the host."""
     optimizer.settle()
@@ -139,6 +140,7 @@ def load(state: State, directory: Path, world: World, own: Iterable[str] = ()) -
     return agree(world, lambda: _load(state, directory, world, own))
 
 
+@torch.no_grad()
 def _load(state: State, directory: Path, world: World, own: Iterable[str]) -> dict[str, Tensor]:
     if (directory / ".metadata").is_file():
         raise UserError(
