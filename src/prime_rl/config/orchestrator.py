@@ -4,10 +4,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
+from prime_rl.config.base import Checks, Problem, Section, conflict, option
 from prime_rl.config.shared import (
     Address,
-    CkptConfig,
     ClientConfig,
     EnvConfig,
     Environments,
@@ -15,11 +14,10 @@ from prime_rl.config.shared import (
     Fraction,
     ModelConfig,
     MonitorConfig,
+    RecoverableRun,
     SamplingConfig,
     SamplingOverride,
-    nothing_to_clean,
 )
-from prime_rl.config.trainer import resume_within
 
 
 class LinearPenalty(Section):
@@ -71,7 +69,7 @@ class Algorithm(Section):
     @property
     def group_relative(self) -> bool:
         """Whether it compares attempts at one task, so that several are needed and equal rewards tell nothing."""
-        return False
+        return isinstance(self, GroupRelative) or (isinstance(self, ReinforcePP) and self.group_baseline)
 
 
 class ByReward(Algorithm):
@@ -84,10 +82,6 @@ class ByReward(Algorithm):
 
 class GroupRelative(ByReward):
     """Algorithms that compare attempts at one task."""
-
-    @property
-    def group_relative(self) -> bool:
-        return True
 
 
 class GRPO(GroupRelative):
@@ -120,11 +114,6 @@ class ReinforcePP(ByReward):
 
     type: Literal["reinforce_pp"] = option("reinforce_pp", "Kind of algorithm.")
     group_baseline: bool = option(False, "Take the mean of the group off first (REINFORCE++-baseline).")
-
-    @property
-    def group_relative(self) -> bool:
-        """With the group's mean taken off it does."""
-        return self.group_baseline
 
 
 class RAE(ByReward):
@@ -304,7 +293,7 @@ class EvalSection(Environments[EnvConfig]):
     sampling: SamplingOverride = option(SamplingOverride, "Sampling settings that differ from those of training.")
 
 
-class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
+class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
     """The orchestrator: makes rollouts, scores them, cuts batches."""
 
     model: ModelConfig = option(ModelConfig, "The model.")
@@ -313,8 +302,6 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     batch_size: PositiveInt = option(128, "Rollouts per step.")
     rollouts_per_example: PositiveInt = option(16, "Attempts at one task; divides batch_size.")
     seq_len: PositiveInt = option(2048, "Most tokens of one sample.")
-    max_steps: PositiveInt | None = option(None, "Steps to run (None: until stopped).")
-    async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
     max_off_policy_steps: NonNegativeInt = option(
         8, "Most steps between the oldest token of a sample and training on it."
     )
@@ -333,12 +320,8 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     weights_timeout: PositiveFloat = option(3600.0, "Seconds to wait for a version of the weights.")
     trainer: bool = option(True, "A trainer takes part (false: all batches are the base model's; ignored by `rl`).")
     logprob_check: bool = option(True, "Check after every load that a server computes what the trainer computed.")
-    recover: bool = option(False, "Go on from what is committed in output_dir.", mark="one_time")
-    clean: bool = option(False, "Remove an earlier run from output_dir first.", mark="one_time")
     eval: EvalSection | None = option(None, "Evaluation during the run.")
-    ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
-    bench: bool = option(False, "Measure rollouts for a few steps without a trainer, in output_dir/bench.")
 
     def checks(self) -> Checks:
         longest, groups = self.sampling.max_tokens or 0, self.rollouts_per_example
@@ -348,15 +331,13 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
         greedy = "temperature 0 samples greedily: there is no distribution to train on (evaluations may use it)"
         yield conflict(not self.environments, "no environment: give [environment] with an `id`", "environment")
         yield conflict(self.batch_size % groups, sizes)
-        for algorithm, key in self.algorithms():
+        for algorithm, key in self.in_use("algorithm"):
             yield self._can_compare(algorithm, key)
         yield conflict(self.max_off_policy_steps < self.async_level, ages)
         yield conflict(longest >= self.seq_len, room)
         for sampling, key in [(self.sampling, "sampling"), *map(self._sampling_of, self.environments)]:
             yield conflict(sampling.temperature == 0, greedy, f"{key}.temperature")
         yield from map(self._can_be_scored, self.environments)
-        yield resume_within(self.max_steps, self.ckpt)
-        yield nothing_to_clean(self.clean, self.recover, self.ckpt)
 
     def _sampling_of(self, env: TrainingEnv) -> tuple[SamplingConfig, str]:
         """How an environment is sampled, and the key that says so."""
@@ -372,10 +353,6 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
         """The algorithm of the environment of that name."""
         return self._named(env).algorithm or self.algorithm
 
-    def algorithm_key(self, env: str) -> str:
-        """The setting that `algorithm_of` gives."""
-        return f"environments.{env}.algorithm" if self._named(env).algorithm else "algorithm"
-
     def filters_of(self, env: str) -> FilterConfig:
         """The filters of the environment of that name."""
         return self._named(env).filters or self.filters
@@ -387,16 +364,12 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     def _named(self, name: str) -> TrainingEnv:
         return next(env for env in self.environments if env.name == name)
 
-    def all_filters(self) -> list[tuple[FilterConfig, str]]:
-        """Those in use, each with its key."""
-        own = [(env.filters, f"environments.{env.name}.filters") for env in self.environments if env.filters]
-        return [*([(self.filters, "filters")] if len(own) < len(self.environments) else []), *own]
-
-    def algorithms(self) -> list[tuple[AlgorithmConfig, str]]:
-        """Those in use, each with its key."""
-        own = [(env.algorithm, self.algorithm_key(env.name)) for env in self.environments if env.algorithm]
-        used = [(self.algorithm, "algorithm")] if len(own) < len(self.environments) else []
-        return [*used, *own]
+    def in_use(self, name: Literal["algorithm", "filters"]) -> list[tuple[Any, str]]:
+        """The values of a setting that environments may have of their own, each with its key."""
+        own = [
+            (getattr(env, name), f"environments.{env.name}.{name}") for env in self.environments if getattr(env, name)
+        ]
+        return [*([(getattr(self, name), name)] if len(own) < len(self.environments) else []), *own]
 
     def _can_compare(self, algorithm: AlgorithmConfig, key: str) -> Problem | None:
         if algorithm.type == "reinforce_pp" and self.batch_size == 1:

@@ -4,28 +4,23 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import BaseConfig, Checks, conflict, option
+from prime_rl.config.base import Checks, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share
-from prime_rl.config.shared import CkptConfig, Device, ModelConfig, SlurmConfig, WandbConfig, nothing_to_clean
+from prime_rl.config.shared import Device, ModelConfig, RecoverableRun, SlurmConfig, WandbConfig
 from prime_rl.config.trainer import TrainerConfig
 
 
-class RLConfig(BaseConfig):
+class RLConfig(RecoverableRun):
     """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them.
     `rl doctor RUN` tells from a run directory who waits for whom and why, `rl audit RUN` what became of every episode"""
 
     model: ModelConfig = option(ModelConfig, "The model.")
     device: Device = option("auto", "Where to train and serve (auto: CUDA where there is a GPU).")
-    max_steps: PositiveInt | None = option(None, "Steps to train (None: until stopped).")
-    async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
     seq_len: PositiveInt | None = option(None, "Most tokens of a sample (None: as the sections say).")
-    ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
     wandb: WandbConfig | None = option(None, "Weights & Biases.")
     slurm: SlurmConfig | None = option(None, "Submit the run as a SLURM job (None: run here).", mark="one_time")
-    bench: bool = option(False, "Measure trainer and orchestrator, each by itself, in output_dir/bench.")
-    clean: bool = option(False, "Remove an earlier run from output_dir first.", mark="one_time")
     trainer_gpus: PositiveInt = option(1, "GPUs that train.")
     inference_gpus: PositiveInt | None = option(None, "GPUs that serve (None: as many as the servers need).")
     inference_servers: PositiveInt | None = option(
@@ -35,7 +30,6 @@ class RLConfig(BaseConfig):
     share_gpus: bool = option(False, "Train and serve on the same GPUs: gpu_memory_utilization splits them.")
     trainer_ranks: PositiveInt | None = option(None, "Processes that train (None: one per GPU, on CPU one).")
     ready_timeout: PositiveFloat = option(1200.0, "Seconds until the inference server must be ready.")
-    recover: bool = option(False, "Go on from what is committed in output_dir.", mark="one_time")
     max_restarts: NonNegativeInt = option(3, "Restarts of a process within an hour, or without progress (0: none).")
     recovery_interval: PositiveInt | Literal["auto"] | None = option(
         "auto", "Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none)."
@@ -53,12 +47,11 @@ class RLConfig(BaseConfig):
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
         penalty = "kl_coef" if loss.kl_coef else "entropy_coef" if loss.entropy_coef else ""
         key = f"<trainer.loss.{penalty}>"
-        by_reward = any(algorithm.component == "rl" for algorithm, _ in orchestrator.algorithms())
+        by_reward = any(algorithm.component == "rl" for algorithm, _ in orchestrator.in_use("algorithm"))
         reference = orchestrator.reference is not None
         filters_zero = orchestrator.filter_zero_advantage
         lengths = f"<orchestrator.seq_len> {orchestrator.seq_len} exceeds <trainer.seq_len> {trainer.seq_len}"
         yield conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch")
-        yield nothing_to_clean(self.clean, self.recover, self.ckpt)
         yield conflict(
             self.recover and resumes and not self.clean,
             "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them",

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import Checks, Problem, Section, conflict, option
+from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
 from prime_rl.redact import has_password, key_in, without_password
 
 WARM_UP = 3  # the trainer's steps that are not counted: they compile, for the first shape that comes and then for any
@@ -77,13 +77,32 @@ class CkptConfig(Section):
     output_dir: Path | None = option(None, "Directory that holds checkpoints/ (None: the run's output_dir).")
 
 
-def nothing_to_clean(clean: bool, recover: bool, ckpt: CkptConfig | None) -> Problem | None:
-    """What --clean would remove cannot be gone on with."""
-    if clean and ckpt is not None and ckpt.resume_step is not None:
-        return Problem("<clean> would remove the checkpoint that <ckpt.resume_step> names")
-    if clean and recover:
-        return Problem("<clean> would remove what <recover> goes on from")
-    return None
+class RunConfig(BaseConfig):
+    """What every training has."""
+
+    max_steps: PositiveInt | None = option(None, "Steps to run (None: until stopped).")
+    ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
+    bench: bool = option(False, "Measure a few steps, in output_dir/bench: of a run both sides, each by itself.")
+    clean: bool = option(False, "Remove an earlier run from output_dir first.", mark="one_time")
+
+    def checks(self) -> Checks:
+        step = self.ckpt.resume_step if self.ckpt is not None else None
+        beyond = step is not None and self.max_steps is not None and self.max_steps < step
+        yield conflict(beyond, f"<max_steps> {self.max_steps} is below <ckpt.resume_step> {step}")
+        removed = "<clean> would remove the checkpoint that <ckpt.resume_step> names"
+        yield conflict(self.clean and step is not None, removed)
+
+
+class RecoverableRun(RunConfig):
+    """What a run, and the processes that share its rollouts, have."""
+
+    async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
+    recover: bool = option(False, "Go on from what is committed in output_dir.", mark="one_time")
+
+    def checks(self) -> Checks:
+        resumes = self.ckpt is not None and self.ckpt.resume_step is not None
+        both = self.clean and self.recover and not resumes
+        yield conflict(both, "<clean> would remove what <recover> goes on from")
 
 
 def _is_address(url: str) -> str:

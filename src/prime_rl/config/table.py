@@ -108,9 +108,9 @@ class Table:
             around = keys[:length]
             table = self.entry(around).value
             if not isinstance(table, dict | list if is_index(key) else dict):
-                self._clear(around)
+                self.remove(around)
                 table = [] if is_index(key) else {}
-            count = sum(one[:-1] == around and one != around for one in self.entries)
+            count = sum(one[:-1] == around != one for one in self.entries)
             if isinstance(table, list) and int(key) > count:
                 self.problems.append(f"{origin.name}: there are {count} of {'.'.join(around)}")
                 return
@@ -133,7 +133,7 @@ class Table:
         if origin is not None and keys[-1:] == ("type",):
             self._leave_out_other_types(keys, value, origin)
         if not (isinstance(value, dict) and isinstance(same.value, dict)):
-            self._clear(keys)
+            self.remove(keys)
         leaf = type(value)() if isinstance(value, dict | list) else None if value == "None" else value
         self.entries[keys] = Entry(leaf, origin, written_as)
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -160,33 +160,25 @@ class Table:
 
     def get(self, keys: Keys) -> Any:
         """The value with all that is in it, or ABSENT."""
-        values: dict[Keys, Any] = {}
-        for one in sorted((one for one in self.entries if one[: len(keys)] == keys), key=len):
-            value = self.entries[one].value
-            values[one] = type(value)() if isinstance(value, dict | list) else value
-            table = values[one[:-1]] if len(one) > len(keys) else {}
-            if isinstance(table, list):
-                table.append(values[one])
-            elif one:
-                table[one[-1]] = values[one]
-        return values.get(keys, ABSENT)
+        value = self.entry(keys).value
+        inside = [one for one in self.entries if one[:-1] == keys != one] if isinstance(value, dict | list) else []
+        if isinstance(value, list):
+            return [self.get(one) for one in sorted(inside, key=lambda one: int(one[-1]))]
+        return {one[-1]: self.get(one) for one in inside} if isinstance(value, dict) else value
 
     def fill(self, keys: Keys, entry: Entry) -> None:
         """Set what follows from another setting, whose origin the entry may have."""
         for around in [keys[:length] for length in range(len(keys))]:
             if not isinstance(self.entry(around).value, dict):
                 self.entries[around] = Entry({})
-        self._clear(keys)
+        self.remove(keys)
         self.entries[keys] = entry
-
-    def _clear(self, keys: Keys) -> None:
-        if isinstance(self.entry(keys).value, dict | list):
-            for one in [one for one in self.entries if one[: len(keys)] == keys and one != keys]:
-                del self.entries[one]
 
     def remove(self, keys: Keys) -> None:
         """Forget `keys` and everything within."""
-        self._clear(keys)
+        if isinstance(self.entry(keys).value, dict | list):
+            for one in [one for one in self.entries if one[: len(keys)] == keys != one]:
+                del self.entries[one]
         self.entries.pop(keys, None)
 
     def nearest(self, keys: Keys) -> Entry:

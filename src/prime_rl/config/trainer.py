@@ -3,16 +3,10 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
-from prime_rl.config.shared import CkptConfig, Device, Fraction, Length, ModelConfig, MonitorConfig, nothing_to_clean
+from prime_rl.config.base import Checks, Problem, Section, conflict, option
+from prime_rl.config.shared import Device, Fraction, Length, ModelConfig, MonitorConfig, RecoverableRun, RunConfig
 
 
 class _Optimizer(Section):
@@ -293,49 +287,33 @@ class TrainerData(Section):
     fake: FakeData | None = option(None, "Random samples in place of an orchestrator's.")
 
 
-class TrainingConfig(BaseConfig):
+class TrainingConfig(RunConfig):
     """What RL and SFT training have in common."""
 
     model: TrainerModel = option(TrainerModel, "The model and how it is computed.")
     device: Device = option("auto", "Where to train (auto: CUDA where there is a GPU).")
-    max_steps: PositiveInt | None = option(None, "Steps to train (None: until stopped).")
     optim: OptimConfig = option(AdamW, "The optimizer.", discriminator="type")
     scheduler: SchedulerConfig = option(ConstantScheduler, "Schedule of the learning rate.", discriminator="type")
-    ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
-    bench: bool = option(False, "Measure a few steps, in output_dir/bench: speed, MFU, memory.")
-    clean: bool = option(False, "Remove an earlier run from output_dir first.", mark="one_time")
     dist_timeout: PositiveFloat = option(600.0, "Seconds that a collective may take.")
 
     def checks(self) -> Checks:
-        yield resume_within(self.max_steps, self.ckpt)
-        yield nothing_to_clean(self.clean, False, self.ckpt)
         yield schedule_within(self.max_steps, self.scheduler)
 
 
-class TrainerConfig(TrainingConfig):
+class TrainerConfig(TrainingConfig, RecoverableRun):
     """The RL trainer."""
 
     seq_len: Length = option(2048, "Tokens of a packed micro-batch.")
-    async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
     loss: LossConfig = option(DefaultLoss, "The loss of a token.", discriminator="type")
     data: TrainerData = option(TrainerData, "What is trained on.")
     weights: WeightsConfig = option(WeightsConfig, "The exported weights, one version per step.")
-    recover: bool = option(False, "Go on from the newest state in output_dir.", mark="one_time")
     recovery_interval: PositiveInt | Literal["auto"] | None = option(
         None, "Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none)."
     )
     rollout_timeout: PositiveFloat = option(3600.0, "Seconds to wait for a batch of rollouts.")
 
     def checks(self) -> Checks:
-        yield nothing_to_clean(self.clean, self.recover, None)
         fake = self.data.fake
         if fake is not None and fake.seq_len is not None and fake.seq_len > self.seq_len:
             yield Problem(f"<data.fake.seq_len> {fake.seq_len} exceeds <seq_len> {self.seq_len}")
-
-
-def resume_within(max_steps: int | None, ckpt: CkptConfig | None) -> Problem | None:
-    """A run cannot resume beyond its own end."""
-    if max_steps is None or ckpt is None or ckpt.resume_step is None or max_steps >= ckpt.resume_step:
-        return None
-    return Problem(f"<max_steps> {max_steps} is below <ckpt.resume_step> {ckpt.resume_step}")

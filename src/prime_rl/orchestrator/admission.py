@@ -37,9 +37,9 @@ class Admission:
     """
 
     def __init__(self, config: "OrchestratorConfig") -> None:
-        for algorithm, key in config.algorithms():
+        for algorithm, key in config.in_use("algorithm"):
             check_algorithm(algorithm, key)
-        for filters, key in config.all_filters():
+        for filters, key in config.in_use("filters"):
             check_filters(filters, key)
         self._config, self._groups = config, config.batch_size // config.rollouts_per_example
         self.empty_batches = 0  # in a row; reset by the loop when a batch with samples is cut

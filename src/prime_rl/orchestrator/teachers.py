@@ -205,7 +205,8 @@ class Teachers:
         self._samplers: dict[str, Teacher] = {}  # by environment
         self._own: dict[str, Teacher] = {}  # the policy's own servers, by address
         for env in config.environments:
-            algorithm, key = config.algorithm_of(env.name), f"{config.algorithm_key(env.name)}.teacher"
+            algorithm = config.algorithm_of(env.name)
+            key = f"environments.{env.name}.algorithm.teacher" if env.algorithm else "algorithm.teacher"
             if isinstance(algorithm, SFT):
                 assert algorithm.teacher is not None
                 self._samplers[env.name] = self._client(algorithm.teacher, key)

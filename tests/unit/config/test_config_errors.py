@@ -112,9 +112,9 @@ $ inference @ x.toml
 % [monitor]
 % wandb = { offline = "x" }
 $ trainer @ x.toml
-  model: must be a table, got 3 (x.toml, line 2)
   max_steps: must be a valid integer, got 'many' (x.toml, line 1)
   ckpt: must be a table, got True (x.toml, line 3)
+  model: must be a table, got 3 (x.toml, line 2)
   monitor.wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (x.toml, line 5)
 % environments = true
 $ orchestrator @ x.toml --environments.0.workers 1

@@ -16,7 +16,7 @@ HEAVY = ("torch", "vllm", "verifiers", "transformers", "datasets", "numpy", "pya
 # What is typed, what is printed, and what is not.
 SHOWN = [
     ("trainer --help", "usage: prog", "--optim.lr"),
-    ("trainer -h", "--max-steps int|None Steps to train (None: until stopped). [default: None]", "--optim.lr"),
+    ("trainer -h", "--max-steps int|None Steps to run (None: until stopped). [default: None]", "--optim.lr"),
     ("trainer --nonsense --help", "--device auto|cpu|cuda Where to train", "--optim.lr"),
     ("trainer --help @ x.toml", "--bench | --no-bench Measure", "--optim.lr"),
     ("rl --help trainer.optim", "--trainer.optim.lr float Learning rate. [default: 1e-06]", "--trainer.seq-len"),
