@@ -1,7 +1,8 @@
-"""What may be trained: filters of episodes, the gate that complete groups pass, and the end of a run in which nothing passes.
+"""What may be trained: filters of episodes, the gate of complete groups, and the end of a run in which nothing passes.
 
-A filter looks at an episode once, when it ends. An episode that it leaves out is not trained, and counted by the filter's name, but the others of its
-group are still compared with it. A group in which nothing is left to train is turned away, and another one takes its place.
+A filter looks at an episode once, when it ends. An episode that it leaves out is not trained, and counted by the
+filter's name, but the others of its group are still compared with it. A group in which nothing is left to train is
+turned away, and another one takes its place.
 """
 
 from collections import Counter
@@ -93,7 +94,7 @@ class Admission:
 
 
 def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:
-    """Return why a complete group is turned away, or None: its episodes' filters if nothing is left, or a filter of groups."""
+    """Return why a complete group is turned away, or None: its episodes' filters if none is left, or a filter of groups."""
     env, results = group.task.env, [episode.result for episode in group.finished]
     filters = config.filters_of(env)
     if all(result.filtered for result in results):
@@ -137,7 +138,11 @@ def output_tokens(result: EpisodeResult) -> int:
 
 
 def check_filters(config: "FilterConfig", key: str) -> None:
-    """Raise UserError where a function of the user's own is not there, or does not take its arguments. `key`: the setting, for messages."""
+    """Raise UserError where a function of the user's own is not there, or does not take its arguments.
+
+    Args:
+        key: The setting, for messages.
+    """
     if config.custom is not None:
         load_function(config.custom.path, config.custom.args, positional=1, key=f"{key}.custom.path")
 
@@ -147,7 +152,7 @@ def _repeats(sequence: SampleTokens, rule: "RepetitionFilter") -> bool:
     tokens = as_array(sequence.input_ids, np.int32)[as_array(sequence.loss_mask, np.bool_)]
     if len(tokens) < max(rule.min_tokens, rule.ngram):
         return False
-    # 64-bit hashes: two different n-grams are taken for the same once in 10^9 replies of 100,000 tokens. Numbers are sorted faster than rows of them.
+    # 64-bit hashes: two different n-grams are taken for the same once in 10^9 replies of 100,000 tokens.
     names = np.zeros(len(tokens) - rule.ngram + 1, dtype=np.uint64)
     for place in range(rule.ngram):
         names = names * _FACTOR + tokens[place : place + len(names)].astype(np.uint64)

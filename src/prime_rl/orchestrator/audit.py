@@ -41,7 +41,7 @@ _FAULTS = {
 
 
 class OutcomeRow(NamedTuple):
-    """The episodes (attempts) of one environment that ended the same way, and means over those whose values are known."""
+    """The episodes (attempts) of one environment that ended the same way, and means where values are known."""
 
     env: str
     name: str  # "issued" (all of them), "trained", "in a batch", "finished", "in flight", or "dropped: <reason>"

@@ -1,7 +1,8 @@
 """Where the orchestrator goes on, and its part of a checkpoint.
 
-The state after each step is in the manifest of the batch that ended it (`extra["state"]`), committed with the batch by one rename. A checkpoint's
-part is a copy of it, made whenever the trainer's part of that step is there: nothing about checkpoints has to be remembered over a crash.
+The state after each step is in the manifest of the batch that ended it (`extra["state"]`), committed with the batch by
+one rename. A checkpoint's part is a copy of it, made whenever the trainer's part of that step is there: nothing about
+checkpoints has to be remembered over a crash.
 """
 
 import json
@@ -37,14 +38,14 @@ _OBSOLETE = ("environments", "discards", "ledger", "open_groups", "open_tasks")
 
 @dataclass(frozen=True)
 class OrchestratorState:
-    """The orchestrator's state between two steps. The random numbers have no state of their own: task stream and requests are functions of `seed`.
+    """The orchestrator's state between two steps. Random numbers have none: task stream and requests are functions of `seed`.
 
     Args:
         step: The next step to collect.
         seed: The run's seed.
         groups_opened: The position in the task stream.
         algorithm: What each environment's algorithm remembers, if anything.
-        curriculum: The difficulty pools of each environment that has any. It is whole, so that no earlier batch is needed to go on.
+        curriculum: The difficulty pools of each environment that has any, whole: no earlier batch is needed.
     """
 
     step: int = 0
@@ -56,7 +57,7 @@ class OrchestratorState:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where the run goes on: `step` is the next step to collect, `version` the step that the trainer's incarnation starts from.
+    """Where the run goes on: `step` is collected next, `version` is the step that the trainer's incarnation starts from.
 
     `resumed`: from a checkpoint, with what was committed after it. `recovered`: from whatever is committed.
     """
@@ -124,10 +125,8 @@ def refuse_used(output_dir: Path, progress: ResumePoint) -> None:
 def refuse_other_seed(progress: ResumePoint, seed: int) -> None:
     """Raise UserError where a run would go on with other tasks than it began with."""
     if not progress.fresh and progress.state.groups_opened and progress.state.seed != seed:
-        raise UserError(
-            f"the run began with seed {progress.state.seed} and would go on with {seed}: tasks would be repeated and left out; give --seed "
-            f"{progress.state.seed}"
-        )
+        began = f"the run began with seed {progress.state.seed} and would go on with {seed}"
+        raise UserError(f"{began}: tasks would be repeated and left out; give --seed {progress.state.seed}")
 
 
 def read_state(rollouts: Path, step: int) -> OrchestratorState:
@@ -165,7 +164,7 @@ def missing_rows(rollouts: Path, logged: Mapping[int, Mapping[str, float]]) -> d
 
 
 class JointCheckpoints:
-    """The orchestrator owns the joint manifest: it adds its part to the trainer's, joins the two, and removes what is not kept any more."""
+    """The orchestrator owns the joint manifest: it adds its part to the trainer's, joins the two, removes what is not kept."""
 
     def __init__(self, output_dir: Path, ckpt: "CkptConfig | None") -> None:
         self.root = checkpoints_root(output_dir, ckpt)
@@ -231,5 +230,5 @@ def _state(data: object, path: Path) -> OrchestratorState:
         return OrchestratorState(**{name: value for name, value in data.items() if name not in _OBSOLETE})
     except TypeError as error:
         raise CommitError(
-            f"{path} tells the orchestrator's state in a way that this version does not know ({error})"
+            f"{path} has a state of the orchestrator that this version does not know ({error})"
         ) from error

@@ -10,7 +10,8 @@ queue that every look of a turn finds while at the limit; queues from first prom
 A turn in which the limit was not reached, in which an evaluation ran, or which has more in flight than a new limit
 allows, says nothing.
 
-Under a steady load the limit stays within a fifth below and a tenth above what the servers take. `Concurrency` is pure; `LoadWatch` asks the servers.
+Under a steady load the limit stays within a fifth below and a tenth above what the servers take. `Concurrency` is pure;
+`LoadWatch` asks the servers.
 """
 
 import asyncio
@@ -73,7 +74,7 @@ def most_in_flight(config: "OrchestratorConfig") -> int:
 
 
 def slots(environments: "Sequence[EnvConfig]") -> int:
-    """Episodes that the workers of `environments` run at once, as many workers as there may be. More would wait for a slot and grow old."""
+    """Episodes that as many workers of `environments` as there may be run at once. More would wait, and grow old."""
     return sum(worker_range(env.workers, env.max_workers)[1] * env.max_concurrent for env in environments)
 
 
@@ -118,7 +119,7 @@ class Concurrency:
         Args:
             in_flight: Episodes now.
             ended: Episodes that have ended so far, ever.
-            updating: Weights are, or were since the last look, being loaded: that preempts what runs, and is no pressure.
+            updating: Weights are, or were since the last look, being loaded: what that preempts is no pressure.
             evaluating: Episodes that are not counted in `in_flight` are, or were since the last look, at the servers.
         """
         if not loads:
@@ -212,7 +213,7 @@ class LoadWatch:
         scheduler.allow(self._control.limit)
 
     async def run(self, key: str = "") -> None:
-        """Look every few seconds, until it is cancelled. `key`: the servers' API key, which whatever is before them may ask for."""
+        """Look every few seconds, until it is cancelled. `key`: the servers' API key."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(timeout=ANSWER_SECONDS, headers=headers, trust_env=False) as http:
 
@@ -230,10 +231,10 @@ class LoadWatch:
             loads = [read_load(text) for text in await asyncio.gather(*(fetch(f"{root}/metrics") for root in roots))]
         except (httpx.HTTPError, ValueError) as error:
             if not self._warned:
-                self._warned = True
                 logger.warning(
-                    "max_concurrent = auto: a server does not say how busy it is, the limit stays for now: {!r}", error
+                    "max_concurrent = auto: a server does not say how busy it is, the limit stays: {!r}", error
                 )
+            self._warned = True
             return
         scheduler, (weights, evaluating) = self._scheduler, self._seen
         self._seen = ((scheduler.version, self._fleet.loading is not None), self._evaluating())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Evaluations:
-    """The evaluations of one run. Each attempt's server is verified to have served the version that it is logged for."""
+    """The evaluations of one run. Each attempt's server is verified to have served the version it is logged for."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From a batch of groups to samples: advantages, the zero-advantage filter, and the per-token streams that the trainer executes.
+"""From a batch of groups to samples: advantages, the zero-advantage filter, and the trainer's per-token streams.
 
 Which component of the loss each token feeds:
 
@@ -58,9 +58,10 @@ def score_batch(
         state: Of each environment's algorithm, before this batch.
 
     Returns:
-        Samples in the order of their groups. With `filter_zero_advantage` those of advantage zero are left out: no policy gradient comes from them, they
-        only widen the loss's denominator. A penalty or bonus of all tokens (`loss.kl_coef`, `loss.entropy_coef`) needs them: `RLConfig` refuses the two
-        together. Left out are also those whose sampled tokens all lie beyond `seq_len`.
+        Samples in the order of their groups. With `filter_zero_advantage` those of advantage zero are left out: no
+        policy gradient comes from them, they only widen the loss's denominator. A penalty or bonus of all tokens
+        (`loss.kl_coef`, `loss.entropy_coef`) needs them: `RLConfig` refuses the two together. Left out are also those
+        whose sampled tokens all lie beyond `seq_len`.
     """
     scored = ScoredBatch([], [], [], [], dict(state))
     values = _advantages(batch, config, scored.state)
@@ -181,7 +182,7 @@ def exact_streams(sequence: SampleTokens) -> tuple[npt.NDArray[np.int32], Mask, 
 def streams_of(
     config: "AlgorithmConfig", sequence: SampleTokens, mask: Mask, logprobs: Floats, advantage: float, keep_zero: bool
 ) -> dict[str, Any] | None:
-    """Make the streams of the first T tokens of a sequence, each of shape (T,), by their names in `transport.rollouts.Sample`.
+    """Make the streams of the first T tokens of a sequence, each of shape (T,), by their names in `Sample`.
 
     Args:
         mask: (T,) the sampled tokens.
@@ -217,7 +218,7 @@ def streams_of(
 
 
 def _observation_weights(sequence: SampleTokens, mask: Mask, weights: dict[str, float]) -> Floats:
-    """(T,) weights of the tokens that the environment gave after the policy's first reply, by the role of their message."""
+    """(T,) weights of the environment's tokens after the policy's first reply, by the role of their message."""
     assert sequence.roles is not None, "a worker gives the roles of all tokens"
     by_role = np.array([weights.get(role, 0.0) for role in ROLES], dtype=np.float32)
     weight = by_role[np.frombuffer(sequence.roles, dtype=np.uint8)[: len(mask)]]

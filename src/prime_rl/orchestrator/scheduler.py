@@ -45,7 +45,7 @@ PACE = 0.9  # fraction of the recent step time to leave between batch starts; be
 _TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how long a step takes
 
 
-# -- tasks, groups, episodes -------------------------------------------------------------------------------------------
+# -- tasks, groups, episodes -----------------------------------------------------------------------------------------
 
 
 class State(StrEnum):
@@ -101,7 +101,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Start:
-    """An episode to start now. `number` is its slot in its group; `version` is what the servers serve at this moment."""
+    """An episode to start now: in slot `number` of its group, while the servers serve `version`."""
 
     group: int
     number: int
@@ -188,7 +188,7 @@ class Batch(Generic[Result]):
         return Batched(self.step, tasks, list(trained), list(filtered), list(truncated), dict(details or {}))
 
 
-# -- events: what the scheduler emits and the ledger stores. A result that was verified is emitted as `Finished`. ------
+# -- events: what the scheduler emits and the ledger stores. A result that was verified is emitted as `Finished`. ----
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Batched:
 Event = Opened | Issued | Finished[Any] | Dropped | Discarded | Batched
 
 
-# -- the scheduler -----------------------------------------------------------------------------------------------------
+# -- the scheduler ---------------------------------------------------------------------------------------------------
 
 
 class Scheduler(Generic[Result]):
@@ -306,7 +306,7 @@ class Scheduler(Generic[Result]):
             self._reindex(group)
         self._drop_stale()
 
-    # -- what may start ------------------------------------------------------------------------------------------------
+    # -- what may start -----------------------------------------------------------------------------------------------
 
     def next_start(self, now: float = 0.0) -> Start | None:
         """Start the next episode that may start now. Opened groups are continued before a new one is opened.
@@ -377,7 +377,7 @@ class Scheduler(Generic[Result]):
         self._emit(Opened(group.number, group.task))
         return group
 
-    # -- how episodes end ----------------------------------------------------------------------------------------------
+    # -- how episodes end ---------------------------------------------------------------------------------------------
 
     def finish(self, episode: str, result: Result) -> None:
         """Take the result of an episode; it can be trained once the servers are verified (`verify`)."""
@@ -419,7 +419,7 @@ class Scheduler(Generic[Result]):
             self._drop(group, start, Drop.STALE, detail, retried=True)
         return running
 
-    # -- versions of the policy ----------------------------------------------------------------------------------------
+    # -- versions of the policy ---------------------------------------------------------------------------------------
 
     def announce(self, version: int) -> None:
         """Begin an update to `version`: tokens sampled from now on may be of it, though `serve` is yet to come."""
@@ -448,7 +448,7 @@ class Scheduler(Generic[Result]):
         """Enter the trainer's incarnation `incarnation`: what superseded versions sampled is sampled again.
 
         Returns:
-            What was in flight; the loop cancels it. If `must_go_back` is set afterwards, nothing starts before `go_back`.
+            What was in flight; the loop cancels it. If `must_go_back` is set then, nothing starts before `go_back`.
         """
 
         def superseded(first: int, last: int, made_in: int) -> bool:
@@ -486,7 +486,7 @@ class Scheduler(Generic[Result]):
                     self.verify([finished.start.episode])  # the ledger has what is dropped, too
                     self._drop(group, finished.start, Drop.STALE, BEYOND_BOUND)
 
-    # -- what the servers served ---------------------------------------------------------------------------------------
+    # -- what the servers served --------------------------------------------------------------------------------------
 
     def unverified(self) -> list[str]:
         """Episodes that finished since the last verification. Ask before the servers are asked, and `verify` these."""
@@ -514,7 +514,7 @@ class Scheduler(Generic[Result]):
         unverified = [finished for name, finished in self._unverified.items() if name in episodes]
         return self._retry(unverified, [start for name, start in self._running.items() if name in episodes], detail)
 
-    # -- what is a batch -----------------------------------------------------------------------------------------------
+    # -- what is a batch ----------------------------------------------------------------------------------------------
 
     def ready_batch(self) -> Batch[Result] | None:
         """The batch of the current step if enough groups are complete, whatever the order of their results.
@@ -561,10 +561,10 @@ class Scheduler(Generic[Result]):
         self._remove(group)
         self._emit(Discarded(group.number, self.step, reason, detail))
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> list[Start]:
-        """End the run for good: what is in no batch will be in none. Returns what was in flight; the loop cancels it."""
+        """End the run for good: what is in no batch will be in none. Returns what the loop is to cancel."""
         running = list(self._running.values())
         for group in list(self._groups.values()):
             for slot in group.slots.values():
@@ -592,7 +592,7 @@ class Scheduler(Generic[Result]):
         """Episodes that were issued and are neither dropped nor in a committed batch."""
         return sum(slot.state in _HELD for group in self._groups.values() for slot in group.slots.values())
 
-    # -- the groups ----------------------------------------------------------------------------------------------------
+    # -- the groups ---------------------------------------------------------------------------------------------------
 
     def _set(self, group: Group[Result], number: int, state: State) -> None:
         """Set the state of a slot. A complete group without any result is discarded."""

@@ -127,7 +127,7 @@ class Curriculum:
         return {env: pools.state() for env, pools in self.pools.items()}
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from `state`. What it tells of environments that are not there any more, or have no pools, is passed over.
+        """Go on from `state`. Environments that are not there any more, or have no pools, are passed over.
 
         Raises:
             UserError: it is not such a state.
@@ -137,9 +137,9 @@ class Curriculum:
                 try:
                     pools.load(state[env])
                 except (KeyError, TypeError, ValueError, zlib.error) as error:
+                    unknown = f"are kept in a way that this version does not know ({error!r})"
                     raise UserError(
-                        f"the difficulty pools of {env} are kept in a way that this version does not know ({error!r}): go on with the "
-                        "version that wrote them"
+                        f"the difficulty pools of {env} {unknown}: go on with the version that wrote them"
                     ) from error
 
     def metrics(self) -> dict[str, float]:
@@ -162,7 +162,7 @@ def task_stream(
     Args:
         tasks: The tasks of each environment.
         ratios: Relative weight of each environment.
-        seed: The run's seed; the same seed gives the same stream, so that a resumed run goes on by drawing what was drawn before.
+        seed: The run's seed; the same seed gives the same stream: a resumed run draws again what was drawn before.
         pools: Environments that draw by difficulty instead of uniformly. What they give depends on what is observed.
     """
 
@@ -188,5 +188,5 @@ def tasks_of_env(env: str, tasks: Sequence[TaskInfo]) -> list[Task]:
 
 
 def request_seed(seed: int, subject: str, number: int) -> int:
-    """A 31-bit seed for attempt `number` at `subject`: the same in every run with the same seed, and unrelated to its neighbours'."""
+    """A 31-bit seed for attempt `number` at `subject`: the same in every run of a seed, unrelated to its neighbours'."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{subject}/{number}".encode()) & 0x7FFFFFFF

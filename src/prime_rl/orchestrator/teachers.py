@@ -76,7 +76,8 @@ class Teacher:
         began, trouble, models = time.monotonic(), "", list[str]()
         while not models and time.monotonic() - began < ready_timeout:  # bounded: by the deadline in its head
             try:
-                models, trouble = self._note_models(await self._once("models", None, _LIST_SECONDS)), "it lists no model"  # fmt: skip
+                models = self._note_models(await self._once("models", None, _LIST_SECONDS))
+                trouble = "it lists no model"
             except (TeacherTrouble, Refused) as error:
                 trouble = str(error)
             if not models:

@@ -115,7 +115,7 @@ def test_a_filter_of_ones_own_says_yes_or_no() -> None:
     ):
         with pytest.raises(UserError, match=message):
             filter_reason(FilterConfig(custom={"path": f"{__file__}:{function}"}), result([5]), 100)
-    with pytest.raises(UserError, match=r"^filters\.custom\.path: .* needs arguments that are not given: tokens"):
+    with pytest.raises(UserError, match=r"^filters\.custom\.path: .* does not take its arguments: .*'tokens'"):
         check_filters(FilterConfig(custom={"path": f"{__file__}:shorter_than"}), "filters")
 
 
