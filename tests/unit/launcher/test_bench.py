@@ -1,80 +1,58 @@
 """A benchmark touches no run: whatever `--bench` writes lies in a directory of its own."""
 
-from collections.abc import Callable, Iterator
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.orchestrator import EvalSection, TrainingEnv
 from prime_rl.config.shared import TRAINER_STEPS, CkptConfig, MonitorConfig, WandbConfig
-from prime_rl.entrypoints import sft, trainer
+from prime_rl.entrypoints import trainer
 from prime_rl.errors import UserError
 from prime_rl.launcher import launch as rl
 from prime_rl.launcher.rundir import bench_dir, separate_bench
 from prime_rl.monitor import log, read_metrics
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.trainer.parallel import close_world
 from prime_rl.transport.commit import stage
 from support import trainer as support
 
 tied_model = support.tied_model
-
-FAKE: dict[str, dict[str, Any]] = {
-    "trainer": {"seq_len": 32, "data": {"fake": {"batch_size": 2}}},
-    "sft": {"data": {"fake": {}, "seq_len": 32, "batch_size": 2}},
-}
-RUN: dict[str, Callable[[Any, int], None]] = {"trainer": trainer.run, "sft": sft.run}
-KIND: dict[str, type[TrainerConfig] | type[SFTConfig]] = {"trainer": TrainerConfig, "sft": SFTConfig}
 
 
 def files(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def start(tied_model: Path, tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """The entrypoint, as rank 0, in this process."""
-    import signal
-
-    import torch
-
-    from prime_rl.trainer.parallel import close_world
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def test_a_benchmark_beside_a_run(
+    tied_model: Path, tmp_path: Path, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file of the run stays as it is; the benchmark says where its own go, and each replaces the rows of the one before."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    fake = {"seq_len": 32, "data": {"fake": {"batch_size": 2}}, "model": {"name": str(tied_model)}, "device": "cpu"}
 
-    def start(process: str, **settings: Any) -> None:
-        base = {"output_dir": tmp_path, "model": {"name": str(tied_model)}, "device": "cpu", **FAKE[process]}
-        log.setup("info", process)  # as `main` does
+    def start(**settings: Any) -> None:
+        """The trainer, as rank 0, in this process."""
+        log.setup("info", "trainer")  # as `main` does
         try:
-            RUN[process](KIND[process].model_validate({**base, **settings}), 0)
+            trainer.run(TrainerConfig.model_validate({"output_dir": tmp_path, **fake, **settings}), 0)
         finally:
             close_world()
 
-    yield start
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("process", ["trainer", "sft"])
-def test_a_benchmark_beside_a_run(
-    process: str,
-    start: Callable[..., None],
-    tmp_path: Path,
-    heard: pytest.LogCaptureFixture,
-) -> None:
-    """Every file of the run stays as it is; the benchmark says where its own go, and each replaces the rows of the one before."""
-    start(process, max_steps=1)
+    start(max_steps=1)
     before = files(tmp_path)
-    assert metrics_path(tmp_path, process) in before
+    assert metrics_path(tmp_path, "trainer") in before
     assert "what it writes goes to" not in heard.text
     for steps in (3, 2):  # of the run; a benchmark makes its own
-        start(process, bench=True, max_steps=steps)
-        assert len(read_metrics(metrics_path(tmp_path / "bench", process))) == TRAINER_STEPS
+        start(bench=True, max_steps=steps)
+        assert len(read_metrics(metrics_path(tmp_path / "bench", "trainer"))) == TRAINER_STEPS
     assert f"what it writes goes to {tmp_path / 'bench'}, no run is touched" in heard.text
-    assert (tmp_path / "bench" / "configs" / f"{process}.toml").is_file()
+    assert (tmp_path / "bench" / "configs" / "trainer.toml").is_file()
     after = files(tmp_path)
     assert {path: after.get(path) for path in before} == before
     assert all(path.is_relative_to(tmp_path / "bench") for path in after.keys() - before.keys())

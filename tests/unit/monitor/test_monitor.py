@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -85,17 +84,12 @@ def test_what_rl_keeps_is_not_kept_twice(tmp_path: Path, process: str) -> None:
     assert os.listdir(tmp_path / "by hand" / "logs") == [f"{process}.log"]
 
 
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_terminals_get_short_times_and_colours(tmp_path: Path, no_color: str) -> None:
-    """Colours unless NO_COLOR forbids them. A log that cannot be written is said in one line, and the process goes on."""
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    """It is said in one line, and the process goes on."""
     (tmp_path / "logs").write_text("in the way")
-    leader, follower = pty.openpty()
-    says("rl", tmp_path, stdout=follower, env={**os.environ, "NO_COLOR": no_color})
-    os.close(follower)
-    warning, line = os.read(leader, 1 << 16).decode().splitlines()[:2]
-    os.close(leader)
+    warning, line = says("rl", tmp_path).stdout.splitlines()[:2]
     assert f"{tmp_path}/logs/rl.log cannot be written (File exists)" in warning
-    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO    hello {'a': 3}" if no_color else r"\d\d:\d\d:\d\d \033.*INFO.*\033\[0m hello {'a': 3}", line)  # fmt: skip
+    assert line.endswith("hello {'a': 3}")
 
 
 def test_processes_of_an_engine_log_as_their_server(tmp_path: Path) -> None:
@@ -127,13 +121,11 @@ from loguru import logger
 logger.error("error")
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
-    severities = ["debug", "info", "warning", "error"]
-    own = severities[severities.index(level) :]
-    said = [*(("prime_rl.envs.renderer", each) for each in own), *(("library", each) for each in own if level == "debug" or each not in ("debug", "info")), ("__main__", "error")]  # fmt: skip
-    lines = done.stderr.splitlines()
-    assert len(lines) == len(said)
-    for line, (name, severity) in zip(lines, said, strict=True):
-        assert re.fullmatch(f"{DATED} {severity.upper():<7} {re.escape(name)}: {severity}", line)
+    own = (severities := ["debug", "info", "warning", "error"])[severities.index(level) :]
+    others = own if level == "debug" else [each for each in own if each in ("warning", "error")]
+    said = [("prime_rl.envs.renderer", own), ("library", others), ("__main__", ["error"])]
+    expected = [f"{each.upper():<7} {name}: {each}" for name, severities in said for each in severities]
+    assert [re.sub(f"^{DATED} ", "", line) for line in done.stderr.splitlines()] == expected
 
 
 def test_templates_of_log_lines_take_their_arguments() -> None:
