@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,19 +27,12 @@ from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import ProcessStatus, parse_record
 from prime_rl.processes import ProcessId, is_alive, is_stopped
 from prime_rl.transport import checkpoints
-from prime_rl.transport.commit import list_steps
 
 _JOBS = ("trainer", "orchestrator", "sft", "eval")
 _MIN_FREE_BYTES = 64 * 2**20
 _LONG_WAIT_SECONDS = 60.0
 _ERRORS_SHOWN = 2
 _ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: \S")
-_COMMITTED: dict[str, tuple[str, Callable[[Path], Sequence[int]]]] = {
-    "batch": ("rollouts", list_steps),
-    "version": ("weights", list_steps),
-    "checkpoint": ("checkpoints", checkpoints.complete_steps),
-    "recovery checkpoint": ("recovery", list_steps),
-}
 
 
 class ProcessState(Enum):
@@ -90,6 +83,11 @@ class Facts:
     free: int = 1 << 40
     recoverable: bool = False
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launcher lives."""
+        return self.launcher not in (ProcessState.ABSENT, ProcessState.DEAD)
 
 
 def examine(run: Path) -> int:
@@ -155,33 +153,33 @@ def diagnose(facts: Facts) -> tuple[RunState, str]:
     statuses = {name: process.status for name, process in processes.items() if process.status is not None}
     jobs = {name: status for name, status in statuses.items() if not _is_server(name)}
     finished = bool(jobs) and all(status.outcome == "finished" for status in jobs.values())
-    launched = facts.launcher not in (ProcessState.ABSENT, ProcessState.DEAD)
-    runs = [
-        name for name in statuses if statuses[name].outcome is None and processes[name].state is not ProcessState.DEAD
-    ]
-    failed = [name for name in statuses if (statuses[name].outcome or "").startswith("failed")]
-    silent = [name for name in jobs if jobs[name].outcome is None]
-    advice = " (`rl … --recover` goes on from what is committed)" if facts.recoverable else ""
-    if not statuses and not launched:
+    running = {name for name, status in statuses.items() if status.outcome is None}
+    if not statuses and not facts.launched:
         return RunState.NEVER, "no process of a run has reported here"
     if facts.free < _MIN_FREE_BYTES and not finished:
         sentence = f"the disk is full ({facts.free // 2**20} MiB free): make room; what is committed is safe"
         return RunState.STUCK, sentence
-    if launched or runs:
+    if facts.launched or any(processes[name].state is not ProcessState.DEAD for name in running):
         return _diagnose_running(facts, statuses)
-    if failed:
-        return RunState.FAILED, f"{failed[0]} {statuses[failed[0]].outcome}{advice}"
-    if facts.launcher is ProcessState.DEAD:
-        sentence = f"rl ended without a last word (killed, or the host went down), and everything with it{advice}"
-        return RunState.INTERRUPTED, sentence
-    if silent:
-        ago = f"{facts.now - jobs[silent[0]].heartbeat:.0f} s ago"
-        return RunState.FAILED, f"{silent[0]} ended without a last word {ago}{advice}"
-    return (
-        (RunState.FINISHED, "the run has finished")
-        if finished
-        else (RunState.INTERRUPTED, f"the run was stopped{advice}")
+    failed = [
+        f"{name} {status.outcome}" for name, status in statuses.items() if (status.outcome or "").startswith("failed")
+    ]
+    silent = [
+        f"{name} ended without a last word {facts.now - jobs[name].heartbeat:.0f} s ago"
+        for name in jobs
+        if name in running
+    ]
+    killed = "rl ended without a last word (killed, or the host went down), and everything with it"
+    verdicts = (
+        (RunState.FAILED, failed),
+        (RunState.INTERRUPTED, [killed] if facts.launcher is ProcessState.DEAD else []),
+        (RunState.FAILED, silent),
+        (RunState.FINISHED, ["the run has finished"] if finished else []),
+        (RunState.INTERRUPTED, ["the run was stopped"]),
     )
+    state, sentences = next(verdict for verdict in verdicts if verdict[1])
+    goes_on = facts.recoverable and state is not RunState.FINISHED
+    return state, sentences[0] + " (`rl … --recover` goes on from what is committed)" * goes_on
 
 
 def _diagnose_running(facts: Facts, statuses: Mapping[str, ProcessStatus]) -> tuple[RunState, str]:
@@ -234,8 +232,14 @@ def examination(run: Path, facts: Facts, state: RunState, sentence: str) -> list
     rows = [("run", str(run)), ("launcher", launcher)]
     for name, process in facts.processes.items():
         rows += _describe(facts, state, name.replace(".", " "), process)
-    newest = ", ".join(f"{what} {_newest(steps_of, run / name)}" for what, (name, steps_of) in _COMMITTED.items())
-    rows += [("committed", newest), ("disk", f"{facts.free / 2**30:,.1f} GiB free")]
+    newest = {
+        "batch": rundir.newest_step(run / "rollouts"),
+        "version": rundir.newest_step(run / "weights"),
+        "checkpoint": rundir.newest_step(run / "checkpoints", checkpoints.complete_steps),
+        "recovery checkpoint": rundir.newest_step(run / "recovery"),
+    }
+    committed = ", ".join(f"{what} {step if step >= 0 else '-'}" for what, step in newest.items())
+    rows += [("committed", committed), ("disk", f"{facts.free / 2**30:,.1f} GiB free")]
     if (limit := LimitWatch(run).look()) is not None:
         rows.append(("speed", str(limit)))
     for name, process in facts.processes.items():
@@ -268,10 +272,3 @@ def _describe(facts: Facts, run: RunState, name: str, process: ProcessFacts) -> 
         waited = minutes(facts.now - wait.since)
         rows.append(("", f"{'':<11}waits for {wait.subject} from {wait.owner} for {waited} ({until})"))
     return rows
-
-
-def _newest(steps_of: Callable[[Path], Sequence[int]], parent: Path) -> str:
-    try:
-        return str(max(steps_of(parent), default="-"))
-    except UserError:
-        return "? (cannot be listed)"

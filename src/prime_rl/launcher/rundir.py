@@ -7,7 +7,7 @@ import socket
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,10 +139,10 @@ def newest_steps(output_dir: Path) -> tuple[int, int]:
     return newest_step(output_dir / "rollouts"), newest_step(output_dir / "weights")
 
 
-def newest_step(parent: Path) -> int:
+def newest_step(parent: Path, steps_of: Callable[[Path], Sequence[int]] = list_steps) -> int:
     """Return the newest step in a directory of them; -1 where there is none, or none can be seen."""
     try:
-        return max(list_steps(parent), default=-1)
+        return max(steps_of(parent), default=-1)
     except UserError:  # a file system that is away for a moment
         return -1
 
