@@ -170,14 +170,14 @@ def diagnose(facts: Facts) -> tuple[RunState, str]:
         if name in running
     ]
     killed = "rl ended without a last word (killed, or the host went down), and everything with it"
-    verdicts = (
+    answers = (
         (RunState.FAILED, failed),
         (RunState.INTERRUPTED, [killed] if facts.launcher is ProcessState.DEAD else []),
         (RunState.FAILED, silent),
         (RunState.FINISHED, ["the run has finished"] if finished else []),
         (RunState.INTERRUPTED, ["the run was stopped"]),
     )
-    state, sentences = next(verdict for verdict in verdicts if verdict[1])
+    state, sentences = next(answer for answer in answers if answer[1])
     goes_on = facts.recoverable and state is not RunState.FINISHED
     return state, sentences[0] + " (`rl … --recover` goes on from what is committed)" * goes_on
 
