@@ -1,4 +1,5 @@
-"""On GPUs: several ranks train as one does, and experts compute in groups what a float32 loop over them computes, without a wait."""
+"""On GPUs: several ranks train as one does, and experts compute in groups what a float32 loop over them computes,
+without a wait."""
 
 import copy
 import json
@@ -71,23 +72,27 @@ def train(directory: Path, model: Path, ranks: int, replicas: int = 1) -> list[d
     return read_metrics(metrics_path(directory / "bench", "trainer"))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
 @pytest.mark.parametrize("kind", ["filesystem", "memory"])
-def test_two_gpus_put_their_rows_together(kind: str, tmp_path: Path) -> None:
-    """What `tests/unit/trainer/test_versions.py` shows of ranks on a CPU, out of page-locked buffers, two of them."""
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO)])
+def test_versions_are_what_the_ranks_trained(ranks: int, kind: str, tmp_path: Path) -> None:
+    """What `tests/unit/trainer/test_versions.py` shows of ranks on a CPU, out of page-locked buffers: a version is the
+    weights at the time they were copied, though they change at once."""
     model = make_tiny_model(tmp_path / "model", experts=3)
-    run = {"ranks": 2, "kind": kind, "model": str(model), "root": str(tmp_path), "replicas": 1, "device": "cuda"}
+    run = {"ranks": ranks, "kind": kind, "model": str(model), "root": str(tmp_path), "replicas": 1, "device": "cuda"}
     env = {"PYTHONPATH": f"{REPOSITORY / 'tests'}:{os.environ.get('PYTHONPATH', '')}", "NCCL_NVLS_ENABLE": "0"}
     arguments = "ranks", json.dumps([run])
     with Command("ranks", *arguments, log=tmp_path / "log", env=env, module="support.versions") as command:
         command.succeed(SECONDS)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@TWO
 @pytest.mark.parametrize("experts", [0, 16], ids=["dense", "experts"])
 def test_two_gpus_equal_one(experts: int, tmp_path: Path) -> None:
-    """Three steps of two sharded ranks, and of two replicas, give one rank's losses and gradient norms to a few roundings of bfloat16: the ranks
-    pack other micro-batches, so sums are rounded elsewhere."""
+    """Three steps of two sharded ranks, and of two replicas, give one rank's losses and gradient norms to a few
+    roundings of bfloat16: the ranks pack other micro-batches, so sums are rounded elsewhere."""
     make_config(experts).save_pretrained(tmp_path / "model")
     one, *others = (
         train(tmp_path / f"{ranks}-{replicas}", tmp_path / "model", ranks, replicas)
@@ -104,8 +109,8 @@ def test_two_gpus_equal_one(experts: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_experts_in_groups(compiled: bool) -> None:
-    """At the shapes of Qwen3-30B-A3B: grouped products in bfloat16 give the float32 loop's outputs and gradients to a few roundings (2^-8 each),
-    the same bits every time, and the host never waits."""
+    """At the shapes of Qwen3-30B-A3B: grouped products in bfloat16 give the float32 loop's outputs and gradients to a
+    few roundings (2^-8 each), the same bits every time, and the host never waits."""
     torch.manual_seed(0)
     shape = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     reference = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**shape, norm_topk_prob=True, experts_implementation="eager"))
@@ -147,8 +152,9 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def test_every_level_of_checkpointing_agrees(world: World) -> None:
-    """A compiled model with experts has the same gradients whatever its blocks compute again, and about those it has in float32: rounded inputs send
-    some tokens to other experts, which makes 6 to 9 % on a CPU. Kept rows that backward took for those of other experts would make far more."""
+    """A compiled model with experts has the same gradients whatever its blocks compute again, and about those it has in
+    float32: rounded inputs send some tokens to other experts, which makes 6 to 9 % on a CPU. Kept rows that backward
+    took for those of other experts would make far more."""
     source = Source("experts", make_config(16), None)
 
     def build(**settings: object) -> Policy:
