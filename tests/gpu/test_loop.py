@@ -17,10 +17,7 @@ from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.trainer import packing
 from prime_rl.trainer import training_loop as loop
-from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.perf import host_syncs
 from prime_rl.trainer.report import Report
@@ -213,19 +210,3 @@ def test_a_saved_state_is_that_of_its_step(
     state = load_file(tmp_path / "recovery" / "step_3" / "state" / "rank_0.safetensors")
     assert torch.equal(state[f"model.lm.{name}"], weights[name])
     assert not torch.equal(weights[name], version(tmp_path, 4)[name])
-
-
-def test_copies_that_nobody_waits_for() -> None:
-    """A micro-batch lies in page-locked memory, and goes to the device without a wait."""
-    documents = support.random_documents((700, 1, 1347), len(STREAMS))
-    (host,) = packing.pinned([collate(documents, len(STREAMS), 128)], torch.device(DEVICE))
-    names = [name for name, part in vars(host).items() if isinstance(part, torch.Tensor)]
-    assert len(names) == 7
-    assert all(getattr(host, name).is_pinned() for name in names)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        placed = packing.to_device(host, torch.device(DEVICE))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for name in names:
-        assert torch.equal(getattr(placed, name).cpu(), getattr(host, name)), name

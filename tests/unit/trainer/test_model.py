@@ -57,32 +57,20 @@ def test_backward_has_the_weights_that_it_reads(dense_model: Path, make_policy: 
     in the layers; two passes read the head's again in backward. Both give the same gradients, again and again."""
     policy = make_policy(dense_model, reshard_after_forward=True)
     batch = to_device(collate(support.random_documents((17, 30)), 1), CPU)
-    held: list[list[bool]] = []  # whether the root's weights are there
+    held, results = list[bool](), []
 
-    def look() -> list[bool]:
+    def root_is_gathered() -> bool:
         (group,) = policy._get_fsdp_state()._fsdp_param_groups
-        return [p._unsharded_param.untyped_storage().size() > 0 for p in group.fsdp_params]
+        return any(p._unsharded_param.untyped_storage().size() for p in group.fsdp_params)
 
-    def one_pass() -> Tensor:
-        return policy(batch, cross_entropy)[0]
-
-    def two_passes() -> Tensor:
-        logprob, entropy = policy(batch)
-        return cross_entropy(logprob, entropy, batch.streams)[0]
-
-    def run(make_loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+    policy.lm.model.layers[0].register_full_backward_pre_hook(lambda *_: held.append(root_is_gathered()))
+    for in_one_pass in (True, False, True):
         policy.zero_grad()
-        loss = make_loss()
-        held.append(look())
+        loss, _ = policy(batch, cross_entropy) if in_one_pass else cross_entropy(*policy(batch), batch.streams)
+        held.append(root_is_gathered())
         loss.backward()
-        return {name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)}
-
-    watch = policy.lm.model.layers[0].register_full_backward_pre_hook(lambda *_: held.append(look()))
-    results = [run(make_loss) for make_loss in (one_pass, two_passes, one_pass)]
-    watch.remove()
-    forward, backward = held[0::2], held[1::2]
-    assert [any(now) for now in forward] == [False] * 3
-    assert [any(now) for now in backward] == [False, True, False]
+        results.append({name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)})
+    assert held == [False, False, False, True, False, False]  # after forward, and in the layers' backward
     for result in results[1:]:
         for name, gradient in results[0].items():
             torch.testing.assert_close(result[name], gradient, atol=1e-6, rtol=1e-5, msg=name)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.trainer import perf
 from prime_rl.trainer.model import Policy
@@ -22,20 +22,27 @@ SHAPE = {
 ATTENTION = 16 * 8 * (4 + 2 + 2 + 4)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_dense_matmul_parameters(tied: bool) -> None:
+HEAD = 100 * 16
+
+
+@pytest.mark.parametrize(
+    ("config", "of_layer"),
+    [
+        (Qwen3Config(**SHAPE, tie_word_embeddings=True), ATTENTION + 3 * 16 * 24),
+        (Qwen3Config(**SHAPE, tie_word_embeddings=False), ATTENTION + 3 * 16 * 24),
+        # A token goes through `num_experts_per_tok` experts and the router.
+        (
+            Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12),
+            ATTENTION + 8 * 16 + 2 * 3 * 16 * 12,
+        ),
+    ],
+    ids=["tied", "untied", "experts"],
+)
+def test_matmul_parameters(config: PretrainedConfig, of_layer: int) -> None:
     """Projections and feed-forward of every layer, and the head once; the lookup never."""
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, tie_word_embeddings=tied))
-    assert perf.matmul_parameters(lm) == 3 * (ATTENTION + 3 * 16 * 24) + 100 * 16
-
-
-def test_moe_counts_the_chosen_experts() -> None:
-    """A token goes through `num_experts_per_tok` experts and the router."""
-    config = Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12)
-    with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
-    assert perf.matmul_parameters(lm) == 3 * (ATTENTION + 8 * 16 + 2 * 3 * 16 * 12) + 100 * 16
+    assert perf.matmul_parameters(lm) == 3 * of_layer + HEAD
 
 
 def test_sharding_and_checkpointing_change_no_count(dense_model: Path, make_policy: Callable[..., Policy]) -> None:
