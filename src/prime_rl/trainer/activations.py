@@ -161,7 +161,7 @@ class HostPool:
             self._give_back(storage)
 
     def _copy(self, storages: list[_Storage], *, out: bool) -> torch.cuda.Event | None:
-        """Begin to copy between device and host, after what was computed so far, beside what is computed from now on."""
+        """Begin to copy between device and host: after what was computed so far, beside what is computed next."""
         if not storages:
             return None
         self.stream.wait_stream(self.module.current_stream(self.device))

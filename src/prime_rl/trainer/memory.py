@@ -236,7 +236,11 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     }
     hidden, weight = tokens * s.hidden * size, s.head_parameters
     kept = {level: tokens * kept_bytes(s, level, size, job.compiled) for level in set(settings.levels)}
-    offloaded, slack = _offloaded_layers(s, job, settings), _slack(s, job, settings)
+    offloaded = _offloaded_layers(s, job, settings)
+    # May still be on the device though counted as offloaded: tensors go whole, or a block is late.
+    widest = tokens * size * max(s.query, s.chosen * s.hidden, s.feed_forward * (2 if s.experts else 1))
+    block = max((kept[level] for level in settings.levels[: len(offloaded)]), default=0)
+    slack = int(min(block, max(settings.offloaded, widest)))
     summed = 4 if job.ranks == 1 else 8  # float32, before and after; a single rank's are the same
 
     def on_gpu(blocks: int) -> int:
@@ -273,25 +277,9 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
 
 def _offloaded_layers(shape: Shape, job: Job, settings: Settings) -> list[int]:
     """Bytes that each of the first layers offloads, on average; the others offload nothing."""
-    most = {level: _offloadable(shape, job, level) for level in set(settings.levels)}
+    kept = {level: job.tokens * kept_bytes(shape, level, job.itemsize, job.compiled) for level in set(settings.levels)}
     first = settings.levels[: offloading_layers(shape.layers, settings.offloaded)]
-    return [int(min(settings.offloaded, most[level])) for level in first]
-
-
-def _offloadable(shape: Shape, job: Job, level: "Recompute") -> int:
-    """What a block can offload: where it is not compiled, what a checkpoint keeps inside of it is out of reach."""
-    if job.compiled or level == "none":
-        return job.tokens * kept_bytes(shape, level, job.itemsize, job.compiled)
-    return job.tokens * shape.hidden * job.itemsize
-
-
-def _slack(shape: Shape, job: Job, settings: Settings) -> int:
-    """Bytes that may still be on the device though counted as offloaded: tensors go whole, or a block is late."""
-    s = shape
-    widest = max(s.query, s.chosen * s.hidden, s.feed_forward * (2 if s.experts else 1))
-    first = settings.levels[: offloading_layers(s.layers, settings.offloaded)]
-    block = max((_offloadable(s, job, level) for level in set(first)), default=0)
-    return int(min(block, max(settings.offloaded, job.tokens * widest * job.itemsize)))
+    return [int(min(settings.offloaded, kept[level])) for level in first]
 
 
 def offloaded_bytes(shape: Shape, job: Job, settings: Settings) -> int:
@@ -605,22 +593,23 @@ def _remedies_listed(plan: MemoryPlan) -> str:
     shape, job, settings = plan.shape, plan.job, plan.settings
     now = estimate(shape, job, settings).total
 
-    def freed(job: Job = job, **changes: object) -> int:
-        return now - estimate(shape, job, replace(settings, **changes)).total  # type: ignore[arg-type]
+    def leaner(**changes: object) -> Settings:
+        return replace(settings, **changes)  # type: ignore[arg-type]
 
-    def at(level: "Recompute") -> int:
-        return freed(levels=(level,) * shape.layers)
+    def freed(settings: Settings, job: Job = job) -> int:
+        return now - estimate(shape, job, settings).total
 
-    # The fastest level that frees about as much as the leanest one.
-    level = next(level for level in LEVELS if at(level) >= 0.8 * at("full"))
+    at = {level: freed(leaner(levels=(level,) * shape.layers)) for level in LEVELS}
+    level = next(level for level in LEVELS if at[level] >= 0.8 * at["full"])  # the fastest that frees about as much
+    fewer, more = replace(job, tokens=job.tokens // 2), replace(job, ranks=2 * job.ranks, shards=2 * job.shards)
     changes = [
-        (f"--model.activation-checkpointing {level}", at(level)),
-        ("--model.head-chunk 1024", freed(head_chunk=min(settings.head_chunk, 1024))),
-        ("--model.reshard-after-forward true", freed(reshard=True)),
-        ("--model.activation-offload true", freed(offloaded=math.inf)),
-        ("--optim.offload true", freed(replace(job, state_bytes=0.0))),
-        (f"half as many tokens a micro-batch (seq_len), {job.tokens // 2:,}", freed(replace(job, tokens=job.tokens // 2))),
-        (f"{2 * job.ranks} GPUs", freed(replace(job, ranks=2 * job.ranks, shards=2 * job.shards))),
-    ]  # fmt: skip
+        (f"--model.activation-checkpointing {level}", at[level]),
+        ("--model.head-chunk 1024", freed(leaner(head_chunk=min(settings.head_chunk, 1024)))),
+        ("--model.reshard-after-forward true", freed(leaner(reshard=True))),
+        ("--model.activation-offload true", freed(leaner(offloaded=math.inf))),
+        ("--optim.offload true", freed(settings, replace(job, state_bytes=0.0))),
+        (f"half as many tokens a micro-batch (seq_len), {fewer.tokens:,}", freed(settings, fewer)),
+        (f"{more.ranks} GPUs", freed(settings, more)),
+    ]
     best = sorted((change for change in changes if change[1] > GIB // 100), key=lambda change: -change[1])[:3]
     return ", ".join(f"{what} (-{_gib(size)} GiB)" for what, size in best)

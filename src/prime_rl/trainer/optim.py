@@ -139,7 +139,7 @@ class States:
                     )
 
     def of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The states of this rank's rows by name: views of the buffers. Call `settle` before reading or writing them."""
+        """The states of this rank's rows by name: views of the buffers, to be used after `settle`."""
         local, offset = local_part(parameter), self._offsets[parameter]
         views = (buffer[offset : offset + local.numel()].view(local.shape) for buffer in self._buffers)
         return dict(zip(self._names, views, strict=True))

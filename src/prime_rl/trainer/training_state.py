@@ -1,8 +1,8 @@
 """The training state as named tensors: what it consists of, its copy in host memory, and its files.
 
-Each rank writes the rows that it holds into a file of its own, `rank_<r>.safetensors`; `index.json` has the shapes of the
-whole tensors. Rows are divided by a rule (`rows_of_ranks`), so that any number of ranks finds its rows in the files of
-any other. A checkpoint is data, never code.
+Each rank writes the rows that it holds into a file of its own, `rank_<r>.safetensors`; `index.json` has the shapes of
+the whole tensors. Rows are divided by a rule (`rows_of_ranks`), so that any number of ranks finds its rows in the files
+of any other. A checkpoint is data, never code.
 """
 
 import json
@@ -135,7 +135,7 @@ def load(state: State, directory: Path, world: World, own: Iterable[str] = ()) -
 
     Returns what this rank saved of `own`; nothing if the number of ranks was another.
 
-    Raises UserError, on every rank, if the files are damaged or of an older format, or the state is that of another model.
+    Raises UserError, on every rank, if the files are damaged or of an older format, or of another model.
     """
     return agree(world, lambda: _load(state, directory, world, own))
 

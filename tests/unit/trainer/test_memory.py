@@ -255,7 +255,7 @@ def test_the_user_has_the_last_word(shapes: dict[str, Shape]) -> None:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryPlan]:
-    """The plan on a GPU with so many GiB free, one of them torch's already; 4 ranks share so much of the host's memory."""
+    """The plan on a GPU with so many GiB free, one of them torch's; each of 4 ranks has so many of host memory."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
     with torch.device("meta"):

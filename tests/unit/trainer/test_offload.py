@@ -97,8 +97,7 @@ def gradients(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
 )
 def test_a_budget_is_spent_over_the_blocks(budget: float, offloaded: list[list[int]], make: Make) -> None:
     """Which tensors go out, in units of the smaller one, neither weights nor what all blocks are given; they leave the
-    device, the gradients are the same bits, every chunk comes back (also after a pass without backward), and no more are
-    made."""
+    device, the gradients are the same bits, every chunk comes back (also after a pass without backward)."""
     layers, host = make(budget)
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
     want = gradients([layer._checkpoint_wrapped_module for layer in layers], x)

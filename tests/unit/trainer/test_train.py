@@ -149,8 +149,8 @@ LONG = {"input_ids": [1] * 200, "loss_mask": [True] * 200, "logprobs": [-1.0] * 
 def test_samples_that_do_not_fit(
     changes: dict[str, Any], message: str, late: bool, run_training: Run, tied_model: Path, tmp_path: Path
 ) -> None:
-    """Samples that this trainer cannot have produced are refused: no version comes of them, and rows and versions of the
-    steps before are there."""
+    """Samples that this trainer cannot have produced are refused: no version comes of them; rows and versions of the steps
+    before are there."""
     support.write_rollouts(tmp_path, 1)
     write_one(tmp_path, 1, **changes)
     with pytest.raises(UserError, match=message):
