@@ -54,7 +54,7 @@ def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str:
         if name == "--completion":
             return completion(cls, prog, topic)
         if name in ("-h", "--help"):
-            return search(cls, glued) if equals else help_text(cls, prog, topic)
+            return help_text(cls, prog, topic, in_text=bool(equals))
     raise AssertionError
 
 
@@ -66,29 +66,27 @@ def completion(cls: type[Section], prog: str, shell: str) -> str:
     return SHELLS[shell].format(prog=prog, function=f"_complete_{prog.replace('-', '_')}", options=options)
 
 
-def search(cls: type[Section], word: str) -> str:
-    """Return the options and sections with `word` in their name or description."""
-    named = [
-        (f"{'.'.join(one.keys)} {spell(one.keys, 'option')} {one.field.description}", one) for one in settings(cls)
-    ]
-    matches = [_line(cls, one) for text, one in named if word.lower() in text.lower()]
-    if not matches:
-        raise ConfigError([f"no option has '{word}' in its name or description"])
-    return "\n".join(dict.fromkeys(matches))
+def help_text(cls: type[Section], prog: str, topic: str = "", in_text: bool = False) -> str:
+    """Return the overview: top-level options and sections. Of a topic (`trainer.optim`, `all`, a word) what it names.
 
-
-def help_text(cls: type[Section], prog: str, topic: str = "") -> str:
-    """Return the overview: top-level options and sections. Of a topic (`trainer.optim`, `all`, a word) what it names."""
+    `in_text`: whether the topic is but a word to be looked for in names and descriptions.
+    """
     every = settings(cls)
     if not topic:
         top = sorted((one for one in every if len(one.keys) == 1), key=lambda one: bool(one.sections))
         overview = OVERVIEW.format(prog=prog, summary=textwrap.fill(_summary(cls), _width()))
         return "\n".join([overview, *(_line(cls, one) for one in top)])
     path = tuple(topic.strip("-").replace("-", "_").split("."))
-    near = [one for one in every if path in (one.keys, one.keys[:-1]) or (*path, "N") in (one.keys, one.keys[:-1])]
-    named = every if topic == "all" else near
+    near = [one for one in every if {path, (*path, "N")} & {one.keys, one.keys[:-1]}]
+    named = every if topic == "all" else () if in_text else near
     once = {(one.keys, one.owner): one for one in named}.values()  # sections that several types of a union have
-    return "\n".join(_line(cls, one) for one in once) or search(cls, topic)
+    texts = [(f"{spell(one.keys, 'file')} {spell(one.keys, 'option')} {one.field.description}", one) for one in every]
+    lines = [_line(cls, one) for one in once] or [
+        _line(cls, one) for text, one in texts if topic.lower() in text.lower()
+    ]
+    if not lines:
+        raise ConfigError([f"no option has '{topic}' in its name or description"])
+    return "\n".join(lines if once else dict.fromkeys(lines))
 
 
 def _line(cls: type[Section], setting: Setting) -> str:

@@ -372,11 +372,9 @@ def got(value: Any) -> str:
     """Return what was given, but not where a table or a list was meant, which may hold a secret."""
     if str(value).lstrip().startswith(("{", "[") if isinstance(value, str) else "[{"):
         return ", and what was given is malformed"
-    items = [
-        without_password(one) if isinstance(one, str) else one
-        for one in (value if isinstance(value, list) else [value])
-    ]
-    text = repr(items if isinstance(value, list) else items[0])
+    items = value if isinstance(value, list) else [value]
+    shown = [without_password(item) if isinstance(item, str) else item for item in items]
+    text = repr(shown if isinstance(value, list) else shown[0])
     return f", got {text if len(text) <= 60 else f'{text[:57]}...'}"
 
 

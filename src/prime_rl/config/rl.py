@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import Checks, conflict, option
+from prime_rl.config.base import Checks, Problem, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share
@@ -45,34 +45,19 @@ class RLConfig(RecoverableRun):
     def checks(self) -> Checks:
         trainer, orchestrator, loss = self.trainer, self.orchestrator, self.trainer.loss
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
-        penalty = "kl_coef" if loss.kl_coef else "entropy_coef" if loss.entropy_coef else ""
-        key = f"<trainer.loss.{penalty}>"
-        by_reward = any(algorithm.component == "rl" for algorithm, _ in orchestrator.in_use("algorithm"))
-        reference = orchestrator.reference is not None
-        filters_zero = orchestrator.filter_zero_advantage
         lengths = f"<orchestrator.seq_len> {orchestrator.seq_len} exceeds <trainer.seq_len> {trainer.seq_len}"
         yield conflict(orchestrator.seq_len > trainer.seq_len, f"{lengths}: samples would not fit a micro-batch")
-        yield conflict(
-            self.recover and resumes and not self.clean,
-            "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them",
-        )
-        yield conflict(
-            penalty and not by_reward,
-            f"{key} has no effect: nothing is trained by reward",
-            "orchestrator.algorithm.type",
-        )
-        yield conflict(
-            reference and not loss.kl_coef and not (penalty and not by_reward),
-            "a reference model has no effect where the loss does not ask for it: give <trainer.loss.kl_coef>",
-            "orchestrator.reference",
-        )
-        yield conflict(
-            loss.kl_coef and by_reward and not reference and not self.bench,
-            "the divergence from a reference model needs one: give <orchestrator.reference>.base_url",
-            "trainer.loss.kl_coef",
-        )
+        both = "<recover> goes on from the newest state, <ckpt.resume_step> from a checkpoint: give one of them"
+        yield conflict(self.recover and resumes and not self.clean, both)
+        key = f"<trainer.loss.{'kl_coef' if loss.kl_coef else 'entropy_coef'}>"
+        penalized, reference = loss.kl_coef or loss.entropy_coef, orchestrator.reference is not None
+        if penalized and all(algorithm.component != "rl" for algorithm, _ in orchestrator.in_use("algorithm")):
+            yield Problem(f"{key} has no effect: nothing is trained by reward", "orchestrator.algorithm.type")
+        else:
+            unread = "a reference model has no effect where the loss does not ask for it: give <trainer.loss.kl_coef>"
+            yield conflict(reference and not loss.kl_coef, unread, "orchestrator.reference")
+            needed = "the divergence from a reference model needs one: give <orchestrator.reference>.base_url"
+            yield conflict(loss.kl_coef and not reference and not self.bench, needed, "trainer.loss.kl_coef")
         # They are meant for all that the policy samples. What a batch leaves out is for the orchestrator alone to say.
-        yield conflict(
-            penalty and filters_zero,
-            f"{key} would not reach samples of advantage zero: set <orchestrator.filter_zero_advantage> = false",
-        )
+        unseen = f"{key} would not reach samples of advantage zero: set <orchestrator.filter_zero_advantage> = false"
+        yield conflict(penalized and orchestrator.filter_zero_advantage, unseen)

@@ -32,9 +32,9 @@ def share(table: Table) -> None:
 
     Where nothing has an origin, all sources are equally strong.
     """
-    if entry_of(table, "trainer").value is ABSENT:
-        put(table, "trainer", Entry({}))
-    sections = [name for name in ALL if isinstance(entry_of(table, name).value, dict)]
+    if table.entry("trainer").value is ABSENT:
+        table.fill("trainer", Entry({}))
+    sections = [name for name in ALL if isinstance(table.entry(name).value, dict)]
     pair = [name for name in PAIR if name in sections]
     common = [(key, [name for name in whom if name in sections]) for key, whom in COMMON.items()]
     check(
@@ -43,29 +43,19 @@ def share(table: Table) -> None:
         *(problem for name in pair for problem in share_wandb(table, name)),
         agree_on_address(table, "orchestrator.client") if {"inference", "orchestrator"} <= {*sections} else None,
     )
-    if entry_of(table, "wandb").value is not ABSENT:
-        put(table, "wandb", Entry(None))
+    if table.entry("wandb").value is not ABSENT:
+        table.fill("wandb", Entry(None))
     choose_data(table)
 
 
 def share_eval_server(table: Table) -> None:
     """Copy the model of an SFTConfig to the server, and the server's address to `eval.client`. Raises Problems."""
-    if all(isinstance(entry_of(table, name).value, dict) for name in ("inference", "eval")):
+    if all(isinstance(table.entry(name).value, dict) for name in ("inference", "eval")):
         check(unify(table, ["model.name", "inference.model.name"]), agree_on_address(table, "eval.client"))
 
 
-def entry_of(table: Table, key: str) -> Entry:
-    """The entry of a dotted key."""
-    return table.entry(tuple(key.split(".")))
-
-
-def put(table: Table, key: str, entry: Entry) -> None:
-    """Set a dotted key that was missing or came from a weaker source."""
-    table.fill(tuple(key.split(".")), entry)
-
-
 def _rank(table: Table, *keys: str) -> int:
-    return max((entry_of(table, key).rank for key in keys), default=-1)
+    return max((table.entry(key).rank for key in keys), default=-1)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -74,8 +64,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def contradiction(table: Table, one: str, other: str) -> Problem:
-    values = ["on" if isinstance(value := entry_of(table, key).value, dict) else value for key in (one, other)]
-    origin, top = entry_of(table, one).origin, in_section(tuple(one.split(".")))
+    values = ["on" if isinstance(value := table.entry(key).value, dict) else value for key in (one, other)]
+    origin, top = table.entry(one).origin, in_section(tuple(one.split(".")))
     advice = "" if origin is None or origin.kind == "option" else f", or decide by {spell(top, 'option')}"
     message = f"{other} is {values[1]} but {one} is {values[0]}: both are the same setting, give it once{advice}"
     return Problem(message, one, other)
@@ -86,47 +76,47 @@ def unify(table: Table, keys: list[str]) -> Problem | None:
 
     Of a section it is whether it is on: its settings are unified one by one.
     """
-    entries = {key: entry for key in keys if (entry := entry_of(table, key)).value is not ABSENT}
+    entries = {key: entry for key in keys if (entry := table.entry(key)).value is not ABSENT}
     strongest = [key for key in entries if entries[key].rank == _rank(table, *entries)]
     for key in strongest[1:]:
         if not same(entries[strongest[0]].value, entries[key].value):
             return contradiction(table, strongest[0], key)
     for key in keys if strongest else ():
         if key not in entries or not same(entries[strongest[0]].value, entries[key].value):
-            put(table, key, entries[strongest[0]])
+            table.fill(key, entries[strongest[0]])
     return None
 
 
 def share_seq_len(table: Table, keys: list[str]) -> Iterator[Problem | None]:
     """Share as a common setting, unless a section's source is stronger than the top's: micro-batches may be longer."""
-    if entry_of(table, "seq_len").value not in (ABSENT, None):
+    if table.entry("seq_len").value not in (ABSENT, None):
         if _rank(table, *keys) <= _rank(table, "seq_len"):
             yield from [unify(table, ["seq_len", key]) for key in keys]
             return
-        put(table, "seq_len", Entry(None))
-    if sum(entry_of(table, key).value is not ABSENT for key in keys) == 1:
+        table.fill("seq_len", Entry(None))
+    if sum(table.entry(key).value is not ABSENT for key in keys) == 1:
         unify(table, keys)
 
 
 def share_wandb(table: Table, section: str) -> Iterator[Problem | None]:
     """Copy `wandb` into the monitor of a section, which may differ from it by a stronger source."""
     place = f"{section}.monitor.wandb"
-    top, own = entry_of(table, "wandb"), entry_of(table, place)
+    top, own = table.entry("wandb"), table.entry(place)
     if top.value is ABSENT:
         return
     # Off is written at the top of a resolved file, too, beside monitors that are on.
     decided = top.value is not None or (top.origin is not None and top.origin.kind == "option")
     if own.value is ABSENT or (top.rank > own.rank and None in (own.value, top.value)):
-        put(table, place, Entry(top.value))
+        table.fill(place, Entry(top.value))
     elif top.rank == own.rank and decided and (own.value is None) != (top.value is None):
         states = ("off", "on") if top.value is None else ("on", "off")
         yield Problem(f"wandb is {states[0]} but {place} is {states[1]}", "wandb", place)
-    for name in WandbConfig.model_fields if entry_of(table, place).value is not None else ():
-        top, own = entry_of(table, f"wandb.{name}"), entry_of(table, f"{place}.{name}")
+    for name in WandbConfig.model_fields if table.entry(place).value is not None else ():
+        top, own = table.entry(f"wandb.{name}"), table.entry(f"{place}.{name}")
         if name in ("name", "id") and top.value not in (ABSENT, None):
             top = top._replace(value=f"{top.value}-{section}")
         if top.value is not ABSENT and (own.value is ABSENT or top.rank > own.rank):
-            put(table, f"{place}.{name}", top)
+            table.fill(f"{place}.{name}", top)
         elif top.value is not ABSENT and top.rank == own.rank and not same(own.value, top.value):
             yield contradiction(table, f"wandb.{name}", f"{place}.{name}")
 
@@ -136,9 +126,9 @@ def agree_on_address(table: Table, client: str) -> Problem | None:
     key, router = f"{client}.base_url", f"{client}.admin_base_url"
     host_key, port_key = "inference.server.host", "inference.server.port"
     leave_out = "but [inference] starts its own: leave one of the two out"
-    if entry_of(table, router).value not in (ABSENT, None):
+    if table.entry(router).value not in (ABSENT, None):
         return Problem(f"{router} names servers behind a router, {leave_out}", router)
-    host, port = (None if (value := entry_of(table, one).value) is ABSENT else value for one in (host_key, port_key))
+    host, port = (None if (value := table.entry(one).value) is ABSENT else value for one in (host_key, port_key))
     url = table.get(tuple(key.split(".")))
     if isinstance(url, list) and len(url) > 1:
         return Problem(f"{key} names {len(url)} servers, {leave_out} (`rl` has inference_servers for several)", key)
@@ -149,14 +139,14 @@ def agree_on_address(table: Table, client: str) -> Problem | None:
         same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
         gap = _rank(table, key) - _rank(table, port_key, *([] if same_host else [host_key]))
         if same_host and (port is None or gap > 0 or same(url_port, port)):
-            put(table, port_key, Entry(url_port))
+            table.fill(port_key, Entry(url_port))
             return None
         if gap >= 0:
             listens = f"{host or 'localhost'}:{port or DEFAULT_PORT}"
             message = f"{key} is {url} but inference.server listens on {listens}: give one of them"
             return Problem(message, key, port_key, host_key)
     name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
-    put(table, key, Entry(f"http://{name}:{port or DEFAULT_PORT}/v1"))
+    table.fill(key, Entry(f"http://{name}:{port or DEFAULT_PORT}/v1"))
     return None
 
 
@@ -166,15 +156,15 @@ def choose_data(table: Table) -> None:
     Without bench drop `trainer.data.fake`, which is meant for a trainer that runs alone.
     """
     key = "trainer.data.fake"
-    fake, batch_size = entry_of(table, key), entry_of(table, "orchestrator.batch_size")
-    if entry_of(table, "bench").value is True:
+    fake, batch_size = table.entry(key), table.entry("orchestrator.batch_size")
+    if table.entry("bench").value is True:
         if fake.value in (ABSENT, None):
-            put(table, key, Entry({}))
-            put(table, f"{key}.batch_size", batch_size) if batch_size.value is not ABSENT else None
+            table.fill(key, Entry({}))
+            table.fill(f"{key}.batch_size", batch_size) if batch_size.value is not ABSENT else None
     elif fake.value not in (ABSENT, None):
         where = f" ({fake.place})" if fake.origin is not None else ""
         table.hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
-        put(table, key, Entry(None))
-    if entry_of(table, "orchestrator.trainer").value is False:
+        table.fill(key, Entry(None))
+    if table.entry("orchestrator.trainer").value is False:
         table.hints.append("orchestrator.trainer is left out: `rl` starts a trainer")
     table.remove(("orchestrator", "trainer"))  # meant for an orchestrator that runs alone

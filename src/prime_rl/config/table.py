@@ -154,9 +154,9 @@ class Table:
             now = f"{origin.place(keys)} makes it '{value}'"
             self.hints.append(f"{what} for type '{before.value}' is left out: {now}")
 
-    def entry(self, keys: Keys) -> Entry:
-        """The entry, or NOTHING."""
-        return self.entries.get(keys, NOTHING)
+    def entry(self, keys: Keys | str) -> Entry:
+        """The entry, or NOTHING. A dotted text names keys without dots."""
+        return self.entries.get(tuple(keys.split(".")) if isinstance(keys, str) else keys, NOTHING)
 
     def get(self, keys: Keys) -> Any:
         """The value with all that is in it, or ABSENT."""
@@ -166,8 +166,9 @@ class Table:
             return [self.get(one) for one in sorted(inside, key=lambda one: int(one[-1]))]
         return {one[-1]: self.get(one) for one in inside} if isinstance(value, dict) else value
 
-    def fill(self, keys: Keys, entry: Entry) -> None:
-        """Set what follows from another setting, whose origin the entry may have."""
+    def fill(self, dotted: str, entry: Entry) -> None:
+        """Set what was missing, or came from a weaker source, and follows from another setting."""
+        keys = tuple(dotted.split("."))
         for around in [keys[:length] for length in range(len(keys))]:
             if not isinstance(self.entry(around).value, dict):
                 self.entries[around] = Entry({})
