@@ -212,18 +212,12 @@ class EvalResults:
 
     # -- shown to people and programs ----------------------------------------------------------------------------------
 
-    def progress(self) -> str:
-        """How far it is: `reward-env 3/8 (reward 0.500, 1 failed)`."""
-        rows = [self.rows[attempt] for attempt in self.attempts if attempt in self.done]
-        rewards = [row["reward"] for row in rows if row["reward"] is not None]
-        failed = f", {len(rows) - len(rewards)} failed" if len(rows) > len(rewards) else ""
-        reward = f"reward {fmean(rewards):.3f}" if rewards else "no reward yet"
-        return f"{self.plan.env} {len(rows)}/{len(self.attempts)} ({reward}{failed})"
-
-    def average(self) -> str:
-        """`avg@2 0.5 ± 0.1`"""
-        metrics, name = self.metrics(), f"avg@{self.k}"
-        return f"{name} {_number(metrics.get(name))} ± {_number(metrics.get(f'{name}/ci95'))}"
+    def line(self) -> str:
+        """How far it is, and how well it went: `env 3/8: avg@2 0.5 ± 0.1, 1 failed`."""
+        metrics, name, done = self.metrics(), f"avg@{self.k}", sum(one in self.done for one in self.attempts)
+        average = f"{name} {_number(metrics.get(name))} ± {_number(metrics.get(f'{name}/ci95'))}"
+        failed = f", {len(self.failed)} failed" if self.failed else ""
+        return f"{self.plan.env} {done}/{len(self.attempts)}: {average}{failed}"
 
     def trouble(self, max_error_rate: float) -> str | None:
         """Why the numbers cannot be relied on; None if they can."""
@@ -250,25 +244,6 @@ class EvalResults:
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
             "metrics": self.metrics(),
-        }
-
-    def cells(self) -> dict[str, str]:
-        """Return its row of the table."""
-        k, tasks, begun = self.k, len(self.tasks), len({row["task_id"] for row in self.made})
-        names = {
-            f"avg@{k}": "avg@k",
-            f"avg@{k}/ci95": "± 95 %",
-            "is_truncated/mean": "cut",
-            "num_output_tokens/mean": "tokens",
-        }
-        metrics = self.metrics()
-        return {
-            "environment": self.plan.env,
-            "policy": self.policy,
-            "tasks": str(tasks) if self.complete else f"{begun} of {tasks}",
-            "k": str(k),
-            "errors": str(len(self.failed)),
-            **{title: _number(metrics.get(name)) for name, title in names.items()},
         }
 
 
@@ -352,7 +327,7 @@ def write_report(results: Sequence[EvalResults], skipped: Mapping[int, str], con
 
 
 def _markdown(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> str:
-    lines = [f"# {config.model.name}", "", *_table([each.cells() for each in results]), ""]
+    lines = [f"# {config.model.name}", "", *_table(results), ""]
     lines += ["avg@k: mean reward of k attempts, over tasks. ±: 95 % interval over tasks."]
     lines += [f"Solved: reward ≥ {config.solved_at:g}. cut: share of replies without an end."]
     lines += ["Failed attempts are left out of every mean, and counted.", ""]
@@ -379,10 +354,18 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}".rstrip("0").rstrip(".") or "0"
 
 
-def _table(cells: Sequence[Mapping[str, str]]) -> list[str]:
-    if not cells:
-        return []
-    rows = [list(cells[0]), *(list(row.values()) for row in cells)]
+def _table(results: Sequence[EvalResults]) -> list[str]:
+    rows = [("environment", "policy", "tasks", "k", "avg@k", "± 95 %", "errors", "cut", "tokens")]
+    for each in results:
+        metrics, tasks, begun = each.metrics(), len(each.tasks), len({row["task_id"] for row in each.made})
+        average, interval, cut, tokens = (
+            _number(metrics.get(name))
+            for name in (f"avg@{each.k}", f"avg@{each.k}/ci95", "is_truncated/mean", "num_output_tokens/mean")
+        )
+        count = str(tasks) if each.complete else f"{begun} of {tasks}"
+        rows += [
+            (each.plan.env, each.policy, count, str(each.k), average, interval, str(len(each.failed)), cut, tokens)
+        ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
     return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]

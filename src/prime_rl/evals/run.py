@@ -146,7 +146,7 @@ class Evaluation:
                 status.phase(f"evaluating {policy.name}: {done}/{total}")
                 if time.monotonic() - shown > LINE_SECONDS:
                     shown = time.monotonic()
-                    logger.info("{}: {}", policy.name, ", ".join(results.progress() for results in opened))
+                    logger.info("{}: {}", policy.name, ", ".join(results.line() for results in opened))
 
             await EvalRunner(
                 self._pool, opened, config.seed, config.max_concurrent, config.rollout_timeout,
@@ -159,8 +159,7 @@ class Evaluation:
                 results.close()
         for results in opened:
             self._monitor.log(policy.version, results.logged())
-            text, errors = f"{policy.name}, {results.plan.env}: {results.average()}", dict(results.errors)
-            logger.info("{} | errors {} | {:.1f} s", text, errors, results.seconds)
+            logger.info("{}: {}, {:.1f} s", policy.name, results.line(), results.seconds)
         self.report()
 
     def _directory(self, env: "EvalEnv") -> Path:

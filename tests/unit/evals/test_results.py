@@ -51,7 +51,7 @@ def test_what_was_added_is_read_again(tmp_path):
     assert made.done == {("0", 0)}
     wanted = {**kept, "rewards": {"a": 1.0}, "reward": 1.0, "num_turns": 2, "version": 3, "outcome": "ok"}
     assert made.rows["0", 0].items() >= wanted.items()
-    assert made.progress() == "env 1/4 (reward 1.000)"
+    assert made.line() == "env 1/4: avg@2 1 ± –, 1 failed"
     made.add(1, result(0.5))
     made.close()
     made = opened(tmp_path)
