@@ -4,7 +4,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,32 +98,33 @@ def _checkpoints(run: Path, kept: Collection[int], interrupted: bool) -> Iterato
     complete = checkpoints.complete_steps(root)
     if (list_steps(root) != sorted(kept) and not interrupted) or not set(kept) <= set(complete):
         yield f"the checkpoints {complete} are complete, parts stand in {list_steps(root)}"
-    for step in complete:
-        try:
+    try:
+        for step in complete:
             for part in read_manifest(root / f"step_{step}").extra["parts"]:
                 checkpoints.check(root, step, part)
                 verify(checkpoints.part_dir(root, step, part))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
-            yield f"checkpoint {step}: {error}"
-    for step in list_steps(run / "recovery"):
-        try:
+        for step in list_steps(run / "recovery"):
             verify(run / "recovery" / f"step_{step}")
-        except CommitError as error:
-            yield str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        yield f"a checkpoint: {error}"
+
+
+@contextmanager
+def open_ledger(run: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as database:
+        yield database
 
 
 def _ledger(run: Path, max_steps: int) -> Iterator[str]:
     """Read by SQL alone, not by the ledger's own code: every issued episode has one row that says how it ended, and the batches agree."""
-    path = run / "ledger.sqlite"
-    if not path.exists():
+    if not (run / "ledger.sqlite").exists():
         yield "there is no ledger"
         return
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+    with open_ledger(run) as database:
         issued = dict(database.execute("SELECT env, count FROM issued"))
         columns = "env, id, e.state, reason, e.step"
-        rows = database.execute(
-            f"SELECT {columns} FROM episodes e JOIN groups g ON g.number = e.group_number"
-        ).fetchall()
+        joined = f"SELECT {columns} FROM episodes e JOIN groups g ON g.number = e.group_number"
+        rows = database.execute(joined).fetchall()
         carried = database.execute("SELECT SUM(count) FROM carried").fetchone()[0] or 0
         stored = database.execute("SELECT COUNT(*) FROM results").fetchone()[0]
     if sum(issued.values()) != len(rows) + carried:
@@ -150,15 +151,12 @@ def _ledger(run: Path, max_steps: int) -> Iterator[str]:
 
 def account(run: Path) -> dict[str, int]:
     """Episodes by where they ended."""
-    path = run / "ledger.sqlite"
-    if not path.exists():
+    if not (run / "ledger.sqlite").exists():
         return {}
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+    with open_ledger(run) as database:
         issued = database.execute("SELECT SUM(count) FROM issued").fetchone()[0]
-        ended = database.execute(
-            "SELECT state || COALESCE(': ' || reason, ''), COUNT(*) FROM episodes GROUP BY 1 ORDER BY 1"
-        )
-        return {"issued": issued, **dict(ended.fetchall())}
+        ended = "SELECT state || COALESCE(': ' || reason, ''), COUNT(*) FROM episodes GROUP BY 1 ORDER BY 1"
+        return {"issued": issued, **dict(database.execute(ended).fetchall())}
 
 
 def _leftovers(run: Path) -> Iterator[str]:
@@ -230,14 +228,11 @@ def _untimed(run: Path, process: str) -> list[dict[str, float]]:
 
 def ledger_rows(run: Path) -> Iterator[tuple[Any, ...]]:
     """Every row of every table of a run's ledger, in a fixed order."""
-    path = run / "ledger.sqlite"
-    if not path.exists():
+    if not (run / "ledger.sqlite").exists():
         return
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-        tables = [
-            name for (name,) in database.execute("select name from sqlite_master where type = 'table' order by name")
-        ]
-        for table in tables:
+    with open_ledger(run) as database:
+        tables = database.execute("select name from sqlite_master where type = 'table' order by name").fetchall()
+        for (table,) in tables:
             yield from sorted(((table, *row) for row in database.execute(f"select * from {table}")), key=repr)
 
 

@@ -4,9 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,24 +15,16 @@ from prime_rl.monitor.monitor import metrics_path
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def modules() -> Iterator[dict[str, ModuleType]]:
-    """The benchmark's modules, imported as its scripts import each other."""
-    before = list(sys.path)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import end_to_end
-        import simulate_fleet
-        import steps
-        import suites
-        import tables
-        import weight_sync
-
-        yield {
-            "end_to_end": end_to_end, "fleet": simulate_fleet, "steps": steps, "suites": suites, "sync": weight_sync, "tables": tables,
-        }  # fmt: skip
-    finally:
-        sys.path[:] = before
+sys.path.insert(0, str(BENCHMARKS))  # as its scripts import each other
+try:
+    import end_to_end
+    import simulate_fleet
+    import steps
+    import suites
+    import tables
+    import weight_sync
+finally:
+    sys.path.remove(str(BENCHMARKS))
 
 
 def test_a_case_on_a_cpu(tmp_path: Path) -> None:
@@ -53,29 +43,22 @@ def test_a_case_on_a_cpu(tmp_path: Path) -> None:
     assert case in done.stdout.split("case", 1)[1]
 
 
-def test_cases_are_read(modules: dict[str, ModuleType]) -> None:
-    case = modules["steps"].parse_case("4B 16x4096 memory_limit=80 steps=2 loss=sft export=false optim.lr=1e-3")
-    assert (case.model, case.documents, case.tokens, case.steps, case.export) == ("4B", "16x4096", 65536, 2, False)
-    assert case.settings == {"memory_limit": "80"}
-    config = modules["steps"].make_config(case, "cpu", Path("unused"))
-    assert (config.model.memory_limit, config.optim.lr) == (80, 1e-3)
-
-
-def test_every_suite_is_a_valid_config(modules: dict[str, ModuleType]) -> None:
+def test_every_suite_is_a_valid_config() -> None:
     """No case fails on a GPU host because of its settings; a step has the micro-batches that the case names."""
-    for case in (case for suite in modules["suites"].SUITES.values() for case in suite):
-        config = modules["steps"].make_config(case, "cpu", Path("unused"))
-        modules["steps"].model_source(case.model, case.layers)
+    for case in (case for suite in suites.SUITES.values() for case in suite):
+        config = steps.make_config(case, "cpu", Path("unused"))
+        steps.model_source(case.model, case.layers)
         if case.loss == "rl" and ":" not in case.documents:
             fake = config.data.fake
             assert fake.batch_size * fake.seq_len == case.tokens * case.micro_batches * case.ranks
 
 
-def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
+def test_a_simulated_fleet() -> None:
     """The real core on a virtual clock: the further it may run ahead, the fuller the fleet and the older what is trained. At level 0 nothing is old, and
     the seats stand empty while the slowest of a batch are awaited and while the trainer works."""
-    fleet = modules["fleet"]
-    rows = [fleet.measure(fleet.Fleet(2, level=level, seconds=60.0, warm=120.0)) for level in (0, 4, 8)]
+    rows = [
+        simulate_fleet.measure(simulate_fleet.Fleet(2, level=level, seconds=60.0, warm=120.0)) for level in (0, 4, 8)
+    ]
     assert all(row["most_on_a_replica"] <= 100 + 16 + 1 for row in rows)  # as even as the slack of a group
     assert all(row["steps"] > 0 and row["episodes_in_flight"] <= 200 for row in rows)
     assert [row["utilisation"] for row in rows] == sorted(row["utilisation"] for row in rows)
@@ -86,9 +69,8 @@ def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
     assert set(rows[0]["cpu_seconds_per_second"]) >= {"what may start", "landings", "batches", "scoring", "updates"}
 
 
-def test_cases_of_whole_runs_are_settings_of_rl(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_cases_of_whole_runs_are_settings_of_rl(tmp_path: Path) -> None:
     """Contract: each case is a configuration that `rl` takes, and differs from its defaults in the work alone."""
-    end_to_end = modules["end_to_end"]
     for case in end_to_end.CASES:
         options, more = end_to_end.settings(case, argparse.Namespace(device="cuda", steps=20), tmp_path)
         argv = [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -97,7 +79,7 @@ def test_cases_of_whole_runs_are_settings_of_rl(modules: dict[str, ModuleType], 
         assert config.orchestrator.environments[0].workers == EnvConfig(id="x").workers
 
 
-def test_a_whole_run_is_summed_up(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
     """Contract: steps that compile and those at the end are not counted; every time that is measured is shown; the peer's best is divided by."""
     (tmp_path / "metrics").mkdir()
     slow = {0: 30.0, 7: 4.0}
@@ -111,7 +93,6 @@ def test_a_whole_run_is_summed_up(modules: dict[str, ModuleType], tmp_path: Path
         ]
         path = metrics_path(tmp_path, process)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    end_to_end = modules["end_to_end"]
     found = end_to_end.summarize(tmp_path, began=100.0, ended=130.0)
     assert (found["until_first_step"], found["whole_seconds"], found["steps"]) == (10.0, 30.0, 4)
     assert (found["median_step"], found["slowest_over_median"]) == (1.0, 4.0)
@@ -127,17 +108,21 @@ def test_a_whole_run_is_summed_up(modules: dict[str, ModuleType], tmp_path: Path
     assert end_to_end.show(json.loads(end_to_end.RESULTS.read_text())) in end_to_end.README.read_text()
 
 
-def test_cases_of_weight_sync(modules: dict[str, ModuleType]) -> None:
-    """A case is read as written; a setting that there is not is refused."""
-    case = modules["sync"].parse_case("0.6B layers=4 on=tmpfs syncs=2")
+def test_cases_are_read() -> None:
+    """As written; a setting that there is not is refused."""
+    case = steps.parse_case("4B 16x4096 memory_limit=80 steps=2 loss=sft export=false optim.lr=1e-3")
+    assert (case.model, case.documents, case.tokens, case.steps, case.export) == ("4B", "16x4096", 65536, 2, False)
+    assert case.settings == {"memory_limit": "80"}
+    config = steps.make_config(case, "cpu", Path("unused"))
+    assert (config.model.memory_limit, config.optim.lr) == (80, 1e-3)
+    case = weight_sync.parse_case("0.6B layers=4 on=tmpfs syncs=2")
     assert (case.model, case.layers, case.on, case.syncs) == ("0.6B", 4, "tmpfs", 2)
     assert case.name == "0.6B layers=4 on=tmpfs"
     for wrong in ("0.6B on=paper", "0.6B by=nccl", "0.6B color=red"):
         with pytest.raises(ValueError):
-            modules["sync"].parse_case(wrong)
+            weight_sync.parse_case(wrong)
 
 
-def test_the_page_shows_what_the_files_hold(modules: dict[str, ModuleType]) -> None:
+def test_the_page_shows_what_the_files_hold() -> None:
     """No figure of the trainer is written by hand."""
-    tables = modules["tables"]
     assert tables.README.read_text() == tables.readme(), "run `python benchmarks/trainer.py --table`"
