@@ -110,7 +110,9 @@ def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Ta
     table = Table(unions=frozenset(setting.keys for setting in settings(cls) if len(setting.sections) > 1))
     for name in sorted(env, key=lambda name: (len(name), name)):  # items of a list by their number
         if keys := _keys_of_variable(name, cls):
-            table.add(keys, from_text([env[name]], find(cls, keys)), Origin("variable", name))
+            setting = find(cls, keys)
+            value = env[name] if setting is None else from_text([env[name]], setting)
+            table.add(keys, value, Origin("variable", name))
     words, assignments, rank = deque(argv), list[Assignment](), 1
     while words:
         try:
@@ -166,28 +168,33 @@ def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
         raise ConfigError([f"unexpected argument '{without_password(word)}'{hint}"])
     keys = tuple(name[2:].replace("-", "_").split("."))
     setting, origin = find(cls, keys), Origin("option", name)
-    first = glued if equals else words[0] if words else ""
-    if setting is None and (off := _switched_off(cls, keys)) is not None:
-        if equals:
+    if setting is None:
+        off = _switched_off(cls, keys)
+        if off is not None and equals:
             raise ConfigError([f"{name} takes no value"])
-        return [(*off, origin)]
-    if setting is not None and setting.is_table and first.startswith("@"):
+        return [(*off, origin) if off is not None else (keys, glued if equals else " ".join(_following(words)), origin)]
+    first = glued if equals else words[0] if words else ""
+    if setting.is_table and first.startswith("@"):
         return _read_file(_take_path(f"{name} @", first if equals else words.popleft(), words), keys)
-    several = setting is None or setting.takes(list)
-    is_flag = setting is not None and setting.takes(bool) and first.lower() not in BOOLS
-    most = len(words) if several else 0 if is_flag else 1
-    texts = [glued] if equals else []
-    while not equals and len(texts) < most and words and not words[0].startswith(("--", "@")):
-        if setting is not None and several and words[0].endswith(".toml"):
-            break  # a file without its @
-        texts.append(words.popleft())
-    if setting is not None and not texts and not setting.is_table and not setting.takes(bool, Any):
+    most = None if setting.takes(list) else 0 if setting.takes(bool) and first.lower() not in BOOLS else 1
+    texts = [glued] if equals else _following(words, most)
+    if not texts and not setting.is_table and not setting.takes(bool, Any):
         raise ConfigError([f"{name} needs a value"])
     value = from_text(texts, setting)
-    if setting is not None and setting.is_table and not isinstance(value, dict) and value not in (None, "None"):
+    if setting.is_table and not isinstance(value, dict) and value not in (None, "None"):
         table = f"a table such as \"{{'key': 1}}\", {name} @ file.toml, or one of its settings ({name}.…)"
         raise ConfigError([f"{name} is a section: expected {table}{got(''.join(texts))}"])
     return [(keys, value, origin)]
+
+
+def _following(words: deque[str], most: int | None = None) -> list[str]:
+    """Take the values that follow an option, at most so many; none of several is a file without its @."""
+    values: list[str] = []
+    while words and len(values) != most and not words[0].startswith(("--", "@")):
+        if most is None and words[0].endswith(".toml"):
+            break
+        values.append(words.popleft())
+    return values
 
 
 def _take_path(after: str, word: str, words: deque[str]) -> Path:
@@ -207,13 +214,10 @@ def _switched_off(cls: type[Section], keys: Keys) -> tuple[Keys, bool | None] | 
     return None
 
 
-def from_text(texts: list[str], setting: Setting | None) -> Any:
-    """Return what `texts` (of a list any number, none for "true") mean as the type of the setting, else the text itself.
-
-    What names no setting, or does not fit, is reported by validation.
-    """
+def from_text(texts: list[str], setting: Setting) -> Any:
+    """Return what `texts` (of a list any number, none for "true") mean as the type of the setting; what does not fit stays text."""
     text = " ".join(texts) if texts else "true"
-    if setting is None or text == "None":
+    if text == "None":
         return text
     if setting.takes(list):
         parts = [part.strip() for item in texts for part in item.split(",")]
