@@ -1,6 +1,7 @@
 """Checkpoints of several parts: what is complete, what is chosen, what is removed, and what is never touched."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,17 +42,15 @@ def test_half_saved_is_never_the_newest(root: Path) -> None:
     for part in BOTH_PARTS:
         assert checkpoints.choose_step(root, -1, part) == 4
     assert checkpoints.choose_step(root, 6, "trainer") == 6
-    with pytest.raises(UserError, match="resume_step 6: not in .*, which has 2, 4"):
-        checkpoints.choose_step(root, 6, "orchestrator")
-
-
-def test_only_single_parts(tmp_path: Path) -> None:
-    """Where nothing is complete, that is said, with what a single part is good for."""
-    save(tmp_path, 3, TRAINER_ONLY, joined=False)
+    for directory, step, part, says in (
+        (root, 6, "orchestrator", "resume_step 6: not in .*, which has 2, 4"),
+        (root.parent / "nothing", -1, "trainer", "holds no checkpoint"),
+    ):
+        with pytest.raises(UserError, match=says):
+            checkpoints.choose_step(directory, step, part)
+    save(root.parent / "single", 3, TRAINER_ONLY, joined=False)
     with pytest.raises(UserError, match="no complete checkpoint, only single parts of step 3"):
-        checkpoints.choose_step(tmp_path, -1, "trainer")
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        checkpoints.choose_step(tmp_path / "nothing", -1, "trainer")
+        checkpoints.choose_step(root.parent / "single", -1, "trainer")
 
 
 def test_joining_needs_every_part(root: Path) -> None:
@@ -64,32 +63,40 @@ def test_joining_needs_every_part(root: Path) -> None:
     assert (root / "step_4" / MANIFEST).read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "swapped", "replaced", "newer"])
-def test_damage_is_named_with_a_way_out(damage: str, root: Path) -> None:
+def _swap(root: Path) -> None:
+    for source, target in (
+        ("step_2/trainer", "aside"),
+        ("step_4/trainer", "step_2/trainer"),
+        ("aside", "step_4/trainer"),
+    ):
+        (root / source).rename(root / target)
+
+
+def _replace(root: Path) -> None:
+    (root / "step_4" / "trainer").rename(root / "aside")
+    publish(root / "step_4" / "trainer", 4)
+
+
+def _renew(root: Path, step: int = 4) -> None:
+    path = root / f"step_{step}" / "trainer" / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2, "unheard": "of"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda root: (root / "step_4/trainer/state").write_text("sta"), "state"),
+        (lambda root: (root / "step_4/trainer/state").write_text("state 5"), "state"),
+        (lambda root: (root / "step_4/trainer/state").unlink(), "state"),
+        (_swap, "was committed as step 2"),
+        (_replace, "is not the part that"),
+        (_renew, "has format 2; this version reads format 1"),
+    ],
+)
+def test_damage_is_named_with_a_way_out(damage: Callable[[Path], object], says: str, root: Path) -> None:
     """A damaged checkpoint is refused, never replaced by an older one silently; the older ones are named."""
-    part = root / "step_4" / "trainer"
-    if damage == "truncated":
-        (part / "state").write_text("sta")
-    elif damage == "changed":
-        (part / "state").write_text("state 5")
-    elif damage == "missing":
-        (part / "state").unlink()
-    elif damage == "swapped":
-        (root / "step_2" / "trainer").rename(root / "aside")
-        part.rename(root / "step_2" / "trainer")
-        (root / "aside").rename(part)
-    elif damage == "replaced":
-        part.rename(root / "aside")
-        publish(part, 4)
-    else:
-        manifest = json.loads((part / MANIFEST).read_text())
-        (part / MANIFEST).write_text(json.dumps({**manifest, "format": 2, "unheard": "of"}))
-    message = {
-        "newer": "has format 2; this version reads format 1",
-        "swapped": "was committed as step 2",
-        "replaced": "is not the part that",
-    }.get(damage, "state")
-    with pytest.raises(UserError, match=f"cannot resume from step 4: .*{message}.*other checkpoints .*: 2$"):
+    damage(root)
+    with pytest.raises(UserError, match=f"cannot resume from step 4: .*{says}.*other checkpoints .*: 2$"):
         checkpoints.choose_step(root, -1, "trainer")
 
 
@@ -104,13 +111,17 @@ def test_keep_and_keep_interval(tmp_path: Path) -> None:
     assert list_steps(tmp_path) == [3, 6, 7]
 
 
-def test_set_aside_is_not_deleted(root: Path) -> None:
+def test_superseded_checkpoints_are_not_deleted(root: Path) -> None:
     """What lies beyond the resumed step is renamed, complete or not, and may be asked for twice."""
     moved = checkpoints.supersede_after(root, 2, incarnation=3)
     assert [path.name for path in moved] == ["given_up_3_step_4", "given_up_3_step_6"]
     assert checkpoints.supersede_after(root, 2, incarnation=3) == []
     assert checkpoints.complete_steps(root) == [2]
     assert (root / "given_up_3_step_4" / "trainer" / "state").read_text() == "state 4"
+    # A second run on the same root counts its incarnations from the start again: what the first has renamed stays as it is.
+    save(root, 4, incarnation=3)
+    assert [path.name for path in checkpoints.supersede_after(root, 2, incarnation=3)] == ["given_up_3_step_4.2"]
+    assert len(list(root.glob("given_up_3_step_4*/trainer/state"))) == 2
 
 
 def test_foreign_directories_are_left_alone(root: Path) -> None:
@@ -171,8 +182,7 @@ def test_given_up_states_are_not_recovered(root: Path) -> None:
 
 def test_newer_format_is_not_passed_over(root: Path) -> None:
     """To recover from an older state than one that a newer version wrote would lose work: it is refused."""
-    path = root / "step_6" / "trainer" / MANIFEST
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    _renew(root, 6)
     with pytest.raises(UserError, match="cannot recover: .*has format 2"):
         found(root, {0: 0})
 
@@ -183,15 +193,6 @@ def test_who_owns_the_joint_manifest(tmp_path: Path) -> None:
     (tmp_path / "status").mkdir()
     (tmp_path / "status" / "orchestrator.json").write_text("{}")
     assert not checkpoints.trainer_is_alone(tmp_path)
-
-
-def test_incarnations_of_the_same_number_set_aside_side_by_side(root: Path) -> None:
-    """A second run on the same root counts its incarnations from the start again: what the first has set aside stays as it is."""
-    checkpoints.supersede_after(root, 2, incarnation=1)
-    save(root, 4, incarnation=1)
-    moved = checkpoints.supersede_after(root, 2, incarnation=1)
-    assert [path.name for path in moved] == ["given_up_1_step_4.2"]
-    assert len(list(root.glob("given_up_1_step_4*/trainer/state"))) == 2
 
 
 def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:

@@ -100,54 +100,41 @@ def test_a_version_that_is_superseded_is_refused_by_name(publisher: Publisher, b
         receive(manifest(publisher), subscriber)
 
 
-def test_who_does_not_know_the_token_gets_nothing(publisher: Publisher) -> None:
-    """Contract: another run's server, or a stranger."""
+def at(publisher: Publisher, **changes: object) -> WeightsManifest:
+    """Version 3, at another address or with another token."""
     asked = manifest(publisher)
     assert asked.publisher is not None
+    return replace(asked, publisher=replace(asked.publisher, **changes))
+
+
+def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher: Publisher) -> None:
+    """Contract: who does not know the token gets nothing, and it is written nowhere; of a connection that fails both addresses are named."""
     with pytest.raises(ExchangeError, match="does not know this token: another run's trainer"):
-        receive(replace(asked, publisher=replace(asked.publisher, token="another")))
-    assert asked.publisher.token not in repr(asked)
-
-
-def test_a_publisher_that_is_gone_is_named_with_both_addresses(publisher: Publisher) -> None:
-    asked = manifest(publisher)
-    assert asked.publisher is not None
+        receive(at(publisher, token="another"))
+    assert publisher.address(fallback=False).token not in repr(manifest(publisher))
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     message = f"{socket.gethostname()} does not reach the trainer's publisher at 127.0.0.1:{port}"
     with pytest.raises(ExchangeError, match=message):
-        receive(replace(asked, publisher=replace(asked.publisher, port=port)))
+        receive(at(publisher, port=port))
 
 
 @pytest.mark.parametrize(
-    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x04\x00\x00\x00[1] ", b"\xff\xff\xff\xff"]
+    "words",
+    [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x04\x00\x00\x00[1] ", b"\x02\x00\x00\x00[]", b"\xff" * 100],
 )
-def test_a_stranger_that_answers_ends_the_wait(answer: bytes, publisher: Publisher) -> None:
-    """Contract: silence ends at the deadline, anything else at once; each is an error of one line."""
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        connections = []
-
-        def accept() -> None:
-            connection = stranger.accept()[0]
-            connections.append(connection)
-            connection.sendall(answer)
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        asked = manifest(publisher)
-        assert asked.publisher is not None
-        with pytest.raises(ExchangeError, match=r"^[^\n]+$"):
-            receive(replace(asked, publisher=replace(asked.publisher, port=stranger.getsockname()[1])))
-        thread.join(30)
-        connections[0].close()
-
-
-@pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x02\x00\x00\x00[]"])
-def test_what_strangers_say_disturbs_nobody(garbage: bytes, publisher: Publisher, buffer: Tensor) -> None:
-    """Contract: neither what they say nor that they hang keeps a worker from its version."""
+def test_strangers_disturb_nobody(words: bytes, publisher: Publisher, buffer: Tensor) -> None:
+    """Contract: neither what one says to the publisher nor that it hangs keeps a worker from its version. Where one answers in the publisher's place
+    silence ends at the deadline, anything else at once, each with an error of one line."""
     with socket.create_connection(("127.0.0.1", publisher.address(fallback=False).port)) as stranger:
-        stranger.sendall(garbage)
+        stranger.sendall(words)
         assert torch.equal(receive(manifest(publisher)), buffer)
+    with socket.create_server(("127.0.0.1", 0)) as stranger, ThreadPoolExecutor(1) as threads:
+        accepted = threads.submit(stranger.accept)
+        connecting = threads.submit(lambda: accepted.result(30)[0].sendall(words))
+        with pytest.raises(ExchangeError, match=r"^[^\n]+$"):
+            receive(at(publisher, port=stranger.getsockname()[1]))
+        connecting.result(30)
 
 
 class Held:

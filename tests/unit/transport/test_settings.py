@@ -54,9 +54,12 @@ def test_a_living_partner_with_other_settings_is_refused(
 
 
 def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner: int) -> None:
-    """Shorter samples fit; no checkpoints of one's own are no contradiction; a dead, or ended, partner has no say."""
+    """Shorter samples fit; no checkpoints of one's own are no contradiction; a dead, or ended, partner has no say, and a server one on its model
+    alone."""
     check_and_commit(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
-    belongs_to(tmp_path, "trainer", partner)
+    check_and_commit(InferenceConfig(output_dir=tmp_path, seed=5), "inference")
+    for process in ("trainer", "inference"):
+        belongs_to(tmp_path, process, partner)
     check_and_commit(orchestrator(tmp_path, seq_len=128), "orchestrator")
     claim = json.loads((tmp_path / "settings/trainer.json").read_text())
     path = write_status(tmp_path, claim, outcome="finished")
@@ -64,12 +67,6 @@ def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner
     path.unlink()
     (tmp_path / "settings/trainer.json").write_text(json.dumps({**claim, "started": 1}))
     check_and_commit(orchestrator(tmp_path, seed=9), "orchestrator")
-
-
-def test_a_server_is_asked_for_its_model_alone(tmp_path: Path, partner: int) -> None:
-    check_and_commit(InferenceConfig(output_dir=tmp_path, seed=5), "inference")
-    belongs_to(tmp_path, "inference", partner)
-    check_and_commit(orchestrator(tmp_path), "orchestrator")
     with pytest.raises(UserError, match="model.name is other here, but Qwen/Qwen3-0.6B in the inference"):
         check_and_commit(orchestrator(tmp_path, model=ModelConfig(name="other")), "orchestrator")
 

@@ -84,10 +84,7 @@ def test_damaged_weights_are_refused_by_name(tmp_path: Path, damage: Callable[[b
     file.unlink()
     with pytest.raises(CommitError, match="missing"):
         verify_weights(file.parent)
-
-
-def test_other_files_of_a_version_are_verified_too(tmp_path: Path) -> None:
-    directory = publish(tmp_path / "weights", 1)
+    directory = publish(tmp_path / "others", 1)
     (directory / "config.json").write_text('{"seed": 1}')
     with pytest.raises(CommitError, match="config.json"):
         verify_weights(directory)
@@ -105,13 +102,6 @@ def test_version_zero_names_the_base_without_a_copy(tmp_path: Path) -> None:
         write_base_version(root, make_model(tmp_path / "other", seed=1))
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x05\0\0\0\0\0\0\0{nope", b"\x02\0\0\0\0\0\0\0[]"])
-def test_a_broken_safetensors_file_is_one_clear_error(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CommitError, match="model.safetensors"):
-        hash_directory(tmp_path)
-
-
 def test_a_snapshot_of_links_is_read(tmp_path: Path) -> None:
     """As in Hugging Face's cache, where the files of a model are links to `../../blobs/<hash>`."""
     model = make_model(tmp_path / "model")
@@ -121,20 +111,19 @@ def test_a_snapshot_of_links_is_read(tmp_path: Path) -> None:
     assert hash_directory(model) == expected
 
 
-@pytest.mark.parametrize("changes", [{"hash_chunk": None}, {"delta": {"version": 3}}])
-def test_a_version_of_another_release_is_not_taken_for_a_damaged_one(
-    tmp_path: Path, changes: dict[str, object]
-) -> None:
-    with pytest.raises(CommitError, match="another release"):
-        weights_manifest(publish(tmp_path / "weights", 1, **changes))
-
-
-def test_a_committed_directory_that_is_no_version_is_refused(tmp_path: Path) -> None:
-    """A rollout batch is not taken for weights."""
+def test_what_is_not_a_version_that_this_release_wrote_is_one_clear_error(tmp_path: Path) -> None:
+    """Another release's is not taken for a damaged one, a rollout batch not for weights; a broken file of tensors is named."""
+    for version, changes in enumerate(({"hash_chunk": None}, {"delta": {"version": 3}}), start=1):
+        with pytest.raises(CommitError, match="another release"):
+            weights_manifest(publish(tmp_path / "weights", version, **changes))
     with stage(tmp_path / "step_1", step=1, producer="orchestrator"):
         pass
     with pytest.raises(CommitError, match="not as a version of weights"):
         weights_manifest(tmp_path / "step_1")
+    for content in (b"", b"\xff" * 8, b"\x05\0\0\0\0\0\0\0{nope", b"\x02\0\0\0\0\0\0\0[]"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(CommitError, match="model.safetensors"):
+            hash_directory(tmp_path)
 
 
 # ---- the hash of a tensor
