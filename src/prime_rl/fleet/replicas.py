@@ -7,7 +7,6 @@ that it has, while its episodes end.
 """
 
 import asyncio
-import heapq
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,11 +42,11 @@ class Replica:
     """One server. Only `ReplicaPool.move` changes its state.
 
     Attributes:
-        number: Counts the replicas of a pool.
         unverified: Episodes that it samples, or has sampled since it was last verified.
         invalid: Those that it sampled before it was found to have been started again: no verification covers them.
         silent: How many times in a row it did not answer.
         failures: How many times in a row an episode failed there, with none between them that ended well.
+        failed_loads: How many loads failed since it was ready last.
         released: Whether it has left, and was verified for all that it sampled.
         trouble: Why it is still quarantined.
         loaded: The last version that it loaded.
@@ -55,13 +54,13 @@ class Replica:
     """
 
     engine: ServerClient
-    number: int = 0
     state: ReplicaState = ReplicaState.QUARANTINED
     in_flight: int = 0
     unverified: set[str] = field(default_factory=set)
     invalid: set[str] = field(default_factory=set)
     silent: int = 0
     failures: int = 0
+    failed_loads: int = 0
     released: bool = False
     trouble: str = ""
     loaded: Served | None = None
@@ -127,10 +126,6 @@ class ReplicaPool:
         self.replicas: list[Replica] = []
         self.empty_since: float | None = None  # when the last ready one ceased to be
         self._slack = slack
-        # A heap of (episodes, number, replica); all but the last of each replica are out of date. Among a thousand the
-        # least loaded one is kept, not looked for.
-        self._loads: list[tuple[int, int, Replica]] = []
-        self._joined = 0
         self._homes: dict[Hashable, Replica] = {}  # by group, the oldest first
         self._sampled_by: dict[str, Replica] = {}  # episodes that are not verified
         for engine in engines:
@@ -158,8 +153,7 @@ class ReplicaPool:
 
     def add(self, engine: ServerClient) -> Replica:
         """A server joins, quarantined."""
-        self._joined += 1
-        replica = Replica(engine, self._joined)
+        replica = Replica(engine)
         self.replicas.append(replica)
         return replica
 
@@ -170,8 +164,7 @@ class ReplicaPool:
         logger.debug("{} is {}{}", replica.name, state, reason and f": {reason}")
         replica.state = state
         if state is ReplicaState.READY:
-            replica.silent = 0
-            self._update_load(replica)
+            replica.silent = replica.failed_loads = 0
         elif state is ReplicaState.LEFT:
             self.replicas.remove(replica)
             self.forget(replica.unverified | replica.invalid)
@@ -214,9 +207,8 @@ class ReplicaPool:
     def place(self, group: Hashable, retry: bool = False) -> Replica | None:
         """The server for an episode of `group`; None where none is ready. A `retry` goes to no server that has failed the last one it was
         given, if there is another."""
-        chosen = self._least_loaded()
-        if chosen is not None and retry and chosen.failures:
-            chosen = soundest(self.ready)
+        ready = self.ready
+        chosen = soundest(ready) if retry else min(ready, key=lambda one: one.in_flight, default=None)
         if chosen is None:
             return None
         home = self._homes.pop(group, None)
@@ -230,20 +222,17 @@ class ReplicaPool:
     def start(self, episode: str, replica: Replica) -> None:
         """`replica` samples the episode, until `end`: it counts once that replica is verified afterwards."""
         replica.in_flight += 1
-        self._update_load(replica)
         replica.unverified.add(episode)
         self._sampled_by[episode] = replica
 
     def end(self, replica: Replica) -> None:
         """An episode is not in flight there any more, whatever ended it."""
         replica.in_flight -= 1
-        self._update_load(replica)
 
     @contextmanager
     def busy(self, replica: Replica) -> Iterator[None]:
         """An episode is in flight there that is not verified by itself."""
         replica.in_flight += 1
-        self._update_load(replica)
         try:
             yield
         finally:
@@ -260,20 +249,6 @@ class ReplicaPool:
     def keep(self, episodes: Collection[str]) -> None:
         """Forget all but these."""
         self.forget(self._sampled_by.keys() - episodes)
-
-    def _update_load(self, replica: Replica) -> None:
-        heapq.heappush(self._loads, (replica.in_flight, replica.number, replica))
-        if len(self._loads) > 8 * len(self.replicas) + 64:
-            self._loads = [(one.in_flight, one.number, one) for one in self.ready]
-            heapq.heapify(self._loads)
-
-    def _least_loaded(self) -> Replica | None:
-        while self._loads:
-            load, _, replica = self._loads[0]
-            if replica.ready and replica.in_flight == load:
-                return replica
-            heapq.heappop(self._loads)
-        return None
 
     async def verify(self, finished: Collection[str]) -> tuple[list[str], list[Replica]]:
         """Ask every replica that is ready or drains what it serves.

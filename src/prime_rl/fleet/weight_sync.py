@@ -41,7 +41,7 @@ POLL_SECONDS = 0.1
 PROBE_SECONDS = 5.0  # between two looks at all replicas, and at one that drains
 RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
 MAX_RETRY_SECONDS = 15.0  # between two attempts to bring a replica back, while others are ready
-_ATTEMPTS = 5  # to load a version that may be removed, or what the run serves on its only replica
+_ATTEMPTS = 5  # to load a version, by all replicas
 _LOOK_SECONDS = 0.5  # between two looks at which replicas were quarantined during a load
 _SILENT_PROBES = 3  # unanswered in a row, until the others take over
 _DRAIN_POLL_SECONDS = 0.25
@@ -72,14 +72,9 @@ class WeightSync:
         self.parts: dict[str, float] = {}
         self._settled = asyncio.Event()  # cleared while the ready replicas are given another version
         self._settled.set()
-        # Failures to load.
-        self._failures = 0  # in a row
-        self._failed_updates = 0  # in a row, after which no replica was left; loads of earlier versions do not count
-        # A version that the trainer's publisher did not send, and since when; None once one as new was loaded.
-        self._unsent: tuple[int, float] | None = None
-        self._wanted: int | None = None  # the version that a quarantined replica was not sent last
+        self._failures = 0  # to load, in a row
+        self._unsent_since: float | None = None  # since when the trainer's publisher has not sent what was asked for
         # Quarantined and leaving replicas.
-        self._alone = len(fleet.replicas) == 1  # no other replica takes over from it
         self._recoveries: dict[Replica, asyncio.Task[None]] = {}
         self._recovery_loads: dict[Replica, int] = {}  # versions that quarantined replicas are loading
         self._drains: dict[Replica, asyncio.Task[None]] = {}
@@ -92,10 +87,14 @@ class WeightSync:
 
     @property
     def superseded(self) -> bool:
-        """Whether no replica is ready, and none can be given what was served: the run is about to go on with a newer version."""
-        newest = self.history.newest
-        unavailable = self.recovering and not self.scheduler.must_go_back and self._unsent is not None
-        return newest is not None and unavailable and newest > self.scheduler.version == self._wanted
+        """Whether no replica is ready and the trainer has published a newer version: replicas that come back load that."""
+        return self.recovering and self._newer is not None and not self.scheduler.must_go_back
+
+    @property
+    def _newer(self) -> int | None:
+        """The version that the run should go on with, if it serves an older one."""
+        newest, served = self.history.newest, self.scheduler.version
+        return newest if newest is not None and newest > served and not self._loop.must_keep_version(served) else None
 
     def begin(self, scheduler: "Scheduler[Any]") -> None:
         """`scheduler` decides from now on; replicas that do not answer yet get work once they do."""
@@ -226,15 +225,11 @@ class WeightSync:
         while True:  # bounded: the run cancels it at its end
             async with self.shipping:
                 self.notice_incarnation()
-            newest = self.history.newest
-            if newest is not None and self.superseded:
-                await self._skip_to(newest)
-            elif not self.recovering:
-                served = self.scheduler.version
-                if self.scheduler.must_go_back:
+            if self.scheduler.must_go_back:
+                if not self.recovering:
                     await self._go_back()
-                elif newest is not None and newest > served and not self._loop.must_keep_version(served):
-                    await self._serve(newest)
+            elif (newest := self._newer) is not None:
+                await self._serve(newest)
             await asyncio.sleep(POLL_SECONDS)
 
     def notice_incarnation(self) -> None:
@@ -252,37 +247,29 @@ class WeightSync:
         self._loop.ledger.rewound(incarnation.start)
 
     async def _serve(self, version: int) -> None:
-        """Have every ready replica load `version`."""
+        """Have every ready replica load `version`. Where none is ready, those that come back load it; nothing starts until then."""
         async with self.lock:
-            if self.recovering or self.scheduler.must_go_back or version <= self.scheduler.version:
+            if self.scheduler.must_go_back or version <= self.scheduler.version:
                 return  # found while this waited for the lock
             began = time.monotonic()
             self.scheduler.announce(version)
             self._lease_before_load(self.scheduler.incarnation, version)
-            if not await self._load_all(version) or self.scheduler.must_go_back:
+            if self.recovering:
+                logger.warning("no server is ready: those that come back serve version {}", version)
+            elif not await self._load_all(version) or self.scheduler.must_go_back:
                 return
-            seconds = time.monotonic() - began
-            self.seconds += seconds
-            reports = [replica.loaded.seconds for replica in self.fleet.ready if replica.loaded is not None]
-            for part in {part for parts in reports for part in parts}:
-                self.parts[part] = self.parts.get(part, 0.0) + max(parts.get(part, 0.0) for parts in reports)
-            logger.info("serving version {} after {:.2f} s{}", version, seconds, self.fleet.where())
+            else:
+                self._take_time(version, time.monotonic() - began)
             self._served(version)
         self._loop.wake.set()
         await self._loop.on_version_served(version)
 
-    async def _skip_to(self, version: int) -> None:
-        """No replica is ready, and the version that was served is no longer available: go on with the newest. Replicas that come back load that;
-        until then nothing starts."""
-        async with self.lock:
-            if not self.superseded:
-                return  # found while this waited for the lock
-            before = self.scheduler.version
-            logger.warning("version {} is no longer available: the run goes on with version {}", before, version)
-            self.scheduler.announce(version)
-            self._lease_before_load(self.scheduler.incarnation, version)
-            self._served(version)
-        await self._loop.on_version_served(version)
+    def _take_time(self, version: int, seconds: float) -> None:
+        self.seconds += seconds
+        reports = [replica.loaded.seconds for replica in self.fleet.ready if replica.loaded is not None]
+        for part in {part for parts in reports for part in parts}:
+            self.parts[part] = self.parts.get(part, 0.0) + max(parts.get(part, 0.0) for parts in reports)
+        logger.info("serving version {} after {:.2f} s{}", version, seconds, self.fleet.where())
 
     async def _go_back(self) -> None:
         """The trainer went on from an earlier step, and gave up what is served: load the newest version of its new incarnation."""
@@ -365,9 +352,7 @@ class WeightSync:
                 async with self.shipping:
                     self.invalidate(replica, "the server was started again")
         if len(failures) < len(replicas):
-            self._failures = 0
-            if self._unsent is not None and version >= self._unsent[0]:
-                self._unsent = None
+            self._failures, self._unsent_since = 0, None
         faults.point(f"updated:v{version}")
         return failures
 
@@ -390,22 +375,15 @@ class WeightSync:
                     "{} did not load version {}, the run goes on without it: {}", replica.name, version, error
                 )
                 self.quarantine(replica, "it did not load the version")
-            self._failed_updates = 0
             return True
         for replica in failures:
             if not await replica.verify():
                 self.quarantine(replica, "it failed its verification")
         worst = _worst(failures.values())
-        if self.fleet.ready or isinstance(worst, VersionNotSent) or not isinstance(worst, ServerError | CommitError):
+        if self.fleet.ready or not isinstance(worst, ServerError | CommitError):
             await self._may_retry(worst, version)
-            return False
-        # Replicas that are lost over an update come back with the version before it and are given the newest once more, but
-        # not for ever; less often where they compute something else than the trainer.
-        wrong = next((error for error in failures.values() if isinstance(error, LogprobCheckFailed)), None)
-        self._failed_updates += 1
-        if self._failed_updates >= (_ATTEMPTS if wrong else 2 * _ATTEMPTS):
-            raise wrong or worst
-        logger.warning("version {} is not served, trying again: {}", version, wrong or worst)
+        else:
+            logger.warning("version {} is not served, as no server survived the update: {}", version, worst)
         return False
 
     async def _may_retry(self, error: LoadError, version: int) -> None:
@@ -439,11 +417,10 @@ class WeightSync:
                 asked = read_files_request(self.config.output_dir, incarnation) is not None
                 if publisher is not None and publisher.fallback and not asked:
                     request_files(self.config.output_dir, incarnation, str(error))
-        if self._unsent is None:
+        if self._unsent_since is None:
             logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
-        before, since = self._unsent or (version, time.monotonic())
-        self._unsent = (max(before, version), since)
-        return since
+            self._unsent_since = time.monotonic()
+        return self._unsent_since
 
     # -- verified samples ----------------------------------------------------------------------------------------------
 
@@ -482,8 +459,7 @@ class WeightSync:
                 self._check_ready_timeout()
 
     async def _probe(self, replica: Replica) -> None:
-        # Of the only one the episodes fail, or the loads of versions do.
-        if not self._alone and not await replica.engine.answers():
+        if not await replica.engine.answers():
             replica.silent += 1
             if replica.silent >= _SILENT_PROBES and replica.ready:
                 self.quarantine(replica, "it does not answer")
@@ -522,9 +498,8 @@ class WeightSync:
         return task
 
     async def _bring_back(self, replica: Replica) -> None:
-        """The others go on, and take over what it had. The run ends when none was ready for `ready_timeout`, or the only replica cannot be given
-        what the run serves."""
-        delay, rest, failures = RETRY_SECONDS, rest_seconds(replica.failures), 0
+        """The others go on, and take over what it had. The run ends when none was ready for `ready_timeout`, or none can load what the run serves."""
+        delay, rest = RETRY_SECONDS, rest_seconds(replica.failures)
         while replica.state is not ReplicaState.LEFT:  # bounded: `_check_ready_timeout`, and the run's end cancels it
             if self.fleet.ready:
                 await self._accept_or_invalidate(replica)
@@ -536,21 +511,20 @@ class WeightSync:
                 )  # fmt: skip
                 await asyncio.sleep(rest)
                 rest = 0.0
-            trouble, failed = "it does not answer", False
+            if self.superseded:  # `follow` is about to go on with a newer version
+                await asyncio.sleep(POLL_SECONDS)
+                continue
+            trouble = "it does not answer"
             if await replica.engine.answers():
                 try:
                     if await self._catch_up(replica):
                         logger.info("{} serves version {}{}", replica.name, self.scheduler.version, self.fleet.where())
                         return
                     trouble = ""
-                except VersionNotSent as error:
-                    trouble = str(error)
-                    if self._alone:
-                        await self._await_publisher(error, self.scheduler.version)
-                        continue
                 except (UserError, CommitError) as error:
-                    trouble, failed, failures = str(error), True, failures + 1
-                    if self._alone and failures == _ATTEMPTS:
+                    trouble = str(error)
+                    replica.failed_loads += not isinstance(error, VersionNotSent)
+                    if all(one.failed_loads >= _ATTEMPTS for one in self.fleet.replicas):
                         raise
             if trouble and trouble != replica.trouble:
                 replica.trouble = trouble
@@ -558,7 +532,7 @@ class WeightSync:
                 logger.warning("{} gets no work: {}{}", replica.name, trouble, where and f" (serving{where})")
             self._check_ready_timeout()
             await asyncio.sleep(delay if trouble else POLL_SECONDS)
-            patient = bool(self.fleet.ready) or (self._alone and failed)
+            patient = self.fleet.ready or replica.failed_loads
             delay = min(2 * delay, MAX_RETRY_SECONDS if patient else RETRY_SECONDS)
 
     async def _accept_or_invalidate(self, replica: Replica) -> bool:
@@ -610,7 +584,6 @@ class WeightSync:
             for error in (await self._load([replica], version)).values():
                 raise error
         except VersionNotSent as error:
-            self._wanted = version
             self._note_unsent(version, error)
             raise
         finally:
@@ -626,11 +599,14 @@ class WeightSync:
         """
         if self.fleet.empty_since is None:
             return
-        seconds = self.config.client.ready_timeout
+        # Replicas that are there, and wait for a trainer that is away, are waited for as long as the trainer.
+        option, seconds = "client.base_url, client.ready_timeout", self.config.client.ready_timeout
+        if self._unsent_since is not None:
+            option, seconds = "weights_timeout", max(seconds, self.config.weights_timeout)
         self.status.waiting("a healthy server", "inference", seconds)
         if time.monotonic() - self.fleet.empty_since > seconds:
             listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.fleet.replicas if one.trouble)
-            raise UserError(f"no inference server for {seconds:.0f} s (client.base_url, client.ready_timeout): {listed or 'all have left'}")  # fmt: skip
+            raise UserError(f"no inference server for {seconds:.0f} s ({option}): {listed or 'all have left'}")
 
     # -- replicas that leave -------------------------------------------------------------------------------------------
 

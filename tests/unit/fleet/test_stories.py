@@ -173,9 +173,9 @@ async def test_no_batch_waits_for_a_server_that_can_load_nothing_any_more(w):
     assert w.pool.sent_to(w.servers[0])
 
 
-@story(ends="died of it", steps=2, weights_timeout=60)
+@story(ends="died of it")
 async def test_a_version_that_all_servers_are_lost_over_again_and_again_ends_the_run(w):
-    """They come back with the one before it and are given this one a few times more."""
+    """They are given it a few times more."""
     asked = []
 
     def lose(server):
@@ -190,7 +190,7 @@ async def test_a_version_that_all_servers_are_lost_over_again_and_again_ends_the
     for server in w.servers:
         lose(server)
     yield
-    assert len(asked) >= 2 * weight_sync._ATTEMPTS
+    assert len(asked) > weight_sync._ATTEMPTS
 
 
 @story(steps=3)
@@ -326,7 +326,8 @@ async def test_servers_that_start_again_after_their_version_is_superseded(w, ser
             assert len(w.current.fleet.ready) == 1
         server.base()
         w.quarantine(server)
-        await w.wait(lambda server=server: 1 in server.asked_for)
+        if server is not w.servers[-1]:
+            await w.wait(lambda server=server: 1 in server.asked_for)
     for server in w.servers:
         server.unsent = {0, 1}
     await w.serves(2)
@@ -474,13 +475,12 @@ async def test_a_server_that_computes_something_else_gets_no_work_and_nothing_of
 @pytest.mark.parametrize("first", [0, 2])
 @story(servers=1, ends=r"does not compute version \d: 0.3 nats", max_error_rate=1.0)
 async def test_the_only_server_is_given_the_version_a_few_times_and_then_the_run_ends(w, first):
-    """Contract: it goes back to the earlier version in between, which it computes well; still the attempts are counted."""
+    """Contract: and nothing that it sampled meanwhile is trained."""
     (wrong,) = w.servers
     wrong.wrong = set(range(first, 9))
     yield
-    given = [version for version, _ in wrong.updates]
-    assert sum(version >= first for version in given) == weight_sync._ATTEMPTS
-    assert first == 0 or min(given[given.index(first) :]) < first
+    given = [version for version, _ in wrong.updates if version >= first]
+    assert weight_sync._ATTEMPTS <= len(given) <= weight_sync._ATTEMPTS + 1
     assert first > 0 or not w.pool.sent
 
 
