@@ -89,6 +89,11 @@ def test_logprobs_equal_transformers_and_follow_updates(
     """Contract: the engine computes what the trainer computes, before and after an update of a model with a tied head (CPU
     packs that head separately); an update, whose tensors may lie in a tmpfs, changes what is served; a reload restores it to the bit."""
     check_base_update_reload(server, chat_prompt, tmp_path)
+    status = read_status(server.output_dir)["inference"]
+    assert (status.phase, status.pid) == ("serving", server.pid)
+    assert [entry["id"] for entry in server.get("/v1/models").json()["data"]] == [str(server.model)]
+    # Without a key, too, whoever reaches the server neither scales it nor reads how it is built.
+    assert {server.post(path, {"new_data_parallel_size": 2}).status_code for path in doors.ADMINISTRATIVE} == {404}
 
 
 def test_logprobs_are_those_of_the_sampling_distribution(server: InferenceServer, chat_prompt: list[int]) -> None:
@@ -152,11 +157,6 @@ async def test_a_pause_outlasts_an_update(server: InferenceServer, chat_prompt: 
         got = parse(await task)
     expected = reference(directory, chat_prompt, got.tokens)
     assert float((torch.tensor(got.logprobs) - expected).abs().max()) <= TOLERANCE
-
-
-def test_administrative_routes_are_off(server: InferenceServer) -> None:
-    """Contract: without a key, too, whoever reaches the server neither scales it nor reads how it is built."""
-    assert {server.post(path, {"new_data_parallel_size": 2}).status_code for path in doors.ADMINISTRATIVE} == {404}
 
 
 async def test_seeds_are_safe_and_repeatable(server: InferenceServer, chat_prompt: list[int]) -> None:
@@ -355,13 +355,6 @@ def test_rollouts_are_sampled_as_by_the_token_route(server: InferenceServer, cha
         assert said in refused.json()["error"]["message"]
     long = server.post("/v1/sample", request(server, chat_prompt * 200))
     assert (long.status_code, "maximum model length" in long.text) == (400, True), long.text
-
-
-def test_the_model_is_served_under_its_configured_name(server: InferenceServer) -> None:
-    """Contract: clients address the model by `model.name`, and the status file says that it is served."""
-    assert [entry["id"] for entry in server.get("/v1/models").json()["data"]] == [str(server.model)]
-    status = json.loads((server.output_dir / "status" / "inference.json").read_text())
-    assert (status["phase"], status["pid"]) == ("serving", server.pid)
 
 
 @pytest.mark.slow

@@ -132,9 +132,11 @@ class WeightSync:
             version, incarnation = self._first_version(owed), self.history.incarnation.number
             self._lease_before_load(incarnation, version)
             try:
-                failures = await self._check_bases(ready, version)
                 # Also where it is served already, to find a server that cannot read the directory now.
-                failures |= await self._load([replica for replica in ready if replica not in failures], version)
+                failures = await self._load(ready, version)
+                for error in failures.values():
+                    if not isinstance(error, ServerError | CommitError):
+                        raise error
             except (CommitError, UserError) as error:
                 await self._may_retry(error, version)
                 continue
@@ -176,34 +178,19 @@ class WeightSync:
             return lease.version
         return newest
 
-    async def _check_bases(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
-        """Returns the servers that failed to say what they serve.
+    async def _check_base(self, replica: Replica) -> None:
+        """Before the first load: a server that holds another base model than the trainer is not ours to overwrite.
 
         Raises:
-            UserError: one is not ours: it holds another base model, rejects the key, or has no such route.
-        """
-        failures: dict[Replica, LoadError] = {}
-        errors = await asyncio.gather(*(self._check_base(one, version) for one in replicas), return_exceptions=True)
-        for replica, error in zip(replicas, errors, strict=True):
-            if isinstance(error, ServerError):
-                failures[replica] = error
-            elif error is not None:
-                raise error
-        return failures
-
-    async def _check_base(self, replica: Replica, version: int) -> None:
-        """Before anything is loaded: a server that holds another base model than the trainer is not ours to overwrite.
-
-        Raises:
-            UserError: the bases differ, or their names do.
+            UserError: the bases differ, or their names do; or it is no server of ours.
         """
         try:
             served = await replica.engine.served()
         except NoWeightsServed:
             return  # there is nothing to overwrite
-        if self.config.trainer:
-            base = self.history.manifest(version).hash
-            if version == served.version == 0 and served.hash != base:
+        if self.config.trainer and served.version == BASE:
+            base = self.history.manifest(BASE).hash
+            if served.hash != base:
                 raise UserError(
                     f"the server at {replica.name} serves another base model ({served.hash[:12]}) than the trainer trains "
                     f"({base[:12]}): check model.name of both"
@@ -358,6 +345,8 @@ class WeightSync:
 
     async def _load_one(self, replica: Replica, manifest: WeightsManifest | None) -> None:
         try:
+            if replica.loaded is None:
+                await self._check_base(replica)
             await replica.load(manifest)
         except LogprobCheckFailed:
             self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its logprob check")  # at once
@@ -558,8 +547,6 @@ class WeightSync:
         scheduler = self.scheduler
         if not scheduler.must_go_back:  # else `follow` loads what counts
             version, incarnation = scheduler.version, scheduler.incarnation
-            if replica.loaded is None:
-                await self._check_base(replica, 0)
             verified = await self._accept_or_invalidate(replica)
             if not verified or (replica.loaded is not None and replica.loaded.version != version):
                 await self._load_again(replica)

@@ -13,7 +13,7 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig, how_to_start
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import CannotScore, InferenceClient, NoWeightsServed, Served, ServerError
+from prime_rl.fleet.client import CannotScore, InferenceClient, NoWeightsServed, Served, ServerError, VersionNotSent
 from prime_rl.transport.weights import WeightsManifest
 
 
@@ -71,14 +71,14 @@ def manifest(version: int = 3) -> WeightsManifest:
     return WeightsManifest(version, 0, "abc", {}, None, Path("/runs/weights/step_3"))
 
 
-@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-async def test_the_base_url_works_with_and_without_v1(server, suffix, monkeypatch):
+async def test_the_base_url_works_with_and_without_v1(server, monkeypatch):
     """`client.base_url` may end in /v1 or not; the key in the configured variable guards the weight routes too."""
     monkeypatch.setenv("MY_KEY", "secret")
     server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "h"}
-    async with InferenceClient(ClientConfig(base_url=server.url + suffix, api_key_var="MY_KEY")) as engine:
-        assert await engine.served() == Served(2, "h")
-    assert server.asked[-1][3] == "Bearer secret"
+    for suffix in ("", "/", "/v1", "/v1/"):
+        async with InferenceClient(ClientConfig(base_url=server.url + suffix, api_key_var="MY_KEY")) as engine:
+            assert await engine.served() == Served(2, "h")
+        assert server.asked[-1][3] == "Bearer secret"
 
 
 async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(server, engine):
@@ -95,22 +95,6 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
             await engine.update(manifest())
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "message"),
-    [
-        (400, {"error": {"message": "manifest is broken"}}, "manifest is broken"),
-        (401, {}, r"refused the key in \$VLLM_API_KEY"),
-        (404, {}, "started with `inference`"),
-        (500, {"detail": "x"}, "HTTP 500"),
-    ],
-)
-async def test_refusals_name_their_cause(server, engine, status, body, message):
-    """One clear line: what was refused, by whom, and why."""
-    server.answers["POST", "/update_weights"] = status, body
-    with pytest.raises(UserError, match=message):
-        await engine.update(manifest())
-
-
 async def test_an_update_whose_answer_was_lost_counts_when_the_version_is_served(server, engine):
     """The server failed after it had loaded the weights: what it serves decides, so that nothing is sampled again."""
     server.answers["POST", "/update_weights"] = 500, {}
@@ -122,14 +106,25 @@ async def test_an_update_whose_answer_was_lost_counts_when_the_version_is_served
 
 
 @pytest.mark.parametrize(
-    ("status", "trouble"), [(500, True), (503, True), (409, True), (400, False), (401, False), (404, False)]
+    ("status", "body", "message", "trouble"),
+    [
+        (400, {"error": {"message": "manifest is broken"}}, "manifest is broken", UserError),
+        (401, {}, r"refused the key in \$VLLM_API_KEY", UserError),
+        (404, {}, "started with `inference`", UserError),
+        (409, {}, "busy with another change", ServerError),
+        (424, {"error": {"message": "superseded"}}, "superseded", VersionNotSent),
+        (500, {"detail": "x"}, "HTTP 500", ServerError),
+        (503, {}, "HTTP 503", ServerError),
+    ],
 )
-async def test_a_failure_of_the_server_is_told_from_a_refusal(server, engine, status, trouble):
-    """The first is worth another attempt, the second is not."""
-    server.answers["GET", "/weights"] = status, {}
+async def test_refusals_and_failures_name_their_cause(server, engine, status, body, message, trouble):
+    """One clear line: what was refused, by whom, and why. A failure of the server is worth another attempt, a refusal is not."""
+    server.answers["POST", "/update_weights"] = server.answers["GET", "/weights"] = status, body
+    with pytest.raises(UserError, match=message) as caught:
+        await engine.update(manifest())
+    assert type(caught.value) is trouble
     with pytest.raises(UserError) as caught:
         await engine.served()
-    assert isinstance(caught.value, ServerError) is trouble
     assert isinstance(caught.value, NoWeightsServed) is (status == 500)  # of what is served, and of nothing else
 
 
@@ -167,28 +162,19 @@ async def test_a_server_that_does_not_score_prompts_is_told_from_one_that_failed
         await engine.score([9, 7])
 
 
-async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard):
-    """A wait has a subject, an owner and a deadline, in the log too; its end says what the server answered."""
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard, hangs):
+    """A wait has a subject, an owner and a deadline, in the log too, also while the first look hangs; its end says what the server answered."""
     waits = []
-    async with InferenceClient(ClientConfig(base_url=server.url, ready_timeout=0.6)) as engine:
-        with pytest.raises(UserError, match=r"no inference server at .*: GET /health gives HTTP 404"):
-            await engine.wait_ready(lambda *wait: waits.append(wait))
-    assert waits[0][0] == "a healthy server"
-    assert server.url in waits[0][1]
-    assert heard.messages == [
-        f"waiting for an inference server at {server.url} (at most 1 s); {how_to_start(server.url)}"
-    ]
-
-
-async def test_a_server_that_accepts_and_never_answers_is_waited_for_in_the_same_way(heard):
-    """The log hears of it while the first look hangs, and the deadline holds for that look, too."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}" if hangs else server.url
         async with InferenceClient(ClientConfig(base_url=url, ready_timeout=1.5)) as engine:
-            waiting = asyncio.create_task(engine.wait_ready(lambda *wait: None))
+            waiting = asyncio.create_task(engine.wait_ready(lambda *wait: waits.append(wait)))
             while not heard.messages and not waiting.done():
                 await asyncio.sleep(0.05)
             assert heard.messages == [f"waiting for an inference server at {url} (at most 2 s); {how_to_start(url)}"]
             assert not waiting.done()
-            with pytest.raises(UserError, match=f"no inference server at {url} after 2 s .*: it does not answer"):
+            says = "it does not answer" if hangs else "GET /health gives HTTP 404"
+            with pytest.raises(UserError, match=f"no inference server at {url} after 2 s .*: {says}"):
                 await waiting
+    assert hangs or (waits[0][0], server.url in waits[0][1]) == ("a healthy server", True)

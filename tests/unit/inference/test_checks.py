@@ -112,19 +112,6 @@ def test_a_cache_that_holds_no_whole_sequence_is_refused(
         checks.check_cache(model, config)
 
 
-def test_a_taken_port_is_named() -> None:
-    """Contract: a port in use is found before anything is loaded."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"port {port} is in use"):
-            checks.check_port("127.0.0.1", port)
-    checks.check_port("127.0.0.1", port)
-    with pytest.raises(UserError, match="cannot be used on 203"):
-        checks.check_port("203.0.113.1", port)
-
-
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
     sockets: list[socket.socket] = []
@@ -135,8 +122,18 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
         holder.close()
 
 
-def test_a_second_server_on_a_port_is_refused_before_the_first_listens(held: list[socket.socket]) -> None:
-    """Contract: the kernel would let both have it (SO_REUSEPORT). The launcher's check names its own option."""
+def test_a_port_that_is_taken_is_named(held: list[socket.socket]) -> None:
+    """Contract: before anything is loaded, also where a server that is still loading has it: the kernel would let both have it (SO_REUSEPORT). The
+    launcher's check names its own option."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} is in use"):
+            checks.check_port("127.0.0.1", port)
+    checks.check_port("127.0.0.1", port)
+    with pytest.raises(UserError, match="cannot be used on 203"):
+        checks.check_port("203.0.113.1", port)
     with pytest.raises(UserError, match=f"port {PORT} is taken by another inference server"):
         checks.hold_port(PORT)
     with pytest.raises(UserError, match=rf"port {PORT} is taken by another .* --inference.server.port$"):
@@ -164,8 +161,9 @@ def test_a_forked_engine_does_not_keep_the_port(held: list[socket.socket]) -> No
         os.waitpid(child, 0)
 
 
-def test_the_device_is_what_was_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: asking for a GPU that is not there, or a build for something else, says what to install."""
+def test_the_device_and_the_routes_are_what_was_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: asking for a GPU that is not there, or a build for something else, says what to install. vLLM's development routes never stand beside
+    ours, nor does a server that has none of ours and no guard."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match="uv sync --extra cuda"):
         checks.check_device("cuda", CPU)
@@ -175,14 +173,11 @@ def test_the_device_is_what_was_built_for(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(UserError, match="NVIDIA GPU"):
             checks.check_device(device, CUDA)
     checks.check_device("auto", CPU)
-
-
-@pytest.mark.parametrize("name", ["VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"])
-def test_other_routes_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Contract: vLLM's development routes never stand beside ours, nor does a server that has none of ours and no guard."""
-    monkeypatch.setenv(name, "1")
-    with pytest.raises(UserError, match=name):
-        checks.check(InferenceConfig(), CPU, "127.0.0.1")
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"):
+        monkeypatch.setenv(name, "1")
+        with pytest.raises(UserError, match=name):
+            checks.check(InferenceConfig(), CPU, "127.0.0.1")
+        monkeypatch.delenv(name)
 
 
 def run(directory: Path, *lines: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:

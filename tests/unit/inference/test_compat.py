@@ -49,14 +49,6 @@ def test_the_wheel_tag_is_mended_once(tmp_path: Path) -> None:
     assert {path.name for path in info.iterdir()} == {"WHEEL", "RECORD", "METADATA"}
 
 
-def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: without the metadata by which vLLM finds our routes the server does not start; it would serve without them."""
-    compat.require_plugin()
-    monkeypatch.setattr(compat.metadata, "entry_points", lambda group: [])
-    with pytest.raises(UserError, match="not installed"):
-        compat.require_plugin()
-
-
 def test_only_what_is_known_to_keep_its_weights_as_loaded_is_loaded_in_place() -> None:
     """Contract: one layer whose method is not known to leave its weights alone, or that processes what it loaded by itself, and vLLM's own reload is used."""
     pytest.importorskip("vllm")
@@ -107,14 +99,11 @@ class Client:
 
 
 async def test_every_rank_of_every_engine_answers() -> None:
-    """Contract: nothing is said to be served that only the first engine serves: all ranks of all engines are asked and heard."""
+    """Contract: nothing is said to be served that only the first engine serves: all ranks of all engines are asked and heard. A failure is raised once
+    all have answered: what follows a failed load, going back, finds no engine that is still loading."""
     answers = await compat.AllEngines(Client(3), 3).collective_rpc("prime_served", args=("x",))
     assert [(answer["engine"], answer["rank"]) for answer in answers] == [(e, r) for e in range(3) for r in range(2)]
     assert all(answer["args"] == ("x",) for answer in answers)
-
-
-async def test_a_failure_is_raised_once_all_have_answered() -> None:
-    """Contract: what follows a failed load, going back, finds no engine that is still loading."""
     client = Client(3)
     client.engine_core.failing, client.engine_core.slow = {0, 2}, {1, 2}
     with pytest.raises(RuntimeError, match="engine 0 failed"):
@@ -161,19 +150,23 @@ async def test_a_rank_that_fails_leaves_no_answer_to_the_next_call(failing: set[
     assert await engine.collective_rpc("prime_served") == [None if n in failing else {"version": 1} for n in range(2)]
 
 
-def test_two_releases_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: without vLLM the error names both commands; any release but 0.31 and 0.26 is named. Only 0.31 knows --enable-scale-out."""
+def test_what_vllm_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: without vLLM the error names both commands; any release but 0.31 and 0.26 is named. Only 0.31 knows --enable-scale-out. Without the
+    metadata by which vLLM finds our routes the server does not start; it would serve without them."""
     monkeypatch.setattr(compat, "installed_engine", lambda: None)
     with pytest.raises(UserError, match=r"uv sync --group cpu.*uv sync --extra cuda"):
         compat.require_engine()
-    for minor in range(25, 33):
+    for minor in (25, 26, 30, 31, 32):
         engine = compat.Engine((0, minor), f"0.{minor}.0", "cpu")
         monkeypatch.setattr(compat, "installed_engine", lambda engine=engine: engine)
         if minor in (26, 31):
             assert compat.require_engine() == engine
             assert ("--enable-scale-out" in arguments(InferenceConfig(), engine)) == (minor == 31)
         else:
-            with pytest.raises(
-                UserError, match=f"vLLM 0.{minor}.0 is installed, this version works with 0.31 and 0.26"
-            ):
+            says = f"vLLM 0.{minor}.0 is installed, this version works with 0.31 and 0.26"
+            with pytest.raises(UserError, match=says):
                 compat.require_engine()
+    compat.require_plugin()
+    monkeypatch.setattr(compat.metadata, "entry_points", lambda group: [])
+    with pytest.raises(UserError, match="not installed"):
+        compat.require_plugin()

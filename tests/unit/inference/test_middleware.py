@@ -100,6 +100,16 @@ def test_what_is_not_named_is_not_served(keys: tuple[str, ...]) -> None:
         assert client.post(path, headers=bearer).json() == {"path": path[1:]}
 
 
+@pytest.mark.parametrize("root", ["", "/api"])
+def test_a_prefix_of_a_proxy_opens_nothing(root: str) -> None:
+    """Contract: with `root_path` the same two are open, under both names that the router knows them by, and nothing else is."""
+    client = make_client(root_path=root)
+    for path, status in ((f"{root}/health", 200), ("/health", 200), (f"{root}/weights", 401), ("/weights", 401), ("/api/api/health", 401),
+                         ("/api", 401), ("/apihealth", 401), ("/api//health", 401)):  # fmt: skip
+        assert client.get(path).status_code == status, path
+    assert client.get(f"{root}/weights", headers={"Authorization": "Bearer secret"}).json() == {"path": "weights"}
+
+
 def test_the_docs_name_every_route() -> None:
     """Contract: docs/guides/security.md says of every route that is served, or off, that it is."""
     table = (Path(__file__).parents[3] / "docs" / "guides" / "security.md").read_text()
@@ -107,15 +117,6 @@ def test_the_docs_name_every_route() -> None:
         f"{prefix}…" for prefix in ("/v1/", "/static/")
     }
     assert [name for name in sorted(names | {*OFF, *ADMINISTRATIVE}) if f"`{name}`" not in table] == []
-
-
-def test_a_prefix_of_a_proxy_opens_nothing() -> None:
-    """Contract: with `root_path` the same two are open, under both names that the router knows them by, and nothing else is."""
-    client = make_client(root_path="/api")
-    for path, status in (("/api/health", 200), ("/health", 200), ("/api/weights", 401), ("/weights", 401), ("/api/api/health", 401),
-                         ("/api", 401), ("/apihealth", 401), ("/api//health", 401)):  # fmt: skip
-        assert client.get(path).status_code == status, path
-    assert client.get("/api/weights", headers={"Authorization": "Bearer secret"}).json() == {"path": "weights"}
 
 
 def owner() -> FastAPI:
@@ -153,36 +154,26 @@ def follower(directory: Path, root_path: str = "") -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://follower", timeout=20)
 
 
-async def test_what_concerns_the_weights_is_passed_on(tmp_path: Path) -> None:
-    """Contract: the owner answers with its own status and body, sees the caller's key, and gets the body as it was sent; all else stays. With `root_path` it is passed on as well, by the owner's own name for it."""
-    async with listening(tmp_path), follower(tmp_path, "/api") as client:
-        key = {"Authorization": "Bearer secret"}
-        assert (await client.get("/api/weights", headers=key)).json() == {"key": "Bearer secret"}
-    async with listening(tmp_path), follower(tmp_path) as client:
-        assert (await client.get("/health")).json() == {"own": True}
-        assert (await client.get("/weights")).status_code == 401
-        assert (await client.get("/weights", headers=key)).json() == {"key": "Bearer secret"}
-        updates = await asyncio.gather(*(client.post("/update_weights", json={"version": v}) for v in range(3)))
-        assert [answer.json()["version"] for answer in updates] == [0, 1, 2]
-        assert max(answer.json()["changing"] for answer in updates) == 3, "all of them reached the same app"
-
-
-async def test_an_owner_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: who cannot reach the owner answers 503 in bounded time, never with what it knows itself."""
-    monkeypatch.setattr(middleware, "CONNECT_RETRIES", 1)
-    async with follower(tmp_path) as client:
-        answer = await client.get("/weights")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, 503)
-
-
-async def test_the_owner_may_come_later(tmp_path: Path) -> None:
-    """Contract: a request that comes before the owner listens waits for it."""
+async def test_what_concerns_the_weights_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the leader answers with its own status and body, sees the caller's key, and gets the body as it was sent; all else stays. A request
+    that comes before it listens waits for it; where it cannot be reached the answer is 503 in bounded time, never what a follower knows itself. With
+    `root_path` it is passed on as well, by the leader's own name for it."""
+    key = {"Authorization": "Bearer secret"}
     async with follower(tmp_path) as client:
         early = asyncio.create_task(client.post("/update_weights", json={"version": 5}))
         await asyncio.sleep(0.2)
-        async with listening(tmp_path):
-            async with asyncio.timeout(60):
-                assert (await early).json()["version"] == 5
+        async with listening(tmp_path), asyncio.timeout(60), follower(tmp_path, "/api") as prefixed:
+            assert (await early).json()["version"] == 5
+            assert (await client.get("/health")).json() == {"own": True}
+            assert (await client.get("/weights")).status_code == 401
+            assert (await client.get("/weights", headers=key)).json() == {"key": "Bearer secret"}
+            assert (await prefixed.get("/api/weights", headers=key)).json() == {"key": "Bearer secret"}
+            updates = await asyncio.gather(*(client.post("/update_weights", json={"version": v}) for v in range(3)))
+            assert [answer.json()["version"] for answer in updates] == [0, 1, 2]
+            assert max(answer.json()["changing"] for answer in updates) == 4, "all of them reached the same app"
+        monkeypatch.setattr(middleware, "CONNECT_RETRIES", 1)
+        answer = await client.get("/weights")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, 503)
 
 
 def test_one_process_leads(tmp_path: Path) -> None:

@@ -64,31 +64,25 @@ def test_what_is_read_is_what_the_files_hold(request: pytest.FixtureRequest, tmp
     assert (answer["state"], answer["place"]) == ("ready", "host")
 
 
-def _flip(directory: Path) -> None:
-    file = directory / "model-2.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 1
-    file.write_bytes(data)
+def _change(file: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda directory: (directory / file).write_bytes(change((directory / file).read_bytes()))
 
 
-def _cut(directory: Path) -> None:
-    file = directory / "model-1.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def _lose(directory: Path) -> None:
-    (directory / "model-1.safetensors").unlink()
-
-
-def _swap_names(directory: Path) -> None:
-    file = directory / "model-2.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data.replace(b'"c"', b'"x"').replace(b'"d"', b'"c"').replace(b'"x"', b'"d"'))
+_flip = _change("model-2.safetensors", lambda data: data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped bit": _flip,
+    "cut": _change("model-1.safetensors", lambda data: data[:-100]),
+    "lost": lambda directory: (directory / "model-1.safetensors").unlink(),
+    "swapped names": _change(
+        "model-2.safetensors",
+        lambda data: data.replace(b'"c"', b'"x"').replace(b'"d"', b'"c"').replace(b'"x"', b'"d"'),
+    ),
+}
 
 
 @pytest.mark.parametrize("sharing", [1, 1 << 40], ids=["kept", "only hashed"])
-@pytest.mark.parametrize("damage", [_flip, _cut, _lose, _swap_names])
-def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], sharing: int) -> None:
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], sharing: int) -> None:
     """Contract: a version whose files are not what its manifest says is never given out, whether it is kept in memory or only hashed."""
     directory = commit(tmp_path)
     damage(directory)
@@ -216,7 +210,7 @@ def in_memory(tmp_path: Path) -> Path:
 
 
 def test_a_tmpfs_is_allowed_by_name(in_memory: Path, tmp_path: Path) -> None:
-    """Contract: links lead a server no further than it may go."""
+    """Contract: links lead a server no further than it may go; one that does not see the tmpfs says so in a line that names the directory."""
     allowed = AllowedRoots(in_memory.parent, tmpfs=tmp_path / "tmpfs")
     for roots in (allowed, AllowedRoots(None)):
         assert roots.check(str(in_memory), 5).version == 5
@@ -228,10 +222,6 @@ def test_a_tmpfs_is_allowed_by_name(in_memory: Path, tmp_path: Path) -> None:
     for roots in (allowed, AllowedRoots(None)):
         with pytest.raises(Rejected, match="outside"):
             roots.check(str(in_memory), 5)
-
-
-def test_a_server_that_does_not_see_the_tmpfs_says_so(in_memory: Path, tmp_path: Path) -> None:
-    """Contract: one line, which names the directory that is not there."""
     shutil.rmtree(tmp_path / "tmpfs")
     with pytest.raises(Rejected, match=r"is missing in .*/tmpfs/prime-rl-.* on this host"):
         AllowedRoots(None).check(str(in_memory), 5)
