@@ -5,14 +5,14 @@ batch takes `train` seconds, one batch after the other; a version is served `syn
 """
 
 import heapq
-import itertools
 import math
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from prime_rl.orchestrator.scheduler import Limits, Scheduler, Task
+from prime_rl.orchestrator.scheduler import Limits, Scheduler
+from support.scheduling import endless_tasks
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,10 @@ class World:
 
 @dataclass(frozen=True)
 class Course:
-    """What happened: when each step was trained, the versions that were served, how busy the engine was."""
+    """What happened: when each step was trained, and the versions that were served."""
 
     ends: list[float]
     served: list[int]
-    engine_busy: float
 
     def step(self, counted: int) -> float:
         """Mean seconds of the last steps."""
@@ -82,9 +81,9 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
     """
     limits = Limits(world.batch, world.group, world.level, max(8, world.level), max_concurrent, steps)
     steps = steps or world.steps
-    core: Scheduler[None] = Scheduler(limits, (Task("simulated", number, str(number)) for number in itertools.count()))
+    core: Scheduler[None] = Scheduler(limits, endless_tasks())
     lengths = world.lengths((steps + 2 * world.level + 4) * limits.groups_per_batch).tolist()
-    now = sampled = busy = trainer_free = loaded = 0.0  # `sampled`: tokens of a request that was there all the time
+    now = sampled = trainer_free = loaded = 0.0  # `sampled`: tokens of a request that was there all the time
     queue, running, versions = (
         deque(),
         [],
@@ -103,7 +102,7 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
         due = math.inf if core.opens_at is None else core.opens_at
         then = min(landing, loading, due)
         assert then < math.inf, "nothing is in flight, and nothing to train"
-        sampled, busy, now = sampled + (then - now) * rate, busy + (then - now) * rate * len(running), then
+        sampled, now = sampled + (then - now) * rate, then
         if loading <= now:
             began = now - world.sync
             while versions and (version := versions[0])[0] <= began + 1e-9:
@@ -120,7 +119,7 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
             ends.append(trainer_free)
             versions.append((trainer_free, batch.step + 1))
             core.advance(batch.committed(batch.episodes))
-    return Course(ends, served, busy / (now * world.engine_rate))
+    return Course(ends, served)
 
 
 def shortest_step(world: World) -> float:

@@ -1,4 +1,5 @@
-"""The limit of episodes in flight: what the configuration allows; the controller against a model of a server: it finds what fits, and stays there."""
+"""The limit of episodes in flight: what the configuration allows; the controller against a model of a server: it finds
+what fits, and stays there; and how it asks the servers."""
 
 import asyncio
 import random
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.orchestrator import concurrency
 from prime_rl.orchestrator.concurrency import (
     LOOKS,
     Concurrency,
@@ -24,16 +26,17 @@ from prime_rl.orchestrator.concurrency import (
     read_load,
     slots,
 )
-from prime_rl.orchestrator.scheduler import Limits, Scheduler, Task
+from prime_rl.orchestrator.scheduler import Limits, Scheduler
 from prime_rl.wait import wait_async
+from support.scheduling import endless_tasks
 
 LOOK_EVERY = 3  # tokens
 
 
 @dataclass
 class Server:
-    """`seats` requests at a time, `room` tokens of cache; one token each a tick; the youngest is preempted and begins again when the cache is full.
-    At most `intake` contexts are taken in within a tick."""
+    """`seats` requests at a time, `room` tokens of cache; one token each a tick. The youngest is preempted and begins
+    again when the cache is full. At most `intake` contexts are taken in within a tick."""
 
     seats: int
     room: int
@@ -42,7 +45,7 @@ class Server:
     queue: deque[list[int]] = field(default_factory=deque)  # [tokens to sample, sampled]
     running: list[list[int]] = field(default_factory=list)
     preempted: int = 0
-    landed: int = 0
+    ended: int = 0
 
     @property
     def used(self) -> int:
@@ -73,7 +76,7 @@ class Server:
             self.preempted += 1
         for request in self.running:
             request[1] += 1
-        self.landed += sum(sampled >= wanted for wanted, sampled in self.running)
+        self.ended += sum(sampled >= wanted for wanted, sampled in self.running)
         self.running = [request for request in self.running if request[1] < request[0]]
 
     def load(self) -> ServerLoad:
@@ -83,7 +86,10 @@ class Server:
 def drive(
     servers: list[Server], control: Concurrency, lengths: tuple[int, int], turns: int, update_every: int = 0
 ) -> list[int]:
-    """The limit after each look, for so many turns of the longest replies. All weights are loaded anew after every `update_every` looks."""
+    """The limit after each look, for so many turns of the longest replies.
+
+    All weights are loaded anew after every `update_every` looks.
+    """
     rng, limits = random.Random(0), []
     for tick in range(turns * lengths[1]):
         for server in servers:
@@ -98,9 +104,9 @@ def drive(
             for server in servers:
                 server.update()
         if tick % LOOK_EVERY == LOOK_EVERY - 1:
-            flight, landed = sum(s.in_flight for s in servers), sum(s.landed for s in servers)
+            in_flight, ended = sum(s.in_flight for s in servers), sum(s.ended for s in servers)
             loads = [server.load() for server in servers]
-            limits.append(control.look(loads, in_flight=flight, ended=landed, updating=updating))
+            limits.append(control.look(loads, in_flight=in_flight, ended=ended, updating=updating))
     return limits
 
 
@@ -116,32 +122,27 @@ def drive(
 def test_it_stays_near_what_a_server_takes(
     seats: int, rows: int, prompt: int, reply: int, start: int, shortest: float
 ) -> None:
-    """Contract: under a load that stays what it is the limit comes near what the server takes at most, and stays there: few preemptions, and
-    hardly a queue."""
+    """Contract: under a load that stays what it is the limit comes near what the server takes at most, and stays there:
+    few preemptions, and hardly a queue."""
     server, control = Server(seats, rows * (prompt + reply), prompt), Concurrency(start, 96)
     lengths = (max(1, int(shortest * reply)), reply)
     drive([server], control, lengths, turns=60)
-    preempted, landed = server.preempted, server.landed
+    preempted, ended = server.preempted, server.ended
     limits = drive([server], control, lengths, turns=40)
-    assert server.preempted - preempted <= 0.35 * (server.landed - landed), limits
+    assert server.preempted - preempted <= 0.35 * (server.ended - ended), limits
     assert 0.75 * min(seats, rows) - 1 <= min(limits), limits
     assert max(limits) <= 1 + 1.25 * seats, limits
 
 
-def test_servers_that_come_and_go_bring_their_share() -> None:
-    """Contract: with half of the servers half as much is in flight, with all of them as much as before."""
-    control = Concurrency(10, 1000)
-    servers = [Server(16, 10_000, 8) for _ in range(2)]
+def test_it_follows_what_changes() -> None:
+    """Contract: with half of the servers half as much is in flight, with all of them as much as before; once replies are
+    so short that the cache stays half empty the limit rises again."""
+    control, servers = Concurrency(10, 1000), [Server(16, 10_000, 8) for _ in range(2)]
     both = drive(servers, control, (20, 20), turns=60)[-1]
     assert 20 <= both <= 36
     loads = [server.load() for server in servers]
-    assert control.look(loads[:1], in_flight=both, ended=10**6, updating=False) == round(both / 2)
-    assert control.look([], in_flight=both // 2, ended=10**6) == round(both / 2)
-    assert control.look(loads, in_flight=both // 2, ended=10**6, updating=False) == 2 * round(both / 2)
-
-
-def test_what_is_less_of_a_load_gets_more() -> None:
-    """Contract: once replies are so short that the cache stays half empty the limit rises again."""
+    for present, expected in ((loads[:1], round(both / 2)), ([], round(both / 2)), (loads, 2 * round(both / 2))):
+        assert control.look(present, in_flight=both // 2, ended=10**6) == expected
     control, server = Concurrency(60, 64), Server(256, 1_600, 8)
     assert 13 <= drive([server], control, (72, 72), turns=40)[-1] <= 25
     assert drive([server], control, (10, 10), turns=100)[-1] == 64
@@ -149,34 +150,31 @@ def test_what_is_less_of_a_load_gets_more() -> None:
 
 @pytest.mark.parametrize(("intake", "every", "start", "most"), [(2, 0, 48, 60), (4, 11, 32, 64), (4, 40, 32, 64)])
 def test_contexts_that_wait_to_be_computed_are_no_pressure(intake: int, every: int, start: int, most: int) -> None:
-    """Contract: at the start all prompts wait for one another, and after an update, which preempts them, all contexts; the limit only grows."""
+    """Contract: at the start all prompts wait for one another, and after an update, which preempts them, all contexts;
+    the limit only grows."""
     server = Server(256, 100_000, 8, intake=intake)
     limits = drive([server], Concurrency(start, most), (40, 60), turns=40, update_every=every)
     assert limits == sorted(limits)
     assert limits[-1] == most
 
 
-def test_an_evaluation_is_no_pressure() -> None:
-    """Contract: an evaluation beside training fills the seats and the cache, and preempts; the limit stays, and grows when it is over."""
+def test_what_is_no_pressure_of_the_limit() -> None:
+    """Contract: an evaluation beside training fills the seats and the cache, and preempts; the limit stays, and grows
+    when it is over. Of a hundred episodes ten are at the server, the others use tools; that two of the ten wait is no
+    reason to go down to eight."""
     control = Concurrency(24, 48)
     for look in range(3 * LOOKS):
         assert control.look([ServerLoad(64, 80, 0.99, 7 * look)], in_flight=24, ended=24 * look, evaluating=True) == 24
-    landed = 24 * 3 * LOOKS
-    assert (
-        control.look([ServerLoad(24, 30, 0.3, 100)], in_flight=24, ended=landed, evaluating=True) == 24
-    )  # its last look
-    limits = [control.look([ServerLoad(24, 0, 0.3, 100)], in_flight=24, ended=landed + 8 * n) for n in range(2 * LOOKS)]
+    ended, after = 24 * 3 * LOOKS, [ServerLoad(24, 0, 0.3, 100)]
+    assert control.look([ServerLoad(24, 30, 0.3, 100)], in_flight=24, ended=ended, evaluating=True) == 24
+    limits = [control.look(after, in_flight=24, ended=ended + 8 * n) for n in range(2 * LOOKS)]
     assert (min(limits), limits[-1]) == (24, 27)
-
-
-def test_the_limit_falls_by_the_share_that_waits() -> None:
-    """Contract: of a hundred episodes ten are at the server, the others use tools; that two of the ten wait is no reason to go down to eight."""
     control = Concurrency(100, 100)
     limits = [control.look([ServerLoad(8, 2, 0.5, 0)], in_flight=100, ended=25 * n) for n in range(LOOKS + 1)]
     assert limits[-1] == 72
 
 
-# Looking at the servers: what their counters mean, and what becomes of it
+# -- looking at the servers: what their counters mean, and what becomes of it ------------------------------------------
 
 
 METRICS = """# HELP vllm:num_requests_running x
@@ -196,101 +194,97 @@ def text(running: int = 6, waiting: int = 0, cache: float = 0.5, preempted: int 
 
 
 def test_counters_are_read_for_all_engines_of_a_server() -> None:
-    """Contract: requests and preemptions are summed over a server's engines, the fullest cache counts; another text is refused."""
+    """Contract: requests and preemptions are summed over a server's engines, the fullest cache counts; another text is
+    refused."""
     assert read_load(text(waiting=3, preempted=4)) == ServerLoad(8.0, 3.0, 0.5, 4.0)
     with pytest.raises(ValueError, match="num_requests_running"):
         read_load("<html>")
 
 
-def make(batch: int) -> tuple[LoadWatch, Scheduler[Any], Any]:
-    tasks = (Task("env", index, str(index)) for index in range(10**6))
-    core: Scheduler[Any] = Scheduler(Limits(batch, 2, 100, 100, 2 * batch, None), tasks)
-    fleet: Any = SimpleNamespace(
-        ready=[SimpleNamespace(name="http://a"), SimpleNamespace(name="http://b")], loading=None, evaluating=False
-    )
-    return LoadWatch(fleet, core, most=64, evaluating=lambda: fleet.evaluating), core, fleet
+class Watched:
+    """A watch over two servers, with as many episodes in flight as it allows."""
+
+    def __init__(self, batch: int = 16) -> None:
+        self.scheduler: Scheduler[Any] = Scheduler(Limits(batch, 2, 100, 100, 2 * batch, None), endless_tasks())
+        self.evaluating = False
+        self.fleet: Any = SimpleNamespace(ready=[SimpleNamespace(name=f"http://{name}") for name in "ab"], loading=None)
+        self.watch = LoadWatch(self.fleet, self.scheduler, most=64, evaluating=lambda: self.evaluating)
+        self.running: deque[str] = deque()
+        self.start()
+
+    def start(self) -> None:
+        self.running.extend(start.episode for start in iter(self.scheduler.next_start, None))
+
+    @property
+    def limit(self) -> int:
+        return self.scheduler.limits.max_concurrent
+
+    async def look(self, *texts: str | Exception, episodes: int = 0, times: int = 1) -> None:
+        """Look at both servers; before each look so many episodes end and others start."""
+        for _ in range(times):
+            for _ in range(episodes):
+                self.scheduler.finish(self.running.popleft(), None)
+            self.start()
+            answers = dict(zip(("http://a/metrics", "http://b/metrics"), texts, strict=True))
+
+            async def fetch(url: str, answers: Any = answers) -> str:
+                await asyncio.sleep(0)
+                if isinstance(answer := answers[url], Exception):
+                    raise answer
+                return answer
+
+            await self.watch.look(fetch)
 
 
-async def look(watch: LoadWatch, *texts: str | Exception) -> None:
-    answers = iter(texts)
-
-    async def fetch(url: str) -> str:
-        assert url in ("http://a/metrics", "http://b/metrics")
-        await asyncio.sleep(0)
-        if isinstance(answer := next(answers), Exception):
-            raise answer
-        return answer
-
-    await watch.look(fetch)
-
-
-async def land(watch: LoadWatch, core: Scheduler[Any], flying: deque[str], *texts: str | Exception) -> None:
-    """An episode ends, another one starts, and both servers are looked at."""
-    core.finish(flying.popleft(), None)
-    while (start := core.next_start()) is not None:
-        flying.append(start.episode)
-    await look(watch, *texts)
-
-
-async def test_a_turn_without_pressure_raises_what_may_be_in_flight_and_a_queue_that_stands_lowers_it() -> None:
+async def test_a_turn_without_pressure_raises_the_limit_and_a_queue_that_stands_lowers_it() -> None:
     """Contract: it begins with a step's worth; no answer changes nothing, nor does what is there beside an evaluation."""
-    watch, core, fleet = make(16)
-    flying = deque(start.episode for _ in range(16) if (start := core.next_start()) is not None)
-    assert (len(flying), core.next_start()) == (16, None)
-    for _ in range(17):  # a turn and a little
-        await land(watch, core, flying, text(), text())
-    raised = core.limits.max_concurrent
-    assert raised == 18
-    for _ in range(12):
-        await land(watch, core, flying, text(waiting=5), httpx.ConnectError("gone"))
-    fleet.evaluating = True
-    for _ in range(12):
-        await land(watch, core, flying, text(waiting=5), text(waiting=5, preempted=3))
-    fleet.evaluating = False
-    await land(watch, core, flying, text(waiting=5), text(preempted=9))  # since the last look
-    assert core.limits.max_concurrent == raised
-    for _ in range(21):
-        await land(watch, core, flying, text(waiting=5), text(waiting=4, preempted=9))
-    assert core.limits.max_concurrent < raised
-
-
-async def test_servers_are_asked_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: what is before a server, and guards all of its routes, lets these questions through."""
-    heard: list[str] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append((await reader.readuntil(b"\r\n\r\n")).decode())
-        body = text()
-        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        await writer.drain()
-        writer.close()
-
-    monkeypatch.setattr("prime_rl.orchestrator.concurrency.LOOK_SECONDS", 0.01)
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    watch, _, fleet = make(16)
-    fleet.ready = [SimpleNamespace(name=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")]
-    looking = asyncio.create_task(watch.run("secret"))
-    await wait_async(lambda: heard, subject="question", owner="the watch", seconds=30)
-    looking.cancel()
-    server.close()
-    assert heard[0].startswith("GET /metrics ")
-    assert "authorization: bearer secret\r\n" in heard[0].lower()
+    watched = Watched()
+    assert len(watched.running) == 16
+    await watched.look(text(), text(), episodes=1, times=17)  # a turn and a little
+    assert watched.limit == 18
+    await watched.look(text(waiting=5), httpx.ConnectError("gone"), episodes=1, times=12)
+    watched.evaluating = True
+    await watched.look(text(waiting=5), text(waiting=5, preempted=3), episodes=1, times=12)
+    watched.evaluating = False
+    await watched.look(text(waiting=5), text(preempted=9), episodes=1)  # since the last look
+    assert watched.limit == 18
+    await watched.look(text(waiting=5), text(waiting=4, preempted=9), episodes=1, times=21)
+    assert watched.limit < 18
 
 
 async def test_preemptions_by_an_update_lower_nothing() -> None:
     """Contract: what an update preempts is not taken for a cache that is too small; other preemptions are."""
-    watch, core, fleet = make(16)
-    while core.next_start() is not None:
-        pass
-    await look(watch, text(), text())
-    fleet.loading = 1
-    await look(watch, text(preempted=8), text(preempted=8))
-    fleet.loading = None
-    core.serve(1)
-    await look(watch, text(preempted=8), text(preempted=16))
-    assert core.limits.max_concurrent == 16
-    await look(watch, text(preempted=9), text(preempted=16))
-    assert core.limits.max_concurrent < 16
+    watched = Watched()
+    await watched.look(text(), text())
+    watched.fleet.loading = 1
+    await watched.look(text(preempted=8), text(preempted=8))
+    watched.fleet.loading = None
+    watched.scheduler.serve(1)
+    await watched.look(text(preempted=8), text(preempted=16))
+    assert watched.limit == 16
+    await watched.look(text(preempted=9), text(preempted=16))
+    assert watched.limit < 16
+
+
+async def test_servers_are_asked_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: what is before a server, and guards all of its routes, lets these questions through."""
+    requests: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text())}\r\n\r\n{text()}".encode())
+        await writer.drain()
+        writer.close()
+
+    monkeypatch.setattr(concurrency, "LOOK_SECONDS", 0.01)
+    server, watched = await asyncio.start_server(answer, "127.0.0.1", 0), Watched()
+    watched.fleet.ready = [SimpleNamespace(name=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")]
+    looking = asyncio.create_task(watched.watch.run("secret"))
+    await wait_async(lambda: requests, subject="question", owner="the watch", seconds=30)
+    looking.cancel()
+    server.close()
+    assert requests[0].startswith("GET /metrics ")
+    assert "authorization: bearer secret\r\n" in requests[0].lower()
 
 
 @pytest.mark.parametrize(("workers", "max_workers", "expected"), [(2, None, 2 * 8 + 4), ("auto", 5, 5 * 8 + 4)])

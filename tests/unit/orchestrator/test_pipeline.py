@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.scheduler import Limits, Scheduler, Task
+from prime_rl.orchestrator.scheduler import Limits, Scheduler
 from support.pipeline import World, shortest_step, simulate
+from support.scheduling import endless_tasks
 
 NEAR = 1.1  # of the shortest step
 
@@ -84,8 +85,7 @@ def test_a_stall_is_over_when_it_is_over(latency: float) -> None:
     """Contract: a step that took a hundred times as long (an evaluation, a restart) is no measure for those that follow."""
     for level in (0, 1, 3):
         world = scaled(level, latency, 0.3, 0.3)
-        course = simulate(world, stall=(12, 100.0))
-        assert course.step(world.counted) <= NEAR * shortest_step(world), world
+        assert simulate(world, stall=(12, 100.0)).step(world.counted) <= NEAR * shortest_step(world), world
 
 
 def test_a_version_that_is_superseded_holds_no_batch_up() -> None:
@@ -101,7 +101,7 @@ def test_a_version_that_is_superseded_holds_no_batch_up() -> None:
 def test_only_what_comes_on_top_of_a_batch_is_paced() -> None:
     """Contract: with less than a batch in flight a group is opened at once; beyond, 0.9 of a step's time after the one a batch before it, and
     `opens_at` says when. A group that is open already is never held back."""
-    core: Scheduler[None] = Scheduler(Limits(2, 2, 1, 8, 100), (Task("env", n, str(n)) for n in itertools.count()))
+    core: Scheduler[None] = Scheduler(Limits(2, 2, 1, 8, 100), endless_tasks())
 
     def started(now: float) -> int:
         return len(list(iter(lambda: core.next_start(now), None)))
