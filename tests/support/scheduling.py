@@ -43,14 +43,17 @@ def endless_tasks() -> Iterator[Task]:
 class Counted(Scheduler[Any]):
     """A scheduler whose events are counted, as a ledger would."""
 
-    def __init__(self, limits: Limits, tasks: Iterator[Task] | None = None, emit: Callable[[Event], None] | None = None, **kwargs: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        limits: Limits,
+        tasks: Iterator[Task] | None = None,
+        emit: Callable[[Event], None] = lambda event: None,
+        **kwargs: Any,
+    ) -> None:
         self.issued, self.trained, self.dropped = 0, 0, Counter[str]()
         self.discards: list[tuple[int, str, str]] = []
         self.open: dict[int, set[str]] = {}  # verified and finished episodes by group
         self.standing: list[int] = []  # groups that are neither in a batch nor discarded
-        self.planned: dict[
-            str, int
-        ] = {}  # the step that each episode was started for, by how many groups stood before its own
         self._store = emit
         super().__init__(limits, tasks or endless_tasks(), emit=self.count, **kwargs)
 
@@ -58,11 +61,8 @@ class Counted(Scheduler[Any]):
         match event:
             case Opened(group):
                 self.standing.append(group)
-            case Issued(start):
+            case Issued():
                 self.issued += 1
-                if start.group in self.standing:  # else an earlier orchestrator opened it
-                    before = self.standing.index(start.group)
-                    self.planned[start.episode] = self.step + before // self.limits.groups_per_batch
             case Finished(start):
                 self.open.setdefault(start.group, set()).add(start.episode)
             case Dropped(start, reason):
@@ -77,8 +77,7 @@ class Counted(Scheduler[Any]):
                 self.dropped[Drop.FILTERED] += len(event.filtered)
                 self.dropped[Drop.TRUNCATED] += len(event.truncated)
                 self.standing = [number for number in self.standing if number not in groups]
-        if self._store is not None:
-            self._store(event)
+        self._store(event)
 
     def check_conservation(self) -> None:
         assert self.issued == self.trained + self.dropped.total() + self.held
@@ -155,9 +154,11 @@ class World:
         while (start := self.scheduler.next_start(self.clock)) is not None:
             assert start.episode not in self.running
             self.running[start.episode] = start
-            if (planned := self.scheduler.planned.get(start.episode)) is not None and not self.crashes:
-                assert start.version >= max(0, planned - self.limits.async_level)
-                assert planned < (self.limits.max_steps or 0)
+            if not self.crashes:  # else an earlier orchestrator may have opened the group
+                before = self.scheduler.standing.index(start.group)
+                step = self.scheduler.step + before // self.limits.groups_per_batch
+                assert start.version >= max(0, step - self.limits.async_level)
+                assert step < (self.limits.max_steps or 0)
 
     def land(self) -> None:
         if not self.running:

@@ -20,7 +20,7 @@ from prime_rl.orchestrator.scheduler import Batched, Task
 from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
 from prime_rl.transport.incarnations import read_incarnations, read_versions
 from prime_rl.transport.protocol import superseded_versions
-from prime_rl.transport.rollouts import open_batch
+from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
 
 
@@ -158,13 +158,15 @@ class World:
         self.trainer.checkpoint(step)
         JointCheckpoints(self.directory, None).join({})
 
-    def versions(self, step: int) -> list[int]:
+    def rows(self, step: int) -> list[Sample]:
         batch = open_batch(self.directory / "rollouts" / f"step_{step}")
-        return sorted({int(version) for row in batch.rows(range(len(batch))) for version in row.policy_versions})
+        return batch.rows(range(len(batch)))
+
+    def versions(self, step: int) -> list[int]:
+        return sorted({int(version) for row in self.rows(step) for version in row.policy_versions})
 
     def really_sampled(self, step: int) -> set[int]:
-        batch = open_batch(self.directory / "rollouts" / f"step_{step}")
-        return {self.pool.sampled[row.sample_id.rpartition(".")[0]] for row in batch.rows(range(len(batch)))}
+        return {self.pool.sampled[row.sample_id.rpartition(".")[0]] for row in self.rows(step)}
 
 
 def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0, **extra: object) -> None:

@@ -39,7 +39,6 @@ from prime_rl.orchestrator.algorithms import (
     missing_rewards,
     penalized,
 )
-from prime_rl.transport.rollouts import open_batch
 from support.scripted import follow, fresh
 
 Groups = list[list[Attempt]]
@@ -284,6 +283,5 @@ async def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     world = fresh(tmp_path / "run", **tomllib.loads(line))
     await follow(world, (1, 2, 3))
     for step in range(3):
-        batch = open_batch(world.directory / "rollouts" / f"step_{step}")
-        rows = sorted(batch.rows(range(len(batch))), key=lambda row: row.reward)
+        rows = sorted(world.rows(step), key=lambda row: row.reward)
         assert [float(row.advantages[-1]) for row in rows] == [-0.5, 0.5]
