@@ -263,9 +263,7 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     sizes = [] if inference is None else _server_sizes(config, inference, serves)
     inference_gpus = sum(sizes)
     if config.share_gpus and not 0 < inference_gpus == training:
-        raise UserError(
-            f"share_gpus: as many GPUs must train as serve, not {training} and {inference_gpus} (see --device)"
-        )
+        raise UserError(f"share_gpus: as many GPUs must train as serve, not {training} and {inference_gpus}")
     needed = inference_gpus if config.share_gpus else inference_gpus + training
     if needed > len(visible):
         limit = machine.environ.get("CUDA_VISIBLE_DEVICES")
@@ -273,8 +271,8 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
         have = f"{len(visible)} visible ({', '.join(visible)})" if visible else have
         hint = "; one GPU can do both: --share-gpus" if 2 * len(visible) == needed and not config.share_gpus else ""
         raise UserError(
-            f"the run needs {needed} GPUs ({inference_gpus} for inference, {training} for trainer), but {have}: see --trainer-gpus, "
-            f"--inference-gpus, --device{hint}"
+            f"the run needs {needed} GPUs ({inference_gpus} for inference, {training} for trainer), but {have}: see "
+            f"--trainer-gpus, --inference-gpus, --device{hint}"
         )
     left = iter(visible)
     servers = tuple(tuple(next(left) for _ in range(size)) for size in sizes)
@@ -292,8 +290,8 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     memory = _memory(config, inference, engines, machine)
     if engines > 1 and memory[1] is None:
         raise UserError(
-            f"inference_servers {wanted}: {engines} servers on a GPU need to know how much memory each may use for keys "
-            "and values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give "
+            f"inference_servers {wanted}: {engines} servers on a GPU need to know how much memory each may use for "
+            "keys and values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give "
             "inference.kv_cache_gib"
         )
     return Layout(servers * engines, trainer, ports, *memory)
@@ -316,28 +314,21 @@ def _server_sizes(config: RLConfig, inference: InferenceConfig, served: bool) ->
         return [1] * total
     count = wanted or (1 if total is None else total // each)
     if total not in (None, count * each):
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-        factors = " x ".join(f"{name} {size}" for name in sizes if (size := getattr(inference, name)) > 1)
         asked = f"{wanted} servers use {wanted * each}" if wanted else f"{total} is no multiple of that"
-        why = f" ({factors})" if factors else ""
-        raise UserError(f"inference_gpus {total} cannot be laid out: a server uses {each}{why}, {asked}")
+        raise UserError(
+            f"inference_gpus {total} cannot be laid out: a server uses {each} (the product of its tensor, "
+            f"pipeline and data parallel sizes), {asked}"
+        )
     return [each] * count
 
 
 def _refuse_senseless(config: RLConfig, serves: bool, training: int) -> None:
     """Raise UserError for settings that mean nothing here. `serves`: on GPUs; `training`: how many GPUs train."""
-    inference, servers, gpus, ranks = (
-        config.inference,
-        config.inference_servers,
-        config.inference_gpus,
-        config.trainer_ranks,
-    )
+    inference, servers, gpus = config.inference, config.inference_servers, config.inference_gpus
+    ranks = config.trainer_ranks
     spread = inference is not None and inference.data_parallel_size_local not in (None, inference.data_parallel_size)
     refusals = (
-        (
-            inference is None and (servers or gpus),
-            "inference_servers, inference_gpus: there is no [inference] to start",
-        ),
+        (inference is None and (servers or gpus), "inference_servers, inference_gpus: there is no [inference]"),
         (inference and inference.headless, "inference.headless: another node serves its requests; use `inference`"),
         (spread and (servers or 1) > 1, "inference_servers: servers spread over nodes are started by `inference`"),
         (not training and config.trainer_gpus > 1, "trainer_gpus: no GPU trains here (--device); use --trainer-ranks"),
@@ -405,8 +396,8 @@ def _split(share: float, limit: float | None, total: float | None) -> tuple[floa
     if (limit or 0.0) > room or room <= 0:
         raise UserError(
             f"share_gpus: of {total:.1f} GiB the server takes {share:.0%} = {share * total:.1f} "
-            f"(inference.gpu_memory_utilization), contexts {_OVERHEAD_GIB:.0f}, which leaves {max(room, 0):.1f} for the "
-            "trainer" + (f", not {limit:.1f} (trainer.model.memory_limit)" if limit else "")
+            f"(inference.gpu_memory_utilization), contexts {_OVERHEAD_GIB:.0f}, which leaves {max(room, 0):.1f} for "
+            "the trainer" + (f", not {limit:.1f} (trainer.model.memory_limit)" if limit else "")
         )
     return share, limit or round(room, 1)
 
@@ -430,16 +421,16 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
         UserError: the driver hangs.
     """
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        # Up to the first invalid entry, such as -1, as CUDA does.
-        items = [item.strip() for item in visible.split(",")]
-        return list(itertools.takewhile(lambda item: item and not item.startswith("-"), items))
+        items = map(str.strip, visible.split(","))
+        return list(itertools.takewhile(lambda item: item[:1] not in ("", "-"), items))  # as CUDA does: -1 ends it
     count: list[int] = []
     asking = threading.Thread(target=lambda: count.append(gpu_count()), daemon=True)
     asking.start()
     asking.join(_DRIVER_SECONDS)
     if not count:
         raise UserError(
-            f"the NVIDIA driver did not say within {_DRIVER_SECONDS:.0f} s how many GPUs there are: give CUDA_VISIBLE_DEVICES"
+            f"the NVIDIA driver did not say within {_DRIVER_SECONDS:.0f} s how many GPUs there are: give "
+            "CUDA_VISIBLE_DEVICES"
         )
     return [str(index) for index in range(count[0])]
 

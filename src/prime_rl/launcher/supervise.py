@@ -87,7 +87,7 @@ class RestartBudget:
         self._restarts: list[tuple[float, tuple[int, ...]]] = []  # when, and how far the run had come
 
     def ask(self, now: float, newest: Sequence[int] = (-1, -1)) -> tuple[int, float] | None:
-        """Grant one more restart, which then counts: its number, and the seconds to wait before it; None: not granted."""
+        """Grant one more restart, which then counts: its number, and the seconds to wait before it; None: refused."""
         self._furthest = tuple(map(max, newest, self._furthest))
         self._restarts = [
             (then, reached)
@@ -197,7 +197,7 @@ def log_tail(path: Path, start: int = 0) -> list[str]:
 
 
 _Failure = tuple[SupervisedChild, str, bool]
-"""What must not have ended, or had to be killed; why, in words that follow its name; whether a restart would end alike."""
+"""What must not have ended, or was killed; why, in words that follow its name; whether a restart would end alike."""
 
 
 class Supervisor:
@@ -238,7 +238,7 @@ class Supervisor:
         self.failures: list[str] = []
 
     def run(self, signals: bool = True) -> RunOutcome:
-        """Block until the run is over and its processes are stopped. `signals`: handle them (in the main thread only)."""
+        """Block until the run is over and its processes are stopped. `signals`: handle them (main thread only)."""
         numbers = [signal.SIGINT, signal.SIGTERM] if signals else []
         if signals and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the terminal may go
             numbers.append(signal.SIGHUP)

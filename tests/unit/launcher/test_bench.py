@@ -31,7 +31,7 @@ def files(directory: Path) -> dict[Path, bytes]:
 def test_a_benchmark_beside_a_run(
     tied_model: Path, tmp_path: Path, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file of the run stays as it is; the benchmark says where its own go, and each replaces the rows of the one before."""
+    """Every file of the run stays; the benchmark says where its own go, and replaces the one before."""
     torch.set_num_threads(1)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     fake = {"seq_len": 32, "data": {"fake": {"batch_size": 2}}, "model": {"name": str(tied_model)}, "device": "cpu"}

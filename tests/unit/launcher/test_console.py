@@ -30,7 +30,7 @@ def add(root: Path, process: str, step: int, time: float, **metrics: float) -> N
 
 
 def test_a_step_is_told_once_both_sides_have_it(tmp_path: Path) -> None:
-    """Joined by step, with the remaining time from the pace of the steps so far. An eval at step n neither hides step n nor counts as it."""
+    """Joined by step, with the remaining time from the pace so far. An eval neither hides its step nor counts as it."""
     steps = StepLines(tmp_path, max_steps=20)
     add(tmp_path, "orchestrator", 0, 99.0, **{"eval/reverse-text/reward/mean": 0.125, "eval/reverse-text/n": 8})
     add(tmp_path, "trainer", 0, 101.0, **TRAINER)

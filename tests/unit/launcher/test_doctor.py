@@ -1,4 +1,4 @@
-"""Who keeps a run from going on: crafted facts for each typical fault, and the collector over crafted directories and live processes."""
+"""Who keeps a run from going on: crafted facts for each typical fault, then crafted directories."""
 
 import json
 import os
@@ -65,7 +65,8 @@ CASES: dict[str, tuple[ProcessState, dict[str, ProcessStatus], dict[str, Process
         "inference has ended: failed: no memory",
     ),
     "a rank that hangs": (
-        ALIVE, {"trainer": status("trainer")}, {"trainer.3": ProcessFacts(STOPPED, status("trainer.3", beat=75.0))}, STUCK,
+        ALIVE, {"trainer": status("trainer")},
+        {"trainer.3": ProcessFacts(STOPPED, status("trainer.3", beat=75.0))}, STUCK,
         "trainer rank 3 has been stopped (SIGSTOP) for 75 s",
     ),
     "two faults": (
@@ -80,13 +81,17 @@ CASES: dict[str, tuple[ProcessState, dict[str, ProcessStatus], dict[str, Process
         "end from inference and environments for 200 s; no process shows a fault, for environments see logs/envs",
     ),
     "a short wait": (
-        ALIVE, {"trainer": status("trainer", waiting=waits("rollouts/step_41", "orchestrator", 3.0)), "inference": SERVER},
+        ALIVE,
+        {"trainer": status("trainer", waiting=waits("rollouts/step_41", "orchestrator", 3.0)), "inference": SERVER},
         {"orchestrator": ProcessFacts(ABSENT, restart="was killed")}, RunState.MOVES,
         "nothing is wrong: trainer waits for rollouts/step_41, inference: serving, orchestrator was killed",
     ),
     "never started": (ABSENT, {}, {}, RunState.NEVER, "no process of a run has reported here"),
     "finished": (ABSENT, {"trainer": DONE, "orchestrator": DONE}, {}, RunState.FINISHED, "the run has finished"),
-    "stopped": (ABSENT, {"trainer": replace(DONE, outcome="stopped"), "orchestrator": DONE}, {}, INTERRUPTED, "the run was stopped"),
+    "stopped": (
+        ABSENT, {"trainer": replace(DONE, outcome="stopped"), "orchestrator": DONE}, {}, INTERRUPTED,
+        "the run was stopped",
+    ),
     "failed": (
         ABSENT, {"trainer": DONE, "orchestrator": replace(DONE, outcome="failed: no weights")}, {}, FAILED,
         "orchestrator failed: no weights",
@@ -104,7 +109,7 @@ CASES: dict[str, tuple[ProcessState, dict[str, ProcessStatus], dict[str, Process
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_keeps_a_run_from_going_on(case: str) -> None:
-    """Contract: every fault that can be seen, else every long wait, in one sentence; of a run that is over how it ended, and what can go on."""
+    """Contract: every fault that can be seen, else every long wait; of a run that is over how it ended."""
     launcher, alive, others, state, sentence = CASES[case]
     processes = {name: ProcessFacts(ALIVE, each) for name, each in alive.items()} | others
     facts = Facts(NOW, launcher, processes, recoverable=True)

@@ -43,7 +43,7 @@ def overdue(owner: Owner) -> Owner:
 
 
 def test_one_owner(tmp_path: Path) -> None:
-    """A living launcher keeps the directory: by its pid on this host, by its heartbeat on another. A dead one's claim is taken over."""
+    """A living launcher keeps the directory: by pid on this host, by heartbeat on another. A dead one's is taken over."""
     first = Owner(tmp_path)
     with pytest.raises(UserError, match=f"in use by another rl \\(pid {os.getpid()}"):
         Owner(tmp_path)
@@ -92,9 +92,9 @@ def test_an_owner_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 WRITTEN = """
-rollouts/step_0/x weights/step_1/x weights/.step_2.tmp-x/x recovery/step_2/x recovery/.step_4.tmp-x/x checkpoints/step_2/x
-checkpoints/given_up_1_step_4/x logs/envs/x configs/trainer.toml evals/rt/step_0/results.jsonl evals/.lock logs/trainer.log
-metrics/trainer.jsonl incarnations/0.json leases/orchestrator.json settings/trainer.json settings/.trainer.json.tmp-1
+rollouts/step_0/x weights/step_1/x weights/.step_2.tmp-x/x recovery/step_2/x recovery/.step_4.tmp-x/x evals/.lock
+checkpoints/step_2/x checkpoints/given_up_1_step_4/x logs/envs/x configs/trainer.toml evals/rt/step_0/results.jsonl
+logs/trainer.log metrics/trainer.jsonl incarnations/0.json leases/orchestrator.json settings/trainer.json settings/.trainer.json.tmp-1
 status/trainer.json status/trainer.1.json status/.trainer.1.json.tmp-1 logs/restarts.jsonl ledger.sqlite
 ledger.sqlite-journal configs/mine.toml notes/x
 """
@@ -186,7 +186,7 @@ def test_clean_by_hand_keeps_the_files_of_a_server_that_stays_up(tmp_path: Path,
 
 
 def test_what_a_server_and_an_eval_measured_is_no_earlier_run(tmp_path: Path) -> None:
-    """Contract: a run starts in the directory of a server or of an evaluation without `--clean`, and leaves what that has made."""
+    """Contract: beside a server or an evaluation a run starts without `--clean`, and leaves what that has made."""
     (tmp_path / "metrics").mkdir()
     for name in ("inference", "eval"):
         (tmp_path / "metrics" / f"{name}.jsonl").write_text("{}\n")
@@ -200,7 +200,7 @@ def test_what_a_server_and_an_eval_measured_is_no_earlier_run(tmp_path: Path) ->
 
 
 def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: int) -> None:
-    """Contract: started in any order with --clean, neither removes what the other has begun; and nobody empties a run that is going on."""
+    """Contract: neither removes what the other has begun, in any order; nobody empties a run that is going on."""
     left_behind(tmp_path)
     with cleaned(tmp_path, "trainer"):  # the trainer, first
         check_and_commit(TrainerConfig(output_dir=tmp_path), "trainer")

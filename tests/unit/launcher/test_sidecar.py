@@ -20,7 +20,7 @@ def config(**settings: object) -> SFTConfig:
 
 
 def test_evaluation_and_server_are_of_the_run() -> None:
-    """Contract: its model, weights, seed and device; every version of the interval is kept for it; the server is asked, whatever port it has."""
+    """Contract: its model, weights, seed and device; its versions are kept; its server is asked, at any port."""
     made = config(seed=7, inference={"server": {"port": 8123}}, device="cpu")
     evaluation, server = eval_config(made), server_config(made)
     assert (evaluation.model.name, evaluation.weights_dir, evaluation.interval) == ("m", Path("out/weights"), 5)
@@ -65,7 +65,7 @@ def test_an_option_wins_over_what_a_file_says_of_the_server(tmp_path: Path) -> N
 
 
 def test_what_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: GPUs behind the trainer's, or nothing is started; neither torchrun's variables, by which an engine would wait for other ranks, nor settings of `sft`."""
+    """Contract: GPUs behind the trainer's; neither torchrun's variables (an engine would wait for ranks) nor `sft`'s."""
     monkeypatch.setattr(sidecar, "visible_gpus", lambda environ: ["0", "1", "2"])
     made = config(inference={"tensor_parallel_size": 2})
     assert EvalSidecar(made, {"LOCAL_WORLD_SIZE": "1"})._gpus == ["1", "2"]

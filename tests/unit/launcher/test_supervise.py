@@ -78,7 +78,7 @@ def test_a_service_may_idle_and_take_its_time_to_start(status: ProcessStatus, ex
 
 
 def test_restarts_are_bounded() -> None:
-    """Within an hour, with a backoff that doubles up to a minute; and until the run gets further than ever before, not by repeated steps."""
+    """Within an hour, with a doubling backoff; and until the run gets further than ever, not by repeated steps."""
     budget = RestartBudget(POLICY, (0, 0))
     assert [budget.ask(now, (0, 0)) for now in (0.0, 10.0, 20.0, 30.0)] == [(1, 1.0), (2, 2.0), (3, 4.0), None]
     assert budget.ask(3590.0, (1, 1)) is None

@@ -50,7 +50,7 @@ def says(process: str, output_dir: Path | str, *more: str, **options: Any) -> su
 
 
 def test_log_lines(tmp_path: Path) -> None:
-    """One format for our lines and those of libraries; no colours in a file or a pipe; no values of variables in a traceback.
+    """One format for our lines and those of libraries; no colours in files; no values of variables in a traceback.
 
     The line that a process fails or crashes with is kept where `rl doctor` looks for it.
     """
@@ -217,7 +217,7 @@ def test_status_says_phase_step_and_wait(tmp_path: Path) -> None:
 
 
 def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heartbeat goes on by itself, over errors of the disk too, changes nothing else, and ends with the last word."""
+    """The heartbeat goes on by itself, over errors of the disk too, and ends with the last word."""
     monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 0.02)
     real, failing = Path.write_text, [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EACCES, errno.EROFS]
 
