@@ -88,7 +88,8 @@ class Verl:
     """Through its public functions."""
 
     def loss(self, batch: Batch, call: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-        """`of`: a policy loss by verl's name, "kl" (of the kind `kl`, against the rows `against`) or "nll" (-logprob)."""
+        """`of`: a policy loss by verl's name, "kl" (of the kind `kl`, against the rows `against`) or "nll"
+        (-logprob)."""
         from verl.trainer.config.algorithm import RolloutCorrectionConfig
         from verl.trainer.ppo import core_algos
         from verl.workers.config import ActorConfig
@@ -120,7 +121,8 @@ class Verl:
         return total, [x, entropy]
 
     def advantages(self, call: dict[str, Any]) -> list[list[float]]:
-        """`rewards` [B], given at the last token of `lengths` [B]; `groups` [B]; `functions`: single rewards [B] by name."""
+        """`rewards` [B], given at the last token of `lengths` [B]; `groups` [B]; `functions`: single rewards [B] by
+        name."""
         from verl.trainer.config import AlgoConfig
         from verl.trainer.ppo import core_algos
 

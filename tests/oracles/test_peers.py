@@ -1,4 +1,5 @@
-"""Losses, their gradients and advantages against verl's and TRL's own, in float64, from samples to the loss of the step.
+"""Losses, their gradients and advantages against verl's and TRL's own, in float64, from samples to the loss of the
+step.
 
 Where ours means something else on purpose, `factor` says by how much. Sequences, groups and the batch have numbers of
 tokens that are powers of two, so that our weights, which are float32, are exact. Rewards are about a thousand, so that
