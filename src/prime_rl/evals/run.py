@@ -14,7 +14,7 @@ from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults, alone, read_settings, write_report
 from prime_rl.evals.runner import EvalRunner, KeyRejected, tasks_of
-from prime_rl.evals.servers import EvalServers, connect, rejected_key, way_of_asking
+from prime_rl.evals.servers import EvalServers, connect, way_of_asking
 from prime_rl.evals.versions import EvalPolicy, EvalVersions, is_gone
 from prime_rl.monitor import Monitor, Status
 from prime_rl.transport.commit import list_steps
@@ -62,7 +62,11 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
             await pool.start(config.client.ready_timeout)
             await run.all(None if chat else await connect(config, stack, status.waiting))
     except KeyRejected as error:
-        raise UserError(f"{rejected_key(config.client)}: {error}. {run.kept()}") from error
+        variable = config.client.api_key_var
+        unset = "" if os.environ.get(variable) else ", which is not set"
+        raise UserError(
+            f"{config.client.servers} refused the key in ${variable}{unset}: {error}. {run.kept()}"
+        ) from error
     except asyncio.CancelledError:
         logger.warning("interrupted. {}", run.kept())
         raise
@@ -125,6 +129,7 @@ class Evaluation:
                     self._versions.skip(policy.version, "it was removed before it was evaluated")
         finally:
             self._status.phase("restoring the base model")
+            logger.info("the servers load their base model again")
             await servers.restore()
 
     async def _evaluate(self, policy: EvalPolicy, servers: EvalServers | None) -> None:
@@ -199,9 +204,8 @@ class Evaluation:
         that was named, or all of them but the base."""
         config, evaluated = self._config, {results.version for results in self.results}
         skipped = {v: why for v, why in sorted(self._versions.skipped.items()) if v not in evaluated}
-        if config.steps or not evaluated - {BASE}:
-            lines = [f"version {v} was not evaluated: {why}" for v, why in skipped.items()]
-        else:
+        lines = [f"version {v} was not evaluated: {why}" for v, why in skipped.items()]
+        if not config.steps and evaluated - {BASE}:
             lines = []
         lines = lines or [why for results in self.results if (why := results.trouble(config.max_error_rate))]
         if lines:

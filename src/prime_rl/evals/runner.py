@@ -205,8 +205,5 @@ def wire_sampling(sampling: "SamplingConfig", seed: int, seq_len: int) -> dict[s
 
 def chat_sampling(sampling: "SamplingConfig", seed: int) -> dict[str, float | int]:
     """Sampling parameters for APIs that know OpenAI's alone: others are sent only where they are set."""
-    names = ("top_k", "min_p", "min_tokens")
-    wire: dict[str, float | int] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    wire |= {name: value for name in names if (value := getattr(sampling, name)) > 0}
-    wire |= {} if sampling.max_tokens is None else {"max_tokens": sampling.max_tokens}
-    return wire | ({"seed": seed} if sampling.seeded else {})
+    wire = wire_sampling(sampling, seed, seq_len=0)
+    return {name: value for name, value in wire.items() if name in ("temperature", "top_p", "seed") or value > 0}

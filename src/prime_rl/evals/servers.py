@@ -1,7 +1,6 @@
 """The servers of an evaluation. All serve one policy; samples count once the servers are verified to have served it."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -53,14 +52,6 @@ async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["token
             return "chat"
 
 
-def rejected_key(client: "ClientConfig") -> str:
-    """Say that the key is not accepted, or that there is none."""
-    if os.environ.get(client.api_key_var):
-        return f"{client.servers} refused the key in ${client.api_key_var}"
-    unset = f"${client.api_key_var} is not set; client.api_key_var names it"
-    return f"{client.servers} refused a request without a key ({unset})"
-
-
 class EvalServers:
     """All servers of one evaluation, serving one policy at a time.
 
@@ -92,16 +83,14 @@ class EvalServers:
 
     async def restore(self) -> None:
         """Have all of them serve their base again. Failures are logged."""
-        await asyncio.gather(*(self._restore(replica) for replica in self._used))
 
-    async def _restore(self, replica: Replica) -> None:
-        try:
-            await within(replica.load(None), subject="the base model", owner=replica.name, seconds=RESTORE_SECONDS)
-        except UserError as error:
-            logger.warning("{} does not serve its base again: {}", replica.name, error)
-        except asyncio.CancelledError:
-            logger.warning("{} may not serve its base again: interrupted", replica.name)
-            raise
+        async def reload(replica: Replica) -> None:
+            try:
+                await within(replica.load(None), subject="base model", owner=replica.name, seconds=RESTORE_SECONDS)
+            except UserError as error:
+                logger.warning("{} does not serve its base again: {}", replica.name, error)
+
+        await asyncio.gather(*map(reload, self._used))
 
     async def bring_back(self, replica: Replica) -> None:
         """Wait for a server that failed its verification, and give it the weights again.
