@@ -501,6 +501,7 @@ class WeightSync:
                 await asyncio.sleep(rest)
                 rest = 0.0
             if self.superseded:  # `follow` is about to go on with a newer version
+                self._check_ready_timeout()
                 await asyncio.sleep(POLL_SECONDS)
                 continue
             trouble = "it does not answer"

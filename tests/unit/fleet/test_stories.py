@@ -113,6 +113,8 @@ async def test_one_of_another_base_model_that_comes_later_gets_nothing_and_ends_
 async def test_a_server_that_dies_takes_only_its_own_with_it(w, moment, back):
     """While it samples, while it loads, or unnoticed, as it is back with its base when it is asked: what it had is made again by the others."""
     victim = w.servers[1]
+    if moment == "silently":
+        await w.wait(lambda: victim.now.version > 0)  # else its base is what it should serve
     async with w.loading(victim, 2) if moment == "loading" else w.sampling(victim):
         if moment == "silently":
             victim.restart_silently()
