@@ -195,7 +195,7 @@ class EnvPool:
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
         self._hang_timeout, self._start_timeout = hang_timeout, 0.0
-        self._numbers = itertools.count(1)  # of workers and requests
+        self._worker_numbers, self._request_numbers = itertools.count(), itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: UserError | None = None
         self._exit_stack = ExitStack()
@@ -325,7 +325,7 @@ class EnvPool:
 
         timeout = max(0.0, deadline - time.monotonic())
         loop = asyncio.get_running_loop()
-        request = Request(next(self._numbers), loop.create_future(), loop.create_future())
+        request = Request(next(self._request_numbers), loop.create_future(), loop.create_future())
         own.waiting.append(request)
         self._fill(own)
         try:
@@ -440,7 +440,7 @@ class EnvPool:
 
     def _start_worker(self, own: WorkerSet) -> None:
         """Start a process and its supervisor; one that cannot be executed counts as a death."""
-        variables, python, number = own.variables, own.config.python, next(self._numbers)
+        variables, python, number = own.variables, own.config.python, next(self._worker_numbers)
         identity = f"{own.config.name}/{number}"
         if python is not None:  # it finds prime_rl, and nothing else of ours
             (self._directory / "path").mkdir(exist_ok=True)

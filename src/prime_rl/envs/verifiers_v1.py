@@ -44,16 +44,7 @@ from prime_rl.envs.conversation import (
     arguments_of,
     request_settings,
 )
-from prime_rl.envs.convert import (
-    CONTEXT_FULL,
-    Message,
-    NestedTooDeep,
-    Turn,
-    classify,
-    convert,
-    opening,
-    parsed_json,
-)
+from prime_rl.envs.convert import CONTEXT_FULL, Message, NestedTooDeep, Turn, classify, convert, opening, parsed_json
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, Toolbox, check, gone, install_runtime
