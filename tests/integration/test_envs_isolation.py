@@ -148,13 +148,17 @@ async def test_who_waits_is_told_that_the_pool_is_closed(tmp_path: Path) -> None
 
 
 async def test_equal_environments_share_workers(tmp_path: Path) -> None:
-    """An environment that is trained on and evaluated is loaded once; results bear the name that was asked for. Other arguments: other workers."""
+    """An environment that is trained on and evaluated is loaded once; results bear the name that was asked for. Other arguments: other workers. Names
+    are how environments are told apart."""
     envs = [stub(tmp_path), stub(tmp_path, name="stub-eval"), stub(tmp_path, {"seed": 1}, name="other")]
     async with serving(tmp_path, *envs) as pool:
         assert len(pids(pool)) == 2
         results = [await run(pool, env=name) for name in ("stub", "stub-eval", "other")]
         assert [(result.env, result.ok) for result in results] == [("stub", True), ("stub-eval", True), ("other", True)]
         assert (pool.tasks("stub-eval"), results[1].reward) == (pool.tasks("stub"), results[0].reward)
+    with pytest.raises(UserError, match="two environments are named 'stub'"):
+        async with serving(tmp_path, stub(tmp_path), stub(tmp_path)):
+            pass
 
 
 # ---- what cannot start
@@ -179,13 +183,6 @@ async def test_start_names_what_is_wrong(tmp_path: Path, script: str | None, mes
         python.chmod(0o755)
     with pytest.raises(UserError, match=message):
         async with serving(tmp_path, stub(tmp_path, python=str(python))):
-            pass
-
-
-async def test_two_environments_of_one_name(tmp_path: Path) -> None:
-    """Names are how environments are told apart."""
-    with pytest.raises(UserError, match="two environments are named 'stub'"):
-        async with serving(tmp_path, stub(tmp_path), stub(tmp_path)):
             pass
 
 
@@ -302,32 +299,26 @@ async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch
     assert pool.restarts == 3
 
 
-async def test_a_worker_killed_before_it_is_ready(tmp_path: Path) -> None:
-    """SIGKILL while it loads is no fault of the environment: it is started again, and the start succeeds."""
-    pool = EnvPool(
-        [stub(tmp_path)], model="none", base_url="http://127.0.0.1:9", api_key=None, output_dir=tmp_path / "out"
-    )
-    starting = asyncio.create_task(pool.start(SECONDS))
-    try:
+async def test_garbage_from_a_stranger_and_a_kill_at_the_start(tmp_path: Path) -> None:
+    """SIGKILL while it loads is no fault of the environment: it is started again. A broken frame from whoever is no worker is ignored."""
+
+    async def kill(pool: EnvPool) -> None:
         await until(lambda: bool(pids(pool)))
         os.kill(next(iter(pids(pool))), signal.SIGKILL)
-        await asyncio.wait_for(starting, SECONDS)
-        assert (await run(pool)).ok
-    finally:
-        await pool.close()
-    assert pool.restarts == 1
 
-
-async def test_garbage_from_a_stranger(tmp_path: Path) -> None:
-    """A broken frame from whoever is no worker is ignored."""
-    async with serving(tmp_path, stub(tmp_path)) as pool:
+    address = "http://127.0.0.1:9"
+    pool = EnvPool([stub(tmp_path)], model="none", base_url=address, api_key=None, output_dir=tmp_path / "out")
+    try:
+        await asyncio.gather(pool.start(SECONDS), kill(pool))
         with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(pool._address)
             for frames in ([b""], [b"x", b"y", b"z"], [b"\xc1"]):
                 await stranger.send_multipart(frames)
             assert (await run(pool)).ok
-    assert pool.restarts == 0
+    finally:
+        await pool.close()
+    assert pool.restarts == 1
 
 
 async def test_a_worker_gets_the_secrets_that_it_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,9 @@ async def test_classic_single_turn(world: PoolWorld) -> None:
     assert (result.input_tokens, result.output_tokens) == (len(exchange.prompt), len(exchange.completion))
 
 
-async def test_classic_turns_are_one_sequence(world: PoolWorld) -> None:
-    """The second turn extends the ids of the first, also when that was cut."""
+async def test_classic_turns(world: PoolWorld) -> None:
+    """The second turn extends the ids of the first, also when that was cut; one that starts over is a sample of its own. `max_turns` cuts a
+    conversation short, which is said; the environment's own end is none that cuts; who asks nothing gives nothing."""
     engine = world.engine
     engine.reply = lambda prompt: "Sure Ġ �"
     result = await world.run("two", max_tokens=6)
@@ -115,58 +116,39 @@ async def test_classic_turns_are_one_sequence(world: PoolWorld) -> None:
     assert len(engine.exchanges) == 2
     assert_exact(sample, engine.exchanges)
     assert (result.is_truncated, sample.prompt_len) == (True, len(engine.exchanges[0].prompt))
-
-
-async def test_classic_that_starts_over_is_two_samples(world: PoolWorld) -> None:
-    """A prompt that does not go on from the reply before is a sequence of its own."""
-    engine = world.engine
-    result = await world.run("forgetful")
-    assert len(result.samples) == 2
-    for sample, exchange in zip(result.samples, engine.exchanges, strict=True):
+    engine.reset()
+    for sample, exchange in zip((await world.run("forgetful")).samples, engine.exchanges, strict=True):
         assert_exact(sample, [exchange])
-
-
-async def test_classic_turns_that_are_used_up(world: PoolWorld) -> None:
-    """`max_turns` cuts a conversation short, which is said; the environment's own end is none that cuts."""
-    short, whole = await world.run("short"), await world.run("two")
-    assert [(one.outcome, one.num_turns, one.is_truncated) for one in (short, whole)] == [
-        (Outcome.OK, 1, True), (Outcome.OK, 2, False),
+    assert len(engine.exchanges) == 2
+    engine.reply = lambda prompt: "olleh"
+    short, whole, silent = [await world.run(name) for name in ("short", "two", "silent")]
+    assert [(one.outcome, one.num_turns, one.is_truncated) for one in (short, whole, silent)] == [
+        (Outcome.OK, 1, True), (Outcome.OK, 2, False), (Outcome.INVALID, 0, False),
     ]  # fmt: skip
-
-
-async def test_classic_that_asks_nothing(world: PoolWorld) -> None:
-    result = await world.run("silent")
-    assert (result.outcome, "asked the model nothing" in result.message) == (Outcome.INVALID, True), result.message
+    assert "asked the model nothing" in silent.message
 
 
 async def test_classic_faults_are_outcomes(world: PoolWorld) -> None:
-    """A reward that raises is not a 0; a reward that is no number, and an engine that fails, are what they are."""
+    """A reward that raises is not a 0, unless its weight is; one that is no number, and an engine that fails, are what they are."""
     engine = world.engine
     raised = await world.run("raises")
     assert raised.outcome is Outcome.ERRORED
     assert "reward function 'likeness': ValueError: no reward today" in raised.message
+    unweighed = await world.run("no-length")
+    assert (unweighed.outcome, unweighed.reward, unweighed.metrics["length"]) == (Outcome.OK, 2.0, 0.0)
     assert (await world.run("nan")).outcome is Outcome.INVALID
     engine.status = 503
     assert (await world.run("reverse-classic")).outcome is Outcome.ENGINE_UNAVAILABLE
     engine.status, engine.malformed = 200, True
     refused = await world.run("reverse-classic")
-    assert refused.outcome is Outcome.ENGINE_REFUSED
-    assert not refused.samples
-
-
-async def test_classic_metric_that_raises(world: PoolWorld) -> None:
-    """A function of weight 0 is no reason to lose an episode: it gives 0, as verifiers has it."""
-    result = await world.run("no-length")
-    assert (result.outcome, result.reward, len(result.samples)) == (Outcome.OK, 2.0, 1), result.message
-    assert result.metrics["length"] == 0.0
+    assert (refused.outcome, refused.samples) == (Outcome.ENGINE_REFUSED, [])
 
 
 async def test_classic_for_an_older_verifiers(world: PoolWorld) -> None:
     """The version that the package asks for is installed, its kind is read from its source, and its episodes are as exact."""
-    engine = world.engine
     result = await world.run("old")
     assert result.ok, result.message
-    assert_exact(result.samples[0], engine.exchanges)
+    assert_exact(result.samples[0], world.engine.exchanges)
     assert (result.num_turns, result.metrics["num_turns"]) == (2, 2.0)
     with pytest.raises(UserError, match=r"verifiers<0\.1\.10[\s\S]*classic environments run with verifiers 0\.1\.11 to 0\.3\.1"):  # fmt: skip
         prepare([environment("reverse-classic", requirements=[str(CLASSIC), "verifiers<0.1.10"])])

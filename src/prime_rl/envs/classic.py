@@ -17,19 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Self
 
+from prime_rl.envs import ids
 from prime_rl.envs.conversation import CallFailed, ContextFull, Conversation, EngineClient, arguments_of
 from prime_rl.envs.convert import Message, Turn, text_of
-from prime_rl.envs.ids import (
-    LoadError,
-    check_arguments,
-    describe,
-    import_module,
-    keywords,
-    module_name,
-    report,
-    takes_any,
-    unique,
-)
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 
 _ROOT = "verifiers.legacy" if importlib.util.find_spec("verifiers.legacy") else "verifiers"  # before 0.3.1
@@ -49,15 +39,15 @@ class ClassicEnv:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         env = f"environment {setup.env_id!r}"
-        load = vars(import_module(setup.env_id)).get("load_environment")
+        load = vars(ids.import_module(setup.env_id)).get("load_environment")
         if load is None:
-            raise LoadError(f"{env} is not classic: {module_name(setup.env_id)} has no load_environment")
+            raise ids.LoadError(f"{env} is not classic: {ids.module_name(setup.env_id)} has no load_environment")
         args = dict(setup.args)
-        split = "train" if "split" in keywords(load) else args.pop("split", "train")
+        split = "train" if "split" in ids.keywords(load) else args.pop("split", "train")
         if split not in ("train", "eval"):
-            raise LoadError(f"{env}: argument split is {split!r}: 'train' or 'eval' is needed")
-        if not takes_any(load):
-            check_arguments(setup.env_id, setup.args, sorted({*keywords(load), "split"}))
+            raise ids.LoadError(f"{env}: argument split is {split!r}: 'train' or 'eval' is needed")
+        if not ids.takes_any(load):
+            ids.check_arguments(setup.env_id, setup.args, sorted({*ids.keywords(load), "split"}))
         # A classic environment takes SIGINT and SIGTERM for itself.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -65,21 +55,23 @@ class ClassicEnv:
             if split == "eval":
                 self._env.build_eval_dataset()
                 if self._env.eval_dataset is None:  # verifiers would take the training tasks in their place
-                    raise LoadError(
+                    raise ids.LoadError(
                         f'{env} has no tasks of its own for evaluation (split = "eval"): leave the split out to be evaluated on those that it is '
                         "trained on, or name another environment"
                     )
             self._rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
-            self.task_ids = unique(f"{module_name(setup.env_id)}/{number}" for number in self._rows["example_id"])
-        except LoadError:
+            self.task_ids = ids.unique(
+                f"{ids.module_name(setup.env_id)}/{number}" for number in self._rows["example_id"]
+            )
+        except ids.LoadError:
             raise
         except Exception as error:
-            raise LoadError(f"{env} failed to load: {describe(error)}") from error
+            raise ids.LoadError(f"{env} failed to load: {ids.describe(error)}") from error
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         if not self.task_ids:
-            raise LoadError(f"{env} has no tasks")
+            raise ids.LoadError(f"{env} has no tasks")
         self._weights = _prepare_rubrics(self._env, setup.env_id)
         self._shortened = False  # by `max_turns`, below what the environment itself allows
         for nested in _nested(self._env, "envs"):
@@ -106,7 +98,7 @@ class ClassicEnv:
                 self._rows[run.task_index], client, self._client.model, dict(run.sampling)
             )
         except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
-            result.outcome, result.message = Outcome.ERRORED, report(error)
+            result.outcome, result.message = Outcome.ERRORED, ids.report(error)
         else:
             self._judge(result, output, client.state, raised)
         at_limit = client.state.get("stop_condition") == "max_turns_reached"
@@ -131,7 +123,7 @@ class ClassicEnv:
             if theirs in output["timing"]:  # since verifiers 0.1.14
                 result.timing[ours] = float(output["timing"][theirs]["duration"])
         if (error := state.get("error")) is not None:
-            result.outcome, result.message = Outcome.ERRORED, report(error.__cause__ or error)
+            result.outcome, result.message = Outcome.ERRORED, ids.report(error.__cause__ or error)
         elif state.get("timed_out"):
             result.outcome, result.message = Outcome.TIMEOUT, "time limit of the environment"
         elif raised:
@@ -242,7 +234,7 @@ def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
             if not rubric._is_group_func(func):
                 kept.append((func, weight))
             elif weight:
-                raise LoadError(
+                raise ids.LoadError(
                     f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes together, which cannot be had "
                     "here: score each episode alone, or let an algorithm compare those of a group"
                 )
@@ -265,7 +257,7 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
             value = func(*args, **kwargs)
             return float(await value if inspect.isawaitable(value) else value)  # bounded: by the episode's deadline
         except Exception as error:
-            message = f"reward function {func.__name__!r}: {describe(error)}"
+            message = f"reward function {func.__name__!r}: {ids.describe(error)}"
             _RAISED.get().append(message)  # bounded: of the context, waits for nothing
             raise
 

@@ -41,19 +41,9 @@ from numbers import Real
 from types import ModuleType
 from typing import Any, Self
 
+from prime_rl.envs import ids
 from prime_rl.envs.conversation import ContextFull, Conversation, EngineClient, arguments_of
 from prime_rl.envs.convert import Message, Turn, opening, parsed_json, text_of
-from prime_rl.envs.ids import (
-    LoadError,
-    check_arguments,
-    describe,
-    import_module,
-    keywords,
-    module_name,
-    report,
-    takes_any,
-    unique,
-)
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 
 MAX_TASKS = 5_000_000
@@ -122,9 +112,11 @@ class PlainEnv:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        module = import_module(setup.env_id)
+        module = ids.import_module(setup.env_id)
         made, self._rollout, self._tasks = _parts(module, setup)
-        self.task_ids = unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks)
+        self.task_ids = ids.unique(
+            str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks
+        )
         self._tools = getattr(made, "tools", None)
         self._client = EngineClient(setup, tools=bool(self._tools))
         self._made = made
@@ -152,7 +144,7 @@ class PlainEnv:
             returned = await self._rollout(task, chat)
         except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
             after = f" (after the conversation was over: {chat.over})" if chat.over else ""
-            result.outcome, result.message = Outcome.ERRORED, f"{report(error)}{after}"
+            result.outcome, result.message = Outcome.ERRORED, f"{ids.report(error)}{after}"
         else:
             _judge(result, returned, chat.metrics)
         result.timing = {"agent": time.monotonic() - begun}
@@ -182,8 +174,8 @@ def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], l
     """The object that holds the environment, its `rollout`, and its tasks. Raises LoadError."""
     factory = vars(module).get("Environment", vars(module).get("tasks"))  # what takes the environment's arguments
     env = f"environment {setup.env_id!r}"
-    if not (callable(factory) and takes_any(factory)):
-        check_arguments(setup.env_id, setup.args, keywords(factory) if callable(factory) else [])
+    if not (callable(factory) and ids.takes_any(factory)):
+        ids.check_arguments(setup.env_id, setup.args, ids.keywords(factory) if callable(factory) else [])
     try:
         made = factory(**setup.args) if isinstance(factory, type) else module
         rollout, tasks = getattr(made, "rollout", None), getattr(made, "tasks", None)
@@ -191,28 +183,28 @@ def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], l
             tasks = tasks(**({} if isinstance(factory, type) else setup.args))
         loaded = list(itertools.islice(tasks, MAX_TASKS + 1)) if isinstance(tasks, Iterable) else None
     except Exception as error:
-        raise LoadError(f"{env} failed to load: {describe(error)}") from error
+        raise ids.LoadError(f"{env} failed to load: {ids.describe(error)}") from error
     if loaded is None:
-        raise LoadError(f"{env}: `tasks` is to be a list of tasks, or a function that gives them")
+        raise ids.LoadError(f"{env}: `tasks` is to be a list of tasks, or a function that gives them")
     if rollout is None or not inspect.iscoroutinefunction(rollout):
-        raise LoadError(f"{env} needs `async def rollout(task, chat)`")
+        raise ids.LoadError(f"{env} needs `async def rollout(task, chat)`")
     if not loaded:
-        raise LoadError(f"{env} has no tasks")
+        raise ids.LoadError(f"{env} has no tasks")
     if len(loaded) > MAX_TASKS:
-        raise LoadError(f"{env} has more than {MAX_TASKS} tasks, or never ends")
+        raise ids.LoadError(f"{env} has more than {MAX_TASKS} tasks, or never ends")
     for number, task in enumerate(loaded):
         if not isinstance(task, dict):
-            raise LoadError(f"{env}: task {number} is a {type(task).__name__}, not a dict")
+            raise ids.LoadError(f"{env}: task {number} is a {type(task).__name__}, not a dict")
         prompt = task.get("prompt")
         listed = isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
         if not (prompt is None or isinstance(prompt, str) or listed):
-            raise LoadError(f"{env}: the prompt of task {number} is neither text nor a list of messages")
+            raise ids.LoadError(f"{env}: the prompt of task {number} is neither text nor a list of messages")
     return made, rollout, loaded
 
 
 def _key(env_id: str, task: Mapping[str, Any]) -> str:
     content = json.dumps(task, sort_keys=True, default=str, ensure_ascii=False)
-    return f"{module_name(env_id)}/{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    return f"{ids.module_name(env_id)}/{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def _reply(turn: Turn) -> Reply:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,7 +77,7 @@ def _python(env: EnvConfig) -> Path:
     }[env.adapter]
     # In the versions of this interpreter: all kinds of environments make the same tokens of a conversation.
     same = [f"{package}=={importlib.metadata.version(package)}" for package in (*_WIRE, *_TOKENS)]
-    wanted = [*_absolute(env.requirements), *verifiers, *same]
+    wanted = [*(word for each in env.requirements for word in _uv_words(each)), *verifiers, *same]
     target = _cache() / _key(wanted)
     if not (target / "bin" / "python").exists():  # also where the interpreter that it was made with is gone
         _make(env, wanted, target)
@@ -91,7 +91,7 @@ def _make(env: EnvConfig, wanted: Sequence[str], target: Path) -> None:
     made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:
         _uv(env, made, "venv", "--quiet", "--relocatable", "--python", sys.executable, made / "venv")
-        _uv(env, made, "pip", "install", "--python", made / "venv" / "bin" / "python", *_arguments(wanted))
+        _uv(env, made, "pip", "install", "--python", made / "venv" / "bin" / "python", *wanted)
         if target.exists():  # broken, or another run's by now
             target.rename(made / "replaced")
         (made / "venv").rename(target)
@@ -147,15 +147,9 @@ def _local(requirement: str) -> Path | None:
     return Path(requirement.partition("[")[0]).expanduser().resolve()
 
 
-def _absolute(requirements: Sequence[str]) -> list[str]:
-    """Expand local ones: uv runs elsewhere."""
-    paths = [(requirement, _local(requirement)) for requirement in requirements]
-    return [each if path is None else f"{path}{''.join(each.partition('[')[1:])}" for each, path in paths]
-
-
-def _arguments(wanted: Sequence[str]) -> Iterator[str]:
-    """What uv is to install: a local directory as it is, so that edits count without another build."""
-    for requirement in wanted:
-        if (path := _local(requirement)) is not None and path.is_dir():
-            yield "--editable"
-        yield requirement
+def _uv_words(requirement: str) -> list[str]:
+    """What uv, which runs elsewhere, is to install: a local directory as it is, so that edits count without another build."""
+    if (path := _local(requirement)) is None:
+        return [requirement]
+    absolute = f"{path}{''.join(requirement.partition('[')[1:])}"
+    return ["--editable", absolute] if path.is_dir() else [absolute]
