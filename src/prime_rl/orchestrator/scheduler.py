@@ -27,7 +27,7 @@ The loop (`orchestrator.py`) reports what happened (`finish`, `fail`, `serve`) a
 episodes. The rules themselves are in `transport/protocol.py`. Simulators and property tests drive this very class.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -319,7 +319,7 @@ class Scheduler(Generic[Result]):
             return None
         if self._startable:
             group = self._groups[min(self._startable)]
-            if not self._may_start(list(self._groups).index(group.number)):  # the servers went back
+            if not self._may_start(bisect_left(list(self._groups), group.number)):  # the servers went back
                 return None
         else:
             if not self._may_open():
