@@ -94,25 +94,14 @@ def test_alone(line: str, checkout: Path, run_training: Callable[..., tuple[int,
 @pytest.mark.slow  # test_rl.py has one of one file
 def test_one_command_for_everything(checkout: Path) -> None:
     """Three files, one command: two steps are trained, each process has its log, a model is left."""
-    status, output = run_line(
-        WHOLE,
-        checkout,
-        *RL,
-        "--max-steps",
-        2,
-        "--inference.max-model-len",
-        256,
-        "--inference.cpu.fork-engine",
-        "--inference.server.port",
-        free_port(),
-        seconds=SECONDS,
-    )
+    server = ["--max-model-len", 256, "--cpu.fork-engine", "--server.port", free_port()]
+    inference = [f"--inference.{word[2:]}" if str(word).startswith("--") else word for word in server]
+    status, output = run_line(WHOLE, checkout, *RL, "--max-steps", 2, *inference, seconds=SECONDS)
     assert status == 0, output
     assert list_steps(checkout / "outputs" / "rollouts") == [0, 1]
     assert 2 in list_steps(checkout / "outputs" / "weights")
-    assert {"trainer.log", "orchestrator.log", "inference.log"} <= {
-        path.name for path in (checkout / "outputs" / "logs").iterdir()
-    }
+    logs = {path.name for path in (checkout / "outputs" / "logs").iterdir()}
+    assert {"trainer.log", "orchestrator.log", "inference.log"} <= logs
 
 
 @contextmanager
@@ -151,30 +140,21 @@ def test_a_server_of_ones_own(checkout: Path) -> None:
     """One server for a run, the same resumed, its evaluation, a benchmark, and the three processes by hand."""
     weights = checkout / "outputs" / "weights"
     with served(OWN_SERVER, checkout) as url:
-        rl = [*RL, "--orchestrator.client.base-url", url]
-        status, output = run_line(
-            WITH_OWN_SERVER, checkout, *rl, "--max-steps", 10, "--ckpt.interval", 10, seconds=SECONDS
-        )
-        assert status == 0, output
-        status, output = run_line(
-            RESUME, checkout, *rl, "--max-steps", 11, environment={"WANDB_MODE": "offline"}, seconds=SECONDS
-        )
-        assert status == 0, output
-        assert "Step 10 [11/11]" in output
+        rl, client = [*RL, "--orchestrator.client.base-url", url], ["--client.base-url", url]
+
+        def run(line: str, *more: object) -> str:
+            status, output = run_line(line, checkout, *more, environment={"WANDB_MODE": "offline"}, seconds=SECONDS)
+            assert status == 0, output
+            return output
+
+        run(WITH_OWN_SERVER, *rl, "--max-steps", 10, "--ckpt.interval", 10)
+        assert "Step 10 [11/11]" in run(RESUME, *rl, "--max-steps", 11)
         assert 11 in list_steps(weights)
-
-        status, output = run_line(
-            EVAL_VERSIONS, checkout, *MODEL, "--client.base-url", url, "--num-examples", 4, seconds=SECONDS
-        )
-        assert status == 0, output
-        assert "reverse-text" in output
-
-        status, output = run_line(BENCH, checkout, *ORCHESTRATOR, "--client.base-url", url, seconds=SECONDS)
-        assert status == 0, output
-
+        assert "reverse-text" in run(EVAL_VERSIONS, *MODEL, *client, "--num-examples", 4)
+        run(BENCH, *ORCHESTRATOR, *client)
         orchestrator, trainer = BY_HAND
         with (
-            start(orchestrator, checkout, *ORCHESTRATOR, "--clean", "--client.base-url", url) as first,
+            start(orchestrator, checkout, *ORCHESTRATOR, "--clean", *client) as first,
             start(trainer, checkout, *TRAINER, "--clean") as second,
         ):
             wait_for_all([first, second], SECONDS)

@@ -25,22 +25,11 @@ def write_config(output_dir: Path, model: Path, **settings: object) -> Path:
     """A config and its dataset: conversations of two turns, of which the second one varies in length."""
     output_dir.mkdir(parents=True, exist_ok=True)
     rows = output_dir / "rows.jsonl"
-    turns = [("a", "b"), ("c", "d")]
-    rows.write_text(
-        "".join(
-            json.dumps(
-                {
-                    "messages": [
-                        {"role": r, "content": t * (i % 9 + 1)}
-                        for pair in turns
-                        for r, t in zip(("user", "assistant"), pair, strict=True)
-                    ]
-                }
-            )
-            + "\n"
-            for i in range(50)
-        )
-    )
+    turns = (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    with rows.open("w") as file:
+        for number in range(50):
+            messages = [{"role": role, "content": text * (number % 9 + 1)} for role, text in turns]
+            file.write(json.dumps({"messages": messages}) + "\n")
     data = {"name": str(rows), "seq_len": 128, "batch_size": 3}
     base = {"output_dir": str(output_dir), "model": {"name": str(model)}, "device": "cpu", "data": data}
     path = output_dir / "given.toml"
