@@ -54,8 +54,8 @@ class CallFailed(Exception):
         self.outcome = outcome
 
 
-class PromptTooLong(Exception):
-    """A prompt that leaves no room for a reply in the model's context: it is not sent."""
+class PromptRefused(Exception):
+    """A prompt that is not sent: it leaves no room for a reply in the model's context, or has images."""
 
 
 class ContextFull(Exception):
@@ -152,17 +152,19 @@ class EngineClient:
     ) -> dict[str, Any]:
         """One model call, by the ids of `prompt` or else of the rendered messages; what `renderers.client.generate` makes of the answer.
 
-        A reply gets the room that is left in the model's context. Raises PromptTooLong, OpenAIError, MalformedGenerateResponseError.
+        A reply gets the room that is left in the model's context. Raises PromptRefused, OpenAIError, MalformedGenerateResponseError.
         """
         if base_url not in self._connections:
             self._connections[base_url] = EngineConnection(base_url, os.environ.get(API_KEY_VAR) or "EMPTY")
         connection = self._connections[base_url]
         if prompt is None:
             prompt = self.renderer.render(list(messages), tools=tools, add_generation_prompt=True)
+        if (images := prompt.multi_modal_data) is not None and not images.is_empty():
+            raise PromptRefused("the prompt has images or other media: models are trained on text alone")
         params, sent = {name: value for name, value in sampling.items() if name != "cache_salt"}, len(prompt.token_ids)
         if (context := await connection.context()) is not None:
             if sent >= context:
-                raise PromptTooLong(
+                raise PromptRefused(
                     f"the prompt of {sent} tokens leaves no room for a reply in the maximum context length of {context} tokens"
                 )
             if "max_tokens" in params:
@@ -192,8 +194,8 @@ class EngineClient:
         prompt = None if self.branched else self._extended(turns, messages, history, tools)
         try:
             answer = await self.generate(base_url, messages, tools, prompt, sampling)
-        except PromptTooLong as error:
-            raise CallFailed(Outcome.PROMPT_TOO_LONG, str(error)) from error
+        except PromptRefused as error:
+            raise CallFailed(*classify("ProviderError", str(error), 400)) from error
         except MalformedGenerateResponseError as error:
             raise CallFailed(Outcome.ENGINE_REFUSED, " ".join(str(error).split())[:1000]) from error
         except APIStatusError as error:

@@ -40,7 +40,7 @@ from prime_rl.envs.conversation import (
     ContextFull,
     Conversation,
     EngineClient,
-    PromptTooLong,
+    PromptRefused,
     arguments_of,
     request_settings,
 )
@@ -452,7 +452,7 @@ class ConversationClient(Client):
         options = {"model": body["model"], "extra_headers": {SESSION_ID_HEADER: session_id} if session_id else None}
         try:
             answer = await self._engine.generate(self._base_url, messages, tools, prompt, settings, **options)
-        except PromptTooLong as error:
+        except PromptRefused as error:
             raise ProviderError(str(error), status_code=400) from error
         except OpenAIError as error:
             raise model_error(error) from error

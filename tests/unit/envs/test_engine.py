@@ -1,10 +1,12 @@
 """The connection that rollouts are sampled by: our own route where it is passed on, vLLM's where a router knows only that."""
 
+from types import SimpleNamespace
+
 import pytest
 from aiohttp import web
 from openai import APIStatusError
 
-from prime_rl.envs.conversation import EngineConnection
+from prime_rl.envs.conversation import EngineClient, EngineConnection, PromptRefused
 
 BODY = {"model": "m", "token_ids": [1], "sampling_params": {"temperature": 1.0, "max_tokens": 1}}
 OWN, VLLMS = "/v1/sample", "/inference/v1/generate"
@@ -48,3 +50,13 @@ async def test_which_route_is_asked(own: int, vllms: int, seen: list[str]) -> No
         await runner.cleanup()
     assert asked == seen
     assert outcomes == [VLLMS.encode() if VLLMS in seen and vllms == 200 else own] * 2
+
+
+async def test_images_are_refused() -> None:
+    """Contract: a renderer that knows images renders places for them, which say nothing without them: nothing is sent."""
+    client = object.__new__(EngineClient)
+    media = SimpleNamespace(is_empty=lambda: False)
+    client.renderer = SimpleNamespace(render=lambda *_, **__: SimpleNamespace(token_ids=[1], multi_modal_data=media))
+    client._connections = {"u": None}  # type: ignore[dict-item]
+    with pytest.raises(PromptRefused, match="images"):
+        await client.generate("u", [], None, None, {})
