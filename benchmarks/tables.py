@@ -195,7 +195,8 @@ def _sync_cells(name: str, row: Row) -> list[str]:
 
 def _sync_part() -> list[str]:
     parts = []
-    for name in ("weight_sync_cpu.json", "weight_sync_h100.json", "weight_sync_h200.json", "weight_sync_one_h100.json"):
+    for name in ("cpu", "h100", "h200", "one_h100", "one_h200"):
+        name = f"weight_sync_{name}.json"
         rows = _read(name).get("rows", {})
         parts.append(f"`weight_sync.py`, `{name}`. {_machines(rows)}")
         parts += [markdown(sync_lines(rows))] if rows else []

@@ -442,8 +442,10 @@ class ConversationClient(Client):
         headers: Any = None,
     ) -> Any:  # fmt: skip
         settings = sampling.model_dump(exclude_none=True)
-        if not isinstance(dialect, ChatDialect) or "chat_template_kwargs" in settings:
-            raise NotImplementedError("a model is sampled by its chat template alone, as its renderer has it")
+        if not isinstance(dialect, ChatDialect):
+            raise ProviderError("a policy is sampled by chat completions alone", status_code=400)
+        if "chat_template_kwargs" in settings:
+            raise ProviderError("chat_template_kwargs cannot be set: prompts are the renderer's", status_code=400)
         messages = [message_to_wire(message) for message in turn.prompt]
         tools = [tool_to_wire(tool) for tool in turn.tools or ()] or None
         before = None if self._engine.branched else turn.previous_renderer_token_ids()
