@@ -47,8 +47,8 @@ end""",
 def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str:
     """Return what to print for --help, --version or --completion. Raises ConfigError where it names nothing."""
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, glued = word.partition("=")
-        topic = glued if equals else "" if following.startswith(("-", "@")) else following
+        name, equals, inline_value = word.partition("=")
+        topic = inline_value if equals else "" if following.startswith(("-", "@")) else following
         if name == "--version":
             return f"{prog} (prime-rl {version('prime-rl')})"
         if name == "--completion":

@@ -25,7 +25,7 @@ from prime_rl.redact import without_password
 Config = TypeVar("Config", bound=BaseConfig)
 Assignment = tuple[Keys, Any, Origin]
 
-FOREIGN = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
+RESERVED_VARIABLE = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
 INCLUDE = "include"
 # What is said of kinds of errors in place of pydantic's words.
 MESSAGES = {
@@ -54,8 +54,8 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
             raise SystemExit(0)
         config, hints = resolve(cls, arguments, os.environ)
     except ConfigError as error:
-        example = "" if arguments else f" Most are given in a file: {name} @ config.toml."
-        end = f"Nothing was started.{example} For all settings: {name} --help"
+        usual = "" if arguments else f" Settings usually go in a file: {name} @ config.toml."
+        end = f"Nothing was started.{usual} To list all settings: {name} --help"
         print(*(f"error: {problem}" for problem in error.problems), end, sep="\n", file=sys.stderr)
         raise SystemExit(2) from None
     for hint in hints:
@@ -113,15 +113,16 @@ def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Ta
             setting = find(cls, keys)
             value = env[name] if setting is None else from_text([env[name]], setting)
             table.add(keys, value, Origin("variable", name))
-    words, assignments, rank = deque(argv), list[Assignment](), 1
+    words, assignments, precedence = deque(argv), list[Assignment](), 1
     while words:
         try:
             assignments += _take(cls, words)
         except ConfigError as error:
             table.problems += error.problems
     for keys, value, origin in sorted(assignments, key=_strength):
-        rank += origin.kind == "file" and not keys  # a file for a section is as strong as the last of the whole
-        table.add(keys, value, origin._replace(rank=rank + (origin.kind == "option")))
+        # A section's file has the precedence of the last whole-config file.
+        precedence += origin.kind == "file" and not keys
+        table.add(keys, value, origin._replace(precedence=precedence + (origin.kind == "option")))
     return table
 
 
@@ -144,7 +145,7 @@ def child_env(env: Mapping[str, str], cls: type[Section]) -> dict[str, str]:
 
 def _keys_of_variable(name: str, cls: type[Section]) -> Keys:
     """Return the setting that a variable names, () of any other program's."""
-    if not name.startswith(PREFIX) or name == FOREIGN:
+    if not name.startswith(PREFIX) or name == RESERVED_VARIABLE:
         return ()
     keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
     keys = ("log", "level") if keys == ("log_level",) else keys
@@ -158,7 +159,7 @@ def _keys_of_variable(name: str, cls: type[Section]) -> Keys:
 def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
     """Take a file with those that it includes, or an option with the values that follow it, as many as its type takes."""
     word = words.popleft()
-    name, equals, glued = word.partition("=")
+    name, equals, inline_value = word.partition("=")
     if word.startswith("@"):
         return _read_file(_take_path("@", word, words), ())
     if not name.startswith("--") or name == "--":
@@ -172,12 +173,14 @@ def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
         off = _switched_off(cls, keys)
         if off is not None and equals:
             raise ConfigError([f"{name} takes no value"])
-        return [(*off, origin) if off is not None else (keys, glued if equals else " ".join(_following(words)), origin)]
-    first = glued if equals else words[0] if words else ""
+        if off is not None:
+            return [(*off, origin)]
+        return [(keys, inline_value if equals else " ".join(_following(words)), origin)]
+    first = inline_value if equals else words[0] if words else ""
     if setting.is_table and first.startswith("@"):
         return _read_file(_take_path(f"{name} @", first if equals else words.popleft(), words), keys)
     most = None if setting.takes(list) else 0 if setting.takes(bool) and first.lower() not in BOOLS else 1
-    texts = [glued] if equals else _following(words, most)
+    texts = [inline_value] if equals else _following(words, most)
     if not texts and not setting.is_table and not setting.takes(bool, Any):
         raise ConfigError([f"{name} needs a value"])
     value = from_text(texts, setting)
@@ -198,7 +201,7 @@ def _following(words: deque[str], most: int | None = None) -> list[str]:
 
 
 def _take_path(after: str, word: str, words: deque[str]) -> Path:
-    """Return the file of an `@`, glued to it or the next word."""
+    """Return the file of an `@`, in the same word or the next."""
     if word == "@" and (not words or words[0].startswith(("--", "@"))):
         raise ConfigError([f"{after} must be followed by a file"])
     return Path(words.popleft() if word == "@" else word[1:])
@@ -215,7 +218,10 @@ def _switched_off(cls: type[Section], keys: Keys) -> tuple[Keys, bool | None] | 
 
 
 def from_text(texts: list[str], setting: Setting) -> Any:
-    """Return what `texts` (of a list any number, none for "true") mean as the type of the setting; what does not fit stays text."""
+    """Convert the text of an option or a variable to the setting's type (a list takes any number; no text means true).
+
+    Text that does not convert is returned unchanged.
+    """
     text = " ".join(texts) if texts else "true"
     if text == "None":
         return text
@@ -299,7 +305,7 @@ def validation_lines(error: ValidationError, cls: type[Section], table: Table, s
         elif any(keys[:length] in reported for length in range(len(keys) + 1)):
             continue  # one line, whatever number of types was tried
         elif kind == "extra_forbidden":
-            if not _left_out(table, keys):
+            if not _drop_removed_setting(table, keys):
                 lines[keys, ""] = _unknown(cls, table, keys)
         else:
             message, entry, setting = _message(details), table.nearest(keys), find(cls, keys)
@@ -330,8 +336,11 @@ def _keys_of_error(details: Any, table: Table) -> Keys:
     return (*keys, "type") if details["type"] == "union_tag_invalid" else keys
 
 
-def _left_out(table: Table, keys: Keys) -> bool:
-    """Take out, with a hint, a setting that an earlier release wrote into the configs/ of a run, which is to be resumed."""
+def _drop_removed_setting(table: Table, keys: Keys) -> bool:
+    """Drop a removed setting, with a hint, if an earlier release wrote it into the configs/ of a run that is resumed.
+
+    Returns whether it did.
+    """
     entry, (instead, as_today) = table.nearest(keys), _removed(keys)
     if not instead or entry.origin is None or entry.origin.kind != "file" or as_today not in (ANY, table.get(keys)):
         return False

@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 
     def takes(self, *kinds: type) -> bool:
         """Whether one of its types is one of these, or a list or dict of anything."""
-        return any(kind in (one, get_origin(one)) for one in self.kinds for kind in kinds)
+        return any(kind in (declared, get_origin(declared)) for declared in self.kinds for kind in kinds)
 
     @property
     def is_table(self) -> bool:
@@ -91,8 +91,10 @@ def find(root: type[Section], keys: Keys) -> Setting | None:
     table, path = _by_path(root), generic(keys)
     if path in table:
         return table[path][0]
-    around = [setting for length in range(len(path)) for setting in table.get(path[:length], ()) if setting.takes(dict)]
-    return around[0]._replace(kinds=(Any,), nullable=False) if around else None
+    parents = [
+        setting for length in range(len(path)) for setting in table.get(path[:length], ()) if setting.takes(dict)
+    ]
+    return parents[0]._replace(kinds=(Any,), nullable=False) if parents else None
 
 
 def types_with(root: type[Section], keys: Keys) -> list[str]:
@@ -109,8 +111,8 @@ def nearest(root: type[Section], keys: Keys) -> Keys | None:
     same = [path for path in _by_path(root) if path[-len(rest) :] == rest and "N" not in path]
     if same:
         return min(same, key=lambda path: (-len({*path} & {*keys}), len(path)))
-    word, around = "_".join(rest), generic(keys[:start])
-    names = {"_".join(path[start:]): path[start:] for path in _by_path(root) if path[:start] == around}
+    word, parent = "_".join(rest), generic(keys[:start])
+    names = {"_".join(path[start:]): path[start:] for path in _by_path(root) if path[:start] == parent}
     initials = {name: "".join(part[:1] for part in name.split("_")) for name in names}
     longer = [name for name in names if len(word) > 1 and (name.startswith(word) or initials[name].startswith(word))]
     close = sorted(longer, key=len) or difflib.get_close_matches(word, names, n=1, cutoff=0.7)

@@ -54,8 +54,8 @@ def share_eval_server(table: Table) -> None:
         check(unify(table, ["model.name", "inference.model.name"]), agree_on_address(table, "eval.client"))
 
 
-def _rank(table: Table, *keys: str) -> int:
-    return max((table.entry(key).rank for key in keys), default=-1)
+def _precedence(table: Table, *keys: str) -> int:
+    return max((table.entry(key).precedence for key in keys), default=-1)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -77,7 +77,7 @@ def unify(table: Table, keys: list[str]) -> Problem | None:
     Of a section it is whether it is on: its settings are unified one by one.
     """
     entries = {key: entry for key in keys if (entry := table.entry(key)).value is not ABSENT}
-    strongest = [key for key in entries if entries[key].rank == _rank(table, *entries)]
+    strongest = [key for key in entries if entries[key].precedence == _precedence(table, *entries)]
     for key in strongest[1:]:
         if not same(entries[strongest[0]].value, entries[key].value):
             return contradiction(table, strongest[0], key)
@@ -90,7 +90,7 @@ def unify(table: Table, keys: list[str]) -> Problem | None:
 def share_seq_len(table: Table, keys: list[str]) -> Iterator[Problem | None]:
     """Share as a common setting, unless a section's source is stronger than the top's: micro-batches may be longer."""
     if table.entry("seq_len").value not in (ABSENT, None):
-        if _rank(table, *keys) <= _rank(table, "seq_len"):
+        if _precedence(table, *keys) <= _precedence(table, "seq_len"):
             yield from [unify(table, ["seq_len", key]) for key in keys]
             return
         table.fill("seq_len", Entry(None))
@@ -106,18 +106,18 @@ def share_wandb(table: Table, section: str) -> Iterator[Problem | None]:
         return
     # Off is written at the top of a resolved file, too, beside monitors that are on.
     decided = top.value is not None or (top.origin is not None and top.origin.kind == "option")
-    if own.value is ABSENT or (top.rank > own.rank and None in (own.value, top.value)):
+    if own.value is ABSENT or (top.precedence > own.precedence and None in (own.value, top.value)):
         table.fill(place, Entry(top.value))
-    elif top.rank == own.rank and decided and (own.value is None) != (top.value is None):
+    elif top.precedence == own.precedence and decided and (own.value is None) != (top.value is None):
         states = ("off", "on") if top.value is None else ("on", "off")
         yield Problem(f"wandb is {states[0]} but {place} is {states[1]}", "wandb", place)
     for name in WandbConfig.model_fields if table.entry(place).value is not None else ():
         top, own = table.entry(f"wandb.{name}"), table.entry(f"{place}.{name}")
         if name in ("name", "id") and top.value not in (ABSENT, None):
             top = top._replace(value=f"{top.value}-{section}")
-        if top.value is not ABSENT and (own.value is ABSENT or top.rank > own.rank):
+        if top.value is not ABSENT and (own.value is ABSENT or top.precedence > own.precedence):
             table.fill(f"{place}.{name}", top)
-        elif top.value is not ABSENT and top.rank == own.rank and not same(own.value, top.value):
+        elif top.value is not ABSENT and top.precedence == own.precedence and not same(own.value, top.value):
             yield contradiction(table, f"wandb.{name}", f"{place}.{name}")
 
 
@@ -137,7 +137,7 @@ def agree_on_address(table: Table, client: str) -> Problem | None:
         address = urlsplit(url)
         url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)
         same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
-        gap = _rank(table, key) - _rank(table, port_key, *([] if same_host else [host_key]))
+        gap = _precedence(table, key) - _precedence(table, port_key, *([] if same_host else [host_key]))
         if same_host and (port is None or gap > 0 or same(url_port, port)):
             table.fill(port_key, Entry(url_port))
             return None

@@ -44,16 +44,19 @@ def in_section(keys: Keys) -> Keys:
 
 
 class Origin(NamedTuple):
-    """An option, a variable, or a file, of which `lines` are read into the section at `prefix`. Higher ranks win."""
+    """An option, a variable, or a file, of which `lines` are read into the section at `prefix`.
+
+    The highest precedence wins.
+    """
 
     kind: Kind
     name: str
-    rank: int = 0
+    precedence: int = 0
     prefix: Keys = ()
     lines: tuple[str, ...] = ()
 
     def place(self, keys: Keys) -> str:
-        """Return the name; of a file also the line that names the last of `keys`, below those that name the tables around.
+        """Return the name; of a file also the line that names the last of `keys`, below those that name its parents.
 
         tomllib does not tell. A key inside a string could be mistaken for one, which only misplaces a message.
         """
@@ -70,7 +73,7 @@ class Origin(NamedTuple):
 class Entry(NamedTuple):
     """The value of a key: {} of a table, [] of a list, whose settings and items have entries of their own.
 
-    `keys`: as which it was given, in `origin` (None: in Python, or it follows from others).
+    `keys`: the key path as the user spelled it in `origin` (None: given in Python, or it follows from others).
     """
 
     value: Any
@@ -78,8 +81,8 @@ class Entry(NamedTuple):
     keys: Keys = ()
 
     @property
-    def rank(self) -> int:
-        return -1 if self.origin is None else self.origin.rank
+    def precedence(self) -> int:
+        return -1 if self.origin is None else self.origin.precedence
 
     @property
     def place(self) -> str:
@@ -105,16 +108,17 @@ class Table:
     def add(self, keys: Keys, value: Any, origin: Origin) -> None:
         """Put a value over those before: tables are merged, anything else is replaced; the text "None" is null."""
         for length, key in enumerate(keys):
-            around = keys[:length]
-            table = self.entry(around).value
+            parent = keys[:length]
+            table = self.entry(parent).value
             if not isinstance(table, dict | list if is_index(key) else dict):
-                self.remove(around)
+                self.remove(parent)
                 table = [] if is_index(key) else {}
-            count = sum(one[:-1] == around != one for one in self.entries)
+            count = sum(other[:-1] == parent != other for other in self.entries)
             if isinstance(table, list) and int(key) > count:
-                self.problems.append(f"{origin.name}: there are {count} of {'.'.join(around)}")
+                has = f"{'.'.join(parent)} has {count} item{'' if count == 1 else 's'}"
+                self.problems.append(f"{origin.name}: index {key} is out of range: {has}")
                 return
-            self.entries[around] = Entry(table, origin, around)
+            self.entries[parent] = Entry(table, origin, parent)
         self._write(keys, value, origin)
 
     def _write(self, keys: Keys, value: Any, origin: Origin | None) -> None:
@@ -137,7 +141,7 @@ class Table:
         leaf = type(value)() if isinstance(value, dict | list) else None if value == "None" else value
         self.entries[keys] = Entry(leaf, origin, written_as)
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for key, item in sorted(items, key=lambda one: one[0] != "type"):
+        for key, item in sorted(items, key=lambda item: item[0] != "type"):
             self._write((*keys, str(key)), item, origin)
 
     def _leave_out_other_types(self, keys: Keys, value: Any, origin: Origin) -> None:
@@ -145,12 +149,13 @@ class Table:
         before, union = self.entry(keys), keys[:-1]
         if before.value in (ABSENT, value) or generic(union) not in self._unions:
             return
-        others = {one: entry.origin for one, entry in self.entries.items() if one[:-1] == union and one != keys}
-        gone = [one for one, by in others.items() if by is None or not by.kind == origin.kind != "file"]
-        for one in gone:
-            self.remove(one)
+        others = {key: entry.origin for key, entry in self.entries.items() if key[:-1] == union and key != keys}
+        in_any_order = origin.kind != "file"  # other options (or variables) are meant for this type, too
+        gone = [key for key, by in others.items() if by is None or by.kind != origin.kind or not in_any_order]
+        for key in gone:
+            self.remove(key)
         if gone and before.origin is not None:
-            what = f"{', '.join(sorted('.'.join(one) for one in gone))} set by {before.origin.name}"
+            what = f"{', '.join(sorted('.'.join(key) for key in gone))} set by {before.origin.name}"
             now = f"{origin.place(keys)} makes it '{value}'"
             self.hints.append(f"{what} for type '{before.value}' is left out: {now}")
 
@@ -161,28 +166,30 @@ class Table:
     def get(self, keys: Keys) -> Any:
         """The value with all that is in it, or ABSENT."""
         value = self.entry(keys).value
-        inside = [one for one in self.entries if one[:-1] == keys != one] if isinstance(value, dict | list) else []
+        if not isinstance(value, dict | list):
+            return value
+        inside = [other for other in self.entries if other[:-1] == keys != other]
         if isinstance(value, list):
-            return [self.get(one) for one in sorted(inside, key=lambda one: int(one[-1]))]
-        return {one[-1]: self.get(one) for one in inside} if isinstance(value, dict) else value
+            return [self.get(item) for item in sorted(inside, key=lambda item: int(item[-1]))]
+        return {key[-1]: self.get(key) for key in inside}
 
     def fill(self, dotted: str, entry: Entry) -> None:
         """Set what was missing, or came from a weaker source, and follows from another setting."""
         keys = tuple(dotted.split("."))
-        for around in [keys[:length] for length in range(len(keys))]:
-            if not isinstance(self.entry(around).value, dict):
-                self.entries[around] = Entry({})
+        for parent in [keys[:length] for length in range(len(keys))]:
+            if not isinstance(self.entry(parent).value, dict):
+                self.entries[parent] = Entry({})
         self.remove(keys)
         self.entries[keys] = entry
 
     def remove(self, keys: Keys) -> None:
         """Forget `keys` and everything within."""
         if isinstance(self.entry(keys).value, dict | list):
-            for one in [one for one in self.entries if one[: len(keys)] == keys != one]:
-                del self.entries[one]
+            for other in [other for other in self.entries if other[: len(keys)] == keys != other]:
+                del self.entries[other]
         self.entries.pop(keys, None)
 
     def nearest(self, keys: Keys) -> Entry:
-        """The entry of `keys`, else of the table around it, that a source gave; NOTHING where none did."""
-        around = [self.entry(keys[:length]) for length in range(len(keys), 0, -1)]
-        return next((entry for entry in around if entry.origin is not None), NOTHING)
+        """The entry of `keys`, else of its nearest parent, that a source gave; NOTHING where none did."""
+        with_parents = [self.entry(keys[:length]) for length in range(len(keys), 0, -1)]
+        return next((entry for entry in with_parents if entry.origin is not None), NOTHING)

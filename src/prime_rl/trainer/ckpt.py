@@ -49,8 +49,12 @@ if TYPE_CHECKING:
 PART: checkpoints.Part = "trainer"
 Kind = Literal["checkpoint", "recovery checkpoint"]
 _STATE = "state"
-_FIRST = 3  # updates before the first recovery checkpoint by the clock: a run that is killed early has one
-_HELD_UP, _WRITING, _SELDOM = 0.01, 0.05, 3600.0
+# Recovery checkpoints by the clock
+_FIRST_RECOVERY_STEPS = 3  # updates before the first one: a run that is killed early has one
+_CHECKPOINT_MARGIN_STEPS = 3  # before a checkpoint, which would wait for it, none is begun
+_MAX_STALL_FRACTION = 0.01  # of the run's time, for which they hold the loop up
+_MAX_WRITE_FRACTION = 0.05  # of the run's time, during which they are written
+_MAX_PAUSE_SECONDS = 3600.0  # between two of them
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,13 @@ def recovery_pause(held_up: float, writing: float) -> float:
     They may hold the loop up for 1 % of the run's time, and be written during 5 % of it: writing takes a disk, and now
     and then the interpreter. At least one an hour is made, except within the last steps before a checkpoint is due.
     """
-    return min(max(held_up / _HELD_UP, writing / _WRITING), _SELDOM)
+    return min(max(held_up / _MAX_STALL_FRACTION, writing / _MAX_WRITE_FRACTION), _MAX_PAUSE_SECONDS)
 
 
 class Checkpoints:
     """Everything between the training state and the disk. Every rank calls every method, at the same point of the run.
 
-    The order: `choose`, `check_model`, `load`, `begin`; in each step `look`, `before_update`, and `save` where it is
+    The order: `choose`, `check_model`, `load`, `begin`; in each step `poll`, `before_update`, and `save` where it is
     `due`; `finish`; `close` in any case. One save at most is under way; the next call raises what failed in the
     background, on every rank.
 
@@ -109,17 +113,17 @@ class Checkpoints:
         self._copy = training_state.HostCopy(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=self._use_device)
 
-    def choose(self, said_finished: bool = False) -> bool:
+    def choose(self, marked_finished: bool = False) -> bool:
         """Decide what to resume from, before anything is loaded or written. Rank 0 hashes it, within `dist_timeout`.
 
         Args:
-            said_finished: The run's last status was `finished`.
+            marked_finished: The run's last status was `finished`.
 
         Returns whether a run that is to be recovered has nothing left to do: its last state and version are committed.
         Raises UserError: there is no such checkpoint, it is damaged or of a newer format; an earlier run or something
         foreign is in the way.
         """
-        resumed, is_finished = on_main(self.world, lambda: self._choose(said_finished))
+        resumed, is_finished = on_main(self.world, lambda: self._choose(marked_finished))
         self.resumed = None if resumed is None else Path(resumed)
         return is_finished
 
@@ -130,7 +134,7 @@ class Checkpoints:
     def load(self, policy: Policy, optimizer: ShardedOptimizer) -> Progress:
         """Put the chosen state, which is verified, into model and optimizer; they are what is saved from now on.
 
-        On another number of ranks there is no random state to go on with; the seed's own then stands.
+        With a different number of ranks the random state is not restored; the seed's initial one is used.
 
         Raises UserError if the state is damaged, or belongs to another model.
         """
@@ -139,7 +143,7 @@ class Checkpoints:
             return Progress()
         directory, device = self.resumed, self.world.device
         extra = on_main(self.world, lambda: read_manifest(directory).extra)
-        rng = training_state.load(self._state(), directory / _STATE, self.world, own=_rng(device))
+        rng = training_state.load(self._state(), directory / _STATE, self.world, per_rank=_rng(device))
         if "rng.cpu" in rng:
             torch.set_rng_state(rng["rng.cpu"])
         if "rng.cuda" in rng:
@@ -150,13 +154,13 @@ class Checkpoints:
         """Open an incarnation that goes on from step `start`, and rename or remove what it supersedes."""
         by_hand = not self.recover and self.resumed is not None
         self.incarnation, self.base = versions.open(
-            start, spares=by_hand or self.resumed is None, saved_by=on_main(self.world, self._saved_by)
+            start, keep_superseded=by_hand or self.resumed is None, saved_by=on_main(self.world, self._saved_by)
         )
         self.run = on_main(self.world, lambda: incarnations.run_id(self.output_dir))
         on_main(self.world, lambda: self._supersede_after(start))
         if self.recovery_interval is not None or self._in_background("checkpoint"):
             self._reservation = self._thread.submit(self._copy.reserve, self._state())
-        self._scheduled = start + _FIRST
+        self._scheduled = start + _FIRST_RECOVERY_STEPS
 
     def due(self, step: int) -> Kind | None:
         """What is to be saved after `step` updates."""
@@ -165,8 +169,7 @@ class Checkpoints:
             return "checkpoint"
         every = self.recovery_interval
         if every == "auto":
-            # It would still be written when the checkpoint is due, which would wait for it.
-            recovers = step == self._scheduled and (interval is None or -step % interval > _FIRST)
+            recovers = step == self._scheduled and (interval is None or -step % interval > _CHECKPOINT_MARGIN_STEPS)
         else:
             recovers = every is not None and step % every == 0
         return "recovery checkpoint" if recovers else None
@@ -182,12 +185,17 @@ class Checkpoints:
         """Whether a checkpoint that is due then needs this version (`protocol.prunable`)."""
         return any(self.due(step) == "checkpoint" for step in range(version, version + async_level + 1))
 
-    def save(self, progress: Progress, kind: Kind = "checkpoint", recorded: Callable[[], bool] = lambda: True) -> None:
+    def save(
+        self,
+        progress: Progress,
+        kind: Kind = "checkpoint",
+        dependencies_committed: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Commit the training state. In the background: return once a copy of it is begun.
 
         Args:
-            recorded: Whether what must not be behind the state is committed (its row, its version). Only then is the
-                state committed, by the thread.
+            dependencies_committed: Whether what must not be behind the state is committed (its row, its version). Only
+                then is the state committed, by the thread.
 
         Raises UserError if the disk is full, or an earlier save failed; no final name holds anything half-written.
         """
@@ -200,9 +208,10 @@ class Checkpoints:
             copy = self._copy.take(self._state())
             faults.point(f"saved-copy:step_{progress.step}")
             rng = _rng(self.world.device)
-            self._pending = final, self._thread.submit(self._write, copy, rng, progress, final, recorded)
+            saved = self._thread.submit(self._write, copy, rng, progress, final, dependencies_committed)
+            self._pending = final, saved
         else:
-            self._write(self._state(), _rng(self.world.device), progress, final, recorded)
+            self._write(self._state(), _rng(self.world.device), progress, final, dependencies_committed)
         self._scheduled, self._saved_at = None, time.monotonic()
         self._held_up = self._saved_at - began
 
@@ -210,8 +219,8 @@ class Checkpoints:
         """To be called before the state changes: the device changes it after it is copied. The host does not wait."""
         self._copy.before_update()
 
-    def look(self, step: int) -> None:
-        """At the start of step `step`: take the result of a save that has ended, and schedule recovery checkpoints.
+    def poll(self, step: int) -> None:
+        """Take the result of a finished save and schedule recovery checkpoints. Called at the start of step `step`.
 
         Raises what a save failed with, on every rank in the same step. The ranks agree on everything here, in one sum.
         """
@@ -277,11 +286,11 @@ class Checkpoints:
         saved = checkpoints.steps_with(self.root, PART)
         return [step for step in saved if checkpoints.belongs(self.root, step, self.run)]
 
-    def _choose(self, said_finished: bool) -> tuple[str | None, bool]:
+    def _choose(self, marked_finished: bool) -> tuple[str | None, bool]:
         resume = None if self.config is None else self.config.resume_step
         refuse_foreign(self.weights, self.root)
         if self.recover and (resume is None or self._recover_decides(resume)):
-            is_finished = said_finished and self.max_steps in list_steps(self.weights)
+            is_finished = marked_finished and self.max_steps in list_steps(self.weights)
             if is_finished and self.config is None:
                 return None, True
             newest = self._newest_whole()
@@ -313,12 +322,12 @@ class Checkpoints:
             if problem is None:
                 logger.info("recovering from {}, after {} updates", subject_of(directory), step)
                 return str(directory)
-            logger.warning("{} is passed over for an older state: {}", subject_of(directory), problem)
+            logger.warning("skipping {} ({}), trying an older checkpoint", subject_of(directory), problem)
             damaged.append(f"{directory} ({problem})")
         if damaged:
             raise UserError(
-                f"cannot recover: no state is whole, {'; '.join(damaged)}: put back a copy, or move these out of the run "
-                "directory to start over from the base model"
+                f"cannot recover: every checkpoint is damaged: {'; '.join(damaged)}: put back a copy, or move these "
+                "out of the run directory to start over from the base model"
             )
         start = current_incarnation(opened).start
         if start > 0:
@@ -357,7 +366,7 @@ class Checkpoints:
     def _supersede_after(self, start: int) -> None:
         checkpoints.clean(self.root, PART)
         for path in checkpoints.supersede_after(self.root, start, self.incarnation, self.run):
-            logger.warning("a checkpoint beyond step {} is given up; it lies in {} now", start, path)
+            logger.warning("a checkpoint beyond step {} is superseded; it was moved to {}", start, path)
         clean_stages(self.recovery)
         # The newest recovery checkpoint beyond `start` is kept where somebody asked for `start`: perhaps by mistake.
         saved = {}
@@ -369,7 +378,7 @@ class Checkpoints:
         if newest is not None:
             renamed = supersede(self._final(newest, "recovery checkpoint"), self.incarnation)
             if renamed is not None:
-                logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, renamed)
+                logger.warning("the recovery checkpoint of step {} is superseded; it was moved to {}", newest, renamed)
         self._remove_recovery_but(max((step for step in list_steps(self.recovery) if step <= start), default=None))
         if self.alone() and start in self._own():  # where a crash came between part and joint manifest
             checkpoints.join(self.root, start, checkpoints.TRAINER_ONLY, PART)
@@ -377,7 +386,7 @@ class Checkpoints:
     # ---- writing
 
     def _use_device(self) -> None:
-        """In the thread, first: page-locked memory belongs to a GPU, the thread's current one."""
+        """In the thread, first: pinned memory belongs to a GPU, the thread's current one."""
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)
 
@@ -395,7 +404,7 @@ class Checkpoints:
         rng: dict[str, torch.Tensor],
         progress: Progress,
         final: Path,
-        recorded: Callable[[], bool] = lambda: True,
+        dependencies_committed: Callable[[], bool] = lambda: True,
     ) -> None:
         """Write and commit `state`, in any thread. Rank 0 hashes its files within `dist_timeout`; the others wait."""
         began, world = time.monotonic(), self._background
@@ -412,7 +421,7 @@ class Checkpoints:
         }
         try:
             training_state.save(state, stage.path / _STATE, world, rng)
-            on_main(world, lambda: self._await_record(progress.step, final, recorded))
+            on_main(world, lambda: self._await_dependencies(progress.step, final, dependencies_committed))
             on_main(world, lambda: incarnations.refuse_if_superseded(self.output_dir, self.incarnation))
             on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
         except BaseException:
@@ -428,17 +437,19 @@ class Checkpoints:
                 "run its own ckpt.output_dir, then go on with --recover"
             )
 
-    def _await_record(self, step: int, final: Path, recorded: Callable[[], bool]) -> None:
+    def _await_dependencies(self, step: int, final: Path, dependencies_committed: Callable[[], bool]) -> None:
         wait(
-            recorded,
+            dependencies_committed,
             subject=f"row and version of the state after {step} updates",
             owner="the training loop",
             seconds=self._timeout,
             poll=LEAST_POLL_SECONDS,
             stop=lambda: self._closing,
         )
-        if not recorded():
-            raise UserError(f"{subject_of(final)} is not committed: the run ended before what belongs to it was")
+        if not dependencies_committed():
+            raise UserError(
+                f"{subject_of(final)} is not committed: the run ended before this step's metrics and weights were"
+            )
 
     def _tidy(self, step: int, final: Path) -> None:
         """Remove what a commit makes superfluous."""

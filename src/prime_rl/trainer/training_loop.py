@@ -162,7 +162,7 @@ def run(
     step, saving = start, 0.0
     while config.max_steps is None or step < config.max_steps:
         report.step(step)
-        checkpoints.look(step)
+        checkpoints.poll(step)
         if not data.arrived(step):  # nothing is gained by running ahead: what the step before began is finished first
             rows.flush()
             versions.settle()

@@ -56,7 +56,7 @@ def training_state(model: nn.Module, optimizer: ShardedOptimizer) -> State:
 
 
 class HostCopy:
-    """Copies of the training state in host memory, in buffers that are made once (page-locked for a GPU: full speed).
+    """Copies of the training state in host memory, in buffers that are made once (pinned for a GPU: full speed).
 
     A GPU copies on a stream of its own, beside the forward and backward of the next step: `before_update` must come
     before the state changes.
@@ -70,7 +70,7 @@ class HostCopy:
         self.closed = False  # nothing more is reserved
 
     def reserve(self, state: State) -> None:
-        """Allocate the buffers beforehand: page-locking takes about a second for each GB."""
+        """Allocate the buffers beforehand: pinning takes about a second for each GB."""
         for name, tensor in state.items():
             if self.closed:
                 return
@@ -108,11 +108,11 @@ class HostCopy:
 # ---- the files
 
 
-def save(state: State, directory: Path, world: World, own: Mapping[str, Tensor]) -> None:
+def save(state: State, directory: Path, world: World, per_rank: Mapping[str, Tensor]) -> None:
     """Write this rank's file into `directory`; rank 0 writes the index as well. Every rank calls it.
 
     Args:
-        own: Tensors that each rank has for itself, loaded again by as many ranks only.
+        per_rank: Tensors of each rank, restored only if the number of ranks is unchanged.
 
     Raises UserError, on every rank, if the disk is full, fails, or may not be written to.
     """
@@ -122,7 +122,7 @@ def save(state: State, directory: Path, world: World, own: Mapping[str, Tensor])
     def write() -> None:
         with disk_errors(directory):
             directory.mkdir(exist_ok=True)
-            _write_file(_rank_file(directory, world.rank), {**tensors, **own})
+            _write_file(_rank_file(directory, world.rank), {**tensors, **per_rank})
             if world.is_main:
                 index = {"ranks": world.size, "shards": world.shards, "shapes": shapes}
                 (directory / _INDEX).write_text(json.dumps(index))
@@ -130,18 +130,18 @@ def save(state: State, directory: Path, world: World, own: Mapping[str, Tensor])
     agree(world, write)
 
 
-def load(state: State, directory: Path, world: World, own: Iterable[str] = ()) -> dict[str, Tensor]:
+def load(state: State, directory: Path, world: World, per_rank: Iterable[str] = ()) -> dict[str, Tensor]:
     """Fill `state` from `directory`, whatever the number of ranks that wrote it. Every rank calls it.
 
-    Returns what this rank saved of `own`; nothing if the number of ranks was another.
+    Returns what this rank saved of `per_rank`; nothing if the number of ranks was another.
 
     Raises UserError, on every rank, if the files are damaged or of an older format, or of another model.
     """
-    return agree(world, lambda: _load(state, directory, world, own))
+    return agree(world, lambda: _load(state, directory, world, per_rank))
 
 
 @torch.no_grad()
-def _load(state: State, directory: Path, world: World, own: Iterable[str]) -> dict[str, Tensor]:
+def _load(state: State, directory: Path, world: World, per_rank: Iterable[str]) -> dict[str, Tensor]:
     if (directory / ".metadata").is_file():
         raise UserError(
             f"{directory} is in the format of an earlier release, which is no longer read: finish the run with that "
@@ -150,8 +150,8 @@ def _load(state: State, directory: Path, world: World, own: Iterable[str]) -> di
     try:
         index = json.loads((directory / _INDEX).read_text())
         if problem := _misfit(index["shapes"], state):
-            hint = "; if the model is the same, so must be optim.type, and whether there is momentum"
-            hint = hint if problem.startswith("optimizer.") else ""
+            same = "; optim.type, and for sgd whether optim.momentum is 0, must be the same as when it was saved"
+            hint = same if problem.startswith("optimizer.") else ""
             raise UserError(f"{directory} does not fit this model: {problem}{hint}")
         with ExitStack() as exit_stack:
             paths = [_rank_file(directory, rank) for rank in range(index["shards"])]
@@ -168,7 +168,7 @@ def _load(state: State, directory: Path, world: World, own: Iterable[str]) -> di
         if index["ranks"] != world.size:
             return {}
         with safe_open(_rank_file(directory, world.rank), "pt") as file:
-            return {name: file.get_tensor(name) for name in own if name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in per_rank if name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"{directory} cannot be loaded into this model: {one_line(error)}") from error
 
@@ -177,9 +177,12 @@ def _misfit(saved: Mapping[str, list[int]], state: State) -> str | None:
     """The first tensor that only the saved or only this model and optimizer have, or that differs in shape, if any."""
     ours = {name: tensor.shape for name, tensor in state.items()}
     for name in sorted(saved.keys() | ours.keys()):
-        if saved.get(name) != ours.get(name):
-            theirs, own = (side.get(name, "not there") for side in (saved, ours))
-            return f"{name} is {theirs} in the checkpoint and {own} in the model"
+        if name not in saved:
+            return f"{name} is missing from the checkpoint; the model has shape {ours[name]}"
+        if name not in ours:
+            return f"{name} is missing from the model; the checkpoint has shape {saved[name]}"
+        if saved[name] != ours[name]:
+            return f"{name} has shape {saved[name]} in the checkpoint and {ours[name]} in the model"
     return None
 
 

@@ -211,14 +211,16 @@ class WeightPublisher:
 
     # ---- the loop's side
 
-    def open(self, start: int, *, spares: bool = False, saved_by: Collection[int] = ()) -> tuple[int, str | None]:
+    def open(
+        self, start: int, *, keep_superseded: bool = False, saved_by: Collection[int] = ()
+    ) -> tuple[int, str | None]:
         """Begin an incarnation at step `start` and have that version committed: the base model's manifest for 0.
 
         The incarnation is committed first: from then on versions beyond `start` of earlier ones do not count. They are
         removed next.
 
         Args:
-            spares: Keep the newest of them as `given_up_<incarnation>_step_v`.
+            keep_superseded: Keep the newest of them as `given_up_<incarnation>_step_v`.
             saved_by: The incarnations that saved the training states. Rank 0's counts.
 
         Returns the incarnation's number, and the base model's hash (None: random weights).
@@ -229,7 +231,7 @@ class WeightPublisher:
         reference = None if scored is None else agree(self.world, scored)
         if self.config.tmpfs is not None and (hosts := len(set(gather(self.world, boot_id())))) > 1:
             raise UserError(f"weights.tmpfs is the memory of one host, and the trainer's ranks are on {hosts}")
-        self.incarnation, base = on_main(self.world, lambda: self._open(start, spares, saved_by, reference))
+        self.incarnation, base = on_main(self.world, lambda: self._open(start, keep_superseded, saved_by, reference))
         self._committer.submit("memory for the weights", self._prepare)
         if start > 0:
             self.ensure(start)
@@ -429,7 +431,7 @@ class WeightPublisher:
                 prune(version_dir(self.root, version))
 
     def _open(
-        self, start: int, spares: bool, saved_by: Collection[int], reference: LogprobReference | None
+        self, start: int, keep_superseded: bool, saved_by: Collection[int], reference: LogprobReference | None
     ) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
         if (tmpfs := self.config.tmpfs) is not None and (keep := self.config.keep) is not None:
@@ -442,7 +444,9 @@ class WeightPublisher:
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory, reference).hash
         faults.point(f"incarnation:{incarnations.next_incarnation(self.output_dir, saved_by)}")
-        incarnation = incarnations.open_incarnation(self.output_dir, start, spares=spares, saved_by=saved_by)
+        incarnation = incarnations.open_incarnation(
+            self.output_dir, start, keep_superseded=keep_superseded, saved_by=saved_by
+        )
         for version in list_steps(self.root):
             if is_lost(version_dir(self.root, version)):  # the host was started again
                 prune(version_dir(self.root, version))

@@ -87,18 +87,20 @@ def next_incarnation(output_dir: Path, saved_by: Collection[int] = ()) -> int:
     return 1 + max({*read_incarnations(output_dir), *made_by, *held, *saved_by}, default=-1)
 
 
-def open_incarnation(output_dir: Path, start: int, *, spares: bool = False, saved_by: Collection[int] = ()) -> int:
+def open_incarnation(
+    output_dir: Path, start: int, *, keep_superseded: bool = False, saved_by: Collection[int] = ()
+) -> int:
     """Commit a new incarnation that starts from step `start` and return its number. Only the trainer does so.
 
     Args:
-        spares: Whether the newest of what it supersedes is kept, since nobody can be sure that it will be made again.
+        keep_superseded: Keep the newest of what it supersedes, since nobody can be sure that it will be made again.
         saved_by: The incarnations that saved the training states.
     """
     directory = output_dir / "incarnations"
     directory.mkdir(parents=True, exist_ok=True)
     clean_stages(directory)
     incarnation = next_incarnation(output_dir, saved_by)
-    table = {"step": start, "spares": spares, "run": run_id(output_dir) or secrets.token_hex(8)}
+    table = {"step": start, "spares": keep_superseded, "run": run_id(output_dir) or secrets.token_hex(8)}
     write_atomically(directory / f"{incarnation}.json", json.dumps(table).encode())
     return incarnation
 

@@ -105,7 +105,7 @@ $ PRIME_A__B=1 trainer @ x.toml stray --ckpt.keep x --max-stpes 1
 $ orchestrator @ x.toml
   unknown key environments.1.rato (x.toml, line 6); did you mean environments.1.ratio?
 $ orchestrator @ x.toml --environments.5.id c
-  --environments.5.id: there are 2 of environments
+  --environments.5.id: index 5 is out of range: environments has 2 items
   unknown key environments.1.rato (x.toml, line 6); did you mean environments.1.ratio?
 % maxsteps = 1
 $ rl --trainer @ x.toml --orchestrator.environment.id x
@@ -340,7 +340,7 @@ def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str])
     assert printed.err.splitlines() == [
         "error: max_steps: must be a valid integer, got 'x' (--max-steps)",
         "error: --sed names no setting; did you mean --seed?",
-        "Nothing was started. For all settings: trainer --help",
+        "Nothing was started. To list all settings: trainer --help",
     ]
 
 

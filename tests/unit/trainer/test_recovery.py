@@ -154,8 +154,8 @@ def test_recovers_from_an_older_state(
     for directory in (tmp_path / "checkpoints" / "step_4" / "trainer", tmp_path / "recovery" / "step_3"):
         damage(directory)
     run(recover=True)
-    assert "checkpoints/step_4/trainer is passed over" in caplog.text
-    assert "recovery/step_3 is passed over" in caplog.text
+    assert "skipping checkpoints/step_4/trainer (" in caplog.text
+    assert "skipping recovery/step_3 (" in caplog.text
     assert read_incarnations(tmp_path) == {0: 0, 1: 2}
     assert hashes(tmp_path) == hashes(undisturbed)
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
@@ -307,7 +307,9 @@ def test_only_damaged_states_are_no_reason_to_start_over(run: Run, undisturbed: 
     run(ckpt=None, max_steps=3)
     state = tmp_path / "recovery" / "step_3"
     damage(state)
-    with pytest.raises(UserError, match=r"no state is whole, .*recovery/step_3 \(.*put back a copy, or move these out"):
+    with pytest.raises(
+        UserError, match=r"every checkpoint is damaged: .*recovery/step_3 \(.*put back a copy, or move these out"
+    ):
         run(ckpt=None, recover=True)
     assert read_incarnations(tmp_path) == {0: 0}
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3]
@@ -455,13 +457,13 @@ def test_a_save_that_is_under_way_when_the_run_fails(
             if fails:
                 raise OSError(errno.EIO, "Input/output error")
 
-    def look(checkpoints: Checkpoints, step: int) -> None:
+    def poll(checkpoints: Checkpoints, step: int) -> None:
         if checkpoints._pending is not None:
             over.set()
             raise UserError("the second step fails")
 
     monkeypatch.setattr(faults, "point", point)
-    monkeypatch.setattr(Checkpoints, "look", look)
+    monkeypatch.setattr(Checkpoints, "poll", poll)
     with pytest.raises(UserError, match="the second step fails"):
         run(recovery_interval=None, ckpt={"interval": 1, "save_async": True})
     lost = "checkpoints/step_1/trainer was not committed: the file system fails at"

@@ -46,8 +46,8 @@ def test_any_number_of_ranks(
         save(part(rank), tmp_path / "state", rank, {"rng.cpu": torch.tensor([rank.rank], dtype=torch.uint8)})
     for rank in ranks(*after):
         state = part(rank, empty=True)
-        own = load(state, tmp_path / "state", rank, own=["rng.cpu", "rng.cuda"])
-        assert {name: value.tolist() for name, value in own.items()} == (
+        per_rank = load(state, tmp_path / "state", rank, per_rank=["rng.cpu", "rng.cuda"])
+        assert {name: value.tolist() for name, value in per_rank.items()} == (
             {"rng.cpu": [rank.rank]} if before[0] == after[0] else {}
         )
         for name, (want, _) in part(rank).items():
@@ -68,9 +68,14 @@ def damage(directory: Path, name: str, content: bytes | None) -> None:
         ("rank_0.safetensors", b"", "cannot be loaded"),
         ("rank_0.safetensors", None, "cannot be loaded"),
         (".metadata", b"", "in the format of an earlier release, which is no longer read: finish the run with that"),
-        ("model.more", b"[2]", r"does not fit this model: model.more is \[2\] in the checkpoint and not there in the"),
-        ("model.lm.bias", b"[3]", r"does not fit this model: model.lm.bias is \[3\] in the checkpoint and \[2\] in"),
-        ("optimizer.lm.bias.step", b"[]", r"there in the model; if the model is the same, so must be optim.type"),
+        ("model.more", b"[2]", r"does not fit this model: model.more is missing from the model; .* has shape \[2\]"),
+        ("model.lm.bias", None, r"model.lm.bias is missing from the checkpoint; the model has shape \[2\]"),
+        ("model.lm.bias", b"[3]", r"model.lm.bias has shape \[3\] in the checkpoint and \[2\] in the model"),
+        (
+            "optimizer.lm.bias.step",
+            b"[]",
+            r"missing from the model; .* shape \[\]; optim.type, and .* must be the same",
+        ),
     ],
 )
 def test_what_is_refused(name: str, content: bytes | None, message: str, world: World, tmp_path: Path) -> None:
@@ -78,7 +83,8 @@ def test_what_is_refused(name: str, content: bytes | None, message: str, world: 
     save(part(world), tmp_path / "state", world, {})
     if name.startswith(("model.", "optimizer.")):
         index = json.loads((tmp_path / "state" / "index.json").read_text())
-        index["shapes"][name] = json.loads(content or b"")
+        index["shapes"].pop(name, None)
+        index["shapes"] |= {} if content is None else {name: json.loads(content)}
         name, content = "index.json", json.dumps(index).encode()
     damage(tmp_path / "state", name, content)
     with pytest.raises(UserError, match=message) as caught:

@@ -193,7 +193,7 @@ def test_resume(run: Run) -> None:
     """Contract: an incarnation that goes on from a version has it on the disk, whether it stands there, lies in memory,
     or is gone; and what it gives up is gone everywhere but for the newest, which can be put back."""
     hashes = run.train(run.incarnation(), range(1, 5), durable=(2, 4))
-    run.incarnation(2, spares=True)
+    run.incarnation(2, keep_superseded=True)
     assert list_steps(run.weights) == [0, 1, 2]
     assert load(run.weights / "step_2") is not None
     assert weights_manifest(run.weights / "step_2").hash == hashes[2]
@@ -214,7 +214,7 @@ def test_what_is_damaged_is_made_again(in_tmpfs: Run, caplog: pytest.LogCaptureF
     for version in (2, 4):
         path = next(weights_manifest(run.weights / f"step_{version}").files.glob("model.*"))
         path.write_bytes(path.read_bytes()[:-9])
-    run.incarnation(2, spares=True)
+    run.incarnation(2, keep_superseded=True)
     verify_weights(run.weights / "step_2")
     assert caplog.text.count("cannot be brought to the disk") == 2
     for kept in run.weights.glob("given_up_*"):
