@@ -29,7 +29,8 @@ def toy_with_gradients(steps: int) -> tuple[nn.Module, list[list[Tensor]]]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "muon"])
 def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five steps, one right after the other, in many more chunks than are under way at a time; the states lie in page-locked host memory."""
+    """Five steps, one right after the other, in many more chunks than are under way at a time; the states
+    lie in pinned host memory."""
     monkeypatch.setattr(optim, "CHUNK", 1 << 17)
     monkeypatch.setattr(optim, "_TOGETHER", 1 << 18)
     results = []

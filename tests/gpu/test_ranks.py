@@ -78,7 +78,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("kind", ["filesystem", "memory"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO)])
 def test_versions_are_what_the_ranks_trained(ranks: int, kind: str, tmp_path: Path) -> None:
-    """What `tests/unit/trainer/test_versions.py` shows of ranks on a CPU, out of page-locked buffers: a version is the
+    """What `tests/unit/trainer/test_versions.py` shows of ranks on a CPU, out of pinned buffers: a version is the
     weights at the time they were copied, though they change at once."""
     model = make_tiny_model(tmp_path / "model", experts=3)
     run = {"ranks": ranks, "kind": kind, "model": str(model), "root": str(tmp_path), "replicas": 1, "device": "cuda"}

@@ -1,7 +1,7 @@
 """The optimizer that a config asks for, gradient clipping, and the learning rate as a pure function of the step.
 
 One optimizer for groups of parameters, each with a rule of its own; every rank updates its own rows. States lie one
-behind the other in flat buffers, on the device or in page-locked host memory. Those in host memory visit the device in
+behind the other in flat buffers, on the device or in pinned host memory. Those in host memory visit the device in
 chunks while the update runs: one chunk comes in, one is in use, one goes out, on streams of their own.
 
 Muon (Jordan et al. 2024) is steepest descent for matrices under the spectral norm, on momentum that is orthogonalized as
@@ -134,7 +134,7 @@ class States:
             for buffer in self._buffers:
                 if page_lock(buffer, owner=self):
                     raise UserError(
-                        f"optim.offload: {buffer.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked: free "
+                        f"optim.offload: {buffer.nbytes / 2**30:.1f} GiB of host memory cannot be pinned: free "
                         "some, raise `ulimit -l`, or leave it out"
                     )
 
@@ -234,7 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Update this rank's rows of float32 parameters. States exist from the start.
 
     Args:
-        offload: States lie in page-locked host memory, and are on the device only while they are updated.
+        offload: States lie in pinned host memory, and are on the device only while they are updated.
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], *, offload: bool = False) -> None:

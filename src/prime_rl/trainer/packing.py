@@ -187,7 +187,7 @@ def pads_to(device: torch.device) -> int:
 
 
 def pinned(batches: Sequence[MicroBatch], device: torch.device) -> list[MicroBatch]:
-    """The same batches, for a GPU in page-locked memory, so that copies run beside everything else."""
+    """The same batches, for a GPU in pinned memory, so that copies run beside everything else."""
     return [batch.map(Tensor.pin_memory) for batch in batches] if device.type == "cuda" else list(batches)
 
 
@@ -200,7 +200,7 @@ def micro_batches(
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Bring a micro-batch to the device. From page-locked memory nothing waits for the copies."""
+    """Bring a micro-batch to the device. From pinned memory nothing waits for the copies."""
     return batch.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -310,7 +310,7 @@ class StepSource:
             self._next = step, self._thread.submit(self._work, step)
 
     def _work(self, step: int) -> StepData | None:
-        if self.world.device.type == "cuda":  # page-locked memory belongs to the thread's current GPU
+        if self.world.device.type == "cuda":  # pinned memory belongs to the thread's current GPU
             torch.cuda.set_device(self.world.device)
         while not self.exists(step):
             if self._requested.wait(_POLL_SECONDS):  # bounded: `read` or `close` requests it

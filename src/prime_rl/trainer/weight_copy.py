@@ -115,7 +115,7 @@ class RowCopies:
             self._chunk = torch.empty(0, dtype=dtype, device=world.device)
 
     def allocate(self) -> None:
-        """Make the buffer. Page-locking gigabytes takes seconds: a thread may do it beforehand."""
+        """Make the buffer. Pinning gigabytes takes seconds: a thread may do it beforehand."""
         if self.buffer.numel() == self._elements:
             return
         try:
@@ -127,9 +127,7 @@ class RowCopies:
             with torch.cuda.device(self.world.device):  # a new thread has another one
                 failed = page_lock(self.buffer, owner=self)
             if failed:
-                logger.warning(
-                    "host memory for exports cannot be page-locked (CUDA error {}): exports are slow", failed
-                )
+                logger.warning("host memory for exports cannot be pinned (CUDA error {}): exports are slow", failed)
 
     @torch.no_grad()
     def copy(self) -> Copy:
