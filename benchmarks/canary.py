@@ -109,13 +109,13 @@ async def ask(server: InferenceServer, root: Path) -> dict[str, float]:
             found = compare(
                 await engine.score(_tokens(version)), version.reference.logprobs if version.reference else ()
             )
-            row |= {f"{name}_mean": found.mean, f"{name}_most": found.most}
-        band = check.band(server.root)
-        assert band is not None
-        row |= {"band_mean": band.mean, "band_most": band.most}
+            row |= {f"{name}_mean": found.mean, f"{name}_most": found.largest}
+        tolerance = check.tolerance(server.root)
+        assert tolerance is not None
+        row |= {"band_mean": tolerance.mean, "band_most": tolerance.largest}
         row["report_seconds"] = await _median(engine.served)
         row["server_seconds"] = await _median(lambda: engine.score(_tokens(drifted)))
-        row["load_seconds"] = await _median(lambda: engine.give(drifted), repeats=3)
+        row["load_seconds"] = await _median(lambda: engine.load_weights(drifted), repeats=3)
     began = time.perf_counter()
     verify_weights(drifted.directory)
     row["hash_seconds"] = time.perf_counter() - began

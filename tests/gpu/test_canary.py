@@ -1,4 +1,4 @@
-"""Mutations of the weights on their way into an engine that serves bfloat16 on a GPU: what its wider band still finds, and what it does not.
+"""Mutations of the weights on their way into an engine that serves bfloat16 on a GPU: what its wider tolerance still finds, and what it does not.
 
 On a CPU, with the loader's own code taken away too: tests/integration/test_canary.py. One server for all, a minute on an H200.
 """
@@ -34,8 +34,8 @@ def run(inference_server: InferenceServer, make_policy: Callable[..., Policy], w
     inference_server.reset()
 
 
-async def test_right_weights_are_in_the_band(run: Run) -> None:
-    """Contract: the noise of the base calibrates a band that versions far from it stay in, there and back."""
+async def test_right_weights_are_within_the_tolerance(run: Run) -> None:
+    """Contract: the noise of the base calibrates a tolerance that versions far from it stay in, there and back."""
     await run.load(run.base)
     drifted = run.commit(run.changed(DRIFTED))
     for version in (drifted, run.base, drifted):

@@ -11,7 +11,7 @@ import pytest
 from conftest import InferenceServer
 from prime_rl.config.shared import ClientConfig
 from prime_rl.fleet.client import InferenceClient
-from prime_rl.fleet.logprob_check import LEAST_MEAN, LEAST_MOST, LogprobCheck, LogprobCheckFailed
+from prime_rl.fleet.logprob_check import LEAST_LARGEST, LEAST_MEAN, LogprobCheck, LogprobCheckFailed
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from support import trainer as support
@@ -27,20 +27,20 @@ def run(inference_server: InferenceServer, make_policy: Callable[..., Policy], w
     inference_server.reset()
 
 
-async def test_right_weights_are_in_a_narrow_band(run: Run) -> None:
+async def test_right_weights_are_in_a_narrow_tolerance(run: Run) -> None:
     """Contract: float32 servers compute the trainer's numbers to 1e-4 nats, on the base and on weights far from it; also one that serves
     something else when it is first met, and a prompt that was asked before is computed anew."""
-    assert (await run.load(run.base)).most < 1e-4
+    assert (await run.load(run.base)).largest < 1e-4
     drifted = run.commit(run.changed(DRIFTED))
     for version in (drifted, run.base, drifted):
-        assert (await run.load(version)).most < 1e-4
-    band = run.canaries.band(run.server.root)
-    assert band is not None
-    assert (band.mean, band.most) == (LEAST_MEAN, LEAST_MOST)
+        assert (await run.load(version)).largest < 1e-4
+    tolerance = run.canaries.tolerance(run.server.root)
+    assert tolerance is not None
+    assert (tolerance.mean, tolerance.largest) == (LEAST_MEAN, LEAST_LARGEST)
 
     run.canaries = LogprobCheck()  # another orchestrator goes on: the server serves the drifted weights
-    assert (await run.load(drifted)).most < 1e-4
-    assert run.canaries.band(run.server.root) == band
+    assert (await run.load(drifted)).largest < 1e-4
+    assert run.canaries.tolerance(run.server.root) == tolerance
 
 
 CAUGHT = [skip_a_tensor, swap_layers, stay, flip(30)]
@@ -63,7 +63,7 @@ async def test_the_canary_finds_what_a_loader_did_wrong(
 
 
 async def test_the_canary_finds_weights_that_stay_what_they_were_though_the_band_hides_it(run: Run) -> None:
-    """Contract: a step away from what it was given before, a server that keeps that is in the band, but its numbers are the very same."""
+    """Contract: a step away from what it was given before, a server that keeps that is within the tolerance, but its numbers are the very same."""
     await run.load(run.base)
     version = run.commit(run.changed(STEPPED), run.changed(0.0))
     with pytest.raises(LogprobCheckFailed, match="the very same as before"):

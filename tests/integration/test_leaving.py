@@ -58,7 +58,7 @@ def test_a_server_joins_and_another_one_leaves(tmp_path: Path) -> None:
         assert httpx.post(f"{urls[0]}/leave", timeout=10).json() == {"leaving": True}
         assert httpx.get(f"{urls[0]}/weights", timeout=10).json()["leaving"] is True
         until(
-            lambda: said(f"{urls[0]} has left, and may be stopped"),
+            lambda: said(f"{urls[0]} has left and can be stopped"),
             "end of what the first serves",
             orchestrator,
             trainer,
@@ -74,7 +74,7 @@ def test_a_server_joins_and_another_one_leaves(tmp_path: Path) -> None:
             "--num-examples", 4, "--sampling.max-tokens", 24, "--seq-len", 256, log=tmp_path / "eval.log",
         ) as evaluation:  # fmt: skip
             evaluation.succeed(TIMEOUT)
-    assert said("nothing of it is made again")
+    assert said("no episodes need to be run again")
     assert list_steps(run / "rollouts") == list(range(STEPS))
     manifest = json.loads((run / "rollouts" / f"step_{STEPS - 1}" / "manifest.json").read_text())
     account = manifest["extra"]["ledger"]["account"]

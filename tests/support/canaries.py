@@ -85,9 +85,9 @@ class Run:
 
     @property
     def hides(self) -> Callable[[Difference], bool]:
-        band = self.canaries.band(self.server.root)
-        assert band is not None
-        return lambda difference: difference.within(band)
+        tolerance = self.canaries.tolerance(self.server.root)
+        assert tolerance is not None
+        return lambda difference: difference.within(tolerance)
 
 
 def skip_a_tensor(base: Tensors, new: Tensors) -> Tensors:

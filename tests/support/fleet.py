@@ -166,7 +166,7 @@ class FleetWorld(World):
         await self.wait(lambda: self.current.started and self.current.scheduler.version >= version)
 
     def replica(self, server: Server) -> Replica | None:
-        return next((one for one in self.current.fleet.replicas if one.engine is server), None)
+        return next((one for one in self.current.fleet.replicas if one.client is server), None)
 
     async def left(self, server: Server) -> None:
         await self.wait(lambda: self.replica(server) is None)

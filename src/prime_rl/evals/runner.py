@@ -19,7 +19,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults
-from prime_rl.fleet.replicas import Replica, ReplicaPool, soundest
+from prime_rl.fleet.replicas import Replica, ReplicaPool, least_loaded_healthy
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.tasks import request_seed
 from prime_rl.wait import WaitTimeout, wait_async
@@ -131,7 +131,7 @@ class EvalRunner:
         """Run an attempt on the least loaded server, one that was not tried if there is such."""
         try:
             replica = await wait_async(
-                lambda: soundest([one for one in fleet.ready if one not in tried] or fleet.ready),
+                lambda: least_loaded_healthy([one for one in fleet.ready if one not in tried] or fleet.ready),
                 subject="server that serves", owner="inference", seconds=self.timeout, stop=self.superseded,
             )  # fmt: skip
         except WaitTimeout as error:
@@ -163,7 +163,7 @@ async def _unless_silent(replica: Replica, attempt: Coroutine[Any, Any, EpisodeR
             await asyncio.wait([task], timeout=LOOK_SECONDS)
             if task.done():
                 return task.result()
-            silent = 0 if await replica.engine.answers() else silent + 1
+            silent = 0 if await replica.client.answers() else silent + 1
         return None
     finally:
         task.cancel()

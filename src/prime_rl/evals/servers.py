@@ -101,8 +101,8 @@ class EvalServers:
         if not replica.ready:
             return  # it is being brought back
         self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its verification")
-        await replica.engine.wait_ready(self._on_wait)
-        served, policy = await replica.engine.served(), self._policy
+        await replica.client.wait_ready(self._on_wait)
+        served, policy = await replica.client.served(), self._policy
         if served != replica.loaded:
             logger.warning("{} was restarted, or given other weights: what it sampled is made again", replica.name)
             if self._gives:
@@ -159,7 +159,7 @@ async def admit(fleet: ReplicaPool, ready: Sequence[Replica], model: str, same: 
     Raises:
         UserError: they do not serve the same, or another model.
     """
-    served = {replica: await replica.engine.served() for replica in ready}
+    served = {replica: await replica.client.served() for replica in ready}
     for replica, one in served.items():
         one.check_name(replica.name, model)
     served = {replica: one for replica, one in served.items() if not one.leaving} or served  # if there is another

@@ -53,8 +53,8 @@ class CannotScore(UserError):
 class Served:
     """What a server says it serves.
 
-    `boot` names the incarnation of the server and `loads` counts its loads of weights, where it gives them. `seconds`:
-    the parts of the update that it answered (`inference.service.WeightUpdate`, and `verify`, its logprob check).
+    `boot` names the server process and `loads` counts its loads of weights, where it gives them. `seconds`: of each
+    phase of the update that it answered (`inference.service.WeightUpdate`, and `verify`, its logprob check).
     `models`: the names that requests may give.
     """
 
@@ -113,11 +113,11 @@ class InferenceClient:
         await self._http.aclose()
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None], path: str = _HEALTH) -> None:
-        """Wait until the server answers, at most `client.ready_timeout` seconds. A wait that is noticed is logged, also while a look hangs.
+        """Wait until the server answers, at most `client.ready_timeout` seconds. A wait that is noticed is logged, also while a probe hangs.
 
         Args:
             on_wait: Called with subject, owner and deadline in seconds before every pause.
-            path: What it has to answer well; of another path than its health any answer is, but for trouble of its own.
+            path: Path to probe. `/health` must succeed; any other path only must not return 500, 502, 503 or 504.
 
         Raises:
             UserError: it did not come up in time.
@@ -173,18 +173,18 @@ class InferenceClient:
             UserError: it refused, or says afterwards that it serves something else.
         """
         if self._logprob_check is None:
-            return await self.give(weights)
+            return await self.load_weights(weights)
         await self._logprob_check.prepare(self, weights)
-        served = await self.give(weights)
+        served = await self.load_weights(weights)
         began = time.monotonic()
         await self._logprob_check.check(self, weights, served)
         return replace(served, seconds={**served.seconds, "verify": time.monotonic() - began})
 
-    async def give(self, weights: WeightsManifest) -> Served:
+    async def load_weights(self, weights: WeightsManifest) -> Served:
         """Have the server load a committed version and say what it serves.
 
         Raises:
-            ServerError, UserError: as `update` does, but what it computes is not looked at.
+            ServerError, UserError: as `update` does, but what it computes is not checked.
         """
         body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
         try:

@@ -1,8 +1,8 @@
 """Compare a server's log-probabilities of a version's fixed prompt with the trainer's, which are in the manifest.
 
 Numbers never agree exactly: dtypes, kernels and quantization differ. How far a server is off by these alone is measured
-once, on the base weights; a later version may be off a few times as far (the band). A difference beyond the band counts
-as a failed load.
+once, on the base weights; a later version may be off a few times as far (the tolerance). A larger difference counts as a
+failed load.
 """
 
 import math
@@ -20,7 +20,7 @@ from prime_rl.transport.weights import LogprobReference, WeightsManifest, versio
 # A trained version may be this many times as far off as the base was. In bfloat16 the noise grows with training: in 30 steps of a tiny model on an H200
 # to 2.8 times the base's on average and 5.1 times at most. A false alarm ends a run, and hashes find most of what this could.
 FACTOR = 16.0
-LEAST_MEAN, LEAST_MOST = 1e-3, 2e-2  # nats: the narrowest band; with float32 on both sides the difference is 1e-6
+LEAST_MEAN, LEAST_LARGEST = 1e-3, 2e-2  # nats: the smallest tolerance; in float32 on both sides the difference is 1e-6
 MOVED_MEAN = 1e-4  # nats: where the trainer's numbers change by more between two versions, a server's must change, too
 WORST_MEAN = 1.0  # nats: a server with a larger difference on the base weights computes another model
 
@@ -34,14 +34,14 @@ class Difference:
     """Absolute differences of log-probabilities in nats: the mean over all tokens, and the largest. Also a bound on both."""
 
     mean: float
-    most: float
+    largest: float
 
     def within(self, bound: "Difference") -> bool:
         """Return whether both numbers are within `bound`; NaN is not."""
-        return self.mean <= bound.mean and self.most <= bound.most
+        return self.mean <= bound.mean and self.largest <= bound.largest
 
     def __str__(self) -> str:
-        return f"{self.mean:.2g} nats on average, {self.most:.2g} at most"
+        return f"{self.mean:.2g} nats on average, {self.largest:.2g} at most"
 
 
 def compare(server: Sequence[float], trainer: Sequence[float]) -> Difference:
@@ -52,11 +52,11 @@ def compare(server: Sequence[float], trainer: Sequence[float]) -> Difference:
     return Difference(sum(differences) / len(differences), max(differences))
 
 
-def calibrated(base: Difference) -> Difference | None:
-    """Return the band of a server by its difference on the base weights; None if that is too large to be noise."""
+def tolerance_from_base(base: Difference) -> Difference | None:
+    """Return the tolerance of a server by its difference on the base weights; None if that is too large to be noise."""
     if not base.mean <= WORST_MEAN:
         return None
-    return Difference(max(FACTOR * base.mean, LEAST_MEAN), max(FACTOR * base.most, LEAST_MOST))
+    return Difference(max(FACTOR * base.mean, LEAST_MEAN), max(FACTOR * base.largest, LEAST_LARGEST))
 
 
 @dataclass(frozen=True)
@@ -67,29 +67,29 @@ class Scores:
     server: Sequence[float]
 
 
-def stayed(before: Scores, now: Scores) -> bool:
+def is_unchanged(before: Scores, now: Scores) -> bool:
     """Return whether a server's numbers are unchanged to the last digit although the trainer's have changed.
 
-    One step changes the numbers by less than the band: weights that were silently not replaced are found by this alone.
+    One step changes the numbers by less than the tolerance: only this finds weights that were silently not replaced.
     """
     moved = compare(now.trainer, before.trainer).mean > MOVED_MEAN
     return moved and list(now.server) == list(before.server)
 
 
-async def score(engine: InferenceClient, reference: LogprobReference, engines: int) -> tuple[list[Scores], Difference]:
+async def score(client: InferenceClient, reference: LogprobReference, engines: int) -> tuple[list[Scores], Difference]:
     """Score the prompt on each data-parallel engine behind a server. Return the scores and the largest differences.
 
     Raises:
         CannotScore, ServerError: as `InferenceClient.score` does.
     """
     numbers: Sequence[int | None] = range(engines) if engines > 1 else [None]
-    scores = [Scores(reference.logprobs, await engine.score(reference.tokens, number)) for number in numbers]
+    scores = [Scores(reference.logprobs, await client.score(reference.tokens, number)) for number in numbers]
     differences = [compare(each.server, each.trainer) for each in scores]
-    return scores, Difference(max(each.mean for each in differences), max(each.most for each in differences))
+    return scores, Difference(max(each.mean for each in differences), max(each.largest for each in differences))
 
 
 class LogprobCheck:
-    """Calibrates and checks the servers of a run; a band holds until a server is started again.
+    """Calibrates and checks the servers of a run; a tolerance holds until a server is started again.
 
     Args:
         any_base: Servers may hold another base model than the run's: those are checked by hashes alone.
@@ -97,13 +97,13 @@ class LogprobCheck:
 
     def __init__(self, any_base: bool = False) -> None:
         self._any_base = any_base
-        # By address: the server's boot, and its band (None: it cannot be checked).
-        self._bands: dict[str, tuple[str, Difference | None]] = {}
+        # By address: the server's boot, and its tolerance (None: it cannot be checked).
+        self._tolerances: dict[str, tuple[str, Difference | None]] = {}
         self._scores: dict[str, list[Scores]] = {}  # of what each computed last, engine by engine
         self._said: set[str] = set()
 
-    async def prepare(self, engine: InferenceClient, weights: WeightsManifest) -> None:
-        """Calibrate the band of a server before it loads `weights`, once an incarnation of the server.
+    async def prepare(self, client: InferenceClient, weights: WeightsManifest) -> None:
+        """Calibrate the tolerance of a server before it loads `weights`, once for each server process.
 
         A server that does not serve the base weights loads them first: never later, when it samples.
 
@@ -111,81 +111,81 @@ class LogprobCheck:
             LogprobCheckFailed: it computes something else.
             ServerError: it did not answer, or version 0 cannot be read.
         """
-        known = engine.root in self._bands
+        known = client.root in self._tolerances
         try:
-            served: Served | None = await engine.served()
+            served: Served | None = await client.served()
         except NoWeightsServed:
             if known:
                 return  # a load mends it; `check` sees whether it was started again
             served = None
-        if known and served is not None and self._bands[engine.root][0] == served.boot:
+        if known and served is not None and self._tolerances[client.root][0] == served.boot:
             return
-        self._bands.pop(engine.root, None)
+        self._tolerances.pop(client.root, None)
         base = _base_of(weights)
         if weights.reference is None or base is None or base.reference is None:
             which = "version 0, on which they would be calibrated" if weights.reference else "the version that is loaded"  # fmt: skip
             self._say_once(f"servers are checked by hashes alone: there are no log-probabilities of the fixed prompt in {which}")  # fmt: skip
             if served is not None:
-                self._bands[engine.root] = served.boot, None
+                self._tolerances[client.root] = served.boot, None
             return
         if served is None or not served.holds(base):
             try:
-                served = await engine.give(base)
+                served = await client.load_weights(base)
             except UserError as error:
                 if isinstance(error, ServerError) or not self._any_base or served is None:
                     raise
                 self._say_once("servers are checked by hashes alone", str(error))
-                self._bands[engine.root] = served.boot, None
+                self._tolerances[client.root] = served.boot, None
                 return
         try:
-            scores, difference = await score(engine, base.reference, served.engines)
+            scores, difference = await score(client, base.reference, served.engines)
         except CannotScore as error:
-            logger.warning("{} is checked by hashes alone: {}", engine.root, error)
-            self._bands[engine.root] = served.boot, None
+            logger.warning("{} is checked by hashes alone: {}", client.root, error)
+            self._tolerances[client.root] = served.boot, None
             return
-        band = calibrated(difference)
-        if band is None:
+        tolerance = tolerance_from_base(difference)
+        if tolerance is None:
             raise LogprobCheckFailed(
-                f"the server at {engine.root} does not compute the trainer's model: on the base weights the log-probabilities of the "
-                f"fixed prompt differ by {difference}; {WORST_MEAN:g} on average is the most that can be noise (logprob_check = false switches this off)"
+                f"the server at {client.root} does not compute the trainer's model: on the base weights the log-probabilities of the "
+                f"fixed prompt differ by {difference}; a mean difference above {WORST_MEAN:g} nat cannot be numerical noise (logprob_check = false switches this off)"
             )
-        logger.info("{}: log-probabilities differ by {} on the base weights; the band is {}", engine.root, difference, band)  # fmt: skip
-        self._bands[engine.root], self._scores[engine.root] = (served.boot, band), scores
+        logger.info("{}: log-probabilities differ by {} on the base weights; the tolerance is {}", client.root, difference, tolerance)  # fmt: skip
+        self._tolerances[client.root], self._scores[client.root] = (served.boot, tolerance), scores
 
-    async def check(self, engine: InferenceClient, weights: WeightsManifest, served: Served) -> None:
+    async def check(self, client: InferenceClient, weights: WeightsManifest, served: Served) -> None:
         """Check a server that has loaded `weights`, and reports what is `served`.
 
         Raises:
             LogprobCheckFailed: it computes something else, or does not answer any more.
             ServerError: it was started again meanwhile.
         """
-        if weights.reference is None or engine.root not in self._bands:
+        if weights.reference is None or client.root not in self._tolerances:
             return
-        boot, band = self._bands[engine.root]
+        boot, tolerance = self._tolerances[client.root]
         if boot != served.boot:
             raise ServerError(
-                f"the server at {engine.root} was started again while it loaded version {weights.version}"
+                f"the server at {client.root} was started again while it loaded version {weights.version}"
             )
-        if band is None:
+        if tolerance is None:
             return
-        claim = f"the server at {engine.root} says it serves version {weights.version} ({weights.hash[:12]}) but"
+        claim = f"the server at {client.root} says it serves version {weights.version} ({weights.hash[:12]}) but"
         try:
-            scores, difference = await score(engine, weights.reference, served.engines)
+            scores, difference = await score(client, weights.reference, served.engines)
         except (CannotScore, ServerError) as error:  # it could answer when it was calibrated
             raise LogprobCheckFailed(f"{claim} does not score the fixed prompt: {error}") from error
-        if not difference.within(band):
+        if not difference.within(tolerance):
             raise LogprobCheckFailed(
                 f"{claim} does not compute it: its log-probabilities of the fixed prompt differ from the trainer's by {difference}; "
-                f"the band is {band} (logprob_check = false switches this off)"
+                f"the tolerance is {tolerance} (logprob_check = false switches this off)"
             )
-        before = self._scores[engine.root]
-        if any(stayed(one, other) for one, other in zip(before, scores, strict=True)):
+        before = self._scores[client.root]
+        if any(is_unchanged(one, other) for one, other in zip(before, scores, strict=True)):
             raise LogprobCheckFailed(f"{claim} does not compute it: its log-probabilities of the fixed prompt are the very same as before (logprob_check = false switches this off)")  # fmt: skip
-        self._scores[engine.root] = scores
+        self._scores[client.root] = scores
 
-    def band(self, root: str) -> Difference | None:
-        """Return the band of the server at this address; None if it has none."""
-        return self._bands.get(root, ("", None))[1]
+    def tolerance(self, root: str) -> Difference | None:
+        """Return the tolerance of the server at this address; None if it has none."""
+        return self._tolerances.get(root, ("", None))[1]
 
     def _say_once(self, what: str, details: str = "") -> None:
         if what not in self._said:

@@ -8,7 +8,7 @@ from prime_rl.transport.weights import WeightsManifest, version_dir, weights_man
 
 
 class PublishedVersions:
-    """Incarnations and versions at the last look, and the orchestrator's lease."""
+    """Incarnations and versions at the last refresh, and the orchestrator's lease."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
@@ -20,21 +20,21 @@ class PublishedVersions:
 
     @property
     def incarnation(self) -> Incarnation:
-        """The trainer's present incarnation."""
+        """The trainer's current incarnation."""
         return current_incarnation(self.incarnations)
 
     @property
     def newest(self) -> int | None:
-        """The newest version of the present history."""
+        """The newest version of the current lineage."""
         return newest_version(self.versions, self.incarnations)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the run directory. Versions first: a version is never seen without the incarnation that made it."""
         self.versions = read_versions(self.weights_dir, self._seen)
         self.incarnations = read_incarnations(self.output_dir)
 
     def valid(self, version: int) -> bool:
-        """Whether `version` is committed and belongs to the present history."""
+        """Whether `version` is committed and belongs to the current lineage."""
         return version in self.versions and valid(version, self.versions[version], self.incarnations)
 
     def manifest(self, version: int) -> WeightsManifest:
@@ -45,7 +45,7 @@ class PublishedVersions:
         """
         return weights_manifest(version_dir(self.weights_dir, version))
 
-    def hold(self, lease: Lease) -> None:
+    def write_lease(self, lease: Lease) -> None:
         """Write down what may still be read, so that the trainer does not remove it."""
         if lease != self.lease:
             write_lease(self.output_dir, lease)

@@ -22,10 +22,11 @@ from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.router import ServerClient
 from prime_rl.transport.weights import WeightsManifest
 
+RESTARTED, FAILED_CHECK = "the server was restarted", "the server failed its logprob check"
 _HOMES = 65_536  # groups whose server is remembered
 _CANCEL_SECONDS = 30.0
-_FIRST_REST_SECONDS = 1.0  # of a server that fails what it is given, again and again; doubled with each further time
-_LONGEST_REST_SECONDS = 60.0
+_FIRST_BACKOFF_SECONDS = 1.0  # of a server whose episodes keep failing; doubled with each further failure
+_MAX_BACKOFF_SECONDS = 60.0
 
 
 class ReplicaState(StrEnum):
@@ -45,15 +46,16 @@ class Replica:
         unverified: Episodes that it samples, or has sampled since it was last verified.
         invalid: Those that it sampled before it was found to have been started again: no verification covers them.
         silent: How many times in a row it did not answer.
-        failures: How many times in a row an episode failed there, with none between them that ended well.
+        failures: Consecutive failed episodes there; those that fail together count once.
         failed_loads: How many loads failed since it was ready last.
         released: Whether it has left, and was verified for all that it sampled.
         trouble: Why it is still quarantined.
+        mismatch: Why it failed its last verification; empty if it passed.
         loaded: The last version that it loaded.
         loading: The version that it is loading.
     """
 
-    engine: ServerClient
+    client: ServerClient
     state: ReplicaState = ReplicaState.QUARANTINED
     in_flight: int = 0
     unverified: set[str] = field(default_factory=set)
@@ -63,13 +65,14 @@ class Replica:
     failed_loads: int = 0
     released: bool = False
     trouble: str = ""
+    mismatch: str = ""
     loaded: Served | None = None
     loading: Served | None = None
     _load_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
-        return self.engine.root
+        return self.client.root
 
     @property
     def ready(self) -> bool:
@@ -92,7 +95,7 @@ class Replica:
         if manifest is not None:
             self.loading = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
         try:
-            self.loaded = await (self.engine.reload() if manifest is None else self.engine.update(manifest))
+            self.loaded = await (self.client.reload() if manifest is None else self.client.update(manifest))
         except LogprobCheckFailed:
             self.loaded = None if before is None else replace(before, hash="")  # no report matches it
             raise
@@ -105,31 +108,51 @@ class Replica:
             self.unverified.clear()
 
     async def verify(self) -> bool:
-        """Whether the server answers, was not started again, and has served nothing but what it was given; or left when it did. During an
-        update it may serve the new version already, which counts when the update has succeeded."""
+        """True if the server answers, has not restarted and has served only the weights it loaded, or if it was verified when it left.
+
+        During an update it may report the new version already: the answer then waits for the end of the load.
+        """
+        if self.released:
+            return True
         try:
-            if self.released:
-                return True
-            served = await self.engine.served()
+            served = await self.client.served()
         except UserError:
-            return False
-        if replace(served, loads="") == self.loading and served != self.loaded:
+            served = None
+        if served is not None and replace(served, loads="") == self.loading and served != self.loaded:
             await self._load_ended.wait()  # bounded: the requests that a load consists of are
-        return served == self.loaded
+        self.mismatch = self._find_mismatch(served)
+        return not self.mismatch
+
+    def _find_mismatch(self, served: Served | None) -> str:
+        """Why this report (None: there was none) does not verify the server; empty if it does."""
+        loaded = self.loaded
+        if loaded is None:
+            return "the server has loaded nothing"
+        if served == loaded:
+            return ""
+        if not loaded.hash:
+            return FAILED_CHECK
+        if served is None:
+            return "the server does not say what it serves"
+        if served.boot != loaded.boot:
+            return RESTARTED
+        if (served.version, served.hash) != (loaded.version, loaded.hash):
+            return f"the server no longer reports version {loaded.version}"
+        return f"the server loaded weights that others gave it, then version {loaded.version} again"
 
 
 class ReplicaPool:
     """All servers of a run. An episode goes where its group is, unless that replica has more than `slack` episodes more than the one with the
     fewest; attempts at one task share their prompt, which a server computes once."""
 
-    def __init__(self, engines: Iterable[ServerClient], slack: int = 1) -> None:
+    def __init__(self, clients: Iterable[ServerClient], slack: int = 1) -> None:
         self.replicas: list[Replica] = []
         self.empty_since: float | None = None  # when the last ready one ceased to be
         self._slack = slack
         self._homes: dict[Hashable, Replica] = {}  # by group, the oldest first
         self._sampled_by: dict[str, Replica] = {}  # episodes that are not verified
-        for engine in engines:
-            self.add(engine)
+        for client in clients:
+            self.add(client)
 
     # -- who gets work -------------------------------------------------------------------------------------------------
 
@@ -151,9 +174,9 @@ class ReplicaPool:
         count = len(self.replicas)
         return f" on {len(self.ready)} of {count} servers" if count > 1 else ""
 
-    def add(self, engine: ServerClient) -> Replica:
+    def add(self, client: ServerClient) -> Replica:
         """A server joins, quarantined."""
-        replica = Replica(engine)
+        replica = Replica(client)
         self.replicas.append(replica)
         return replica
 
@@ -185,7 +208,7 @@ class ReplicaPool:
         Raises:
             UserError: none came up in time.
         """
-        waits = {asyncio.create_task(replica.engine.wait_ready(on_wait)): replica for replica in self.replicas}
+        waits = {asyncio.create_task(replica.client.wait_ready(on_wait)): replica for replica in self.replicas}
         pending, healthy = set(waits), set[Replica]()
         try:
             while pending and not healthy:  # bounded: each of them has its deadline
@@ -198,7 +221,7 @@ class ReplicaPool:
         if not healthy:
             raise UserError("; ".join(str(task.exception()) for task in waits if task.done()))
         others = [replica for replica in self.replicas if replica not in healthy]
-        answers = await asyncio.gather(*(replica.engine.answers() for replica in others))
+        answers = await asyncio.gather(*(replica.client.answers() for replica in others))
         healthy |= {replica for replica, answer in zip(others, answers, strict=True) if answer}
         return [replica for replica in self.replicas if replica in healthy]
 
@@ -208,7 +231,7 @@ class ReplicaPool:
         """The server for an episode of `group`; None where none is ready. A `retry` goes to no server that has failed the last one it was
         given, if there is another."""
         ready = self.ready
-        chosen = soundest(ready) if retry else min(ready, key=lambda one: one.in_flight, default=None)
+        chosen = least_loaded_healthy(ready) if retry else min(ready, key=lambda one: one.in_flight, default=None)
         if chosen is None:
             return None
         home = self._homes.pop(group, None)
@@ -282,11 +305,11 @@ async def cancel_tasks(tasks: Collection["asyncio.Task[Any]"]) -> None:
             )  # fmt: skip
 
 
-def rest_seconds(failures: int) -> float:
-    """How long a server rests that was lost by a failed episode so many times in a row: not after the first, which may have been a restart."""
-    return min(_FIRST_REST_SECONDS * 2.0 ** (failures - 2), _LONGEST_REST_SECONDS) if failures > 1 else 0.0
+def backoff_seconds(failures: int) -> float:
+    """Backoff after `failures` consecutive failed episodes; none after the first, which may be a restart."""
+    return min(_FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 2), _MAX_BACKOFF_SECONDS) if failures > 1 else 0.0
 
 
-def soundest(replicas: Sequence[Replica]) -> Replica | None:
-    """Return the one with the fewest episodes of those that did not fail the last one they were given, else of all."""
+def least_loaded_healthy(replicas: Sequence[Replica]) -> Replica | None:
+    """The replica with the fewest episodes among those without `failures`; among all if each has some."""
     return min(replicas, key=lambda one: (one.failures > 0, one.in_flight), default=None)

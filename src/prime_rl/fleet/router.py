@@ -1,7 +1,7 @@
 """Several servers behind one router (`client.admin_base_url`), as one: they get work together, load together, and are verified together.
 
 Any of them may have sampled what came through the router, so it counts once all of them are verified. Weights,
-verifications and logprob checks go to each part's own address, never through the router.
+verifications and logprob checks go to each backend's own address, never through the router.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ class RouterClient:
 
     Args:
         router: What episodes are sent to.
-        parts: All servers that it leads to.
+        backends: All servers that it leads to.
     """
 
-    def __init__(self, router: InferenceClient, parts: Sequence[InferenceClient]) -> None:
-        self._router, self._parts = router, parts
-        self._updating = asyncio.Lock()  # bounded: held for the requests of an update; parts may differ meanwhile
+    def __init__(self, router: InferenceClient, backends: Sequence[InferenceClient]) -> None:
+        self._router, self._backends = router, backends
+        self._updating = asyncio.Lock()  # bounded: held for the requests of an update; backends may differ meanwhile
         self._reported = ""  # the last difference between them
         self._passes_tokens = False
 
@@ -44,12 +44,12 @@ class RouterClient:
         return self._router.root
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
-        """Wait until all parts and the router are healthy.
+        """Wait until all backends and the router are healthy.
 
         Raises:
             UserError: one of them did not come up in time, or the router passes no token route on.
         """
-        await _all(each.wait_ready(on_wait) for each in (*self._parts, self._router))
+        await _all(each.wait_ready(on_wait) for each in (*self._backends, self._router))
         if not self._passes_tokens:
             try:
                 statuses = [await self._router.status(path) for path in TOKEN_ROUTES]
@@ -61,11 +61,11 @@ class RouterClient:
 
     async def answers(self) -> bool:
         """Whether all of them are healthy now."""
-        return all(await _all(each.answers() for each in (*self._parts, self._router)))
+        return all(await _all(each.answers() for each in (*self._backends, self._router)))
 
     async def served(self) -> Served:
-        """Return what all parts serve; `NO_VERSION` where they serve different weights, which an update ends. `boot` and
-        `loads` change with those of any part.
+        """Return what all backends serve; `NO_VERSION` where they serve different weights, which an update ends. `boot` and
+        `loads` change with those of any backend.
 
         Raises:
             UserError: as a single server's.
@@ -76,15 +76,15 @@ class RouterClient:
                 answers = await self._ask()
         if not _differ(answers):
             return _joined(answers)
-        each = zip(self._parts, answers, strict=True)
-        listed = ", ".join(f"{part.root} version {one.version} ({one.hash[:12]})" for part, one in each)
+        each = zip(self._backends, answers, strict=True)
+        listed = ", ".join(f"{backend.root} version {one.version} ({one.hash[:12]})" for backend, one in each)
         if listed != self._reported:
             self._reported = listed
             logger.warning("the servers behind {} serve different weights: {}", self.root, listed)
         return replace(_joined(answers), version=NO_VERSION, hash="")
 
     async def update(self, weights: WeightsManifest) -> Served:
-        """Have all parts load a committed version and verify it, at the same time.
+        """Have all backends load a committed version and verify it, at the same time.
 
         Raises:
             LogprobCheckFailed: one of them computes something else.
@@ -92,21 +92,23 @@ class RouterClient:
             ServerError: one of them failed; the others may serve it already, which `served` says.
         """
         async with self._updating:
-            outcomes = await asyncio.gather(*(part.update(weights) for part in self._parts), return_exceptions=True)
+            outcomes = await asyncio.gather(
+                *(backend.update(weights) for backend in self._backends), return_exceptions=True
+            )
         if errors := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
-            raise min(errors, key=_rank)
+            raise max(errors, key=_severity)
         return _joined([outcome for outcome in outcomes if isinstance(outcome, Served)])
 
     async def reload(self) -> Served:
-        """Have all parts load their base weights again.
+        """Have all backends load their base weights again.
 
         Raises:
             UserError: as a single server's.
         """
-        return _joined(await _all(part.reload() for part in self._parts))
+        return _joined(await _all(backend.reload() for backend in self._backends))
 
     async def _ask(self) -> list[Served]:
-        return await _all(part.served() for part in self._parts)
+        return await _all(backend.served() for backend in self._backends)
 
 
 T = TypeVar("T")
@@ -121,12 +123,12 @@ def connect_all(config: "ClientConfig", connect: Callable[[str], InferenceClient
 
 
 async def _all(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all. Where one fails the others are cancelled, and the gravest error (`_rank`) is raised."""
+    """Await all. Where one fails the others are cancelled, and the most severe error (`_severity`) is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(request) for request in requests]
     except BaseExceptionGroup as errors:
-        raise min(errors.exceptions, key=_rank) from errors
+        raise max(errors.exceptions, key=_severity) from errors
     return [task.result() for task in tasks]  # bounded: the group has awaited them
 
 
@@ -137,7 +139,7 @@ def _differ(answers: Sequence[Served]) -> bool:
 def _joined(answers: Sequence[Served]) -> Served:
     """One answer for all: its times are the slowest's, its models those that each of them knows (None where none says any)."""
     first = answers[0]
-    parts = {part for one in answers for part in one.seconds}
+    phases = {phase for one in answers for phase in one.seconds}
     models = [one.models for one in answers if one.models is not None]
     return Served(
         first.version,
@@ -145,14 +147,18 @@ def _joined(answers: Sequence[Served]) -> Served:
         "+".join(one.boot for one in answers),
         any(one.leaving for one in answers),
         sum(one.engines for one in answers),
-        {part: max(one.seconds.get(part, 0.0) for one in answers) for part in parts},
+        {phase: max(one.seconds.get(phase, 0.0) for one in answers) for phase in phases},
         tuple(name for name in models[0] if all(name in one for one in models)) if models else None,
         "+".join(one.loads for one in answers),
     )
 
 
-def _rank(error: BaseException) -> int:
-    """Which error to raise: first what is no server's error at all, then a wrong computation, a rejection, trouble."""
+def _severity(error: BaseException) -> int:
+    """Of several backends' errors the one with the highest is raised: a bug of ours, a failed logprob check, a rejection, a server's error.
+
+    `weight_sync._worst` puts a rejection first, as nothing mends it. Here a failed logprob check precedes it: one error
+    stands for all backends, and only that one tells `Replica.load` that reports of this replica prove nothing.
+    """
     if not isinstance(error, UserError):
-        return 0
-    return 1 if isinstance(error, LogprobCheckFailed) else 3 if isinstance(error, ServerError) else 2
+        return 3
+    return 2 if isinstance(error, LogprobCheckFailed) else 0 if isinstance(error, ServerError) else 1

@@ -23,7 +23,15 @@ from prime_rl.errors import UserError
 from prime_rl.fleet.client import NoWeightsServed, ServerError, VersionNotSent
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.published_versions import PublishedVersions
-from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, cancel_tasks, rest_seconds
+from prime_rl.fleet.replicas import (
+    FAILED_CHECK,
+    RESTARTED,
+    Replica,
+    ReplicaPool,
+    ReplicaState,
+    backoff_seconds,
+    cancel_tasks,
+)
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.incarnations import read_files_request, request_files
@@ -38,11 +46,11 @@ if TYPE_CHECKING:
     from prime_rl.orchestrator.scheduler import Scheduler, Start
 
 POLL_SECONDS = 0.1
-PROBE_SECONDS = 5.0  # between two looks at all replicas, and at one that drains
+PROBE_SECONDS = 5.0  # between two probes of all replicas, and of one that drains
 RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
 MAX_RETRY_SECONDS = 15.0  # between two attempts to bring a replica back, while others are ready
 _ATTEMPTS = 5  # to load a version, by all replicas
-_LOOK_SECONDS = 0.5  # between two looks at which replicas were quarantined during a load
+_CHECK_SECONDS = 0.5  # between two checks of which replicas were quarantined during a load
 _SILENT_PROBES = 3  # unanswered in a row, until the others take over
 _DRAIN_POLL_SECONDS = 0.25
 
@@ -53,23 +61,23 @@ class WeightSync:
     """What the replicas of a run serve. `start` comes first, then `begin`, then `follow` and `watch`.
 
     Attributes:
-        history: What the trainer has published.
+        published: What the trainer has published.
         scheduler: Of the run; its version is what the replicas serve.
-        lock: Held while the version that is served must not change.
-        shipping: Held while finished episodes must not be invalidated.
+        version_lock: Held while the version that is served must not change.
+        batch_lock: Held while finished episodes must not be invalidated.
         seconds: Spent on updates since `take_times`.
-        parts: Of these, what each part took the slowest server (`inference.service.WeightUpdate`).
+        phases: Of these, what each phase took the slowest server (`inference.service.WeightUpdate`).
     """
 
     scheduler: "Scheduler[Any]"
 
-    def __init__(self, config: "OrchestratorConfig", fleet: ReplicaPool, status: Status, loop: "Orchestrator") -> None:
-        self.config, self.fleet, self.status, self._loop = config, fleet, status, loop
-        self.history = PublishedVersions(config.output_dir)
-        self.lock = asyncio.Lock()  # bounded: every wait of its holders is
-        self.shipping = asyncio.Lock()  # bounded: every wait of its holders is
+    def __init__(self, config: "OrchestratorConfig", pool: ReplicaPool, status: Status, loop: "Orchestrator") -> None:
+        self.config, self.pool, self.status, self._loop = config, pool, status, loop
+        self.published = PublishedVersions(config.output_dir)
+        self.version_lock = asyncio.Lock()  # bounded: its holders only wait with deadlines
+        self.batch_lock = asyncio.Lock()  # bounded: its holders only wait with deadlines
         self.seconds = 0.0
-        self.parts: dict[str, float] = {}
+        self.phases: dict[str, float] = {}
         self._settled = asyncio.Event()  # cleared while the ready replicas are given another version
         self._settled.set()
         self._failures = 0  # to load, in a row
@@ -81,25 +89,25 @@ class WeightSync:
         self._departed: dict[Replica, str] = {}  # replicas that have left, and the boot of each that did
 
     @property
-    def recovering(self) -> bool:
+    def no_replica_ready(self) -> bool:
         """Whether no replica is ready; nothing may start."""
-        return not self.fleet.ready
+        return not self.pool.ready
 
     @property
-    def superseded(self) -> bool:
+    def newer_version_waiting(self) -> bool:
         """Whether no replica is ready and the trainer has published a newer version: replicas that come back load that."""
-        return self.recovering and self._newer is not None and not self.scheduler.must_go_back
+        return self.no_replica_ready and self._newer is not None and not self.scheduler.must_go_back
 
     @property
     def _newer(self) -> int | None:
         """The version that the run should go on with, if it serves an older one."""
-        newest, served = self.history.newest, self.scheduler.version
+        newest, served = self.published.newest, self.scheduler.version
         return newest if newest is not None and newest > served and not self._loop.must_keep_version(served) else None
 
     def begin(self, scheduler: "Scheduler[Any]") -> None:
         """`scheduler` decides from now on; replicas that do not answer yet get work once they do."""
         self.scheduler = scheduler
-        for replica in self.fleet.quarantined:
+        for replica in self.pool.quarantined:
             self._bring_back_soon(replica)
 
     async def close(self) -> None:
@@ -107,10 +115,10 @@ class WeightSync:
         await cancel_tasks([*self._recoveries.values(), *self._drains.values()])
 
     def take_times(self) -> tuple[float, dict[str, float]]:
-        """Return what updates took since this was asked last: altogether, and in parts."""
-        seconds, parts = self.seconds, self.parts
-        self.seconds, self.parts = 0.0, {}
-        return seconds, parts
+        """Return what updates took since this was asked last: altogether, and by phase."""
+        seconds, phases = self.seconds, self.phases
+        self.seconds, self.phases = 0.0, {}
+        return seconds, phases
 
     # -- the first version ---------------------------------------------------------------------------------------------
 
@@ -123,13 +131,13 @@ class WeightSync:
         Returns:
             The version: the newest, or the one served last if an evaluation of it is pending.
         """
-        self.history.hold(first_lease(self.history.lease))
+        self.published.write_lease(first_lease(self.published.lease))
         if self.config.trainer:
-            await self._await_history(progress)
+            await self._await_published(progress)
         owed: Callable[[int], bool] | None = owes
         while True:  # `_may_retry` raises after a few failures
-            ready = await self.fleet.wait_ready(self.status.waiting)
-            version, incarnation = self._first_version(owed), self.history.incarnation.number
+            ready = await self.pool.wait_ready(self.status.waiting)
+            version, incarnation = self._first_version(owed), self.published.incarnation.number
             self._lease_before_load(incarnation, version)
             try:
                 # Also where it is served already, to find a server that cannot read the directory now.
@@ -149,19 +157,19 @@ class WeightSync:
                 if replica in failures:
                     logger.warning("the run begins without {}: {}", replica.name, failures[replica])
                 else:
-                    self.fleet.move(replica, ReplicaState.READY)
-            self.history.hold(lease_after_load(incarnation, version))
+                    self.pool.move(replica, ReplicaState.READY)
+            self.published.write_lease(lease_after_load(incarnation, version))
             return version
 
-    async def _await_history(self, progress: "ResumePoint") -> None:
+    async def _await_published(self, progress: "ResumePoint") -> None:
         """Until the trainer has begun the incarnation that the run goes on with. A resumed run must not follow the incarnation that it gives up."""
 
         def begun() -> bool:
-            self.history.look()
-            newest = self.history.newest
+            self.published.refresh()
+            newest = self.published.newest
             if newest is None or progress.recovered:
                 return newest is not None
-            resumed = not progress.resumed or continues_from(progress.version, self.history.incarnations)
+            resumed = not progress.resumed or continues_from(progress.version, self.published.incarnations)
             return newest >= progress.version and resumed
 
         subject = f"weights/step_{progress.version}"
@@ -172,9 +180,9 @@ class WeightSync:
     def _first_version(self, owes: Callable[[int], bool] | None) -> int:
         if not self.config.trainer:
             return BASE
-        newest, lease = self.history.newest, self.history.lease
+        newest, lease = self.published.newest, self.published.lease
         assert newest is not None
-        if lease is not None and owes is not None and self.history.valid(lease.version) and owes(lease.version):
+        if lease is not None and owes is not None and self.published.valid(lease.version) and owes(lease.version):
             return lease.version
         return newest
 
@@ -185,11 +193,11 @@ class WeightSync:
             UserError: the bases differ, or their names do; or it is no server of ours.
         """
         try:
-            served = await replica.engine.served()
+            served = await replica.client.served()
         except NoWeightsServed:
             return  # there is nothing to overwrite
         if self.config.trainer and served.version == BASE:
-            base = self.history.manifest(BASE).hash
+            base = self.published.manifest(BASE).hash
             if served.hash != base:
                 raise UserError(
                     f"the server at {replica.name} serves another base model ({served.hash[:12]}) than the trainer trains "
@@ -210,38 +218,38 @@ class WeightSync:
     async def follow(self) -> None:
         """Serve every newer version as soon as the trainer commits it, until it is cancelled."""
         while True:  # bounded: the run cancels it at its end
-            async with self.shipping:
+            async with self.batch_lock:
                 self.notice_incarnation()
             if self.scheduler.must_go_back:
-                if not self.recovering:
+                if not self.no_replica_ready:
                     await self._go_back()
             elif (newest := self._newer) is not None:
                 await self._serve(newest)
             await asyncio.sleep(POLL_SECONDS)
 
     def notice_incarnation(self) -> None:
-        """Look, and if the trainer has begun a new incarnation take back what it gave up. Call it with `shipping` held."""
-        self.history.look()
-        incarnation = self.history.incarnation
+        """Refresh, and if the trainer has begun a new incarnation take back what it gave up. Call it with `batch_lock` held."""
+        self.published.refresh()
+        incarnation = self.published.incarnation
         if incarnation.number <= self.scheduler.incarnation:
             return
         served = self.scheduler.version
-        self._drop(self.scheduler.begin_incarnation(incarnation.number, self.history.incarnations))
+        self._drop(self.scheduler.begin_incarnation(incarnation.number, self.published.incarnations))
         back = f": back from version {served}" if self.scheduler.must_go_back else ""
         logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
         if not self.scheduler.must_go_back:
-            self._hold(incarnation.number, served)
+            self._write_lease(incarnation.number, served)
         self._loop.ledger.rewound(incarnation.start)
 
     async def _serve(self, version: int) -> None:
         """Have every ready replica load `version`. Where none is ready, those that come back load it; nothing starts until then."""
-        async with self.lock:
+        async with self.version_lock:
             if self.scheduler.must_go_back or version <= self.scheduler.version:
                 return  # found while this waited for the lock
             began = time.monotonic()
             self.scheduler.announce(version)
             self._lease_before_load(self.scheduler.incarnation, version)
-            if self.recovering:
+            if self.no_replica_ready:
                 logger.warning("no server is ready: those that come back serve version {}", version)
             elif not await self._load_all(version) or self.scheduler.must_go_back:
                 return
@@ -253,55 +261,57 @@ class WeightSync:
 
     def _take_time(self, version: int, seconds: float) -> None:
         self.seconds += seconds
-        reports = [replica.loaded.seconds for replica in self.fleet.ready if replica.loaded is not None]
-        for part in {part for parts in reports for part in parts}:
-            self.parts[part] = self.parts.get(part, 0.0) + max(parts.get(part, 0.0) for parts in reports)
-        logger.info("serving version {} after {:.2f} s{}", version, seconds, self.fleet.where())
+        reports = [replica.loaded.seconds for replica in self.pool.ready if replica.loaded is not None]
+        for phase in {phase for report in reports for phase in report}:
+            self.phases[phase] = self.phases.get(phase, 0.0) + max(report.get(phase, 0.0) for report in reports)
+        logger.info("serving version {} after {:.2f} s{}", version, seconds, self.pool.where())
 
     async def _go_back(self) -> None:
         """The trainer went on from an earlier step, and gave up what is served: load the newest version of its new incarnation."""
-        async with self.lock:
-            incarnation = self.history.incarnation
+        async with self.version_lock:
+            incarnation = self.published.incarnation
 
             def committed() -> bool:
-                self.history.look()
-                return self.history.newest is not None and self.history.newest >= self.history.incarnation.start
+                self.published.refresh()
+                return self.published.newest is not None and self.published.newest >= self.published.incarnation.start
 
             await self._until(committed, f"weights/step_{incarnation.start}")
-            version = self.history.newest
+            version = self.published.newest
             assert version is not None
-            if self.history.incarnation != incarnation:
+            if self.published.incarnation != incarnation:
                 return  # it began again meanwhile
             self._lease_before_load(incarnation.number, version)
             if await self._load_all(version) and self.scheduler.incarnation == incarnation.number:
                 self.scheduler.go_back(version)
-                self._hold(incarnation.number, version)
+                self._write_lease(incarnation.number, version)
         self._loop.wake.set()
         if not self.scheduler.must_go_back:
             await self._loop.on_version_served(self.scheduler.version)  # it may be one that was made again meanwhile
 
     def _served(self, version: int) -> None:
         stale = self.scheduler.serve(version)
-        self._hold(self.scheduler.incarnation, version)
+        self._write_lease(self.scheduler.incarnation, version)
         self.status.progress()
         self._drop(stale)
 
     def _lease_before_load(self, incarnation: int, version: int) -> None:
-        assert self.history.lease is not None  # `start` has taken one
-        self.history.hold(lease_before_load(self.history.lease, incarnation, version))
+        assert self.published.lease is not None  # `start` has taken one
+        self.published.write_lease(lease_before_load(self.published.lease, incarnation, version))
 
-    def _hold(self, incarnation: int, version: int) -> None:
+    def _write_lease(self, incarnation: int, version: int) -> None:
         """`version` is served: nothing older is read, but by replicas that come back."""
-        self.history.hold(lease_after_load(incarnation, version, self._recovery_loads.values()))
+        self.published.write_lease(lease_after_load(incarnation, version, self._recovery_loads.values()))
 
     # -- one load, and its failures ------------------------------------------------------------------------------------
 
     async def _load_all(self, version: int) -> bool:
-        """Have every ready replica load a version, which may be removed meanwhile, or which one of them may not survive. Returns whether it
-        is served: by all that are still ready."""
+        """Load `version` on every ready replica; tolerate its removal or a crashing server.
+
+        Return True if all replicas still ready serve it.
+        """
         self._settled.clear()
         try:
-            asked = self.fleet.ready
+            asked = self.pool.ready
             try:
                 failures = await self._load(asked, version)
             except CommitError as removed:
@@ -317,13 +327,13 @@ class WeightSync:
             CommitError: the version is not committed (any more).
         """
         faults.point(f"update:v{version}")
-        manifest = self.history.manifest(version) if self.config.trainer else None
+        manifest = self.published.manifest(version) if self.config.trainer else None
         loads = {replica: asyncio.create_task(self._load_one(replica, manifest)) for replica in replicas}
         pending, ready = set(loads.values()), [replica for replica in loads if replica.ready]
         try:
             while pending:  # bounded: by the requests' deadlines; not of those that stop being ready while others are
-                _, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS)
-                if self.fleet.ready:
+                _, pending = await asyncio.wait(pending, timeout=_CHECK_SECONDS)
+                if self.pool.ready:
                     pending -= {loads[replica] for replica in ready if not replica.ready}
         finally:
             for load in loads.values():
@@ -336,8 +346,8 @@ class WeightSync:
             elif error is not None:
                 raise error
             elif replica.invalid:
-                async with self.shipping:
-                    self.invalidate(replica, "the server was started again")
+                async with self.batch_lock:
+                    self.invalidate(replica, RESTARTED)
         if len(failures) < len(replicas):
             self._failures, self._unsent_since = 0, None
         faults.point(f"updated:v{version}")
@@ -349,7 +359,7 @@ class WeightSync:
                 await self._check_base(replica)
             await replica.load(manifest)
         except LogprobCheckFailed:
-            self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its logprob check")  # at once
+            self.pool.move(replica, ReplicaState.QUARANTINED, FAILED_CHECK)  # at once
             raise
 
     async def _settle(self, asked: Sequence[Replica], failures: Mapping[Replica, LoadError], version: int) -> bool:
@@ -363,13 +373,13 @@ class WeightSync:
                 logger.warning(
                     "{} did not load version {}, the run goes on without it: {}", replica.name, version, error
                 )
-                self.quarantine(replica, "it did not load the version")
+                self.quarantine(replica)
             return True
         for replica in failures:
             if not await replica.verify():
-                self.quarantine(replica, "it failed its verification")
+                self.quarantine(replica, replica.mismatch)
         worst = _worst(failures.values())
-        if self.fleet.ready or not isinstance(worst, ServerError | CommitError):
+        if self.pool.ready or not isinstance(worst, ServerError | CommitError):
             await self._may_retry(worst, version)
         else:
             logger.warning("version {} is not served, as no server survived the update: {}", version, worst)
@@ -381,8 +391,8 @@ class WeightSync:
             await self._await_publisher(error, version)
             return
         self._failures += 1
-        self.history.look()
-        removed = not self.history.valid(version)  # while it was read: there is another one
+        self.published.refresh()
+        removed = not self.published.valid(version)  # while it was read: there is another one
         if self._failures >= _ATTEMPTS or not (removed or isinstance(error, ServerError)):
             raise error
         logger.warning("version {} was not loaded, trying again: {}", version, error)
@@ -390,7 +400,7 @@ class WeightSync:
 
     async def _await_publisher(self, error: VersionNotSent, version: int) -> None:
         """Replicas go on as they are while the trainer owes them this version, a newer one or its next incarnation: for at most `weights_timeout`."""
-        self.history.look()
+        self.published.refresh()
         seconds = self.config.weights_timeout
         if time.monotonic() - self._note_unsent(version, error) > seconds:
             raise error
@@ -399,10 +409,10 @@ class WeightSync:
 
     def _note_unsent(self, version: int, error: VersionNotSent) -> float:
         """Returns since when. A trainer that cannot reach a server is asked once an incarnation, under `weights.transport = "auto"`, to go on with files."""
-        incarnation = self.history.incarnation.number
+        incarnation = self.published.incarnation.number
         if UNREACHABLE in str(error):
             with suppress(CommitError):  # removed meanwhile
-                publisher = self.history.manifest(version).publisher
+                publisher = self.published.manifest(version).publisher
                 asked = read_files_request(self.config.output_dir, incarnation) is not None
                 if publisher is not None and publisher.fallback and not asked:
                     request_files(self.config.output_dir, incarnation, str(error))
@@ -415,24 +425,24 @@ class WeightSync:
 
     async def verify(self) -> None:
         """Ask the replicas what they serve: what had finished before counts then. Those that fail are quarantined."""
-        counting, wrong = await self.fleet.verify(self.scheduler.unverified())
+        counting, wrong = await self.pool.verify(self.scheduler.unverified())
         self.scheduler.verify(counting)
-        self.fleet.keep(self.scheduler.running_or_unverified())
+        self.pool.keep(self.scheduler.running_or_unverified())
         for replica in wrong:
-            self.quarantine(replica, "it failed its verification")
+            self.quarantine(replica, replica.mismatch)
 
     def invalidate(self, replica: Replica, detail: str) -> None:
-        """Have made again what a replica sampled since it was last verified. Call it with `shipping` held."""
+        """Have made again what a replica sampled since it was last verified. Call it with `batch_lock` held."""
         episodes = replica.unverified | replica.invalid
         running = self.scheduler.invalidate(detail, episodes)
-        if len(self.fleet.replicas) == 1 and self._settled.is_set():
+        if len(self.pool.replicas) == 1 and self._settled.is_set():
             self.scheduler.retract()
-        self.fleet.forget(episodes)
+        self.pool.forget(episodes)
         self._drop(running)
 
     def _drop(self, running: "Sequence[Start]") -> None:
         episodes = [each.episode for each in running]
-        self.fleet.forget(episodes)
+        self.pool.forget(episodes)
         self._loop.cancel(episodes)
 
     # -- quarantined replicas ------------------------------------------------------------------------------------------
@@ -442,37 +452,37 @@ class WeightSync:
         let those that left join once they are restarted."""
         while True:  # bounded: the run cancels it at its end
             await asyncio.sleep(PROBE_SECONDS)
-            ready, departed = self.fleet.ready, list(self._departed)
+            ready, departed = self.pool.ready, list(self._departed)
             await asyncio.gather(*map(self._probe, ready), *map(self._rejoin, departed))
-            if self.recovering and all(task.done() for task in self._recoveries.values()):
+            if self.no_replica_ready and all(task.done() for task in self._recoveries.values()):
                 self._check_ready_timeout()
 
     async def _probe(self, replica: Replica) -> None:
-        if not await replica.engine.answers():
+        if not await replica.client.answers():
             replica.silent += 1
             if replica.silent >= _SILENT_PROBES and replica.ready:
                 self.quarantine(replica, "it does not answer")
             return
         replica.silent = 0
         try:
-            served = await replica.engine.served()
+            served = await replica.client.served()
         except UserError:
             return  # whatever is wrong is found when it is verified
         if served.leaving and replica not in self._drains and replica.ready:
             self._drains[replica] = self._watched(self._leave(replica, served.boot))
 
     def episode_failed(self, replica: Replica) -> None:
-        """An episode failed there for want of a server: others take over, and one that goes on failing rests longer and longer."""
+        """An episode failed there for want of a server: others take over, and one that goes on failing waits longer and longer for work."""
         if not replica.draining:  # its drain probes it
-            self.fleet.failed(replica)
+            self.pool.failed(replica)
             self.quarantine(replica, "an episode failed there")
 
-    def quarantine(self, replica: Replica, reason: str) -> None:
+    def quarantine(self, replica: Replica, reason: str = "") -> None:
         """Give it no work until it answers and is verified. One that drains does not come back."""
         if replica.state is ReplicaState.LEFT:
             return
         draining = replica.draining
-        self.fleet.move(replica, ReplicaState.QUARANTINED, reason)
+        self.pool.move(replica, ReplicaState.QUARANTINED, reason)
         if not draining:
             self._bring_back_soon(replica)
 
@@ -487,58 +497,64 @@ class WeightSync:
         return task
 
     async def _bring_back(self, replica: Replica) -> None:
-        """The others go on, and take over what it had. The run ends when none was ready for `ready_timeout`, or none can load what the run serves."""
-        delay, rest = RETRY_SECONDS, rest_seconds(replica.failures)
+        """Bring a quarantined replica back: wait, reload, verify; meanwhile other replicas take over its episodes.
+
+        Raises:
+            UserError: no replica was ready for `client.ready_timeout` (`_check_ready_timeout`).
+            LoadError: every replica has failed to load what the run serves `_ATTEMPTS` times.
+        """
+        delay, backoff = RETRY_SECONDS, backoff_seconds(replica.failures)
         while replica.state is not ReplicaState.LEFT:  # bounded: `_check_ready_timeout`, and the run's end cancels it
-            if self.fleet.ready:
+            if self.pool.ready:
                 await self._accept_or_invalidate(replica)
-            if rest:
-                rest = rest if self.fleet.ready else min(rest, RETRY_SECONDS)
+            if backoff:
+                backoff = backoff if self.pool.ready else min(backoff, RETRY_SECONDS)
                 logger.warning(
                     "{} gets no work for {:.0f} s{}: it failed what it was given {} times in a row",
-                    replica.name, rest, self.fleet.where(), replica.failures,
+                    replica.name, backoff, self.pool.where(), replica.failures,
                 )  # fmt: skip
-                await asyncio.sleep(rest)
-                rest = 0.0
-            if self.superseded:  # `follow` is about to go on with a newer version
+                await asyncio.sleep(backoff)
+                backoff = 0.0
+            if self.newer_version_waiting:  # `follow` is about to go on with a newer version
                 self._check_ready_timeout()
                 await asyncio.sleep(POLL_SECONDS)
                 continue
             trouble = "it does not answer"
-            if await replica.engine.answers():
+            if await replica.client.answers():
                 try:
                     if await self._catch_up(replica):
-                        logger.info("{} serves version {}{}", replica.name, self.scheduler.version, self.fleet.where())
+                        logger.info("{} serves version {}{}", replica.name, self.scheduler.version, self.pool.where())
                         return
                     trouble = ""
                 except (UserError, CommitError) as error:
                     trouble = str(error)
                     replica.failed_loads += not isinstance(error, VersionNotSent)
-                    if all(one.failed_loads >= _ATTEMPTS for one in self.fleet.replicas):
+                    if all(one.failed_loads >= _ATTEMPTS for one in self.pool.replicas):
                         raise
             if trouble and trouble != replica.trouble:
                 replica.trouble = trouble
-                where = self.fleet.where()
+                where = self.pool.where()
                 logger.warning("{} gets no work: {}{}", replica.name, trouble, where and f" (serving{where})")
             self._check_ready_timeout()
             await asyncio.sleep(delay if trouble else POLL_SECONDS)
-            patient = self.fleet.ready or replica.failed_loads
+            patient = self.pool.ready or replica.failed_loads
             delay = min(2 * delay, MAX_RETRY_SECONDS if patient else RETRY_SECONDS)
 
     async def _accept_or_invalidate(self, replica: Replica) -> bool:
         """Verify a quarantined replica: accept what it sampled, or have that sampled again. Returns whether it is verified."""
         finished = replica.unverified.intersection(self.scheduler.unverified())
         verified = replica.loaded is not None and not replica.invalid and await replica.verify()
-        async with self.shipping:
+        mismatch = replica.mismatch
+        async with self.batch_lock:
             self.notice_incarnation()
             if verified and not replica.invalid:
                 # A batch may wait for these, while the replica cannot load what the others serve.
                 finished &= replica.unverified
                 self.scheduler.verify(finished)
-                self.fleet.forget(finished)
+                self.pool.forget(finished)
             elif not replica.ready and replica.loaded is not None:
                 verified = False
-                self.invalidate(replica, "the server lost the weights it was given")
+                self.invalidate(replica, RESTARTED if replica.invalid else mismatch)
         self._loop.wake.set()
         return verified
 
@@ -554,7 +570,7 @@ class WeightSync:
             changed = not self._settled.is_set() or (version, incarnation) != (scheduler.version, scheduler.incarnation)
             if changed or replica.invalid:
                 return False
-        self.fleet.move(replica, ReplicaState.READY)
+        self.pool.move(replica, ReplicaState.READY)
         replica.trouble = ""
         self._loop.wake.set()
         return True
@@ -577,7 +593,7 @@ class WeightSync:
         finally:
             del self._recovery_loads[replica]
             if self._settled.is_set() and not self.scheduler.must_go_back:
-                self._hold(self.scheduler.incarnation, self.scheduler.version)
+                self._write_lease(self.scheduler.incarnation, self.scheduler.version)
 
     def _check_ready_timeout(self) -> None:
         """While none is ready: one must come back in time.
@@ -585,15 +601,15 @@ class WeightSync:
         Raises:
             UserError: none did.
         """
-        if self.fleet.empty_since is None:
+        if self.pool.empty_since is None:
             return
         # Replicas that are there, and wait for a trainer that is away, are waited for as long as the trainer.
         option, seconds = "client.base_url, client.ready_timeout", self.config.client.ready_timeout
         if self._unsent_since is not None:
             option, seconds = "weights_timeout", max(seconds, self.config.weights_timeout)
         self.status.waiting("a healthy server", "inference", seconds)
-        if time.monotonic() - self.fleet.empty_since > seconds:
-            listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.fleet.replicas if one.trouble)
+        if time.monotonic() - self.pool.empty_since > seconds:
+            listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.pool.replicas if one.trouble)
             raise UserError(f"no inference server for {seconds:.0f} s ({option}): {listed or 'all have left'}")
 
     # -- replicas that leave -------------------------------------------------------------------------------------------
@@ -603,7 +619,7 @@ class WeightSync:
         try:
             await self._settled.wait()  # bounded: by the requests' deadlines
             if replica.ready:
-                self.fleet.move(replica, ReplicaState.DRAINING, "it is to leave")
+                self.pool.move(replica, ReplicaState.DRAINING, "it is to leave")
                 count = replica.in_flight
                 logger.info(
                     "{} is to leave: it gets nothing new, {} episodes in flight there go on", replica.name, count
@@ -612,44 +628,46 @@ class WeightSync:
             while replica.draining and replica.in_flight and silent < _SILENT_PROBES:  # bounded: by episodes' deadlines
                 await asyncio.sleep(_DRAIN_POLL_SECONDS)
                 if time.monotonic() - probed >= PROBE_SECONDS:
-                    silent, probed = 0 if await replica.engine.answers() else silent + 1, time.monotonic()
+                    silent, probed = 0 if await replica.client.answers() else silent + 1, time.monotonic()
             await self._release(replica, boot, ask=silent < _SILENT_PROBES)
         finally:
             del self._drains[replica]
 
     async def _release(self, replica: Replica, boot: str, ask: bool) -> None:
-        """Remove a replica. What it is verified for counts, if it is there to be asked; the rest is made again."""
+        """Remove a replica. What it is verified for counts, if it is there to be asked; the others are run again."""
         if (recovery := self._recoveries.pop(replica, None)) is not None:
             await cancel_tasks([recovery])
-        async with self.shipping:
+        async with self.batch_lock:
             finished = replica.unverified.intersection(self.scheduler.unverified())
             if ask and await replica.verify():
                 self.scheduler.verify(finished)
-                self.fleet.forget(finished)
+                self.pool.forget(finished)
                 replica.released = True
             void = (replica.unverified | replica.invalid) & self.scheduler.running_or_unverified()
             if void:
                 replica.released = False
                 self.invalidate(replica, "the server left")
-            self.fleet.move(replica, ReplicaState.LEFT)
+            self.pool.move(replica, ReplicaState.LEFT)
             self._departed[replica] = boot
         self._loop.wake.set()
-        made_again = f"{len(void)} episodes that it had are made again" if void else "nothing of it is made again"
-        ready = len(self.fleet.ready)
-        logger.info("{} has left, and may be stopped: {} ({} servers left to serve)", replica.name, made_again, ready)
+        rerun = f"{len(void)} of its episodes are run again" if void else "no episodes need to be run again"
+        ready = len(self.pool.ready)
+        logger.info("{} has left and can be stopped; {} ({} servers remain)", replica.name, rerun, ready)
 
     async def _rejoin(self, departed: Replica) -> None:
         """Let a server that has left join again, once it was restarted."""
         try:
-            served = await departed.engine.served()
+            served = await departed.client.served()
         except UserError:
             return
         if served.boot != self._departed[departed] and not served.leaving:
             del self._departed[departed]
-            self._bring_back_soon(self.fleet.add(departed.engine))
+            self._bring_back_soon(self.pool.add(departed.client))
             logger.info("{} joins", departed.name)
 
 
 def _worst(errors: Iterable[LoadError]) -> LoadError:
-    """The error that decides: a rejection, which no retry mends, else a version that was not sent, else a server's error."""
+    """The error that decides what the run does next: a rejection, which no retry mends; else a version that was not sent, which is waited for;
+    else a server's error, a failed logprob check among them: that server is quarantined already. (`router._severity` is another question.)
+    """
     return min(errors, key=lambda error: 1 if isinstance(error, VersionNotSent) else 2 if isinstance(error, ServerError | CommitError) else 0)  # fmt: skip

@@ -59,13 +59,13 @@ class WeightUpdate:
     place: str = "nowhere"  # where the workers kept the staged version: device, host, nowhere; of several the worst
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Add the time of the block to `part`."""
+    def measure(self, phase: str) -> Iterator[None]:
+        """Add the time of the block to `phase`."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
 
 class WeightService:

@@ -424,7 +424,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
         items = map(str.strip, visible.split(","))
         return list(itertools.takewhile(lambda item: item[:1] not in ("", "-"), items))  # as CUDA does: -1 ends it
     count: list[int] = []
-    asking = threading.Thread(target=lambda: count.append(gpu_count()), daemon=True)
+    asking = threading.Thread(target=lambda: count.append(gpu_count()), name="gpus", daemon=True)
     asking.start()
     asking.join(_DRIVER_SECONDS)
     if not count:

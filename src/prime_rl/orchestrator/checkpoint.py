@@ -179,7 +179,7 @@ class JointCheckpoints:
         self._untidy = not self._resumed
 
     def join(self, incarnations: Mapping[int, int]) -> list[int]:
-        """Complete every checkpoint whose trainer part is committed and belongs to the present history. Returns their steps.
+        """Complete every checkpoint whose trainer part is committed and belongs to the current lineage. Returns their steps.
 
         Raises:
             UserError: the disk is full.
@@ -192,7 +192,7 @@ class JointCheckpoints:
         return joined
 
     def _waiting(self, incarnations: Mapping[int, int]) -> list[int]:
-        """Steps with a trainer part of the present history and no joint manifest."""
+        """Steps with a trainer part of the current lineage and no joint manifest."""
         complete = {*checkpoints.complete_steps(self.root), *self._hopeless}
         parts, run = {}, run_id(self.rollouts.parent)
         for step in checkpoints.steps_with(self.root, "trainer"):

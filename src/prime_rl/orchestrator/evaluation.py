@@ -104,7 +104,7 @@ class Evaluations:
 
     async def _evaluate(self) -> None:
         weight_sync, scheduler = self._weight_sync, self._weight_sync.scheduler
-        async with weight_sync.lock:
+        async with weight_sync.version_lock:
             version = scheduler.version
             plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
             every = [EvalResults(plan, tasks_of(self._pool, plan), version) for plan in plans]
@@ -115,11 +115,11 @@ class Evaluations:
                 await EvalRunner(
                     self._pool, every, seed=self.config.seed,
                     max_concurrent=concurrent_episodes(self.config, eval_environments(self.config)),
-                    timeout=self.config.rollout_timeout, fleet=weight_sync.fleet, bring_back=self._bring_back,
+                    timeout=self.config.rollout_timeout, fleet=weight_sync.pool, bring_back=self._bring_back,
                     superseded=self._superseded,
                     on_result=lambda: self._status.phase(f"{phase}: {next(done)}/{total}"),
                 ).run()  # fmt: skip
-                async with weight_sync.shipping:
+                async with weight_sync.batch_lock:
                     weight_sync.notice_incarnation()
                 # Not complete: the version was not to be had for a while, and came back.
                 if not self._superseded() and all(results.complete for results in every):
@@ -128,7 +128,7 @@ class Evaluations:
                     break
 
     def _superseded(self) -> bool:
-        return self._weight_sync.superseded or self._weight_sync.scheduler.must_go_back
+        return self._weight_sync.newer_version_waiting or self._weight_sync.scheduler.must_go_back
 
     async def _bring_back(self, replica: Replica) -> None:
         self._weight_sync.quarantine(replica, "it failed its verification")
@@ -149,9 +149,9 @@ class Evaluations:
         return all(self._is_logged(plan.env, version) for plan in self._plans)
 
     def _is_logged(self, env: str, version: int) -> bool:
-        """Whether it is logged for the present history; a version retrained after a rollback is another policy."""
+        """Whether it is logged for the current lineage; a version retrained after a rollback is another policy."""
         incarnation = self._logged.get((env, version))
-        return incarnation is not None and valid(version, incarnation, self._weight_sync.history.incarnations)
+        return incarnation is not None and valid(version, incarnation, self._weight_sync.published.incarnations)
 
     def _read_logged(self) -> dict[tuple[str, int], int]:
         """The incarnation of the trainer in which each was evaluated."""

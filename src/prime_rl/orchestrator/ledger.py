@@ -284,7 +284,7 @@ class Ledger:
         return len(self._events)
 
     def trained_through(self, version: int) -> None:
-        """Mark the batches of steps below `version` trained: it is committed, and of the present history."""
+        """Mark the batches of steps below `version` trained: it is committed, and of the current lineage."""
         self._version = max(self._version, version)
 
     def rewound(self, step: int) -> None:
@@ -446,7 +446,7 @@ class Ledger:
 
         Args:
             batches: Records of all batches that stand in the run directory (`read_batches`), by step.
-            version: The newest committed version of the present history: steps below it are trained, later ones will
+            version: The newest committed version of the current lineage: steps below it are trained, later ones will
                 be trained again.
             step: The step that is collected next; groups discarded while later ones were collected, whose batches are
                 gone, count for it.
@@ -540,7 +540,7 @@ def restore(
 
     Args:
         stream: The task stream from its beginning.
-        version: The newest committed version of the present history.
+        version: The newest committed version of the current lineage.
         curriculum: Difficulty pools as at the beginning of a run; they go on from the saved state.
 
     Returns:

@@ -30,7 +30,7 @@ def step_metrics(
     *,
     seconds: float,
     updating: float,
-    update_parts: Mapping[str, float],
+    update_phases: Mapping[str, float],
     several: bool,
 ) -> dict[str, float]:
     """Metrics of one step, before it is committed.
@@ -39,7 +39,7 @@ def step_metrics(
         now: Without this batch.
         seconds: Since the step before.
         updating: Seconds of these that the engines took to load weights, most of it while they went on generating.
-        update_parts: The same time by phase, as reported by the servers (`time/update_pause`: nothing was generated),
+        update_phases: The same time by phase, as reported by the servers (`time/update_pause`: nothing was generated),
             and `time/update_verify`, until the logprob check was done.
         several: Whether the run trains on several environments: then each that has finished episodes has distributions
             of its own.
@@ -69,7 +69,7 @@ def step_metrics(
         "time/update_weights": updating,
         "time/idle": tally.seconds_idle,
     }
-    metrics |= {f"time/update_{part}": taken for part, taken in update_parts.items()}
+    metrics |= {f"time/update_{phase}": taken for phase, taken in update_phases.items()}
     metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.details.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in failures.items()}
     metrics |= _distributions(batch.groups, scored)

@@ -166,7 +166,7 @@ class Orchestrator:
                 self.wake.set()  # more may start, once these have begun
                 await asyncio.sleep(0)
             await self._next_event()
-            while not (self.scheduler.done or self.weight_sync.recovering) and await self._ship():
+            while not (self.scheduler.done or self.weight_sync.no_replica_ready) and await self._ship():
                 pass
 
     def stop(self) -> None:
@@ -204,7 +204,7 @@ class Orchestrator:
         )  # fmt: skip
 
     def _make_scheduler(self, version: int) -> None:
-        config, history = self.config, self.weight_sync.history
+        config, published = self.config, self.weight_sync.published
         tasks = {env.name: tasks_of_env(env.name, self.pool.tasks(env.name)) for env in config.environments}
         by_difficulty = {env: pools for env in tasks if (pools := config.curriculum_of(env)) is not None}
         self.curriculum = Curriculum(tasks, by_difficulty, config.seed)
@@ -215,21 +215,21 @@ class Orchestrator:
             stream,
             step=self.progress.step,
             version=version,
-            incarnation=history.incarnation.number,
+            incarnation=published.incarnation.number,
             emit=self.ledger.record,
             gate=self.admission.gate,
         )
         self.weight_sync.begin(self.scheduler)
-        newest = version if history.newest is None else history.newest
+        newest = version if published.newest is None else published.newest
         before = restore(self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.curriculum)
         self.tally = Tally(before)
-        self.scheduler.begin_incarnation(history.incarnation.number, history.incarnations)
+        self.scheduler.begin_incarnation(published.incarnation.number, published.incarnations)
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> bool:
         """Start episodes that may start, but not too many at once. Returns whether more may."""
-        if self.weight_sync.recovering or self.stopping:
+        if self.weight_sync.no_replica_ready or self.stopping:
             return False
         for _ in range(_LAUNCHED_AT_ONCE):
             if (start := self.scheduler.next_start(time.monotonic())) is None:
@@ -346,7 +346,7 @@ class Orchestrator:
         self.wake.clear()
         if self._failure is not None:
             raise self._failure
-        if gated and not self.weight_sync.lock.locked() and not self.weight_sync.recovering:
+        if gated and not self.weight_sync.version_lock.locked() and not self.weight_sync.no_replica_ready:
             # Nothing is in flight and nothing may start: only the trainer can free the run.
             self._gated_since = self._gated_since or began
             subject, seconds = f"weights/step_{self.scheduler.version + 1}", self.config.weights_timeout
@@ -379,7 +379,7 @@ class Orchestrator:
 
     async def _ship(self) -> bool:
         """Commit a batch if there is one. Returns whether there may be another."""
-        async with self.weight_sync.shipping:
+        async with self.weight_sync.batch_lock:
             if self.scheduler.ready_batch() is None:
                 return False
             self.weight_sync.notice_incarnation()
@@ -433,10 +433,10 @@ class Orchestrator:
         now = time.monotonic()
         if not self._running:
             self._count_idle(now)
-        updating, parts = self.weight_sync.take_times()
+        updating, phases = self.weight_sync.take_times()
         seconds, several = now - self._step_began, len(self.config.environments) > 1
         metrics = step_metrics(
-            batch, scored, self.tally, counts, seconds=seconds, updating=updating, update_parts=parts, several=several
+            batch, scored, self.tally, counts, seconds=seconds, updating=updating, update_phases=phases, several=several
         )
         metrics["workers/cpu"] = self.pool.busiest
         if (limit := self.limits.look()) is not None:
@@ -472,16 +472,16 @@ class Orchestrator:
             await asyncio.sleep(FLUSH_SECONDS / 2)
 
     async def _save(self, last: bool = False) -> None:
-        history = self.weight_sync.history
+        published = self.weight_sync.published
         async with self._saving:
-            if history.newest is not None and not self.scheduler.must_go_back:
-                self.ledger.trained_through(history.newest)
+            if published.newest is not None and not self.scheduler.must_go_back:
+                self.ledger.trained_through(published.newest)
             if last or time.monotonic() - self._flushed >= FLUSH_SECONDS:
-                async with self.weight_sync.shipping:
-                    if self.scheduler.unverified() and not self.weight_sync.recovering:
+                async with self.weight_sync.batch_lock:
+                    if self.scheduler.unverified() and not self.weight_sync.no_replica_ready:
                         await self.weight_sync.verify()
                     await (self._check_ledger() if last else self._flush_ledger())
-            await asyncio.to_thread(self.checkpoints.join, dict(history.incarnations))
+            await asyncio.to_thread(self.checkpoints.join, dict(published.incarnations))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -510,7 +510,7 @@ class Orchestrator:
         if self._failure is not None:
             raise self._failure
         await self.weight_sync.close()
-        self.weight_sync.history.release()
+        self.weight_sync.published.release()
 
     @property
     def _served_to_the_end(self) -> bool:

@@ -44,7 +44,7 @@ class Pool:
 async def loaded_fleet(servers):
     fleet = ready_fleet(servers, slack=0)
     for replica in fleet.replicas:
-        replica.loaded = await replica.engine.served()
+        replica.loaded = await replica.client.served()
     return fleet
 
 
@@ -61,7 +61,7 @@ async def test_what_a_server_that_hangs_has_is_made_by_another(monkeypatch):
     """Contract: it is noticed while attempts run, not after their deadline; it is brought back once."""
     monkeypatch.setattr(runner, "LOOK_SECONDS", 0.01)
     fleet, results, lost = await loaded_fleet(2), EvalResults(PLAN, TASKS, 0), []
-    fleet.replicas[0].engine.answers = lambda: asyncio.sleep(0, False)
+    fleet.replicas[0].client.answers = lambda: asyncio.sleep(0, False)
 
     async def bring_back(replica):
         fleet.move(replica, ReplicaState.QUARANTINED)
@@ -89,15 +89,15 @@ async def test_a_version_that_is_to_be_had_again_is_evaluated_whole(monkeypatch)
     """Contract: what was given up while the version seemed superseded is made after all; less than all is never logged."""
     fleet, calls = await loaded_fleet(1), []
     sync = SimpleNamespace(
-        lock=asyncio.Lock(), shipping=asyncio.Lock(), fleet=fleet, superseded=False,
-        scheduler=SimpleNamespace(version=0, must_go_back=False), notice_incarnation=lambda: vars(sync).update(superseded=False),
+        version_lock=asyncio.Lock(), batch_lock=asyncio.Lock(), pool=fleet, newer_version_waiting=False,
+        scheduler=SimpleNamespace(version=0, must_go_back=False), notice_incarnation=lambda: vars(sync).update(newer_version_waiting=False),
     )  # fmt: skip
 
     class Losing(Pool):
         async def run(self, *, server, **arguments):
             calls.append(server)
-            sync.superseded = len(calls) == 3
-            return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE if sync.superseded else Outcome.OK)
+            sync.newer_version_waiting = len(calls) == 3
+            return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE if sync.newer_version_waiting else Outcome.OK)
 
     monkeypatch.setattr(evaluation, "concurrent_episodes", lambda config, environments: 1)
     evaluations, logged = Evaluations.__new__(Evaluations), []

@@ -23,11 +23,11 @@ from prime_rl.transport.weights import (
 LOGPROBS = (-1.0, -2.0, -3.0)
 TOKENS = (5, 6, 7, 8)
 REFERENCE = LogprobReference(TOKENS, LOGPROBS)
-MOVED = LogprobReference(TOKENS, (-1.001, -2.0, -3.001))  # as after one step, which is less than the band
+MOVED = LogprobReference(TOKENS, (-1.001, -2.0, -3.001))  # as after one step, which is less than the tolerance
 
 
 @pytest.mark.parametrize("server", [[], [-1.0], [-1.0, math.nan], [-1.0, -math.inf]])
-def test_what_is_no_answer_is_infinitely_far_and_in_no_band(server):
+def test_what_is_no_answer_is_infinitely_far_and_in_no_tolerance(server):
     assert not compare(server, [-1.0, -2.0]).within(Difference(1e9, 1e9))
 
 
@@ -63,7 +63,7 @@ class Scored:
         self.answer: Exception | None = None
         self.unusable = False
         self.stale: list[float] | None = None
-        self.give = self.load
+        self.load_weights = self.load
 
     async def served(self) -> Served:
         if self.unusable:
@@ -89,7 +89,7 @@ class Scored:
     async def update(self, check: LogprobCheck, weights: WeightsManifest) -> None:
         """As `InferenceClient.update`."""
         await check.prepare(self, weights)
-        await check.check(self, weights, await self.give(weights))
+        await check.check(self, weights, await self.load_weights(weights))
 
 
 def commit(root: Path, version: int, reference: LogprobReference | None = REFERENCE) -> WeightsManifest:
@@ -113,25 +113,25 @@ async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_any
     check, one, two = LogprobCheck(), commit(tmp_path, 1), commit(tmp_path, 2)
     server.noise = 0.05
     await server.update(check, one)
-    assert check.band(server.root) == Difference(pytest.approx(0.05 * FACTOR), pytest.approx(0.05 * FACTOR))
+    assert check.tolerance(server.root) == Difference(pytest.approx(0.05 * FACTOR), pytest.approx(0.05 * FACTOR))
     assert server.gave == [1]
     server.noise = 0.79
     await server.update(check, two)
     assert server.scored == 3
     server.noise = 0.81
-    says = r"version 2 .* differ from the trainer's by 0.81 nats on average, 0.81 at most; the band is 0.8 nats on average, 0.8 at most"
+    says = r"version 2 .* differ from the trainer's by 0.81 nats on average, 0.81 at most; the tolerance is 0.8 nats on average, 0.8 at most"
     with pytest.raises(LogprobCheckFailed, match=says):
         await server.update(check, two)
 
     server.boot, server.noise = "second", 0.1
     await server.update(check, one)
-    assert check.band(server.root) == Difference(pytest.approx(0.1 * FACTOR), pytest.approx(0.1 * FACTOR))
+    assert check.tolerance(server.root) == Difference(pytest.approx(0.1 * FACTOR), pytest.approx(0.1 * FACTOR))
 
     async def restarted(weights: WeightsManifest) -> Served:
         server.boot = "third"
         return await server.load(weights)
 
-    server.give = restarted
+    server.load_weights = restarted
     with pytest.raises(ServerError, match="started again while it loaded version 1"):
         await server.update(check, one)
 
@@ -150,7 +150,7 @@ async def test_what_a_server_is_given_to_be_calibrated(server, tmp_path, case, g
     server.unusable = case != "other version"
     await server.update(check, commit(tmp_path, 2))
     assert server.gave == gave
-    assert check.band(server.root) is not None
+    assert check.tolerance(server.root) is not None
 
 
 @pytest.mark.parametrize("any_base", [True, False])
@@ -163,14 +163,14 @@ async def test_a_server_of_another_base_model_is_checked_by_hashes_where_that_ma
             raise UserError("describes another base model")
         return await server.load(weights)
 
-    server.give = refuse
+    server.load_weights = refuse
     check = LogprobCheck(any_base=any_base)
     if not any_base:
         with pytest.raises(UserError, match="another base model"):
             await server.update(check, commit(tmp_path, 8))
         return
     await server.update(check, commit(tmp_path, 8))
-    assert (server.gave, check.band(server.root)) == ([8], None)
+    assert (server.gave, check.tolerance(server.root)) == ([8], None)
     assert "another base model" in heard.messages[0]
 
 
@@ -207,7 +207,7 @@ async def test_a_server_that_computes_another_model_is_never_calibrated(server, 
             await server.update(LogprobCheck(), one)
 
 
-async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, tmp_path):
+async def test_a_server_that_keeps_what_it_had_is_found_within_the_tolerance(server, tmp_path):
     """Going back to what it really serves is no failure, nor is loading the same again."""
     check, one, two = LogprobCheck(), commit(tmp_path, 1), commit(tmp_path, 2, MOVED)
     await server.update(check, one)
@@ -215,14 +215,14 @@ async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, 
     async def stale(weights: WeightsManifest) -> Served:
         return await server.load(replace(weights, reference=one.reference))
 
-    server.give = stale
+    server.load_weights = stale
     for version in (two, one, two, one, one):
         if version is two:
             with pytest.raises(LogprobCheckFailed, match="the very same as before"):
                 await server.update(check, version)
         else:
             await server.update(check, version)
-    server.give = server.load
+    server.load_weights = server.load
     await server.update(check, two)
 
 

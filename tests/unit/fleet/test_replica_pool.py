@@ -10,7 +10,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals import servers as eval_servers
 from prime_rl.fleet.client import Served
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
-from prime_rl.fleet.replicas import ReplicaPool, ReplicaState, rest_seconds
+from prime_rl.fleet.replicas import ReplicaPool, ReplicaState, backoff_seconds
 from prime_rl.transport.weights import weights_manifest
 from support.fleet import FleetWorld, Server, ready_fleet
 
@@ -68,7 +68,7 @@ def test_of_episodes_that_fail_together_one_counts():
         fleet.failed(victim)
         fleet.move(victim, ReplicaState.QUARANTINED)
     assert victim.failures == 1
-    assert [rest_seconds(failures) for failures in (0, 1, 2, 3, 4, 11)] == [0, 0, 1, 2, 4, 60]
+    assert [backoff_seconds(failures) for failures in (0, 1, 2, 3, 4, 11)] == [0, 0, 1, 2, 4, 60]
 
 
 async def test_a_verification_is_of_one_server_alone():
@@ -77,32 +77,34 @@ async def test_a_verification_is_of_one_server_alone():
     fleet = ready_fleet(2, slack=0)
     one, two = fleet.replicas
     for replica in fleet.replicas:
-        replica.loaded = await replica.engine.served()
+        replica.loaded = await replica.client.served()
     for episode, replica in (("a", one), ("b", two), ("late", one)):
         fleet.start(episode, replica)
-    two.engine.base()  # started again
+    two.client.base()  # started again
     assert await fleet.verify({"a", "b"}) == (["a"], [two])
+    assert (one.mismatch, two.mismatch) == ("", "the server was restarted")
     fleet.move(one, ReplicaState.DRAINING)
     assert fleet.place("group") is two
-    two.engine.now = two.loaded = Served(1, "newer", "1")
+    two.client.now = two.loaded = Served(1, "newer", "1")
     assert await fleet.verify({"a"}) == (["a"], [])
-    one.engine.base()
+    one.client.base()
     assert await fleet.verify({"a"}) == ([], [one])
 
 
 async def test_a_server_that_served_other_weights_for_a_while_fails_its_verification():
     """Contract: also where it has been given its own again meanwhile. The number of loads is compared once an update has ended, not during it."""
     (replica,) = ready_fleet(1, slack=0).replicas
-    replica.engine.now = replica.loaded = Served(1, "a", "boot", loads="1")
+    replica.client.now = replica.loaded = Served(1, "a", "boot", loads="1")
     assert await replica.verify()
-    replica.engine.now = Served(1, "a", "boot", loads="3")
+    replica.client.now = Served(1, "a", "boot", loads="3")
     assert not await replica.verify()
+    assert replica.mismatch == "the server loaded weights that others gave it, then version 1 again"
 
-    replica.engine.now, replica.loading = Served(2, "b", "boot", loads="2"), Served(2, "b", "boot")
+    replica.client.now, replica.loading = Served(2, "b", "boot", loads="2"), Served(2, "b", "boot")
     verifying = asyncio.create_task(replica.verify())
     await asyncio.sleep(0.01)
     assert not verifying.done()
-    replica.loaded, replica.loading = replica.engine.now, None
+    replica.loaded, replica.loading = replica.client.now, None
     replica._load_ended.set()
     assert await verifying
 
@@ -120,6 +122,7 @@ async def test_a_failed_logprob_check_takes_back_an_earlier_verification(tmp_pat
         else:
             await replica.load(manifest)
         assert await replica.verify() == (not wrong)
+        assert replica.mismatch == ("the server failed its logprob check" if wrong else "")
 
 
 @pytest.mark.parametrize(
@@ -137,8 +140,8 @@ async def test_which_servers_evaluate(second, healthy, problem, ready):
     """Contract: one line at once, not requests that are all refused, where weights differ or one has another model."""
     fleet = ReplicaPool([Server("http://0"), Server("http://1")])
     two = fleet.replicas[1]
-    two.engine.now = replace(two.engine.now, **second)
-    two.engine.leaving = second.get("leaving", False)
+    two.client.now = replace(two.client.now, **second)
+    two.client.leaving = second.get("leaving", False)
     answering = [two] if healthy < 0 else fleet.replicas[:healthy]
     if problem is not None:
         with pytest.raises(UserError, match=problem):

@@ -34,8 +34,8 @@ async def admit(routed: RouterClient) -> int:
     return await eval_servers.admit(fleet, fleet.replicas, "m")
 
 
-async def test_all_parts_are_one_server(servers, routed, heard):
-    """Contract: a part that was started again changes the identity of all; one that leaves takes the others along; where weights differ they equal
+async def test_all_backends_are_one_server(servers, routed, heard):
+    """Contract: a backend that was started again changes the identity of all; one that leaves takes the others along; where weights differ they equal
     nothing that was given, who serves what is said once, and nothing is evaluated."""
     before = await routed.served()
     assert before.boot == "1+1"
@@ -51,7 +51,7 @@ async def test_all_parts_are_one_server(servers, routed, heard):
         await admit(routed)
 
 
-async def test_parts_that_serve_other_names_evaluate_nothing(servers, routed):
+async def test_backends_that_serve_other_names_evaluate_nothing(servers, routed):
     """Contract: a name that one of them does not know would fail wherever a router leads to it."""
     base = servers[0].now
     servers[0].now = replace(base, models=("m", "y"))
@@ -64,7 +64,7 @@ async def test_parts_that_serve_other_names_evaluate_nothing(servers, routed):
 
 
 async def test_a_verification_during_an_update_waits_for_its_end(servers, routed):
-    """Contract: parts that are not equally far with an update are not taken for parts that differ."""
+    """Contract: backends that are not equally far with an update are not taken for backends that differ."""
     gate = asyncio.Event()
     servers[1].on_load = lambda version: gate.wait()
     change = asyncio.create_task(routed.update(Weights))
@@ -86,8 +86,8 @@ async def test_a_verification_during_an_update_waits_for_its_end(servers, routed
         ([LogprobCheckFailed("c"), ValueError("a bug")], ValueError),
     ],
 )
-async def test_the_gravest_error_of_an_update_is_raised(servers, routed, errors, raised):
-    """Contract: a part that computes something else is not hidden by another that did not answer."""
+async def test_the_most_severe_error_of_an_update_is_raised(servers, routed, errors, raised):
+    """Contract: a backend that computes something else is not hidden by another that did not answer."""
     for server, error in zip(servers, errors, strict=True):
 
         async def fail(version, error=error):

@@ -6,6 +6,8 @@ lineage names.
 
 import asyncio
 import random
+import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -37,7 +39,7 @@ def dropped(world: FleetWorld) -> dict[str, int]:
 
 @story(servers=3)
 async def test_all_are_kept_on_the_newest_version_and_get_their_share(w):
-    """And what they say an update took is in the metrics: of every part what the slowest took; one that says nothing counts for nothing."""
+    """And what they say an update took is in the metrics: of every phase what the slowest took; one that says nothing counts for nothing."""
     w.servers[0].update_seconds = {"stage": 0.5, "pause": 0.25}
     w.servers[1].update_seconds = {"stage": 0.25, "pause": 0.75}
     yield
@@ -46,7 +48,7 @@ async def test_all_are_kept_on_the_newest_version_and_get_their_share(w):
     shares = [w.pool.sent_to(server) for server in w.servers]
     assert max(shares) - min(shares) <= len(w.pool.sent) / 3
     rows = read_metrics(w.directory / "metrics" / "orchestrator.jsonl")
-    stage, pause = (sum(row.get(f"time/update_{part}", 0.0) for row in rows) for part in ("stage", "pause"))
+    stage, pause = (sum(row.get(f"time/update_{phase}", 0.0) for row in rows) for phase in ("stage", "pause"))
     assert (0 < stage <= 0.5 * len(w.servers[0].updates), pause) == (True, 1.5 * stage)
 
 
@@ -208,7 +210,7 @@ async def test_a_server_that_is_loading_at_the_end_leaves_no_lease(w):
 
 @pytest.mark.parametrize("mended", [False, True])
 @story(servers=3, steps=8, batch_size=12)
-async def test_a_server_that_fails_what_it_is_given_rests_longer_and_longer(w, mended):
+async def test_a_server_that_fails_what_it_is_given_gets_work_more_and_more_rarely(w, mended):
     """It fails at once, so that it always is the least loaded. Every episode is made by the others, none is given up; one that ends well clears it."""
     sick, swallowed = w.servers[1], []
     pool = w.pool.pools[sick.root]
@@ -228,7 +230,7 @@ async def test_a_server_that_fails_what_it_is_given_rests_longer_and_longer(w, m
     counts = conserved(w.config.output_dir)
     assert counts.dropped.get("errored", 0) == len(swallowed)  # each is made again, none for the third time
     assert counts.trained + counts.batched == 8 * 12
-    assert 0 < len(swallowed) <= 24 + 8  # its share at first, and after each rest
+    assert 0 < len(swallowed) <= 24 + 8  # its share at first, and after each backoff
     assert (w.pool.sent_to(sick) > len(swallowed)) == mended
 
 
@@ -353,10 +355,10 @@ async def test_a_trainer_that_starts_again_while_its_version_is_waited_for(w):
 
 @pytest.mark.parametrize("servers", [1, 2])
 @story(steps=4)
-async def test_a_version_that_goes_away_between_look_and_load(w, servers):
+async def test_a_version_that_goes_away_before_it_is_loaded(w, servers):
     """The trainer has begun a new incarnation: what it commits is served."""
-    history, gone = w.current.weight_sync.history, []
-    manifest = history.manifest
+    published, gone = w.current.weight_sync.published, []
+    manifest = published.manifest
 
     def removed(version):
         if version >= 2 and not gone:
@@ -364,7 +366,7 @@ async def test_a_version_that_goes_away_between_look_and_load(w, servers):
             w.restart_trainer(1)
         return manifest(version)
 
-    history.manifest = removed
+    published.manifest = removed
     await w.wait(lambda: w.servers[0].updates and w.servers[0].updates[-1][1] == 1)
     yield
 
@@ -394,7 +396,7 @@ async def test_a_server_that_asks_to_leave_is_drained(w, moment, heard):
     assert (w.pool.sent_to(leaver), leaver.updates) == before
     assert dropped(w).keys().isdisjoint({"stale", "errored"})
     assert f"{leaver.root} is to leave: it gets nothing new" in heard.text
-    assert f"{leaver.root} has left, and may be stopped: nothing of it is made again" in heard.text
+    assert f"{leaver.root} has left and can be stopped; no episodes need to be run again" in heard.text
 
 
 @story(max_error_rate=1.0)
@@ -411,13 +413,13 @@ async def test_a_server_that_dies_while_it_drains_takes_only_its_own_with_it(w):
 
 
 @story(servers=1)
-async def test_when_the_last_one_leaves_the_run_waits_and_a_later_incarnation_of_it_joins(w):
+async def test_when_the_last_one_leaves_the_run_waits_and_joins_when_it_is_restarted(w):
     (server,) = w.servers
     await w.batch(1)
     server.leaving = True
     await w.left(server)
     await asyncio.sleep(0.3)
-    assert not w.current.fleet.replicas  # the incarnation that has left does not come back
+    assert not w.current.fleet.replicas  # the process that has left does not come back
     server.restart()
     await w.wait(lambda: w.current.fleet.ready)
     yield
@@ -476,6 +478,9 @@ async def test_a_server_that_computes_something_else_gets_no_work_and_nothing_of
     yield
     assert NEVER_COMMITTED in w.pool.sampled.values(), "nothing was sampled wrongly: the test shows nothing"
     assert any("the run goes on without it" in message for message in heard.messages)
+    with closing(sqlite3.connect(w.directory / "ledger.sqlite")) as ledger:
+        reasons = {detail for (detail,) in ledger.execute("SELECT detail FROM episodes WHERE reason = 'stale'")}
+    assert reasons == {"the server failed its logprob check"}
 
 
 @pytest.mark.parametrize("first", [0, 2])
@@ -496,7 +501,7 @@ async def test_the_only_server_is_given_the_version_a_few_times_and_then_the_run
 @pytest.mark.parametrize("trouble", [None, "differ at start", "silent restart", "failed load"])
 @story(routed=True)
 async def test_a_run_through_a_router(w, trouble):
-    """Contract: any server may have sampled what came through it. Parts that differ at the start are brought together; where one served its base for
+    """Contract: any server may have sampled what came through it. Backends that differ at the start are brought together; where one served its base for
     a while all is made again; half of the group on a new version is no version, and is tried again."""
     one, two = w.servers
     if trouble == "differ at start":

@@ -137,10 +137,10 @@ async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_
     name = "eval/held-out/policy_incarnation"
     assert [row[name] for row in rows_of(world) if name in row] == [1, 1]
     evaluations = world.orchestrator().evaluations
-    evaluations._weight_sync.history.look()
+    evaluations._weight_sync.published.refresh()
     assert not evaluations.due_at_end(2)
     world.trainer.live(2, 1)
-    evaluations._weight_sync.history.look()
+    evaluations._weight_sync.published.refresh()
     assert evaluations.due_at_end(2)
     assert evaluations._last == 1
 

@@ -34,7 +34,7 @@ LARGE = ("two kills and a drain", "three engines")
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in WORLDS]
 )
 def test_every_interleaving_within_the_bounds_keeps_every_property_and_can_end(name):
-    """No read of a pruned version, staleness in bounds, exactly once, only the present history, no deadlock, a clean end."""
+    """No read of a pruned version, staleness in bounds, exactly once, only the current lineage, no deadlock, a clean end."""
     outcome = Search(WORLDS[name]).run()
     assert outcome.violation is None, "\n".join([*outcome.trace, outcome.violation])
     assert outcome.ends > 0
