@@ -286,8 +286,12 @@ class ReplicaPool:
         waiting = [replica.unverified.intersection(finished) for replica in asked]
         verified = await asyncio.gather(*(replica.verify() for replica in asked))
         answers = list(zip(asked, waiting, verified, strict=True))
+        # Not those that became `invalid` meanwhile: the server was restarted, and has loaded its version again.
         counting = [
-            episode for one, episodes, ok in answers if ok and (one.ready or one.draining) for episode in episodes
+            episode
+            for one, episodes, ok in answers
+            if ok and (one.ready or one.draining)
+            for episode in episodes & one.unverified
         ]
         return counting, [replica for replica, _, ok in answers if not ok]
 

@@ -91,6 +91,28 @@ async def test_a_verification_is_of_one_server_alone():
     assert await fleet.verify({"a"}) == ([], [one])
 
 
+async def test_a_verification_does_not_count_what_a_restarted_server_sampled_though_it_has_loaded_again():
+    """Contract: also where it was restarted and loaded again between the question and its answer, which is right then."""
+    fleet = ready_fleet(1, slack=0)
+    (replica,) = fleet.replicas
+    replica.loaded = await replica.client.served()
+    fleet.start("a", replica)
+    served, asked = replica.client.served, asyncio.Event()
+
+    async def later():
+        asked.set()
+        await replica._load_ended.wait()
+        return await served()
+
+    replica.client.served = later
+    verifying = asyncio.create_task(fleet.verify({"a"}))
+    await asked.wait()
+    replica.client.base()  # started again
+    await replica.load(None)
+    assert await verifying == ([], [])
+    assert replica.invalid == {"a"}
+
+
 async def test_a_server_that_served_other_weights_for_a_while_fails_its_verification():
     """Contract: also where it has been given its own again meanwhile. The number of loads is compared once an update has ended, not during it."""
     (replica,) = ready_fleet(1, slack=0).replicas
