@@ -226,6 +226,8 @@ def from_text(texts: list[str], setting: Setting) -> Any:
     if text == "None":
         return text
     if setting.takes(list):
+        if text.lstrip().startswith("{"):  # tables, each of them a word
+            return [_literal(item) for item in texts]
         parts = [part.strip() for item in texts for part in item.split(",")]
         return _literal(text) if text.lstrip().startswith("[") else [part for part in parts if part]
     if setting.takes(bool):

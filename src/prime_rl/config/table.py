@@ -138,6 +138,10 @@ class Table:
             self._leave_out_other_types(keys, value, origin)
         if not (isinstance(value, dict) and isinstance(same.value, dict)):
             self.remove(keys)
+        named = isinstance(value, list) or (isinstance(value, dict) and all(isinstance(key, str) for key in value))
+        if origin is None and not named:
+            self.entries[keys] = Entry(value)  # of a configuration made in Python: as it is
+            return
         leaf = type(value)() if isinstance(value, dict | list) else None if value == "None" else value
         self.entries[keys] = Entry(leaf, origin, written_as)
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -165,13 +169,18 @@ class Table:
 
     def get(self, keys: Keys) -> Any:
         """The value with all that is in it, or ABSENT."""
-        value = self.entry(keys).value
-        if not isinstance(value, dict | list):
-            return value
-        inside = [other for other in self.entries if other[:-1] == keys != other]
-        if isinstance(value, list):
-            return [self.get(item) for item in sorted(inside, key=lambda item: int(item[-1]))]
-        return {key[-1]: self.get(key) for key in inside}
+        children: dict[Keys, list[Keys]] = {}
+        for other in self.entries:
+            if other:
+                children.setdefault(other[:-1], []).append(other)
+
+        def value_of(keys: Keys) -> Any:
+            value, inside = self.entry(keys).value, children.get(keys, [])
+            if isinstance(value, list) and inside:
+                return [value_of(key) for key in sorted(inside, key=lambda key: int(key[-1]))]
+            return {key[-1]: value_of(key) for key in inside} if isinstance(value, dict) and inside else value
+
+        return value_of(keys)
 
     def fill(self, dotted: str, entry: Entry) -> None:
         """Set what was missing, or came from a weaker source, and follows from another setting."""

@@ -32,7 +32,7 @@ from prime_rl.envs.worker_process import Ending, Worker, WorkerState, passed_on,
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.lifeline import Lifeline
-from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
+from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
 WATCH_SECONDS = 0.1
 ADJUST_SECONDS = 1.0
@@ -238,6 +238,8 @@ class EnvPool:
             worker.die("the pool was closed")
         try:
             await wait_async(lambda: not self.workers, subject="end", owner="the workers", seconds=CLOSE_SECONDS)
+        except WaitTimeout as error:  # the run has ended all the same: their lifeline ends them with this process
+            logger.warning("environment workers {}: {}", ", ".join(sorted(map(str, self.workers))), error)
         finally:
             for task in self._tasks:
                 task.cancel()

@@ -379,7 +379,8 @@ class WeightSync:
             if not await replica.verify():
                 self.quarantine(replica, replica.mismatch)
         worst = _worst(failures.values())
-        if self.pool.ready or not isinstance(worst, ServerError | CommitError):
+        # A replica that comes back while the run must go back is let in without a load, so its failures are counted here.
+        if self.pool.ready or self.scheduler.must_go_back or not isinstance(worst, ServerError | CommitError):
             await self._may_retry(worst, version)
         else:
             logger.warning("version {} is not served, as no server survived the update: {}", version, worst)

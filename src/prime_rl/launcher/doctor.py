@@ -203,7 +203,7 @@ def _diagnose_running(facts: Facts, statuses: Mapping[str, ProcessStatus]) -> tu
         for name, status in statuses.items()
     ]
     doing += [f"{name} {process.restart}" for name, process in facts.processes.items() if process.restart]
-    return RunState.MOVES, f"nothing is wrong: {', '.join(doing)}"
+    return RunState.MOVES, f"nothing to do: {', '.join(doing)}"
 
 
 def _fault(facts: Facts, name: str) -> str | None:

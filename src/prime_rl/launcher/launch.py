@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.loader import say
 from prime_rl.config.shared import how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
@@ -77,7 +78,7 @@ def _show(config: RLConfig, plan: Plan, sections: Mapping[Path, BaseConfig]) -> 
         target = dry_path(config.output_dir, path.stem)
         write_toml(section, target)
         text = text.replace(str(path), str(target))
-    print(text)
+    say(text)
     return RunOutcome.SUCCESS.value
 
 
@@ -124,7 +125,8 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
     steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else console.steps.count
-    console.say(f"{words[outcome]}: {steps} steps in {minutes(time.time() - began)}")
+    made = f"{steps} step{'' if steps == 1 else 's'}"
+    console.say(f"{words[outcome]}: {made} in {minutes(time.time() - began)}")
     if bench or outcome is not RunOutcome.FAILURE:
         for line in (bench_table if bench else summary)(output_dir, began):
             console.say(line)
@@ -140,7 +142,7 @@ def drained(config: RLConfig) -> str:
         return "the current step will be finished; a benchmark saves nothing"
     if config.trainer.ckpt is not None:
         return "the current step will be finished and saved"
-    step = max(rundir.newest_step(config.output_dir / "recovery"), 0)
+    step = max(0, *(rundir.newest_step(config.output_dir / name) for name in ("recovery", "checkpoints")))
     return f"the current step will be finished, not saved (no [ckpt]): --recover would go on from step {step}"
 
 

@@ -7,7 +7,7 @@ halted. `progress` says whether it makes any.
 import errno
 import functools
 import json
-import os
+import secrets
 import socket
 import threading
 import time
@@ -218,7 +218,7 @@ def say_for(output_dir: Path, process: str, outcome: str) -> None:
 
 def write_record(path: Path, record: Any) -> None:
     """Replace a small JSON file by a dataclass. It is not made durable: what it says is of the moment."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")  # hosts may share the directory
     try:
         temporary.write_text(json.dumps(asdict(record)))
         temporary.replace(path)

@@ -239,7 +239,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     offloaded = _offloaded_layers(s, job, settings)
     # May still be on the device though counted as offloaded: tensors go whole, or a block is late.
     widest = tokens * size * max(s.query, s.chosen * s.hidden, s.feed_forward * (2 if s.experts else 1))
-    block = max((kept[level] for level in settings.levels[: len(offloaded)]), default=0)
+    block = max((_offloadable(s, job, level) for level in settings.levels[: len(offloaded)]), default=0)
     slack = int(min(block, max(settings.offloaded, widest)))
     summed = 4 if job.ranks == 1 else 8  # float32, before and after; a single rank's are the same
 
@@ -277,9 +277,15 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
 
 def _offloaded_layers(shape: Shape, job: Job, settings: Settings) -> list[int]:
     """Bytes that each of the first layers offloads, on average; the others offload nothing."""
-    kept = {level: job.tokens * kept_bytes(shape, level, job.itemsize, job.compiled) for level in set(settings.levels)}
     first = settings.levels[: offloading_layers(shape.layers, settings.offloaded)]
-    return [int(min(settings.offloaded, kept[level])) for level in first]
+    return [int(min(settings.offloaded, _offloadable(shape, job, level))) for level in first]
+
+
+def _offloadable(shape: Shape, job: Job, level: "Recompute") -> int:
+    """Bytes that a block can offload. Where it is not compiled, what a checkpoint keeps inside of it is out of reach:
+    only the block's input leaves."""
+    within_reach = level if job.compiled or level == "none" else "full"
+    return job.tokens * kept_bytes(shape, within_reach, job.itemsize, job.compiled)
 
 
 def offloaded_bytes(shape: Shape, job: Job, settings: Settings) -> int:

@@ -138,6 +138,7 @@ eval --environment-ids=a,b
 eval --environment-ids '["a", "b"]'
 eval --environment-ids a b --seed 1
 eval --environments '[{"id": "a"}, {"id": "b"}]'
+eval --environments '{"id": "a"}' '{"id": "b"}'
 eval --environment.id b --environments.0.id a --environments.1.id b --no-environment
 PRIME_ENVIRONMENT_IDS=a,b eval --environments []
   environments.*.id=['a','b']
@@ -493,6 +494,8 @@ def test_sections_made_in_python_share_as_well() -> None:
     )
     assert config.inference is not None
     assert (config.orchestrator.max_steps, config.orchestrator.seed, config.inference.seed) == (5, 3, 3)
+    args = {"table": {1: "x"}, "word": "None"}  # keys that TOML does not have, and no spelling of null
+    assert RLConfig(orchestrator={"environment": {"id": "x", "args": args}}).orchestrator.environments[0].args == args
 
 
 def test_sampling_override() -> None:

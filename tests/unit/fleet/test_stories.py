@@ -495,6 +495,19 @@ async def test_the_only_server_is_given_the_version_a_few_times_and_then_the_run
     assert first > 0 or not w.pool.sent
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+@story(ends=r"does not compute version \d: 0.3 nats", max_error_rate=1.0)
+async def test_servers_that_cannot_go_back_end_the_run(w, servers):
+    """Contract: not one of them computes the version that a restarted trainer went back to; it is tried a few times."""
+    await w.serves(2)
+    given = [len(server.updates) for server in w.servers]
+    for server in w.servers:
+        server.wrong = set(range(9))
+    w.restart_trainer(1)
+    yield
+    assert all(len(server.updates) - count <= 9 for server, count in zip(w.servers, given, strict=True))
+
+
 # ---- servers behind a router
 
 

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[ProcessState, dict[str, ProcessStatus], dict[str, Process
         ALIVE,
         {"trainer": status("trainer", waiting=waits("rollouts/step_41", "orchestrator", 3.0)), "inference": SERVER},
         {"orchestrator": ProcessFacts(ABSENT, restart="was killed")}, RunState.MOVES,
-        "nothing is wrong: trainer waits for rollouts/step_41, inference: serving, orchestrator was killed",
+        "nothing to do: trainer waits for rollouts/step_41, inference: serving, orchestrator was killed",
     ),
     "never started": (ABSENT, {}, {}, RunState.NEVER, "no process of a run has reported here"),
     "finished": (ABSENT, {"trainer": DONE, "orchestrator": DONE}, {}, RunState.FINISHED, "the run has finished"),

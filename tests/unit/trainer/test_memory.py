@@ -218,6 +218,18 @@ def test_choice(
         assert offloaded_bytes(shape, job, chosen(shape, gib, job.tokens, host=half)) <= half
 
 
+def test_what_an_uncompiled_checkpoint_keeps_inside_is_not_offloaded(shapes: dict[str, Shape]) -> None:
+    """Contract: the plan counts on the input of such a block alone to leave the GPU."""
+    shape = shapes["0.6B"]
+
+    def bytes_away(level: Recompute, compiled: bool) -> int:
+        settings = replace(everywhere(shape, level), offloaded=math.inf)
+        return offloaded_bytes(shape, Job(16384, compiled=compiled), settings)
+
+    assert bytes_away("pointwise", False) == bytes_away("attention", False) == bytes_away("full", False)
+    assert bytes_away("full", False) == bytes_away("full", True) < bytes_away("attention", True)
+
+
 def check_fit(shape: Shape, job: Job, settings: Settings, gib: float) -> None:
     """They fit, the first layers have the leaner level, and with one layer less of it they would not fit."""
     assert fits(shape, job, settings, gib)
