@@ -1,6 +1,7 @@
 """Tables of what was measured on GPUs: as text for a terminal, and in `README.md` between markers, written from the JSON files alone."""
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE / "README.md"
 NOT_MEASURED = "not measured"
+COLUMNS = 118
 
 Row = Mapping[str, Any]
 Table = list[list[str]]
@@ -147,6 +149,10 @@ def _machine(measured: Mapping[str, Any]) -> str:
     return f"{measured['date']}, {count}{name}{driver}, Python {measured['python']}, {versions}"
 
 
+def _prose(text: str) -> str:
+    return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
+
+
 def _machines(rows: Mapping[str, Row]) -> str:
     seen = sorted({_machine(row["measured"]) for row in rows.values() if "measured" in row})
     return "Measured: " + "; ".join(seen) + "." if seen else "Not measured."
@@ -198,7 +204,7 @@ def _sync_part() -> list[str]:
     for name in ("cpu", "h100", "h200", "one_h100", "one_h200"):
         name = f"weight_sync_{name}.json"
         rows = _read(name).get("rows", {})
-        parts.append(f"`weight_sync.py`, `{name}`. {_machines(rows)}")
+        parts.append(_prose(f"`weight_sync.py`, `{name}`. {_machines(rows)}"))
         parts += [markdown(sync_lines(rows))] if rows else []
     return parts
 
@@ -215,6 +221,6 @@ def _trainer_part() -> list[str]:
     parts = []
     for suite, title in _TITLES.items():
         rows = measured.get(suite, {})
-        parts.append(f"`trainer.py --suite {suite}`. {title} {_machines(rows)}")
+        parts.append(_prose(f"`trainer.py --suite {suite}`. {title} {_machines(rows)}"))
         parts.append(markdown(suite_table(suite, SUITES[suite], rows)))
     return parts

@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -205,18 +206,26 @@ class Counter:
 
 
 def table(store: Store) -> str:
-    """Fault × process × point → outcome, as Markdown; combinations that cannot happen are told by boundary."""
+    """Fault × process × point → outcome, as Markdown; combinations that cannot happen are listed by boundary."""
     rows, lines = store.rows(), []
     machine = store.machine
     measured = [cell for cell in matrix() if not cell.inapplicable]
     done = [rows[cell.name] for cell in measured if cell.name in rows]
     right = sum(not row["problems"] for row in done)
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    minutes = sum(row["seconds"] / row.get("together", 1) for row in done) / 60
+    summary = (
+        f"{right} of {len(done)} cells ended right ({len(measured) - len(done)} not run), {minutes:.0f} minutes of runs. "
+        f"{dates(done)}; {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {packages}."
+    )
+    legend = (
+        "*s*: seconds of the run; `/ 4`: so many faults happened in it, one after the other. *starts*: how often "
+        "processes were started."
+    )
     lines += [
-        f"{right} of {len(done)} cells ended right ({len(measured) - len(done)} not run), {sum(r['seconds'] / r.get('together', 1) for r in done) / 60:.0f} minutes "
-        f"of runs. {dates(done)}; {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {packages}.",
+        textwrap.fill(summary, 118, break_long_words=False, break_on_hyphens=False),
         "",
-        "*s*: seconds of the run; `/ 4`: so many faults happened in it, one after the other. *starts*: how often processes were started.",
+        textwrap.fill(legend, 118),
         "",
         "| fault | process | point | outcome | compared | starts | s | date |",
         "|---|---|---|---|---|---|---|---|",

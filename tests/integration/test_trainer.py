@@ -54,7 +54,7 @@ def assert_close_metrics(got: Path, want: Path, steps: int, more: Sequence[str] 
 
 def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path) -> None:
     """Two gloo ranks give the losses, norms and weights of one, to float32 rounding, also where a rank has no work; each
-    tells that it lives; ranks that wait agree to stop when only the one that does not look is asked; checkpoints of two
+    reports that it is alive; ranks that wait agree to stop when only the one that does not look is asked; checkpoints of two
     ranks, written beside the loop, are whole, and one rank goes on from them."""
     one, two = tmp_path / "one", tmp_path / "two"
     for directory in (one, two):

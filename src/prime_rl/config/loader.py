@@ -293,7 +293,7 @@ def _nearest_file(path: Path) -> str:
 def validation_lines(error: ValidationError, cls: type[Section], table: Table, shared: bool) -> list[str]:
     """Return a line for each mistake that pydantic found; one that was copied into several sections counts once.
 
-    `shared`: whether sections have what they share, so that contradictions and what is missing can be told.
+    `shared`: whether sections have what they share, so that contradictions and missing settings can be reported.
     """
     reported, lines = set[Keys](), dict[tuple[Keys, str], str]()
     located = [(_keys_of_error(details, table), details) for details in error.errors(include_url=False)]

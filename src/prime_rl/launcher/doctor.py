@@ -86,7 +86,7 @@ class Facts:
 
     @property
     def launched(self) -> bool:
-        """Whether a launcher lives."""
+        """Whether a launcher is alive."""
         return self.launcher not in (ProcessState.ABSENT, ProcessState.DEAD)
 
 

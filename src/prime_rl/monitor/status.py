@@ -57,7 +57,7 @@ class ProcessStatus:
         phase: What it does, with progress within it after `: `.
         step: The step it is at (0-based).
         since: When the phase began.
-        heartbeat: When the process last said that it lives.
+        heartbeat: When the process last reported that it is alive.
         waiting: What it waits for.
         outcome: How it ended, by its own word: `finished`, `stopped`, `failed: …`.
         progress: When it last made any: another phase, step or item of work, or the end of a wait. 0: not known.

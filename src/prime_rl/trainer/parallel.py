@@ -286,7 +286,7 @@ class ToHost:
 
 
 def page_lock(buffer: Tensor, owner: object) -> int:
-    """Pin a buffer for as long as `owner` lives; return CUDA's error, or 0.
+    """Pin a buffer for as long as `owner` exists; return CUDA's error, or 0.
 
     (torch's own allocator of such memory rounds up to a power of two.)
     """

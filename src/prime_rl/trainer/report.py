@@ -63,7 +63,7 @@ class Report:
     """Status file of every rank; metrics file (and W&B) and console lines of rank 0. `history` keeps a benchmark's metrics.
 
     A run directory that has a status already is not touched before `open`: who is refused leaves no trace in an earlier run. A restart by the
-    launcher (`recover`) says at once that it lives. As a context it says how the run failed.
+    launcher (`recover`) reports at once that it is alive. As a context it says how the run failed.
     """
 
     def __init__(self, config: "TrainingConfig", process: str, world: World, *, recover: bool = False) -> None:

@@ -64,7 +64,7 @@ def test_one_owner(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"pid": 1}'])
 def test_a_damaged_claim_is_none(tmp_path: Path, text: str) -> None:
-    """It is taken over, also from an owner that lives, and nobody fails by it."""
+    """It is taken over, also from an owner that is alive, and nobody fails by it."""
     path = tmp_path / "launcher.json"
     path.write_text(text)
     with Owner(tmp_path) as owner:
