@@ -223,9 +223,9 @@ def table(store: Store) -> str:
         "processes were started."
     )
     lines += [
-        textwrap.fill(summary, 118, break_long_words=False, break_on_hyphens=False),
+        _wrap(summary),
         "",
-        textwrap.fill(legend, 118),
+        _wrap(legend),
         "",
         "| fault | process | point | outcome | compared | starts | s | date |",
         "|---|---|---|---|---|---|---|---|",
@@ -247,8 +247,13 @@ def table(store: Store) -> str:
         of_kind = [cell for cell in matrix() if cell.inapplicable and cell.do == do]
         for reason in dict.fromkeys(cell.inapplicable for cell in of_kind):
             names = [f"{cell.process} `{cell.point}`" for cell in of_kind if cell.inapplicable == reason]
-            lines.append(f"* **{do}** ({reason}): {', '.join(names)}")
+            lines.append(_wrap(f"* **{do}** ({reason}): {', '.join(names)}", subsequent_indent="  "))
     return "\n".join(lines)
+
+
+def _wrap(text: str, subsequent_indent: str = "") -> str:
+    """Wrap prose at the width of the docs; no name is broken."""
+    return textwrap.fill(text, 118, subsequent_indent=subsequent_indent, break_long_words=False, break_on_hyphens=False)
 
 
 def dates(rows: Sequence[Row]) -> str:
