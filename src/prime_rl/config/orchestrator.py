@@ -305,10 +305,7 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
     max_off_policy_steps: NonNegativeInt = option(
         8, "Most steps between the oldest token of a sample and training on it."
     )
-    max_concurrent: PositiveInt | Literal["auto"] | None = option(
-        None,
-        "Most episodes in flight (None: batch_size x (async_level + 1); auto: up to that, as the servers take them).",
-    )
+    max_concurrent: PositiveInt | None = option(None, "Most episodes in flight (None: batch_size x (async_level + 1)).")
     renderer: str = option("auto", "Renderer of chats: auto, default, a name, or an import path.")
     algorithm: AlgorithmConfig = option(GRPO, "What an episode is worth, compared with others.", discriminator="type")
     reference: TeacherConfig | None = option(None, "A reference model to score samples, for trainer.loss.kl_coef.")
@@ -322,6 +319,11 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
     logprob_check: bool = option(True, "Check after every load that a server computes what the trainer computed.")
     eval: EvalSection | None = option(None, "Evaluation during the run.")
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
+
+    @property
+    def most_in_flight(self) -> int:
+        """Most episodes in flight at once."""
+        return self.max_concurrent or self.batch_size * (self.async_level + 1)
 
     def checks(self) -> Checks:
         longest, groups = self.sampling.max_tokens or 0, self.rollouts_per_example

@@ -202,11 +202,6 @@ class ClientConfig(Section):
         urls = [self.admin_base_url] if isinstance(self.admin_base_url, str) else self.admin_base_url or []
         return [api_root(url) for url in urls]
 
-    @property
-    def behind(self) -> dict[str, list[str]]:
-        """What the router leads to, by its address; nothing where there is none."""
-        return {self.api_roots[0]: self.admin_roots} if self.admin_base_url is not None else {}
-
 
 class SamplingConfig(Section):
     """How tokens are sampled."""

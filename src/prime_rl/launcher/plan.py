@@ -343,9 +343,7 @@ def _refuse_senseless(config: RLConfig, serves: bool, training: int) -> None:
 def _gains_by_two(config: RLConfig, inference: InferenceConfig, groups: int, machine: HostResources) -> bool:
     """Whether two servers on each GPU would be faster than one: each leaves the GPU idle while its Python works."""
     orchestrator, vllm = config.orchestrator, _vllm_options(inference)
-    in_flight = orchestrator.batch_size * (config.async_level + 1)
-    if isinstance(orchestrator.max_concurrent, int):
-        in_flight = min(in_flight, orchestrator.max_concurrent)
+    in_flight = min(orchestrator.most_in_flight, orchestrator.batch_size * (config.async_level + 1))
     return (
         machine.model is not None
         and machine.model.weights <= _SMALL_GIB

@@ -13,7 +13,6 @@ from prime_rl.evals.runner import EvalRunner, tasks_of
 from prime_rl.fleet.replicas import Replica
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
-from prime_rl.orchestrator.concurrency import concurrent_episodes
 from prime_rl.transport.protocol import valid
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class Evaluations:
             while not self._superseded():  # else another version is evaluated in its place
                 await EvalRunner(
                     self._pool, every, seed=self.config.seed,
-                    max_concurrent=concurrent_episodes(self.config, eval_environments(self.config)),
+                    max_concurrent=self.config.most_in_flight,
                     timeout=self.config.rollout_timeout, fleet=weight_sync.pool, bring_back=self._bring_back,
                     superseded=self._superseded,
                     on_result=lambda: self._status.phase(f"{phase}: {next(done)}/{total}"),

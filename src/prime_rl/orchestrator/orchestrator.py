@@ -9,6 +9,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
@@ -44,12 +45,11 @@ from prime_rl.orchestrator.checkpoint import (
     missing_rows,
     resume_point,
 )
-from prime_rl.orchestrator.concurrency import LoadWatch, limits, most_in_flight
 from prime_rl.orchestrator.evaluation import Evaluations, eval_environments, eval_worker
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_ledger, restore
 from prime_rl.orchestrator.metrics import Tally, bench_table, discard_metrics, groups_since, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch
-from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
+from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Limits, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport import checkpoints
@@ -129,10 +129,6 @@ class Orchestrator:
             if self.evaluations.owed(self.scheduler.version):
                 await self._evaluate()
             background = [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
-            if config.max_concurrent == "auto":
-                most, behind = most_in_flight(config), config.client.behind
-                load = LoadWatch(self.fleet, self.scheduler, most, lambda: self.evaluations.running, behind)
-                background.append(load.run(os.environ.get(config.client.api_key_var, "")))
             tasks = [self._watched(work) for work in background]
             try:
                 await self._loop()
@@ -211,7 +207,7 @@ class Orchestrator:
         ratios = {env.name: env.ratio for env in config.environments}
         stream = task_stream(tasks, ratios, config.seed, self.curriculum.pools)
         self.scheduler = Scheduler(
-            limits(config),
+            _limits(config),
             stream,
             step=self.progress.step,
             version=version,
@@ -603,6 +599,19 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
             error = error.exceptions[0]
         status.done(f"failed: {error}")
         raise UserError(str(error)) from group
+
+
+def _limits(config: "OrchestratorConfig") -> Limits:
+    """Make the scheduler's numbers. Without a trainer sampling may run ahead of it by the whole run."""
+    level = config.async_level if config.trainer else config.max_steps or sys.maxsize
+    return Limits(
+        batch_size=config.batch_size,
+        group_size=config.rollouts_per_example,
+        async_level=level,
+        max_off_policy_steps=max(config.max_off_policy_steps, level),
+        max_concurrent=config.most_in_flight,
+        max_steps=config.max_steps,
+    )
 
 
 def spare_collector() -> None:

@@ -30,7 +30,7 @@ episodes. The rules themselves are in `transport/protocol.py`. Simulators and pr
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -284,7 +284,6 @@ class Scheduler(Generic[Result]):
         self.must_go_back = False  # another incarnation superseded the served version: nothing starts until `go_back`
         self.opens_at: float | None = None  # when a group may be opened that only the pace held back last
         self.groups_opened = 0
-        self.ended = 0  # episodes that ran to their end, whatever it was: for rates
         self._tasks, self._emit, self._gate = tasks, emit, gate
         self._groups: dict[int, Group[Result]] = {}  # in no batch yet, in the order of opening
         # Numbers of groups, kept up to date by `_set`: there may be thousands, and events as many a second.
@@ -357,10 +356,6 @@ class Scheduler(Generic[Result]):
         seconds = min(later - earlier for later, earlier in pairwise(turns))
         return opened[-batch] + PACE * seconds / (level + 1)
 
-    def allow(self, max_concurrent: int) -> None:
-        """Set how many episodes may be in flight from now on; episodes already above the limit are not cancelled."""
-        self.limits = replace(self.limits, max_concurrent=max_concurrent)
-
     def _planned_step(self, position: int) -> int:
         """The step that the group at `position` among those in no batch will be trained at."""
         return planned_step(self.step, position, self.limits.groups_per_batch)
@@ -398,7 +393,6 @@ class Scheduler(Generic[Result]):
 
     def _end(self, episode: str) -> tuple[Start, Group[Result]]:
         start = self._running.pop(episode)
-        self.ended += 1
         return start, self._groups[start.group]
 
     def _drop(self, group: Group[Result], start: Start, reason: Drop, detail: str = "", retried: bool = False) -> None:
