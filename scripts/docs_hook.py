@@ -13,8 +13,7 @@ from typing import Any
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config import help as config_help
 from prime_rl.config.base import Section
-from prime_rl.config.schema import Setting, find, settings, type_tag
-from prime_rl.config.table import Keys
+from prime_rl.config.schema import Keys, Setting, find, settings, type_tag
 
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, type[Section]] = {

@@ -6,8 +6,8 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.loader import child_env, load, parse
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.rl import RLConfig
+from prime_rl.config.schema import ConfigError
 from prime_rl.config.sft import SFTConfig
-from prime_rl.config.table import ConfigError
 from prime_rl.config.trainer import TrainerConfig
 
 __all__ = [

@@ -11,7 +11,6 @@ import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from prime_rl.config.table import Table
 from prime_rl.errors import UserError
 
 _KEY = r"<([a-z][\w.]*)>"
@@ -133,22 +132,8 @@ class BaseConfig(Section):
     log: LogConfig = option(LogConfig, "Console and log file.")
 
     @staticmethod
-    def share(table: Table) -> None:
+    def share(table: Any) -> None:
         """Fill settings that several sections have in common into each of them. Raises Problems."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _share(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict) or info.context == LOADED or cls.share is BaseConfig.share:
-            return data
-        table = Table(
-            {  # a section made in Python counts with what was set in it
-                name: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
-                for name, value in data.items()
-            }
-        )
-        cls.share(table)
-        return table.get(())
 
 
 # Resolved configurations as TOML that, fed back with `@`, gives an equal configuration

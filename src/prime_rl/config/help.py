@@ -10,8 +10,7 @@ from typing import Any, Literal, get_origin
 from pydantic_core import PydanticUndefined
 
 from prime_rl.config.base import Section, default_type
-from prime_rl.config.schema import Setting, find, settings
-from prime_rl.config.table import ConfigError, spell
+from prime_rl.config.schema import ConfigError, Setting, find, settings, spell
 
 LEFT = 46  # columns of an option and its type
 OVERVIEW = """\
@@ -61,7 +60,7 @@ def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str:
 def completion(cls: type[Section], prog: str, shell: str) -> str:
     """Return a script that completes the names of options: `source <(rl --completion bash)`."""
     if shell not in SHELLS:
-        raise ConfigError([f"--completion needs one of {', '.join(SHELLS)}"])
+        raise ConfigError(f"--completion needs one of {', '.join(SHELLS)}")
     options = " ".join(sorted({spell(setting.keys, "option") for setting in settings(cls)}))
     return SHELLS[shell].format(prog=prog, function=f"_complete_{prog.replace('-', '_')}", options=options)
 
@@ -85,7 +84,7 @@ def help_text(cls: type[Section], prog: str, topic: str = "", in_text: bool = Fa
         _line(cls, one) for text, one in texts if topic.lower() in text.lower()
     ]
     if not lines:
-        raise ConfigError([f"no option has '{topic}' in its name or description"])
+        raise ConfigError(f"no option has '{topic}' in its name or description")
     return "\n".join(lines if once else dict.fromkeys(lines))
 
 

@@ -6,12 +6,16 @@ only there is it visible what was given and what is a default.
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 from urllib.parse import urlsplit
 
-from prime_rl.config.base import Problem, check
+from pydantic import ValidationInfo, model_validator
+
+from prime_rl.config.base import LOADED, BaseConfig, Problem, Section, check
+from prime_rl.config.loader import ABSENT, Entry, Table
+from prime_rl.config.schema import SECTIONS_OF_RL, in_section, spell
 from prime_rl.config.shared import CkptConfig, WandbConfig
-from prime_rl.config.table import ABSENT, SECTIONS_OF_RL, Entry, Table, in_section, spell
 
 ALL = SECTIONS_OF_RL
 PAIR = ("trainer", "orchestrator")
@@ -25,6 +29,23 @@ COMMON: dict[str, tuple[str, ...]] = {
 }
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None})
 DEFAULT_PORT = 8000
+
+
+class SharingConfig(BaseConfig):
+    """A configuration whose sections have settings in common; made in Python they are shared as well."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict) or info.context == LOADED:
+            return data
+        sections = {  # a section made in Python counts with what was set in it
+            name: value.model_dump(exclude_unset=True) if isinstance(value, Section) else deepcopy(value)
+            for name, value in data.items()
+        }
+        table = Table(sections)
+        cls.share(table)
+        return table.tree
 
 
 def share(table: Table) -> None:

@@ -25,9 +25,8 @@ from prime_rl.config import (
 from prime_rl.config.base import Section
 from prime_rl.config.loader import resolve
 from prime_rl.config.migration import OLDER
+from prime_rl.config.schema import Keys, type_tag
 from prime_rl.config.schema import settings as every_setting
-from prime_rl.config.schema import type_tag
-from prime_rl.config.table import Keys
 from prime_rl.errors import UserError
 from support.configs import COMMANDS, LEAST
 

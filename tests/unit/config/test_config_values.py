@@ -163,7 +163,7 @@ trainer --bench @ steps7
 trainer --seed 1 @steps7 --bench
   max_steps=7
 inference @ list1 @ list2
-  vllm={'one':1,'deep':{'kept':1,'changed':2},'list':[3]}
+  vllm={'one':1,'list':[3],'deep':{'kept':1,'changed':2}}
 orchestrator @ two @ one
   environments.*.id=['c']
 trainer @ thin/c
