@@ -1,29 +1,28 @@
 """Rows of a fine-tuning dataset, from wherever they are stored, and their tokens and loss masks.
 
-From a row to tokens and loss masks, through the model's own chat template. For every message to be trained the template
-is asked twice: for what inference would be given before it (with the generation prompt), and for the conversation up to
-it. What the second adds to the first is the reply, cut after the first token at which inference stops. Replies whose
-contexts continue each other share a sample; where a template rewrites the past (it drops earlier reasoning), they are
+The renderer that episodes of the model would have says which tokens are a reply. Where none fits, the model's chat
+template is asked twice: for the prompt that inference would give, and for the conversation up to the reply. Replies
+whose contexts continue each other share a sample; where the past is rewritten (earlier reasoning is dropped), they are
 samples of their own.
 """
 
 import json
-import re
-from collections import Counter
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateError
 from loguru import logger
+from pydantic import BaseModel, BeforeValidator, Json, TypeAdapter, ValidationError
+from renderers import build_training_sample
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config.sft import SFTData
+from prime_rl.envs.renderer import RendererError, fitting
 from prime_rl.errors import UserError
 from prime_rl.trainer.source import one_line
 
@@ -115,22 +114,84 @@ def _load_json(path: Path) -> list[Row]:
     return rows
 
 
-# ---- a row's tokens
+# ---- a row's messages
+
+
+def _without_nulls(value: Any) -> Any:
+    """A columnar store fills in None for every key that only other rows have."""
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
+
+
+def _as_call(value: Any) -> Any:
+    return {"function": value} if isinstance(value, Mapping) and "function" not in value else _without_nulls(value)
+
+
+def _as_text(content: Any) -> Any:
+    """Content as text, if it is a list of parts that are text."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        if len(strings := [text for text in texts if isinstance(text, str)]) == len(content):
+            return "".join(strings)
+    return content
+
+
+class _Function(BaseModel, extra="allow"):
+    name: str
+    arguments: Json[dict[str, Any]] | dict[str, Any] = {}
+
+
+class _Call(BaseModel, extra="allow"):
+    type: str = "function"
+    function: Annotated[_Function, BeforeValidator(_without_nulls)]
+
+
+class _Message(BaseModel, extra="allow"):
+    role: str
+    content: Annotated[str, BeforeValidator(_as_text)] = ""
+    tool_calls: list[Annotated[_Call, BeforeValidator(_as_call)]] = []
+
+
+_MESSAGES = TypeAdapter(list[Annotated[_Message, BeforeValidator(_without_nulls)]])
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 Message = dict[str, Any]
-Messages = list[Message]
-Tools = list[Any] | None
 
-_REASONING_TAGS = (
-    ("<think>", "</think>"),
-    ("<think:opensource>", "</think:opensource>"),
-    ("<|channel>thought\n", "<channel|>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("[THINK]", "[/THINK]"),
-    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
-)
-"""What opens and closes reasoning: for generation prompts that a template does not repeat in the conversation."""
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+def _messages(value: Any, column: str, role: str = "") -> list[Message]:
+    """The messages of a column. Text becomes a message of `role`, if there is one."""
+    if isinstance(value, str) and role:
+        return [{"role": role, "content": value}]
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        form = "a non-empty list of messages" + (" or text" if role else "")
+        raise UserError(f"`{column}` is {value!r:.80}; needed: {ACCEPTED}, as {form}")
+    try:
+        parsed = [message.model_dump() for message in _MESSAGES.validate_python(list(value))]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.islower())
+        raise UserError(f"`{column}`, message {where}: {first['msg']} ({first['input']!r:.80})") from error
+    for number, message in enumerate(parsed):
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+            if "content" not in _without_nulls(value[number]):
+                raise UserError(f"`{column}`, message {number} ({message['role']}): neither `content` nor `tool_calls`")
+        # Under every name that templates read it by.
+        if reasoning := next((message[key] for key in _REASONING_KEYS if message.get(key)), None):
+            message |= dict.fromkeys(_REASONING_KEYS, reasoning)
+    return parsed
+
+
+def _tools(value: Any) -> list[Any] | None:
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+    except ValueError as error:
+        raise UserError(f"`tools` is text but not JSON: {error}") from error
+    if tools and not isinstance(tools, list):
+        raise UserError(f"`tools` is {tools!r:.80}, not a list")
+    return tools or None
+
+
+# ---- a row's tokens
 
 
 @dataclass(frozen=True)
@@ -140,31 +201,29 @@ class Tokens:
     input_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
 
-
-class TrainedReply(NamedTuple):
-    """A message to be trained: the text before it, and its own with what ends it."""
-
-    context: str
-    reply: str
-
-    @property
-    def text(self) -> str:
-        return self.context + self.reply
+    @classmethod
+    def of(cls, context: Sequence[int], reply: Sequence[int], trained: bool = True) -> "Tokens":
+        mask = np.arange(len(context) + len(reply)) >= len(context)
+        return cls(np.array([*context, *reply], dtype=np.int64), mask & trained)
 
 
 class RowRenderer:
     """From rows to samples, with one tokenizer.
 
     Args:
+        model: Its hub name or directory.
         stop_ids: Tokens that end a reply at inference besides the tokenizer's end-of-sequence token
             (`generation_config.json` names them).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_mask: "LossMask", stop_ids: Sequence[int] = ()) -> None:
-        self._tokenizer, self._name = tokenizer, tokenizer.name_or_path
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, model: str, loss_mask: "LossMask", stop_ids: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer, self._model = tokenizer, model
         self._trained_roles = loss_mask.model_dump()
-        self._warned = False
-        self._stop_ids = [int(token) for token in (*stop_ids, tokenizer.eos_token_id) if token is not None]
+        self._stop_ids = {int(token) for token in (*stop_ids, tokenizer.eos_token_id) if token is not None}
+        self._renderers: dict[bool, Any] = {}  # by whether there are tools; None: the chat template itself
+        self._warned: set[str] = set()
 
     def samples(self, row: Row) -> list[Tokens]:
         """One sample of a row, or several if none has every trained message in the context that inference would see.
@@ -174,8 +233,8 @@ class RowRenderer:
         * `prompt` and `completion` as text: a user message and the assistant's answer. Without a chat template: the
           prompt's tokens, then the completion's with the end-of-sequence token, which are trained as an assistant's are.
 
-        Of an assistant message its reasoning, content, tool calls and the token that ends its turn are trained, not the
-        header that the template writes to make the assistant speak. Of other roles the whole message is, with its header.
+        Of an assistant message its reasoning, content, tool calls and the token that ends its turn are trained; of
+        other roles the content.
 
         Raises UserError if the row has another form, the tokenizer lacks a chat template, or the template refuses the
         row or cannot show it.
@@ -187,310 +246,110 @@ class RowRenderer:
                 return [self._plain(prompt, completion)]
         tools = _tools(row.get("tools"))
         if "messages" in row:
-            prompt, messages = [], _messages(row["messages"], "messages", "")
+            first, messages = 0, _messages(row["messages"], "messages")
         else:
             prompt = _messages(row["prompt"], "prompt", "user")
-            messages = prompt + _messages(row["completion"], "completion", "assistant")
+            first, messages = len(prompt), prompt + _messages(row["completion"], "completion", "assistant")
         if self._tokenizer.chat_template is None:
             raise UserError(
-                f"the tokenizer of {self._name} has no chat template, which rows of messages need: put a "
+                f"the tokenizer of {self._model} has no chat template, which rows of messages need: put a "
                 "chat_template.jinja into the model directory, or give prompt and completion as plain text"
             )
-        chains: list[list[TrainedReply]] = []  # whose contexts continue each other
-        for reply in self._replies(messages, len(prompt), tools):
-            if chains and reply.context.startswith(chains[-1][-1].text):
-                chains[-1].append(reply)
-            else:
-                chains.append([reply])
-        return [tokens for replies in chains for tokens in self._tokens(replies)]
+        if not tools and any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            raise UserError("the row has tool calls or results but no `tools`, without which templates leave them out")
+        renderer = self._renderer(bool(tools))
+        samples: list[Tokens] = []
+        for number in range(first + 1, len(messages) + 1):
+            if not self._trained_roles.get(messages[number - 1]["role"], False):
+                continue
+            sample = self._sample(renderer, messages[:number], tools)
+            before = samples[-1] if samples else Tokens.of([], [])
+            length = len(before.input_ids)
+            if np.array_equal(sample.input_ids[:length], before.input_ids):
+                sample.loss_mask[:length] |= before.loss_mask
+                samples = samples[:-1]
+            samples.append(sample)
+        return samples or [Tokens.of([], [])]
 
     def _plain(self, prompt: str, completion: str) -> Tokens:
         if self._tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer of {self._name} has no end-of-sequence token to end a completion with")
+            raise UserError(f"the tokenizer of {self._model} has no end-of-sequence token to end a completion with")
         # Tokenized apart, so that the boundary is where generation would begin.
-        before = self._tokenizer(prompt).input_ids
-        after = [*self._tokenizer(completion, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id]
-        tokens = _joined([before, after])
-        return tokens if self._trained_roles["assistant"] else Tokens(tokens.input_ids, tokens.loss_mask & False)
+        reply = [*self._encode(completion), self._tokenizer.eos_token_id]
+        return Tokens.of(self._tokenizer(prompt).input_ids, reply, self._trained_roles["assistant"])
 
-    def _text(self, messages: Messages, tools: Tools, **options: Any) -> str:
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            roles = ", ".join(message["role"] for message in messages) or "no messages"
-            message = f"the chat template of {self._name} refuses a conversation of {roles}: {one_line(error)}"
-            raise UserError(message) from error
-
-    def _replies(self, messages: Messages, first: int, tools: Tools) -> list[TrainedReply]:
-        """What is trained of the messages from `first` on, in the first form of them in which the template loses nothing.
-
-        Most templates take arguments as objects and no content as "", some the JSON of the arguments, or None.
-        """
-        refusals = []
-        for as_json, no_content in ((False, ""), (True, ""), (True, None)):
+    def _renderer(self, tools: bool) -> Any:
+        if tools not in self._renderers:
             try:
-                return self._replies_of_form([_formed(each, as_json, no_content) for each in messages], first, tools)
-            except UserError as error:
-                refusals.append(error)
-        raise refusals[0]
+                renderer = self._renderers[tools] = fitting(self._model, self._tokenizer, tools)
+            except RendererError as error:
+                raise UserError(str(error)) from error
+            self._stop_ids |= set(renderer.get_stop_token_ids()) if renderer is not None else set()
+        return self._renderers[tools]
 
-    def _replies_of_form(self, messages: Messages, first: int, tools: Tools) -> list[TrainedReply]:
-        replies = []
-        for index, message in enumerate(messages):
-            if index >= first and self._trained_roles.get(message["role"], False):
-                render = self._assistant if message["role"] == "assistant" else self._other
-                replies.append(render(messages, index, tools))
-            elif message.get("tool_calls"):
-                before, whole = (self._text(messages[:end], tools) if end else "" for end in (index, index + 1))
-                self._check_calls(message, index, whole[_divergence(before, whole) :], tools)
-        return replies or [TrainedReply(self._text(messages, tools), "")]
+    def _sample(self, renderer: Any, messages: list[Message], tools: list[Any] | None) -> Tokens:
+        """A conversation of which the last message is trained, up to its end."""
+        message, where = messages[-1], f"message {len(messages) - 1} ({messages[-1]['role']})"
+        stops = self._tokenizer.convert_ids_to_tokens(sorted(self._stop_ids))
+        if held := [stop for stop in stops if stop in message["content"]]:
+            raise UserError(f"{where} holds {held[0]!r}, which ends a reply: it cannot be trained")
+        try:
+            sample = self._by_template(messages, where) if renderer is None else _rendered(renderer, messages, tools)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AssertionError) as error:
+            raise UserError(f"the chat template of {self._model} refuses {where}: {one_line(error)}") from error
+        trained = sample.input_ids[sample.loss_mask]
+        text = _squeezed(self._tokenizer.decode(trained, clean_up_tokenization_spaces=False))
+        if _squeezed(message["content"].rpartition("</think>")[2]) not in text:
+            raise UserError(f"the chat template of {self._model} leaves out the content of {where}, or alters it")
+        if _squeezed(str(message.get(_REASONING_KEYS[0], ""))) not in text:
+            self._warn("leaves out reasoning: replies are trained without it")
+        end = np.flatnonzero(sample.loss_mask)[-1:] + 1  # what follows a reply is the next message's
+        return Tokens(sample.input_ids[: end[0]], sample.loss_mask[: end[0]]) if len(end) else sample
 
-    def _assistant(self, messages: Messages, index: int, tools: Tools) -> TrainedReply:
-        """An assistant's message after the prompt that inference would be given, up to where inference would stop."""
-        message = messages[index]
-        whole = self._text(messages[: index + 1], tools)
-        context = self._text(messages[:index], tools, add_generation_prompt=True)
-        reply = whole[len(context) :] if whole.startswith(context) else _after_prefill(message, whole, context)
-        if reply is None:
-            at = _divergence(context, whole)
-            raise UserError(
-                f"message {index} (assistant) cannot be trained in the context that inference sees: there the chat "
-                f"template of {self._name} prompts for it with {context[max(0, at - 20) : at + 40]!r}, but with the "
-                f"message in place it writes {whole[max(0, at - 20) : at + 40]!r}"
-            )
-        end = self._end_pattern.search(reply)
-        self._check_reply(message, index, reply[: end.start() if end else None], tools)
-        if end:
-            return TrainedReply(context, reply[: end.end()])
-        following = self._text(messages[: index + 2], tools)
-        # The header of the next message may be what ends this one (GLM).
-        if following.startswith(whole) and (end := self._end_pattern.match(following, len(whole))):
-            return TrainedReply(context, reply + end[0])
-        if not self._stop_ids:
-            raise UserError(
-                f"the chat template of {self._name} ends no reply, and its tokenizer has no end-of-sequence token"
-            )
-        return TrainedReply(context, reply + str(self._tokenizer.convert_ids_to_tokens(self._stop_ids[-1])))
-
-    def _check_reply(self, message: Message, index: int, reply: str, tools: Tools) -> None:
-        """Raise UserError unless the reply holds the message's content and tool calls; reasoning may be left out."""
-        where, answer = f"message {index} (assistant)", _squeezed(_answer(message))
-        if end := self._end_pattern.search(_content(message)):
-            raise UserError(f"{where} holds {end[0]!r}, which ends a reply: it cannot be trained")
-        if answer and not reply.strip():
-            raise UserError(f"the chat template of {self._name} writes nothing of {where} before the end of its turn")
-        if answer not in _squeezed(reply):
-            raise UserError(f"the chat template of {self._name} leaves out the content of {where}, or alters it")
-        self._check_calls(message, index, reply, tools)
-        if _squeezed(_reasoning(message)) not in _squeezed(reply) and not self._warned:
-            self._warned = True
-            logger.warning("the chat template of {} leaves out reasoning: replies are trained without it", self._name)
-
-    def _check_calls(self, message: Message, index: int, text: str, tools: Tools) -> None:
-        """Raise UserError unless the text has the message's tool calls beside its content and reasoning."""
-        text = text.replace(_answer(message), "", 1).replace(_reasoning(message), "", 1)
-        calls = [call["function"] for call in message.get("tool_calls", ())]
-        names = Counter(str(call["name"]) for call in calls)
-        objects = [call["arguments"] for call in calls if call["arguments"] and isinstance(call["arguments"], dict)]
-        # An object in Python's form is no JSON: such a template takes the arguments as text.
-        if any(text.count(name) < count for name, count in names.items()) or any(str(each) in text for each in objects):
-            hint = "" if tools else " (the row has no `tools`, without which some templates write no calls)"
-            raise UserError(f"the chat template of {self._name} leaves out the tool calls of message {index}{hint}")
-
-    def _other(self, messages: Messages, index: int, tools: Tools) -> TrainedReply:
-        """A message that no model writes, with its header, without what follows its end (ChatML: a line break)."""
-        context = self._text(messages[:index], tools) if index else ""
-        whole = self._text(messages[: index + 1], tools)
+    def _by_template(self, messages: list[Message], where: str) -> Tokens:
+        """What the chat template adds to the prompt of inference, up to the first token at which that would stop."""
+        if messages[-1]["role"] != "assistant":
+            raise UserError(f"{where} cannot be trained: no renderer reproduces the chat template of {self._model}")
+        context = str(self._tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True))
+        whole = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
         if not whole.startswith(context):
             raise UserError(
-                f"message {index} ({messages[index]['role']}) cannot be trained: with it the chat template of {self._name} "
-                "writes the messages before it differently (see data.loss_mask)"
+                f"{where} cannot be trained in the context that inference sees: the chat template of {self._model} "
+                f"prompts for it with ...{context[-40:]!r}, which does not begin the conversation with it"
             )
-        stops = [end.end() for end in self._end_pattern.finditer(whole, len(context)) if not whole[end.end() :].strip()]
-        return TrainedReply(context, whole[len(context) : stops[-1] if stops else None])
+        before, ids = self._encode(context), self._encode(whole)
+        # A token may reach over the border: the prompt is tokenized without what follows, as at inference.
+        reply = ids[len(before) :] if ids[: len(before)] == before else self._encode(whole[len(context) :])
+        if stops := [place for place, token in enumerate(reply) if token in self._stop_ids]:
+            return Tokens.of(before, reply[: stops[0] + 1])
+        special = {token for token, one in self._tokenizer.added_tokens_decoder.items() if one.special}
+        if ends := [place for place, token in enumerate(reply) if token in special]:
+            token = self._tokenizer.decode(reply[ends[-1]])
+            self._warn(f"ends a reply with {token!r}, at which servers do not stop: name it as `eos_token_id` in "
+                       "generation_config.json")  # fmt: skip
+            return Tokens.of(before, reply[: ends[-1] + 1])
+        if self._tokenizer.eos_token_id is None:
+            raise UserError(f"the chat template of {self._model} ends no reply, and there is no end-of-sequence token")
+        return Tokens.of(before, [*reply, self._tokenizer.eos_token_id])
 
-    @cached_property
-    def _end_pattern(self) -> re.Pattern[str]:
-        """What ends a reply: the stop tokens, or the token that the template ends one with if it is none (base models)."""
-        stops = {str(token) for token in self._tokenizer.convert_ids_to_tokens(self._stop_ids) if token is not None}
-        try:
-            text = self._text([{"role": "user", "content": "Ping"}, {"role": "assistant", "content": "Pong"}], None)
-        except UserError:
-            text = ""
-        tail = text.partition("Pong")[2]
-        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        written = max((token for token in special if token in tail), key=tail.rfind, default=None)
-        if written is not None and not any(stop in tail for stop in stops):
-            stops.add(written)
-            logger.warning(
-                "the chat template of {} ends a reply with {!r}, at which servers do not stop: name it as "
-                "`eos_token_id` in generation_config.json",
-                self._name,
-                written,
-            )
-        return re.compile("|".join(map(re.escape, sorted(stops, key=len, reverse=True))) or "(?!)")
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
-    def _tokens(self, replies: list[TrainedReply]) -> list[Tokens]:
-        """The samples of replies whose contexts continue each other: one, unless inference would see other tokens."""
-        text = replies[-1].text
-        cuts = [0, *(cut for reply in replies for cut in (len(reply.context), len(reply.text)))]
-        if len(replies) > 1:  # reads the text twice; its prefixes are far longer
-            *parts, whole = self._encode([*(text[start:end] for start, end in pairwise(cuts)), text])
-            if list(chain.from_iterable(parts)) == whole:
-                return [_joined(parts)]
-        # One reply; or a token reaches over a cut; or this tokenizer writes a blank before whatever it is given (SentencePiece).
-        prefixes = self._encode([text[:cut] for cut in cuts])
-        if all(prefixes[-1][: len(prefix)] == prefix for prefix in prefixes):
-            return [_joined([prefixes[-1][len(one) : len(two)] for one, two in pairwise(prefixes)])]
-        if len(replies) > 1:
-            return [tokens for reply in replies for tokens in self._tokens([reply])]
-        # As at inference: the prompt is tokenized without what follows.
-        return [_joined([prefixes[1], *self._encode([replies[0].reply])])]
-
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("the chat template of {} {}", self._model, what)
 
 
-def _after_prefill(message: Message, whole: str, context: str) -> str | None:
-    """The reply if the generation prompt begins or skips reasoning, and the conversation does not show that; else None.
-
-    It is what the model says after the prompt as it is: the rest of its reasoning, or only the tag that closes it, then
-    the content.
-    """
-    for opening, closing in _REASONING_TAGS:
-        block = rf"({re.escape(opening)}\s*)?{re.escape(closing)}\s*"  # without reasoning
-        prefill = re.search(rf"({block}|{re.escape(opening)}\s*)\Z", context)
-        if prefill is None or not whole.startswith(head := context[: prefill.start()]):
-            continue
-        rest = whole[len(head) :]
-        empty = re.match(block, rest)
-        if closing in prefill[0]:
-            if empty or not rest.startswith(opening):
-                return rest[empty.end() :] if empty else rest
-        elif empty or rest.startswith(opening) or closing in rest:
-            return rest.removeprefix(opening)
-        else:
-            return f"{_reasoning(message)}\n{closing}\n\n{rest.lstrip()}"
-    return None
-
-
-def _reasoning(message: Message) -> str:
-    """What an assistant's message reasons, from a field of its own or from its content."""
-    if reasoning := message.get(_REASONING_KEYS[0]):
-        return str(reasoning).strip()
-    content = _content(message)
-    for opening, closing in _REASONING_TAGS:
-        if closing in content:
-            return content.partition(closing)[0].rpartition(opening)[2].strip()
-    return ""
-
-
-def _content(message: Message) -> str:
-    return (message["content"] or "").strip()
+def _rendered(renderer: Any, messages: list[Message], tools: list[Any] | None) -> Tokens:
+    last = [*[False] * (len(messages) - 1), True]
+    roles = {messages[-1]["role"]} - {"assistant"}  # whose content is trained, though no model samples it
+    sample = build_training_sample(
+        renderer, messages, tools=tools, content_sft_roles=roles, message_loss_mask=last, ensure_final_stop=True
+    )
+    return Tokens(np.array(sample.token_ids, dtype=np.int64), np.array(sample.loss_mask, dtype=np.bool_))
 
 
 def _squeezed(text: str) -> str:
-    """Without blanks, which templates add and remove."""
-    return "".join(text.split())
-
-
-def _answer(message: Message) -> str:
-    """An assistant's content after its reasoning."""
-    content = _content(message)
-    for _, closing in _REASONING_TAGS:
-        content = content.rpartition(closing)[2]
-    return content.strip()
-
-
-def _divergence(one: str, two: str) -> int:
-    """Where two texts begin to differ."""
-    if two.startswith(one):
-        return len(one)
-    return next(i for i, pair in enumerate(zip(one + "\0", two + "\1", strict=False)) if pair[0] != pair[1])
-
-
-def _joined(parts: list[list[int]]) -> Tokens:
-    """Tokens of which every second part is trained."""
-    mask = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
-    return Tokens(np.array(list(chain.from_iterable(parts)), dtype=np.int64), mask)
-
-
-def _messages(value: Any, column: str, role: str) -> Messages:
-    """The messages of a column. Text becomes a message of `role`, if there is one."""
-    if isinstance(value, str) and role:
-        return [{"role": role, "content": value}]
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        form = "a non-empty list of messages" + (" or text" if role else "")
-        raise UserError(f"`{column}` is {_short(value)}; needed: {ACCEPTED}, as {form}")
-    return [_message(item, column) for item in value]
-
-
-def _message(item: Any, column: str) -> Message:
-    if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
-        raise UserError(f"`{column}` holds {_short(item)}, which is no message: it needs a `role`")
-    # A columnar store fills in None for every key that only other rows have.
-    message = {key: value for key, value in item.items() if value is not None}
-    if "content" not in message and "tool_calls" not in message:
-        raise UserError(f"`{column}` holds a message of {message['role']} with neither `content` nor `tool_calls`")
-    message["content"] = _plain_text(message.get("content", ""), column)
-    if calls := [_tool_call(call, column) for call in message.pop("tool_calls", ())]:
-        message["tool_calls"] = calls
-    # Under every name that templates read it by.
-    reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key)), None)
-    return message if reasoning is None else message | dict.fromkeys(_REASONING_KEYS, reasoning)
-
-
-def _plain_text(content: Any, column: str) -> str:
-    """Content as text or as a list of parts that are text."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-        if len(strings := [text for text in texts if isinstance(text, str)]) == len(content):
-            return "".join(strings)
-    raise UserError(f"`{column}` holds content {_short(content)}: needed is text, or a list of parts of type text")
-
-
-def _tool_call(call: Any, column: str) -> dict[str, Any]:
-    """In the form that templates expect: under `function`."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
-        raise UserError(f"`{column}` holds {_short(call)}, which is no tool call")
-    function = dict(call.get("function", call))
-    if "name" not in function:
-        raise UserError(f"`{column}` holds a tool call without a `name`: {_short(call)}")
-    function["arguments"] = function.get("arguments") or {}
-    if isinstance(function["arguments"], str):
-        try:
-            json.loads(function["arguments"])
-        except ValueError as error:
-            raise UserError(f"`{column}` holds a tool call whose arguments are no JSON: {_short(call)}") from error
-    outer = {key: value for key, value in call.items() if value is not None} if "function" in call else {}
-    return {"type": "function", **outer, "function": function}
-
-
-def _formed(message: Message, as_json: bool, no_content: str | None) -> Message:
-    """A message with its tool arguments as objects or as JSON, and `no_content` beside calls without content."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if as_json != isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False) if as_json else json.loads(arguments)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "content": message["content"] or no_content, "tool_calls": calls}
-
-
-def _tools(value: Any) -> list[Any] | None:
-    try:
-        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
-    except ValueError as error:
-        raise UserError(f"`tools` is text but not JSON: {error}") from error
-    if tools and not isinstance(tools, list):
-        raise UserError(f"`tools` is {_short(tools)}, not a list")
-    return tools or None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """Without blanks, which templates add and remove, in the form that tokenizers give letters with accents."""
+    return "".join(unicodedata.normalize("NFC", text).split())

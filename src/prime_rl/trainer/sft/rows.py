@@ -145,7 +145,7 @@ class RowData(StepSource):
         self.tokenizer = agree(world, lambda: load_tokenizer(source))
         on_main(world, lambda: len(load_rows(config.data)))  # downloads what is missing, and fills the cache
         self.rows = agree(world, lambda: load_rows(config.data))
-        self._renderer = RowRenderer(self.tokenizer, config.data.loss_mask, stop_ids(source))
+        self._renderer = RowRenderer(self.tokenizer, source.name, config.data.loss_mask, stop_ids(source))
         on_main(world, lambda: [len(self.tokens(index)) for index in range(min(_CHECKED_ROWS, len(self.rows)))])
         self._stream = self._from(0)
         super().__init__(world, config.dist_timeout)
