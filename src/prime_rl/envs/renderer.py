@@ -314,11 +314,11 @@ def _segments(messages: list[Any], described: str, with_tools: bool) -> Iterator
     for index, message in enumerate(messages):
         role, text = message["role"], _text(message.get("content"))
         if with_tools and role == "tool":
-            begins = not index or messages[index - 1]["role"] != "tool"
-            ends = index + 1 == len(messages) or messages[index + 1]["role"] != "tool"
-            yield (f"{IM_START}user" if begins else "") + "\n<tool_response>\n", index, False
+            is_first = not index or messages[index - 1]["role"] != "tool"
+            is_last = index + 1 == len(messages) or messages[index + 1]["role"] != "tool"
+            yield (f"{IM_START}user" if is_first else "") + "\n<tool_response>\n", index, False
             yield text, index, True
-            yield "\n</tool_response>" + (f"{IM_END}\n" if ends else ""), index, False
+            yield "\n</tool_response>" + (f"{IM_END}\n" if is_last else ""), index, False
             continue
         if with_tools and role == "assistant":
             for call in message.get("tool_calls") or []:

@@ -323,11 +323,11 @@ class RowRenderer:
         if stops := [place for place, token in enumerate(reply) if token in self._stop_ids]:
             return Tokens.of(before, reply[: stops[0] + 1])
         special = {token for token, one in self._tokenizer.added_tokens_decoder.items() if one.special}
-        if ends := [place for place, token in enumerate(reply) if token in special]:
-            token = self._tokenizer.decode(reply[ends[-1]])
+        if closing := [place for place, token in enumerate(reply) if token in special]:
+            token = self._tokenizer.decode(reply[closing[-1]])
             self._warn(f"ends a reply with {token!r}, at which servers do not stop: name it as `eos_token_id` in "
                        "generation_config.json")  # fmt: skip
-            return Tokens.of(before, reply[: ends[-1] + 1])
+            return Tokens.of(before, reply[: closing[-1] + 1])
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"the chat template of {self._model} ends no reply, and there is no end-of-sequence token")
         return Tokens.of(before, [*reply, self._tokenizer.eos_token_id])
