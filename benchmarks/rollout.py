@@ -1,7 +1,7 @@
 """Rollouts through our stack against vLLM's own offline engine: the same model, prompts and lengths, as many requests in flight.
 
     python benchmarks/rollout.py --json benchmarks/results/rollout_h200.json          # one GPU, about six minutes
-    python benchmarks/rollout.py --only ours --api-servers 4 --workers 4              # one half alone (or: bare)
+    python benchmarks/rollout.py --only ours --workers 4                              # one half alone (or: bare)
     python benchmarks/rollout.py --model tiny --device cpu --flight 8 --prompt 64 --reply 32 --batch 32
 
 Bare: `LLM.generate` with token prompts and `ignore_eos`. Ours: `inference`, an orchestrator with `--bench`, environment workers, an environment whose
@@ -143,7 +143,7 @@ def server_command(load: Load, arguments: argparse.Namespace, run: Path) -> list
     return [
         *(sys.executable, "-m", "prime_rl.entrypoints.inference", "@", config),
         *("--output-dir", run, "--model.name", load.model, "--server.port", arguments.port),
-        *("--max-model-len", load.length, "--server.api-servers", arguments.api_servers),
+        *("--max-model-len", load.length),
     ]
 
 
@@ -185,7 +185,7 @@ def table(measured: dict[str, Any], load: Load) -> list[list[str]]:
 
 def label(arguments: argparse.Namespace) -> str:
     """What was chosen on our side."""
-    return f"API servers: {arguments.api_servers}, workers: {arguments.workers}"
+    return f"workers: {arguments.workers}"
 
 
 def _shares(rate: float, both: list[float | None]) -> list[str]:
@@ -202,7 +202,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reply", type=int, default=512, help="tokens of a reply (512)")
     parser.add_argument("--group", type=int, default=16, help="attempts at one prompt (16)")
     parser.add_argument("--batch", type=int, default=1024, help=f"rollouts of a step, of which there are {ORCHESTRATOR_STEPS} (1024)")  # fmt: skip
-    parser.add_argument("--api-servers", type=int, default=1, help="processes of the server that answer HTTP (1)")
     parser.add_argument("--workers", default="auto", help="environment workers (auto)")
     parser.add_argument("--port", type=int, default=8430)
     parser.add_argument(

@@ -18,7 +18,7 @@ from prime_rl.inference.server import arguments
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 COMMANDS = re.findall(r"^uv run inference ([^#\n]+?)\s*(?:#.*)?$", PAGE.read_text(), re.MULTILINE)
-OTHER_NAMES = {"model_name": "model", "server_api_servers": "api_server_count"}
+OTHER_NAMES = {"model_name": "model"}
 OTHER_VALUES = {("quantization", "fp8"): "fp8_per_tensor"}
 
 
@@ -74,10 +74,10 @@ def test_vllm_takes_what_is_documented(command: str, monkeypatch: pytest.MonkeyP
 def test_the_page_holds_every_form() -> None:
     """Contract: the forms that users of other systems know are there."""
     names = {name for command in COMMANDS for name in given(command)}
-    assert len(COMMANDS) >= 17
+    assert len(COMMANDS) >= 15
     assert names >= {
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "headless"),
-        *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "api_server_count", "nnodes"),
+        *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "nnodes"),
         *("enable_expert_parallel", "all2all_backend", "enable_eplb", "quantization", "kv_offloading_size"),
         "kv_transfer_config_kv_connector",
     }  # fmt: skip

@@ -31,7 +31,6 @@ class ServerConfig(Section):
 
     host: str | None = option(None, "Address (None: loopback, or all addresses when there is an API key).")
     port: Port = option(8000, "Port.")
-    api_servers: PositiveInt = option(1, "Processes that answer requests, where one cannot keep up with the engine.")
 
 
 class CPUConfig(Section):

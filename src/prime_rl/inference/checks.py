@@ -38,8 +38,6 @@ def check(config: InferenceConfig, engine: Engine, host: str) -> None:
     model = local_model(config.model.name)
     if model is not None:
         check_model(model, needs_weights=config.vllm.get("load_format") != "dummy")
-        if engine.device == "cpu":
-            check_cache(model, config)
         if config.model.chat_template is None and not has_chat_template(model):
             logger.warning("{} has no chat template: /v1/chat/completions will refuse requests", model)
     if not config.headless:
@@ -125,22 +123,6 @@ def check_model(model: Path, needs_weights: bool = True) -> None:
             read_header(file)
         except CommitError as error:
             raise UserError(str(error)) from error
-
-
-def check_cache(model: Path, config: InferenceConfig) -> None:
-    """Check on a CPU, whose cache has a size that is set, that one sequence of `max_model_len` fits into it. (On a GPU
-    vLLM knows the size once the weights are loaded, and says so.)"""
-    values = cache_values(model)
-    if config.max_model_len is None or config.vllm or values is None:
-        return
-    size = 2 if config.model.dtype in ("bfloat16", "float16", "half") else 4
-    needed = values * size * config.max_model_len / (config.tensor_parallel_size * config.pipeline_parallel_size)
-    available = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or config.cpu.kvcache_gib)
-    if needed > available * _GIB:
-        raise UserError(
-            f"cpu.kvcache_gib {available:g} is too small for one sequence of max_model_len {config.max_model_len}: it needs "
-            f"{needed / _GIB:.1f} GiB"
-        )
 
 
 def cache_values(model: Path) -> int | None:

@@ -40,12 +40,10 @@ from prime_rl.inference import compat, middleware
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.engine_watch import watch_engine
 from prime_rl.inference.middleware import error_answer
-from prime_rl.inference.server import PluginContext, plugin_context
+from prime_rl.inference.server import plugin_context
 from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import TURN_SECONDS, AllowedRoots, Rejected
-from prime_rl.lifeline import follow
 from prime_rl.monitor import Status
-from prime_rl.processes import identify
 
 TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE = "/inference/v1/generate", "/v1/generate", "/v1/sample"
 FOLLOW_SECONDS = 60.0
@@ -236,29 +234,18 @@ class PrimeRoutes:
         add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
         self._app = app
         self._context = plugin_context()  # None without a server: when vLLM writes its API's description
-        shared = None if self._context is None else self._context.shared
-        self._leads = shared is None or middleware.lead(shared)
-        if shared is not None and not self._leads:
-            app.add_middleware(middleware.ForwardToLeader, directory=shared)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         # Outermost: vLLM has added its middleware by now, and what it hosts may have built the stack, which `add_middleware` would refuse to change.
         app.middleware_stack = middleware.Guard(app.middleware_stack or app.build_middleware_stack(), keys)
         state.prime_models = args.served_model_name or [args.model]
-        assert self._context is not None, "the engine was started by our server"
-        if self._context.shared is not None:
-            follow(self._context.server)  # vLLM leaves these processes behind when their server is killed
-        if self._leads:
-            await self._lead(self._context, engine_client, state, args)
-
-    async def _lead(self, context: PluginContext, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
-        """Own the weights."""
+        context = self._context
+        assert context is not None, "the engine was started by our server"
         sys.setswitchinterval(TURN_SECONDS)
         config, engine = context.config, compat.require_engine()
         model_config, engines = engine_client.model_config, args.data_parallel_size
-        # Of the server, whichever of its processes answers: the engines are its children, and it is what is signalled.
-        status = Status(config.output_dir, config.process, of=identify(context.server))
+        status = Status(config.output_dir, config.process)
         state.prime_leaving = False
         state.prime_service = service = WeightService(
             compat.AllEngines(engine_client, engines),
@@ -274,8 +261,6 @@ class PrimeRoutes:
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(context.server,))
-        if context.shared is not None:
-            state.prime_leader = asyncio.create_task(middleware.LeaderServer(self._app, context.shared).serve())
         status.phase("serving")
         status.ready()
         loop = asyncio.get_running_loop()

@@ -1,14 +1,11 @@
 """Start vLLM's OpenAI server in this process, with our routes, from our config as vLLM's command line and environment."""
 
-import atexit
 import ipaddress
 import json
 import os
 import shlex
-import shutil
 import signal
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,7 +29,7 @@ _CONTEXT = "PRIMERL_SERVER"
 
 # Options of vLLM that `[vllm]` may not hold, and why.
 _REJECTED = {
-    "api_server_count": "how many processes answer is set by server.api_servers",
+    "api_server_count": "one process answers: start more servers, which client.base_url lists",
     "worker_extension_cls": "the weight routes need their own",
     "api_key": "the key is given by VLLM_API_KEY or --api-key",
     "model": "is an option of its own, model.name",
@@ -66,7 +63,6 @@ class PluginContext:
 
     config: InferenceConfig
     server: int  # process id of the server, which the engine ends with
-    shared: Path | None  # directory of the API processes if there are several, see `middleware`; None for one
 
 
 def plugin_context() -> PluginContext | None:
@@ -113,8 +109,6 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
         if config.cpu.fork_engine and engine.device == "cpu":
             compat.fork_engine()
     status.phase("loading model")
-    if config.server.api_servers > 1 and not config.headless:
-        status.close()  # the leader of the processes that answer goes on with it
     logger.info("loading {}", config.model.name)
     try:
         compat.serve(args)
@@ -215,8 +209,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         flags["headless"] = True
     else:
         # vLLM would choose as many processes that answer as there are replicas.
-        listen = {"host": guarded_host(config), "port": config.server.port}
-        flags |= listen | {"api_server_count": config.server.api_servers}
+        flags |= {"host": guarded_host(config), "port": config.server.port, "api_server_count": 1}
     if cpu:
         # float32: the trainer computes in it here, and both must agree to 1e-4.
         flags["dtype"] = "float32" if config.model.dtype == "auto" else config.model.dtype
@@ -287,13 +280,9 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     allowed = os.environ["VLLM_PLUGINS"].split(",")
     if compat.PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, compat.PLUGIN]))
-    shared = None
-    if config.server.api_servers > 1 and not config.headless:
-        shared = Path(tempfile.mkdtemp(prefix="prime-inference-"))
-        atexit.register(shutil.rmtree, shared, ignore_errors=True)
     paths = {name: getattr(config, name) for name in ("output_dir", "weights_root", "weights_tmpfs")}
     absolute = {name: path and path.expanduser().resolve() for name, path in paths.items()}
-    context = PluginContext(config.model_copy(update={**absolute, "api_key": None}), os.getpid(), shared)
+    context = PluginContext(config.model_copy(update={**absolute, "api_key": None}), os.getpid())
     os.environ[_CONTEXT] = TypeAdapter(PluginContext).dump_json(context).decode()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,8 +89,6 @@ class WeightService:
         self._base, self._tied, self._roots = base, tied, roots
         self._label, self._status = label, status
         self._stage_options = servers_on_host, on_device
-        # What a failed load goes back to: the directory of what is served, and its identity (None: the base model's).
-        self._fallback: tuple[str, dict[str, Any] | None] = str(base), None
         self._staged = False  # the workers may hold something
         self._least_staging: float | None = None  # seconds, of all versions until now
         self._said_no_room = False
@@ -119,8 +116,8 @@ class WeightService:
 
     async def update(self, weight_dir: str, version: int) -> WeightUpdate:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it. Rejected:
-        with a 4xx the old weights serve on. After a 5xx `served` says what is served, if anything: they could not be
-        restored, or the engine did not resume."""
+        with a 4xx the old weights serve on. After a 5xx `served` says what is served, if anything: a load failed half-way,
+        or the engine did not resume."""
         return await self._change(lambda change: self._update(weight_dir, version, change))
 
     async def reload(self) -> WeightUpdate:
@@ -147,7 +144,7 @@ class WeightService:
         if faults.point(f"update-received:v{version}") == "error":
             raise Rejected(500, "fault injection")
         with change.measure("check"):
-            manifest = await read(lambda _: self._roots.check(weight_dir, version), weight_dir)
+            manifest = await read(lambda: self._roots.check(weight_dir, version), weight_dir, STALL_SECONDS)
             base = await self._base_hashes()
             if manifest.base is None:
                 check_fit(manifest.tensors, base, self._tied)
@@ -218,7 +215,8 @@ class WeightService:
             logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")
 
     async def _swap(self, directory: Path, identity: dict[str, Any], change: WeightUpdate) -> None:
-        """Pause, load on every rank or restore on every rank, resume."""
+        """Pause, load on every rank, resume. After a load that failed on a rank the engine stays paused, with its requests,
+        until a load succeeds: half-loaded weights would be sampled from."""
         version = identity["version"]
         if self._status is not None:
             self._status.waiting(f"version {version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
@@ -232,12 +230,11 @@ class WeightService:
                         async with asyncio.timeout(LOAD_SECONDS):
                             await self._engine.collective_rpc("prime_load", args=(str(directory), identity))
                 except Exception as error:
-                    await self._restore(error)
-                    await self._resume_if_usable()
                     reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-                    message = f"{directory} could not be loaded, the previous weights go on: {reason}"
-                    raise Rejected(400, message) from error
-                self._fallback, self._broken = (str(directory), identity), None
+                    self._broken = f"{directory} could not be loaded, nothing is sampled until a version is: {reason}"
+                    logger.error("{}", self._broken)
+                    raise Rejected(500, self._broken) from error
+                self._broken = None
                 self._loads += 1
                 self._staged = False  # freed with it: another call would wait for the first step, the longest
                 try:
@@ -255,17 +252,6 @@ class WeightService:
         logger.info("serving version {} ({}): {}", version, change.hash[:12], parts)
         if faults.point(f"update-loaded:v{version}") == "error":
             raise Rejected(500, "fault injection")
-
-    async def _restore(self, cause: Exception) -> None:
-        """Undo a failed load on every rank. If that fails, generation stays paused: it would kill the engine."""
-        try:
-            async with asyncio.timeout(LOAD_SECONDS):
-                await self._engine.collective_rpc("prime_restore", args=self._fallback)
-        except Exception as error:
-            self._broken = f"weights unusable: the update failed ({cause}), and so did going back ({error!r})"
-            logger.error("{}", self._broken)
-            raise Rejected(500, self._broken) from error
-        self._broken = None  # a load before this one may have left it so
 
     async def _pause(self, paused: bool) -> None:
         if self._broken is not None:
@@ -297,16 +283,13 @@ class WeightService:
         self._resume_error = None
 
     async def _hash_base(self) -> dict[str, TensorEntry]:
-        return await read(partial(hash_directory, self._base), self._base)
+        return await read(lambda: hash_directory(self._base), self._base, LOAD_SECONDS)
 
     async def _base_hashes(self) -> dict[str, TensorEntry]:
         if self._base_tensors.done() and self._base_tensors.exception() is not None:
             self._base_tensors = asyncio.create_task(self._hash_base())  # the file system may be back
         try:
-            async with asyncio.timeout(LOAD_SECONDS):
-                return await asyncio.shield(self._base_tensors)
-        except TimeoutError as error:
-            raise Rejected(503, f"the base model was not hashed within {LOAD_SECONDS:.0f} s") from error
+            return await asyncio.shield(self._base_tensors)  # bounded: `read` is
         except (CommitError, OSError) as error:
             raise Rejected(500, f"the base model cannot be hashed: {error}") from error
 

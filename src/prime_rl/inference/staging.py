@@ -1,4 +1,4 @@
-"""Worker side of a weight update: stage a committed version beside generation, load it in a pause, or go back.
+"""Worker side of a weight update: stage a committed version beside generation, load it in a pause.
 
 A worker reads the version's files, or receives its tensors from the trainer's publisher, into one buffer, and verifies
 what it will load. The buffer is on the device if that has room beside the engine, else in the host's memory. A version
@@ -116,10 +116,15 @@ class Staging:
         if self._dropped.is_set():  # meanwhile
             self.tensors = []
 
-    def _stage(self) -> list[tuple[str, Tensor]]:
+    def manifest(self) -> WeightsManifest:
+        """The version's manifest. Raises ExchangeError if it was committed anew, CommitError if it is gone."""
         manifest = weights_manifest(self.directory)
         if manifest.hash != self.digest:
             raise ExchangeError(f"{self.directory} was committed anew: {manifest.hash[:12]}, not {self.digest[:12]}")
+        return manifest
+
+    def _stage(self) -> list[tuple[str, Tensor]]:
+        manifest = self.manifest()
         weights.check_hash(manifest)
         ranges, size = layout(manifest.tensors)
         self.place = self._choose(size)
@@ -214,7 +219,7 @@ class WeightsExtension:
     """vLLM's worker extension, which it mixes into its worker: all names begin with `prime_`, as none may exist there.
 
     Every rank runs the same call; the server (`service.py`) pauses generation from the load until every rank has
-    loaded or restored. Weights are loaded in place if the model allows it, else through vLLM's own reload.
+    loaded. Weights are loaded in place if the model allows it, else through vLLM's own reload.
     """
 
     # Provided by vLLM's worker.
@@ -273,7 +278,7 @@ class WeightsExtension:
     def prime_load(self, directory: str, identity: Identity) -> None:
         """Load the staged version, or the base model's files in `directory` if none is staged, and serve it as `identity`.
 
-        After a failure on any rank the model is unusable: `prime_restore` must follow on all.
+        After a failure on any rank the model is unusable until all have loaded another version.
         """
         staging = self.prime_staging
         if staging is None:
@@ -283,8 +288,8 @@ class WeightsExtension:
         else:
             staging.wait(STAGE_SECONDS)
             if staging.place == "nowhere":
-                self.prime_reload(files_of(staging.directory, identity))
-                files_of(staging.directory, identity)  # else it was committed anew while it was read
+                self.prime_reload(staging.manifest().files)
+                staging.manifest()  # else it was committed anew while it was read
             else:
                 try:
                     self.prime_reload(self.prime_tensors(staging, identity))
@@ -293,13 +298,6 @@ class WeightsExtension:
                         torch.cuda.current_stream(self.device).synchronize()
         self.prime_unstage()
         self.prime_identity = identity
-
-    def prime_restore(self, directory: str, identity: Identity | None) -> None:
-        """Go back to what was served before a load that failed on some rank: `identity`, in `directory`. Raises
-        RuntimeError if no file holds it. The next load that succeeds makes the model usable again."""
-        self.prime_unstage()
-        self.prime_identity = identity
-        self.prime_reload(files_of(Path(directory), identity))
 
     def prime_served(self) -> Identity | None:
         """The weights that this rank serves; None for those it was started with."""
@@ -359,19 +357,3 @@ class WeightsExtension:
             self.prime_whole = True
             if self.device.type == "cpu":
                 compat.repack_tied_heads(model)
-
-
-def files_of(directory: Path, identity: Identity | None) -> Path:
-    """The directory with the files of weights that were loaded from `directory` (no committed version for 0). Raises
-    RuntimeError if there are none any more."""
-    if identity is None or identity["version"] == 0:
-        return directory
-    try:
-        manifest = weights_manifest(directory)
-    except CommitError as error:
-        raise RuntimeError(f"{directory} is gone: load a version again") from error
-    if manifest.hash != identity["hash"]:
-        raise RuntimeError(f"{directory} was committed anew: load a version again")
-    if manifest.publisher is not None:
-        raise RuntimeError(f"{never_written_message(directory)}: load a version again")
-    return manifest.files

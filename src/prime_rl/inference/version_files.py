@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,14 +15,11 @@ from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, rea
 from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, verify_small_files, weights_manifest
 
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
-STALL_SECONDS = 45.0  # without progress; shorter than a weight change waits for another one
-MOST_ABANDONED = 16  # threads at a time
+STALL_SECONDS = 45.0  # of a read, without progress; shorter than a weight change waits for another one
 TURN_SECONDS = 1e-4
 """For `sys.setswitchinterval`: by default a thread waits 5 ms for the interpreter, longer than a block takes to read."""
 
 T = TypeVar("T")
-
-_abandoned: set[threading.Thread] = set()
 
 
 class Rejected(Exception):
@@ -105,42 +101,20 @@ def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tie
             raise Rejected(400, f"tensor {name} has shape {tensors[name].shape}, the model's is {base[name].shape}")
 
 
-async def read(function: Callable[[Callable[[], None]], T], subject: Path | str) -> T:
-    """Return the result of `function(go_on)`, from a daemon thread that may hang: it is left behind then, and ends with the process.
-
-    `function` calls `go_on` between two blocks of a long read; the call raises once the thread was left behind. Rejected
-    (503) if there was no progress for `STALL_SECONDS`, or too many earlier reads hang.
-    """
-    _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
-    if len(_abandoned) >= MOST_ABANDONED:
-        raise Rejected(503, f"{subject} is not read: {len(_abandoned)} earlier reads still hang in the file system")
+async def read(function: Callable[[], T], subject: Path | str, seconds: float) -> T:
+    """Return the result of `function()`, from a daemon thread: one that hangs in the file system ends with the process.
+    Rejected (503) after `seconds`."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
-    progress = time.monotonic()
-
-    def go_on() -> None:
-        nonlocal progress
-        if thread in _abandoned:
-            raise TimeoutError(f"{subject}: nobody waits for it any more")
-        progress = time.monotonic()
 
     def run() -> None:
         try:
-            future.set_result(function(go_on))
+            future.set_result(function())
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="read", daemon=True)
-    thread.start()
-    result = asyncio.wrap_future(future)
-    try:
-        while not result.done():  # bounded: by the progress of the thread
-            left = progress + STALL_SECONDS - time.monotonic()
-            if left <= 0:
-                raise Rejected(503, f"{subject} could not be read: no progress for {STALL_SECONDS:.0f} s")
-            await asyncio.wait({result}, timeout=left)
-        return result.result()
-    finally:
-        if not result.done():
-            _abandoned.add(thread)
-            result.cancel()
+    threading.Thread(target=run, name="read", daemon=True).start()
+    done, _ = await asyncio.wait({asyncio.wrap_future(future)}, timeout=seconds)
+    if not done:
+        raise Rejected(503, f"{subject} could not be read within {seconds:.0f} s")
+    return future.result(0)

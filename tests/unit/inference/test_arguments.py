@@ -63,7 +63,6 @@ NODE_FLAGS = {"--" + name.replace("_", "-"): str(value) for name, value in NODES
         (CPU, {"vllm": {"max-num-seqs": 4, "dtype": "half"}}, {"--max-num-seqs": "4", "--dtype": "half"}, set()),
         (CUDA, {"vllm": {"enable_chunked_prefill": True}}, {"--enable-chunked-prefill": None}, set()),
         (CUDA, {"vllm": {"transfer": {"deep": {"x": [1, 2.5, None]}}}}, {"--transfer": '{"deep": {"x": [1, 2.5, null]}}'}, set()),
-        (CPU, {"server": {"api_servers": 3}}, {"--api-server-count": "3"}, set()),
         (CUDA, {"pipeline_parallel_size": 2}, {"--pipeline-parallel-size": "2"}, set()),
         (CUDA, {"model": {"trust_remote_code": True}}, {"--trust-remote-code": None}, set()),
         # Two nodes of eight GPUs: the first serves, the second runs engines only.

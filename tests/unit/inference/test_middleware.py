@@ -1,20 +1,14 @@
 """Who may ask for what, by the middleware alone (around vLLM's own application: tests/integration/test_inference.py), and which process answers."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import httpx
 import pytest
-from fastapi import FastAPI, Request, WebSocket
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 from starlette.types import Message, Scope
 
-from prime_rl.inference import middleware
 from prime_rl.inference.middleware import OFF, SERVED, Guard
 from support.doors import ADMINISTRATIVE, DISGUISES
 
@@ -117,65 +111,3 @@ def test_the_docs_name_every_route() -> None:
         f"{prefix}…" for prefix in ("/v1/", "/static/")
     }
     assert [name for name in sorted(names | {*OFF, *ADMINISTRATIVE}) if f"`{name}`" not in table] == []
-
-
-def owner() -> FastAPI:
-    """An app that says what it was asked; it changes one thing at a time."""
-    app = FastAPI()
-    app.state.changing = 0
-
-    @app.get("/weights")
-    async def weights(request: Request) -> JSONResponse:
-        return JSONResponse({"key": request.headers.get("authorization")}, 200 if "authorization" in request.headers else 401)  # fmt: skip
-
-    @app.post("/update_weights")
-    async def update(request: Request) -> dict[str, int]:
-        app.state.changing += 1
-        await asyncio.sleep(0.01)
-        return {"version": (await request.json())["version"], "changing": app.state.changing}
-
-    return app
-
-
-@asynccontextmanager
-async def listening(directory: Path) -> AsyncIterator[None]:
-    server = middleware.LeaderServer(owner(), directory)
-    task = asyncio.create_task(server.serve())
-    yield
-    server.should_exit = True
-    await task
-
-
-def follower(directory: Path, root_path: str = "") -> httpx.AsyncClient:
-    app = FastAPI(root_path=root_path)
-    app.get("/health")(lambda: {"own": True})
-    app.get("/weights")(lambda: {"own": True})
-    app.add_middleware(middleware.ForwardToLeader, directory=directory)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://follower", timeout=20)
-
-
-async def test_what_concerns_the_weights_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: the leader answers with its own status and body, sees the caller's key, and gets the body as it was sent; all else stays. A request
-    that comes before it listens waits for it; where it cannot be reached the answer is 503 in bounded time, never what a follower knows itself. With
-    `root_path` it is passed on as well, by the leader's own name for it."""
-    key = {"Authorization": "Bearer secret"}
-    async with follower(tmp_path) as client:
-        early = asyncio.create_task(client.post("/update_weights", json={"version": 5}))
-        await asyncio.sleep(0.2)
-        async with listening(tmp_path), asyncio.timeout(60), follower(tmp_path, "/api") as prefixed:
-            assert (await early).json()["version"] == 5
-            assert (await client.get("/health")).json() == {"own": True}
-            assert (await client.get("/weights")).status_code == 401
-            assert (await client.get("/weights", headers=key)).json() == {"key": "Bearer secret"}
-            assert (await prefixed.get("/api/weights", headers=key)).json() == {"key": "Bearer secret"}
-            updates = await asyncio.gather(*(client.post("/update_weights", json={"version": v}) for v in range(3)))
-            assert [answer.json()["version"] for answer in updates] == [0, 1, 2]
-            assert max(answer.json()["changing"] for answer in updates) == 4, "all of them reached the same app"
-        monkeypatch.setattr(middleware, "CONNECT_RETRIES", 1)
-        answer = await client.get("/weights")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, 503)
-
-
-def test_one_process_leads(tmp_path: Path) -> None:
-    """Contract: of the processes of a server exactly one leads, the first."""
-    assert [middleware.lead(tmp_path) for _ in range(3)] == [True, False, False]

@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from prime_rl.errors import UserError
 from prime_rl.inference import staging
-from prime_rl.inference.staging import DroppedError, Staging, files_of
+from prime_rl.inference.staging import DroppedError, Staging
 from prime_rl.transport import exchange
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber
-from prime_rl.transport.weights import make_durable, verify_weights, weights_manifest
+from prime_rl.transport.weights import verify_weights, weights_manifest
 from support.publishing import SIZE, PublishingTrainer, publish_slowly, tensors
 
 CPU = torch.device("cpu")
@@ -137,20 +136,3 @@ def test_the_trainer_dies_or_hangs_in_the_middle(
         process.kill()
         process.join(SECONDS)
     assert_received(trainer.publish(1, tensors(1)), subscriber)
-
-
-def test_going_back_to_a_version_that_was_received(trainer: PublishingTrainer) -> None:
-    """Contract: no file holds it, so that only another load mends the model; once it was made durable, its files do."""
-    directory = trainer.publish(1, tensors(1))
-    identity = {"version": 1, "hash": weights_manifest(directory).hash, "weight_dir": str(directory)}
-    with pytest.raises(RuntimeError, match="never written.*: load a version again"):
-        files_of(directory, identity)
-    with pytest.raises(RuntimeError, match="committed anew"):
-        files_of(directory, identity | {"hash": "another"})
-    with pytest.raises(RuntimeError, match="is gone"):
-        files_of(directory.parent / "step_7", identity)
-    make_durable(directory, lambda aside: save_file(tensors(1), aside / "model.safetensors"))
-    assert files_of(directory, identity) == directory
-    trainer.close()
-    assert_received(directory, Subscriber())
-    assert files_of(directory.parent / "base", None) == directory.parent / "base"

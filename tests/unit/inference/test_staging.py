@@ -133,7 +133,7 @@ def test_files_that_are_replaced_while_vllm_reads_them_are_not_served(tmp_path: 
 
     worker = Worker()
     worker.prime_staging = begin(directory, sharing=1 << 40)
-    with pytest.raises(RuntimeError, match="committed anew"):
+    with pytest.raises(ExchangeError, match="committed anew"):
         worker.prime_load(str(directory), identity)
     assert worker.prime_served() is None
 
