@@ -24,13 +24,12 @@ class RLConfig(RecoverableRun, SharingConfig):
     trainer_gpus: PositiveInt = option(1, "GPUs that train.")
     inference_gpus: PositiveInt | None = option(None, "GPUs that serve (None: as many as the servers need).")
     inference_servers: PositiveInt | None = option(
-        None,
-        "Servers to start, on ports from server.port on (None: as many as fit inference_gpus, two a GPU for small models).",
+        None, "Servers to start, on ports from server.port on (None: as many as fit inference_gpus)."
     )
     share_gpus: bool = option(False, "Train and serve on the same GPUs: gpu_memory_utilization splits them.")
     trainer_ranks: PositiveInt | None = option(None, "Processes that train (None: one per GPU, on CPU one).")
     ready_timeout: PositiveFloat = option(1200.0, "Seconds until the inference server must be ready.")
-    max_restarts: NonNegativeInt = option(3, "Restarts of a process within an hour, or without progress (0: none).")
+    max_restarts: NonNegativeInt = option(3, "Restarts of a process in a row, while the run gets no further (0: none).")
     recovery_interval: PositiveInt | Literal["auto"] | None = option(
         "auto", "Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none)."
     )

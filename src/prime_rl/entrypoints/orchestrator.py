@@ -3,14 +3,12 @@
 import asyncio
 from contextlib import nullcontext
 
-from loguru import logger
-
 from prime_rl import faults
 from prime_rl.config import OrchestratorConfig, write_toml
 from prime_rl.entrypoints import run_command, show
 from prime_rl.envs.venv import prepare
 from prime_rl.launcher.preflight import check_environment, check_model
-from prime_rl.launcher.rundir import cleaned, separate_bench
+from prime_rl.launcher.rundir import as_benchmark, cleaned
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.checkpoint import refuse_used, resume_point
@@ -28,7 +26,7 @@ def run(config: OrchestratorConfig) -> None:
     """Check what can be checked before anything starts, write the resolved config, run."""
     check_model(config.model.name)
     if config.bench:
-        config = separate_bench(config, logger.info)
+        config = as_benchmark(config)
     for env in config.all_environments():
         check_environment(env)
     if not (config.dry_run or config.bench or config.clean):

@@ -1,13 +1,11 @@
 """`sft`: fine-tunes a model on demonstrations."""
 
-from loguru import logger
-
 from prime_rl import faults
 from prime_rl.config import SFTConfig
 from prime_rl.entrypoints import run_trainer, show
 from prime_rl.importing import quick_imports
 from prime_rl.launcher.preflight import check_dataset, check_environment, check_model
-from prime_rl.launcher.rundir import cleaned, separate_bench
+from prime_rl.launcher.rundir import as_benchmark, cleaned
 from prime_rl.monitor import Status
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
@@ -27,7 +25,7 @@ def run(config: SFTConfig, rank: int) -> None:
     if config.data.fake is None:
         check_dataset(config.data.name)
     if config.bench:
-        config = separate_bench(config, logger.info if rank == 0 else logger.debug)
+        config = as_benchmark(config)
     if config.dry_run:
         if rank == 0:
             data, weights = "fake data" if config.data.fake else config.data.name, config.output_dir / "weights"

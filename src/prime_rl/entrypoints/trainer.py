@@ -2,14 +2,12 @@
 
 from contextlib import nullcontext
 
-from loguru import logger
-
 from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.entrypoints import run_trainer, show
 from prime_rl.importing import quick_imports
 from prime_rl.launcher.preflight import check_model
-from prime_rl.launcher.rundir import cleaned, separate_bench
+from prime_rl.launcher.rundir import as_benchmark, cleaned
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.settings import check_and_commit
@@ -25,7 +23,7 @@ def run(config: TrainerConfig, rank: int) -> None:
     """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
     if config.bench:
-        config = separate_bench(config, logger.info if rank == 0 else logger.debug)
+        config = as_benchmark(config)
     if config.dry_run:
         if rank == 0:
             data = "fake data" if config.data.fake else f"rollouts in {config.output_dir / 'rollouts'}"

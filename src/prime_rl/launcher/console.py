@@ -1,7 +1,6 @@
 """The lines that `rl` prints: start-up phases, long waits, a line per step, a summary."""
 
 import math
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -9,25 +8,20 @@ from statistics import fmean
 
 from prime_rl.config.loader import say
 from prime_rl.monitor import read_status
-from prime_rl.monitor.limits import Limit, LimitWatch, Row, limit_of
+from prime_rl.monitor.limits import LimitWatch, Row, limit_of
 from prime_rl.monitor.monitor import metrics_path, read_metrics
 from prime_rl.monitor.status import ProcessStatus, phase_name
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.weights import version_dir, weights_manifest
 
 _LOOK_SECONDS = 0.25
-_PATIENCE_SECONDS = 10.0  # a wait shorter than this is normal and not worth a line
-_PATIENCE_WHILE_STEPPING_SECONDS = 60.0
+_PATIENCE_SECONDS = 30.0  # a wait shorter than this is normal and not worth a line
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
-_LINE_COLUMNS = 120 - len("00:00:00 ")  # of a step's line, without the time before it
-_DISPENSABLE = ("loss/mean", "perf/throughput", "entropy/mean", "mismatch_kl/mean")  # from a long line, in this order
 _EVAL_PREFIX, _EVAL_SUFFIX = "eval/", "/reward/mean"
 _STEP_METRICS = {
     "reward/mean": "reward {:.4f}",
     "loss/mean": "loss {:.4f}",
-    "entropy/mean": "entropy {:.4f}",
-    "mismatch_kl/mean": "KL {:.2e}",
     "perf/throughput": "{:,.0f} tokens/s",
     "time/step": "{:.2f} s",
 }
@@ -40,15 +34,26 @@ _BENCH_ROWS = {
 
 
 class Console:
-    """Print what metrics and status files say. `say` and `tick` are the supervisor's callbacks."""
+    """Print what metrics and status files say. `say` and `tick` are the supervisor's callbacks.
+
+    Args:
+        max_steps: How many steps the run makes; None: until it is stopped.
+        bench: Trainer and orchestrator have no steps in common.
+
+    Attributes:
+        steps: Different steps that were printed.
+    """
 
     def __init__(self, output_dir: Path, max_steps: int | None, bench: bool = False) -> None:
-        """`bench`: trainer and orchestrator have no steps in common."""
-        self.steps = StepLines(output_dir, max_steps)
-        self._bench, self._output_dir = bench, output_dir
-        self._next_look = 0.0
+        self._output_dir, self._max_steps, self._bench = output_dir, max_steps, bench
+        self._began, self._next_look = time.time(), 0.0
         self._phases: dict[str, str] = {}
         self._waits_shown: set[tuple[str, str, float]] = set()
+        self._watch = LimitWatch(output_dir, since=self._began)
+        self._watch.read()  # a resumed trainer takes batches that were made, and reported, in an earlier incarnation
+        self._updates: dict[int, Row] = {}  # the trainer's rows that have no line yet
+        self._step_ends: list[float] = []  # unix times
+        self.steps: set[int] = set()
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -66,7 +71,7 @@ class Console:
         for name, status in read_status(self._output_dir).items():
             if "." not in name:  # no rank but the first
                 self._show(status)
-        for line in [] if self._bench else self.steps.new_lines():
+        for line in [] if self._bench else self.step_lines():
             self.say(line)
 
     def _show(self, status: ProcessStatus) -> None:
@@ -74,157 +79,109 @@ class Console:
         name, wait, now = phase_name(status.phase), status.waiting, time.time()
         if self._phases.get(status.process) != name:
             self._phases[status.process] = name
-            if not self.steps.count and name not in ("starting", "done"):
+            if not self.steps and name not in ("starting", "done"):
                 self.say(f"{status.process}: {name}")
-        patience = _PATIENCE_WHILE_STEPPING_SECONDS if self.steps.count else _PATIENCE_SECONDS
-        if wait is None or now - wait.since < patience:
+        if wait is None or now - wait.since < _PATIENCE_SECONDS:
             return
         if (key := (status.process, wait.subject, wait.since)) not in self._waits_shown:
             self._waits_shown.add(key)
             left = minutes(max(0.0, wait.deadline - now))
             self.say(f"{status.process} waits for {wait.subject} from {wait.owner} (gives up in {left})")
 
-
-class StepLines:
-    """Join the metrics of orchestrator and trainer by step, into one line per step and one per evaluation.
-
-    Args:
-        max_steps: How many steps the run makes; None: until it is stopped.
-    """
-
-    def __init__(self, output_dir: Path, max_steps: int | None) -> None:
-        self._watch, self._max_steps = LimitWatch(output_dir), max_steps
-        self._watch.read()  # a resumed trainer takes batches that were made, and reported, in an earlier incarnation
-        self._updates: dict[int, Row] = {}  # the trainer's rows that have no line yet
-        self._times: list[float] = []  # unix times at which steps ended
-        self._shown: set[int] = set()
-
-    @property
-    def count(self) -> int:
-        """Different steps that were printed."""
-        return len(self._shown)
-
-    def new_lines(self) -> list[str]:
+    def step_lines(self) -> list[str]:
         """Return lines for what happened since the last call. A step has one once both sides have reported it.
 
         A trainer that recovers trains on the same batches again, and has their lines again.
         """
         lines = []
         for process, row in self._watch.read():
-            lines += eval_lines(row)
+            lines += [
+                f"Eval {name} at step {int(row['step'])} | reward {row[key]:.4f}"
+                for key in row
+                if (name := _eval_name(key))
+            ]
             step = int(row["step"])
             # The trainer adds what it knows late, such as the time to save: that makes no line of its own.
             if process == "trainer" and ("loss/mean" in row or step in self._updates):
                 self._updates[step] = {**self._updates.get(step, {}), **row}
         batches = self._watch.rows["orchestrator"]
         for step in sorted(self._updates.keys() & batches.keys()):
-            if is_step(batches[step]):
-                lines.append(self._line(step, batches[step], self._updates.pop(step)))
+            if _is_step(batches[step]):
+                lines.append(self._step_line(step, batches[step], self._updates.pop(step)))
         return lines
 
-    def _line(self, step: int, orchestrator: Row, trainer: Row) -> str:
-        self._shown.add(step)
-        self._times = [*self._times[-_ETA_STEPS:], trainer["time"]]
-        shares, remaining = self._watch.shares(), None
+    def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
+        """`Step 3 [4/20] | reward 0.312 | …`: the number counts from 0, the brackets say how many are done."""
+        self.steps.add(step)
+        self._step_ends = [*self._step_ends[-_ETA_STEPS:], trainer["time"]]
+        row = {**trainer, **{key: orchestrator[key] for key in ("reward/mean",) if key in orchestrator}}
+        parts = [f"Step {step} [{step + 1}/{self._max_steps}]" if self._max_steps else f"Step {step} [{step + 1}]"]
+        parts += [form.format(row[key]) for key, form in _STEP_METRICS.items() if key in row]
+        if (shares := self._watch.shares()) is not None:
+            parts.append(f"limited by {limit_of(shares).name}")
         # The first step waited for the start-up: its duration says nothing about the pace.
-        if self._max_steps is not None and len(self._times) > 1:
-            pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-            remaining = pace * (self._max_steps - step - 1)
-        limit = None if shares is None else limit_of(shares)
-        return step_line(step, self._max_steps, orchestrator, trainer, remaining, limit)
+        if self._max_steps is not None and len(self._step_ends) > 1:
+            pace = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+            parts.append(f"ETA {minutes(pace * (self._max_steps - step - 1))}")
+        return " | ".join(parts)
+
+    def summary(self) -> list[str]:
+        """Compare the run's first and last rewards and evaluations; say where the time went, and where the weights are.
+
+        Rewards are of the whole run; times of the steps that the last step line judged, too.
+        """
+        rows = read_metrics(metrics_path(self._output_dir, "orchestrator"))
+        rewards, lines = [row["reward/mean"] for row in rows if "reward/mean" in row], []
+
+        def compare(name: str, before: float, after: float) -> None:
+            lines.append(f"{name}: {before:.4f} → {after:.4f} ({after - before:+.4f})")
+
+        if rewards:
+            count = max(1, min(_SUMMARY_STEPS, len(rewards) // 2))  # never the same steps twice, where there are two
+            several = "step" if count == 1 else f"{count} steps"
+            compare(f"reward, first {several} → last", fmean(rewards[:count]), fmean(rewards[-count:]))
+        for key in sorted({key for row in rows for key in row if _eval_name(key)}):
+            values = [row[key] for row in rows if key in row]
+            if len(values) > 1:
+                compare(f"eval {_eval_name(key)}, first → last", values[0], values[-1])
+            else:
+                lines.append(f"eval {_eval_name(key)}: {values[0]:.4f}")
+        starts = [row["time"] - row["time/step"] for row in rows if row["time"] >= self._began and "time/step" in row]
+        if starts:
+            lines.append(f"time, start: {max(starts[0] - self._began, 0.0):.0f} s")
+        if (shares := self._watch.shares()) is not None:
+            trainer = f"trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}"
+            engines = f"engines: sample {shares.sampled:.0%}, load weights {shares.paused:.0%}, idle {shares.idle:.0%}"
+            lines += [f"{trainer}; {engines}", str(limit_of(shares))]
+        for version in sorted(list_steps(self._output_dir / "weights"), reverse=True):
+            # Version 0 is the base model and has no files, nor have versions that went from memory.
+            path = version_dir(self._output_dir / "weights", version)
+            with suppress(CommitError):  # pruned meanwhile, or damaged
+                if version and weights_manifest(path).publisher is None:
+                    return [*lines, f"weights  {path}"]
+        return lines
+
+    def bench_table(self) -> list[str]:
+        """Show throughput, MFU, step time and peak memory of both sides. The first step warms up and is left out."""
+        lines = [f"{'':<14}{'':<24}{'mean':>12}{'min':>12}{'max':>12}"]
+        for process in ("trainer", "orchestrator"):
+            rows = [row for row in read_metrics(metrics_path(self._output_dir, process)) if _is_step(row)]
+            for key, label in _BENCH_ROWS.items():
+                if values := [row[key] for row in rows[1:] or rows if key in row]:
+                    cells = "".join(f"{value:>12,.2f}" for value in (fmean(values), min(values), max(values)))
+                    lines.append(f"{process:<14}{label:<24}{cells}")
+        return lines
 
 
-def is_step(row: Row) -> bool:
+def _is_step(row: Row) -> bool:
     """Whether the row belongs to a training step, rather than holding evaluations alone."""
     return any(not key.startswith(_EVAL_PREFIX) for key in row if key not in ("step", "time"))
-
-
-def step_line(
-    step: int,
-    max_steps: int | None,
-    orchestrator: Row,
-    trainer: Row,
-    remaining: float | None = None,
-    limit: Limit | None = None,
-) -> str:
-    """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done.
-
-    What does not fit into 120 columns is left to the trainer's log: first the loss, then throughput, entropy and KL.
-    """
-    row = {**trainer, **{key: orchestrator[key] for key in ("reward/mean",) if key in orchestrator}}
-    shown = {key: form.format(row[key]) for key, form in _STEP_METRICS.items() if key in row}
-    begin = [f"Step {step} [{step + 1}/{max_steps}]" if max_steps else f"Step {step} [{step + 1}]"]
-    end = [] if limit is None else [f"limited by {limit.name}"]
-    end += [] if remaining is None else [f"ETA {minutes(remaining)}"]
-    for dispensable in ("", *_DISPENSABLE):
-        shown.pop(dispensable, None)
-        line = " | ".join([*begin, *shown.values(), *end])
-        if len(line) <= _LINE_COLUMNS:
-            break
-    return line
-
-
-def eval_lines(row: Row) -> list[str]:
-    """`Eval reverse-text at step 20 | reward 0.5100` for every evaluation in the row."""
-    step = int(row["step"])
-    return [f"Eval {name} at step {step} | reward {row[key]:.4f}" for key in row if (name := _eval_name(key))]
 
 
 def _eval_name(key: str) -> str:
     """Return the evaluation whose reward this metric is; "" for other metrics."""
     is_reward = key.startswith(_EVAL_PREFIX) and key.endswith(_EVAL_SUFFIX)
     return key.removeprefix(_EVAL_PREFIX).removesuffix(_EVAL_SUFFIX) if is_reward else ""
-
-
-def summary(output_dir: Path, since: float) -> list[str]:
-    """Compare the run's first and last rewards and evaluations; say where the time went, and where the weights are.
-
-    `since`: unix time at which the launcher began: times are of the steps made since, all else is of the whole run.
-    """
-    rows = read_metrics(metrics_path(output_dir, "orchestrator"))
-    rewards, lines = [row["reward/mean"] for row in rows if "reward/mean" in row], []
-
-    def compare(name: str, before: float, after: float) -> None:
-        lines.append(f"{name}: {before:.4f} → {after:.4f} ({after - before:+.4f})")
-
-    if rewards:
-        count = max(1, min(_SUMMARY_STEPS, len(rewards) // 2))  # never the same steps twice, where there are two
-        compare(f"reward, first {count} steps → last {count}", fmean(rewards[:count]), fmean(rewards[-count:]))
-    for key in sorted({key for row in rows for key in row if _eval_name(key)}):
-        values = [row[key] for row in rows if key in row]
-        if len(values) > 1:
-            compare(f"eval {_eval_name(key)}, first → last", values[0], values[-1])
-        else:
-            lines.append(f"eval {_eval_name(key)}: {values[0]:.4f}")
-    starts = [row["time"] - row["time/step"] for row in rows if row["time"] >= since and "time/step" in row]
-    start = [f"time, start: {max(starts[0] - since, 0.0):.0f} s"] if starts else []
-    watch = LimitWatch(output_dir, steps=sys.maxsize, since=since)
-    watch.read()
-    if (shares := watch.shares()) is None:
-        lines += start
-    else:
-        trainer = f"trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}"
-        engines = f"engines: sample {shares.sampled:.0%}, load weights {shares.paused:.0%}, idle {shares.idle:.0%}"
-        lines += ["; ".join([*start, trainer, engines]), str(limit_of(shares))]
-    for version in sorted(list_steps(output_dir / "weights"), reverse=True):
-        # Version 0 is the base model and has no files, nor have versions that went from memory.
-        path = version_dir(output_dir / "weights", version)
-        with suppress(CommitError):  # pruned meanwhile, or damaged
-            if version and weights_manifest(path).publisher is None:
-                return [*lines, f"weights  {path}"]
-    return lines
-
-
-def bench_table(output_dir: Path, since: float) -> list[str]:
-    """Show throughput, MFU, step time and peak memory of both sides. The first step warms up and is left out."""
-    lines = [f"{'':<14}{'':<24}{'mean':>12}{'min':>12}{'max':>12}"]
-    for process in ("trainer", "orchestrator"):
-        rows = [row for row in read_metrics(metrics_path(output_dir, process)) if row["time"] >= since and is_step(row)]
-        for key, label in _BENCH_ROWS.items():
-            if values := [row[key] for row in rows[1:] or rows if key in row]:
-                cells = "".join(f"{value:>12,.2f}" for value in (fmean(values), min(values), max(values)))
-                lines.append(f"{process:<14}{label:<24}{cells}")
-    return lines
 
 
 def minutes(seconds: float) -> str:

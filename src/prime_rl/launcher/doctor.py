@@ -1,7 +1,6 @@
 """`rl doctor RUN`: what a run is doing, who waits for whom, what keeps it from going on. Reads files and /proc only.
 
-`collect` gathers facts, `diagnose` is a pure function of them: it names the processes with a fault that can be seen,
-else the long waits.
+One pass over the status files makes a row a process, and notes faults and waits; the diagnosis follows from these.
 """
 
 import json
@@ -10,10 +9,8 @@ import shutil
 import socket
 import time
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 
 from prime_rl.config.inference import SERVER
@@ -35,17 +32,7 @@ _ERRORS_SHOWN = 2
 _ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: \S")
 
 
-class ProcessState(Enum):
-    """State of a process, by the process table. UNKNOWN: it runs, or ran, on another host."""
-
-    ALIVE = "alive"
-    STOPPED = "STOPPED"
-    DEAD = "dead"
-    UNKNOWN = "on another host"
-    ABSENT = "no report"
-
-
-class RunState(Enum):
+class RunState(StrEnum):
     """State of a run."""
 
     NEVER = "never started"
@@ -57,37 +44,8 @@ class RunState(Enum):
     STUCK = "stuck"
 
 
-FINE = (RunState.FINISHED, RunState.MOVES, RunState.NEVER)
-
-
-@dataclass(frozen=True)
-class ProcessFacts:
-    """One process. `restart`: what the launcher reported of its last restart, where it has not reported since."""
-
-    state: ProcessState
-    status: ProcessStatus | None = None
-    restart: str = ""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Everything that is known about a run. Times are unix seconds, sizes bytes.
-
-    `processes`: by name; `trainer.1` is the trainer's rank 1. `recoverable`: it has committed something. `free`: of the
-    file system of the run directory.
-    """
-
-    now: float
-    launcher: ProcessState
-    processes: Mapping[str, ProcessFacts]
-    free: int = 1 << 40
-    recoverable: bool = False
-    policy: RestartPolicy = field(default_factory=RestartPolicy)
-
-    @property
-    def launched(self) -> bool:
-        """Whether a launcher is alive."""
-        return self.launcher not in (ProcessState.ABSENT, ProcessState.DEAD)
+_FINE = (RunState.FINISHED, RunState.MOVES, RunState.NEVER)
+_ALIVE, _DEAD, _STOPPED, _ELSEWHERE = "alive", "dead", "STOPPED", "on another host"
 
 
 def examine(run: Path) -> int:
@@ -98,177 +56,154 @@ def examine(run: Path) -> int:
     """
     if not run.is_dir():
         raise UserError(f"{run} is no directory: give the run's output directory")
-    facts = collect(run)
-    state, sentence = diagnose(facts)
-    say("\n".join(examination(run, facts, state, sentence)))
-    return 0 if state in FINE else 1
+    examination = _Examination(run)
+    state, sentence = examination.diagnosis()
+    rows = [*examination.rows, *_progress(run)]
+    if state not in _FINE:
+        rows += examination.errors()
+    say("\n".join(f"{name:<15}{text}".rstrip() for name, text in [*rows, (state.value, sentence)]))
+    return 0 if state in _FINE else 1
 
 
-def collect(run: Path) -> Facts:
-    """Gather everything that is known about a run."""
-    statuses, claim, launcher, now = read_status(run), rundir.read_claim(run), ProcessState.ABSENT, time.time()
-    if claim is not None:
-        launcher = _state(claim.host, claim.id) if rundir.is_held(claim) else ProcessState.DEAD
-    restarts = {}
-    for line in log_tail(run / "logs" / RESTARTS):
-        with suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            restarts[row["process"]] = f"{row['reason']} {minutes(now - row['time'])} ago, is being started again"
-    try:  # the timeouts that the run was started with
-        settings = tomllib.loads((run / "configs" / "rl.toml").read_text())
-    except (OSError, ValueError):  # of TOML or of UTF-8
-        settings = {}
-    known = {path.stem for path in (run / "configs").glob("*.toml")} | statuses.keys()
-    names = [name for job in _JOBS for name in sorted(known) if name.partition(".")[0] == job]
-    processes = {}
-    for name in [*names, *sorted(filter(_is_server, known))]:
-        if (status := statuses.get(name)) is not None:
-            processes[name] = ProcessFacts(_state(status.host, status.id), status)
-        else:
-            alive = launcher not in (ProcessState.ABSENT, ProcessState.DEAD)
-            processes[name] = ProcessFacts(ProcessState.ABSENT, restart=restarts.get(name, "") if alive else "")
-    policy = parse_record(RestartPolicy, json.dumps(settings, default=str)) or RestartPolicy()
-    return Facts(now, launcher, processes, shutil.disk_usage(run).free, bool(rundir.results(run)), policy)
+class _Examination:
+    """Everything that status files and the process table say about a run, as rows of text and lists of findings."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.now, self.statuses = run, time.time(), read_status(run)
+        claim = rundir.read_claim(run)
+        self.launched = claim is not None and rundir.is_held(claim)
+        self.launcher = "not running"  # it removes its claim when it ends
+        if claim is not None:
+            self.launcher = _process_state(claim.host, claim.id) if self.launched else _DEAD
+        self.policy = _policy(run)
+        jobs = [status for name, status in self.statuses.items() if "." not in name and not _is_server(name)]
+        self.finished = bool(jobs) and all(status.outcome == "finished" for status in jobs)
+        self.rows = [("run", str(run)), ("launcher", self.launcher)]
+        self.faults: dict[str, str] = {}
+        self.waits: list[str] = []
+        self.doing: list[str] = []
+        self.running = self.launched
+        known = {path.stem for path in (run / "configs").glob("*.toml")} | self.statuses.keys()
+        self.names = [name for job in _JOBS for name in sorted(known) if name.partition(".")[0] == job]
+        self.names += sorted(filter(_is_server, known))
+        for name in self.names:
+            self._look_at(name, self.statuses.get(name))
+
+    def _look_at(self, name: str, status: ProcessStatus | None) -> None:
+        label = name.replace(".", " ")
+        if status is None:
+            restarts = self.launched and (self.run / "logs" / RESTARTS).exists()
+            self.rows.append((label, f"no report; restarts: logs/{RESTARTS}" if restarts else "no report"))
+            return
+        if status.outcome is not None:
+            self.rows.append((label, f"{'ended':<11}{status.outcome}, {self._ago(status.since)}"))
+            self.doing.append(f"{name}: {status.outcome}")
+            if status.outcome.startswith("failed"):
+                self.faults[name] = f"has ended: {status.outcome}"
+            return
+        state, rank, wait = _process_state(status.host, status.id), name.partition(".")[2], status.waiting
+        silent, who = self.now - status.heartbeat, f"rank {rank} " if rank else ""
+        if self.finished and state == _DEAD:
+            # The launcher stopped it: vLLM's engine may be too slow to let its server say so.
+            self.rows.append((label, f"{'ended':<11}stopped, {self._ago(status.heartbeat)}"))
+            return
+        doing = status.phase if status.step is None else f"{status.phase}, step {status.step}"
+        seen = "" if state == _ALIVE else f"; last sign of life {self._ago(status.heartbeat)}"
+        progress = f"last progress {self._ago(status.progress)}"
+        self.rows.append((label, f"{state:<11}{doing}; pid {status.pid}; {progress}{seen}"))
+        if state == _DEAD:
+            self.faults[name] = f"{who}died without a last word {silent:.0f} s ago"
+        elif state == _STOPPED:
+            self.faults[name] = f"{who}has been stopped (SIGSTOP) for {silent:.0f} s"
+        elif reason := stall_reason(name, status, self.policy, self.now, 0.0, _is_server(name)):
+            self.faults[name] = reason
+        if not rank:
+            self.running |= state != _DEAD
+            self.doing.append(f"{name} waits for {wait.subject}" if wait else f"{name}: {status.phase}")
+        if wait is None:
+            return
+        left, waited = wait.deadline - self.now, self.now - wait.since
+        until = f"gives up in {minutes(left)}" if left >= 0 else f"should have given up {minutes(-left)} ago"
+        awaited = f"{wait.subject} from {wait.owner}"
+        self.rows.append(("", f"{'':<11}waits for {awaited} for {minutes(waited)} ({until})"))
+        if waited > _LONG_WAIT_SECONDS and not rank:
+            self.waits.append(f"{name} waits for {awaited} for {waited:.0f} s")
+
+    def _ago(self, then: float) -> str:
+        return f"{minutes(max(0.0, self.now - then))} ago" if then else "unknown"
+
+    def diagnosis(self) -> tuple[RunState, str]:
+        """Return the state of the run, and what keeps it from going on, or what it does, in a sentence."""
+        if not self.statuses and not self.launched:
+            return RunState.NEVER, "no process of a run has reported here"
+        free = shutil.disk_usage(self.run).free
+        if free < _MIN_FREE_BYTES and not self.finished:
+            sentence = f"the disk is full ({free // 2**20} MiB free): make room; what is committed is safe"
+            return RunState.STUCK, sentence
+        faults = {name: fault for name, fault in self.faults.items() if not _is_server(name)}
+        if self.running:
+            if not any(_is_server(name) and name not in self.faults for name in self.statuses):
+                faults = self.faults  # else another server takes over their requests
+            if self.launcher == _STOPPED:
+                faults["rl"] = "itself is stopped (SIGSTOP): nobody is watched until it goes on"
+        words = "; ".join(f"{name.partition('.')[0]} {fault}" for name, fault in faults.items())
+        if self.running and words:
+            return RunState.STUCK, words
+        if self.running and self.waits:
+            return RunState.WAITS, f"{', '.join(self.waits)}; no process shows a fault, for environments see logs/envs"
+        if self.running:
+            return RunState.MOVES, f"nothing to do: {', '.join(self.doing)}"
+        goes_on = " (`rl … --recover` goes on from what is committed)" if rundir.results(self.run) else ""
+        if self.launcher == _DEAD and "has ended" not in words:
+            killed = "rl ended without a last word (killed, or the host went down), and everything with it"
+            return RunState.INTERRUPTED, killed + goes_on
+        if words:
+            return RunState.FAILED, words + goes_on
+        if self.finished:
+            return RunState.FINISHED, "the run has finished"
+        return RunState.INTERRUPTED, "the run was stopped" + goes_on
+
+    def errors(self) -> Iterator[tuple[str, str]]:
+        """Yield the last errors in the logs of processes that did not end well."""
+        for name in self.names:
+            # One that ended well may have been noisy: vLLM's engine prints a traceback when it is asked to stop.
+            status = self.statuses.get(name)
+            if status is None or status.outcome not in ("finished", "stopped"):
+                lines = [line for line in log_tail(self.run / "logs" / f"{name}.log") if _ERROR.match(line)]
+                yield from (("error", f"{name}.log: {line.strip()}") for line in lines[-_ERRORS_SHOWN:])
 
 
-def _state(host: str, process: ProcessId) -> ProcessState:
-    if not process.started or host != socket.gethostname():
-        return ProcessState.UNKNOWN
-    if not is_alive(process):
-        return ProcessState.DEAD
-    return ProcessState.STOPPED if is_stopped(process) else ProcessState.ALIVE
-
-
-def _is_server(name: str) -> bool:
-    """Whether a process of this name serves: "inference", "inference-1", …"""
-    return name.partition("-")[0] == SERVER
-
-
-# -- diagnosis ---------------------------------------------------------------------------------------------------------
-
-
-def diagnose(facts: Facts) -> tuple[RunState, str]:
-    """Return the state of the run, and what keeps it from going on, or what it does, in a sentence."""
-    processes = {name: process for name, process in facts.processes.items() if "." not in name}
-    statuses = {name: process.status for name, process in processes.items() if process.status is not None}
-    jobs = {name: status for name, status in statuses.items() if not _is_server(name)}
-    finished = bool(jobs) and all(status.outcome == "finished" for status in jobs.values())
-    running = {name for name, status in statuses.items() if status.outcome is None}
-    if not statuses and not facts.launched:
-        return RunState.NEVER, "no process of a run has reported here"
-    if facts.free < _MIN_FREE_BYTES and not finished:
-        sentence = f"the disk is full ({facts.free // 2**20} MiB free): make room; what is committed is safe"
-        return RunState.STUCK, sentence
-    if facts.launched or any(processes[name].state is not ProcessState.DEAD for name in running):
-        return _diagnose_running(facts, statuses)
-    failed = [
-        f"{name} {status.outcome}" for name, status in statuses.items() if (status.outcome or "").startswith("failed")
-    ]
-    silent = [
-        f"{name} ended without a last word {facts.now - jobs[name].heartbeat:.0f} s ago"
-        for name in jobs
-        if name in running
-    ]
-    killed = "rl ended without a last word (killed, or the host went down), and everything with it"
-    answers = (
-        (RunState.FAILED, failed),
-        (RunState.INTERRUPTED, [killed] if facts.launcher is ProcessState.DEAD else []),
-        (RunState.FAILED, silent),
-        (RunState.FINISHED, ["the run has finished"] if finished else []),
-        (RunState.INTERRUPTED, ["the run was stopped"]),
-    )
-    state, sentences = next(answer for answer in answers if answer[1])
-    goes_on = facts.recoverable and state is not RunState.FINISHED
-    return state, sentences[0] + " (`rl … --recover` goes on from what is committed)" * goes_on
-
-
-def _diagnose_running(facts: Facts, statuses: Mapping[str, ProcessStatus]) -> tuple[RunState, str]:
-    faults = {name: fault for name in facts.processes if (fault := _fault(facts, name)) is not None}
-    if any(_is_server(name) and name not in faults for name in statuses):  # it takes over the others' requests
-        faults = {name: fault for name, fault in faults.items() if not _is_server(name)}
-    if facts.launcher is ProcessState.STOPPED:
-        faults["rl"] = "itself is stopped (SIGSTOP): nobody is watched until it goes on"
-    if faults:
-        return RunState.STUCK, "; ".join(f"{name.partition('.')[0]} {fault}" for name, fault in faults.items())
-    waits = {name: status.waiting for name, status in statuses.items() if status.waiting is not None}
-    long = [
-        f"{name} waits for {wait.subject} from {wait.owner} for {facts.now - wait.since:.0f} s"
-        for name, wait in waits.items()
-        if facts.now - wait.since > _LONG_WAIT_SECONDS
-    ]
-    if long:
-        return RunState.WAITS, f"{', '.join(long)}; no process shows a fault, for environments see logs/envs"
-    doing = [
-        f"{name} waits for {waits[name].subject}" if name in waits else f"{name}: {status.outcome or status.phase}"
-        for name, status in statuses.items()
-    ]
-    doing += [f"{name} {process.restart}" for name, process in facts.processes.items() if process.restart]
-    return RunState.MOVES, f"nothing to do: {', '.join(doing)}"
-
-
-def _fault(facts: Facts, name: str) -> str | None:
-    """Return what is wrong with a process or rank itself, in words that follow its name; None where nothing is."""
-    process = facts.processes[name]
-    if (status := process.status) is None:
-        return None
-    if status.outcome is not None:
-        return f"has ended: {status.outcome}" if status.outcome.startswith("failed") else None
-    rank, silent = name.partition(".")[2], facts.now - status.heartbeat
-    who = f"rank {rank} " if rank else ""
-    if process.state is ProcessState.DEAD:
-        return f"{who}died without a last word {silent:.0f} s ago"
-    if process.state is ProcessState.STOPPED:
-        return f"{who}has been stopped (SIGSTOP) for {silent:.0f} s"
-    return stall_reason(name, status, facts.policy, facts.now, 0.0, _is_server(name))
-
-
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
-def examination(run: Path, facts: Facts, state: RunState, sentence: str) -> list[str]:
-    """Describe everything, for people; the diagnosis is last."""
-    # The launcher removes its claim when it ends.
-    launcher = "not running" if facts.launcher is ProcessState.ABSENT else facts.launcher.value
-    rows = [("run", str(run)), ("launcher", launcher)]
-    for name, process in facts.processes.items():
-        rows += _describe(facts, state, name.replace(".", " "), process)
+def _progress(run: Path) -> Iterator[tuple[str, str]]:
+    """Yield what is committed, how much room there is, and what limits the run."""
     newest = {
         "batch": rundir.newest_step(run / "rollouts"),
         "version": rundir.newest_step(run / "weights"),
         "checkpoint": rundir.newest_step(run / "checkpoints", checkpoints.complete_steps),
         "recovery checkpoint": rundir.newest_step(run / "recovery"),
     }
-    committed = ", ".join(f"{what} {step if step >= 0 else '-'}" for what, step in newest.items())
-    rows += [("committed", committed), ("disk", f"{facts.free / 2**30:,.1f} GiB free")]
+    yield "committed", ", ".join(f"{what} {step if step >= 0 else '-'}" for what, step in newest.items())
+    yield "disk", f"{shutil.disk_usage(run).free / 2**30:,.1f} GiB free"
     if (limit := LimitWatch(run).look()) is not None:
-        rows.append(("speed", str(limit)))
-    for name, process in facts.processes.items():
-        # One that ended well may have been noisy: vLLM's engine prints a traceback when it is asked to stop.
-        if state not in FINE and (process.status is None or process.status.outcome not in ("finished", "stopped")):
-            errors = [line.strip() for line in log_tail(run / "logs" / f"{name}.log") if _ERROR.match(line)]
-            rows += [("error", f"{name}.log: {line}") for line in errors[-_ERRORS_SHOWN:]]
-    rows.append((state.value, sentence))
-    return [f"{name:<15}{text}".rstrip() for name, text in rows]
+        yield "speed", str(limit)
 
 
-def _describe(facts: Facts, run: RunState, name: str, process: ProcessFacts) -> list[tuple[str, str]]:
-    def ago(then: float) -> str:
-        return f"{minutes(max(0.0, facts.now - then))} ago" if then else "unknown"
+def _policy(run: Path) -> RestartPolicy:
+    """Return the timeouts that the run was started with."""
+    try:
+        settings = tomllib.loads((run / "configs" / "rl.toml").read_text())
+    except (OSError, ValueError):  # of TOML or of UTF-8
+        settings = {}
+    return parse_record(RestartPolicy, json.dumps(settings, default=str)) or RestartPolicy()
 
-    status, state = process.status, f"{process.state.value:<11}"
-    if status is None:
-        return [(name, process.restart or state)]
-    if status.outcome is not None:
-        return [(name, f"{'ended':<11}{status.outcome}, {ago(status.since)}")]
-    if run is RunState.FINISHED and process.state is ProcessState.DEAD:
-        # The launcher stopped it: vLLM's engine may be too slow to let its server say so.
-        return [(name, f"{'ended':<11}stopped, {ago(status.heartbeat)}")]
-    doing = status.phase if status.step is None else f"{status.phase}, step {status.step}"
-    silent = "" if process.state is ProcessState.ALIVE else f"; last sign of life {ago(status.heartbeat)}"
-    rows = [(name, f"{state}{doing}; pid {status.pid}; last progress {ago(status.progress)}{silent}")]
-    if (wait := status.waiting) is not None:
-        left = wait.deadline - facts.now
-        until = f"gives up in {minutes(left)}" if left >= 0 else f"should have given up {minutes(-left)} ago"
-        waited = minutes(facts.now - wait.since)
-        rows.append(("", f"{'':<11}waits for {wait.subject} from {wait.owner} for {waited} ({until})"))
-    return rows
+
+def _process_state(host: str, process: ProcessId) -> str:
+    if not process.started or host != socket.gethostname():
+        return _ELSEWHERE
+    if not is_alive(process):
+        return _DEAD
+    return _STOPPED if is_stopped(process) else _ALIVE
+
+
+def _is_server(name: str) -> bool:
+    """Whether a process of this name serves: "inference", "inference-1", …"""
+    return name.partition("-")[0] == SERVER

@@ -15,7 +15,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference.checks import check_port
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
-from prime_rl.launcher.console import Console, bench_table, minutes, summary
+from prime_rl.launcher.console import Console, minutes
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
@@ -31,7 +31,7 @@ _PORT_SECONDS = 3.0
 def run(config: RLConfig) -> int:
     """Run to the end; return the exit status. Raises UserError for what cannot work, before anything is started."""
     if config.bench:
-        config = rundir.separate_bench(config, print)
+        config = rundir.as_benchmark(config)
     if config.recover and not rundir.results(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})
@@ -124,11 +124,11 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     outcome = supervisor.run()
     console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
-    steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else console.steps.count
+    steps = len(read_metrics(metrics_path(output_dir, "trainer"))) if bench else len(console.steps)
     made = f"{steps} step{'' if steps == 1 else 's'}"
     console.say(f"{words[outcome]}: {made} in {minutes(time.time() - began)}")
     if bench or outcome is not RunOutcome.FAILURE:
-        for line in (bench_table if bench else summary)(output_dir, began):
+        for line in console.bench_table() if bench else console.summary():
             console.say(line)
     # Where nothing was made yet the same command starts again by itself.
     if outcome is not RunOutcome.SUCCESS and not bench and rundir.results(output_dir):

@@ -30,12 +30,6 @@ _MIN_SERVER_SHARE = 0.7  # below it the cache would lose more than staging in th
 _OVERHEAD_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
 _ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
 _LEAST_CACHE_GIB = 2.0
-_EXTRA_PORTS = 1000  # from the first server of a GPU to the one that was not asked for: the ports between are others'
-# vLLM's engine prepares each step in Python. With a small model that takes longer than the GPU computes, and a second
-# engine uses the time.
-_SMALL_GIB = 4.0
-_CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
-_EPISODES_A_GPU = 128  # in flight: fewer keep the Python of two engines little busy
 _SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say how large weights are
 _LAST_PORT = 65_535
 _DRIVER_SECONDS = 30.0
@@ -108,7 +102,6 @@ class Layout:
     Attributes:
         servers: GPUs of each server that is started; none on a CPU. Several servers may name the same GPU.
         trainer: GPUs of the trainer.
-        ports: Of the servers, counted from `server.port`.
         utilization: Share of a GPU's memory that one server may use; None: vLLM's choice.
         cache_gib: KV cache of one server, in GiB. None: vLLM sizes it from free memory, so nothing else may allocate on
             the GPU while it starts.
@@ -117,7 +110,6 @@ class Layout:
 
     servers: tuple[tuple[str, ...], ...]
     trainer: tuple[str, ...]
-    ports: tuple[int, ...] = ()
     utilization: float | None = None
     cache_gib: float | None = None
     training_gib: float | None = None
@@ -130,7 +122,7 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
         UserError: for an impossible layout (see `lay_out`), or too few ports.
     """
     layout, inference, client = lay_out(config, machine), config.inference, config.orchestrator.client
-    servers = {server_name(number): _server(config, number, port) for number, port in enumerate(layout.ports)}
+    servers = {server_name(number): _server(config, number) for number in range(len(layout.servers))}
     gpus = dict(zip(servers, layout.servers, strict=True)) | {"trainer": layout.trainer, "orchestrator": ()}
     sections = _sections(config, layout, servers)
     configs = {name: config.output_dir / "configs" / f"{name}.toml" for name in sections}
@@ -236,10 +228,10 @@ def _environment(
     return {key: value for key, value in defaults.items() if key not in machine.environ} | placement
 
 
-def _server(config: RLConfig, number: int, offset: int) -> ServerSpec:
-    """Return one of the servers that are started, on the port that is `offset` after the first one's."""
+def _server(config: RLConfig, number: int) -> ServerSpec:
+    """Return one of the servers that are started; their ports follow each other."""
     assert config.inference is not None
-    listens, port = config.inference.server, config.inference.server.port + offset
+    listens, port = config.inference.server, config.inference.server.port + number
     if port > _LAST_PORT:
         raise UserError(f"inference.server.port {listens.port} leaves no ports for {number + 1} servers")
     host = "localhost" if listens.host in (None, "0.0.0.0", "::") else str(listens.host)
@@ -279,13 +271,8 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     trainer = tuple(visible if config.share_gpus else left)[:training]
     if inference is None:
         return Layout((), trainer)
-    ports = tuple(range(wanted or len(servers)))
     if not serves:
-        return Layout(servers, trainer, ports, inference.gpu_memory_utilization, inference.kv_cache_gib)
-    if wanted is None and _gains_by_two(config, inference, len(servers), machine):
-        memory = _memory(config, inference, 2, machine)
-        if memory[1] is not None:
-            return Layout(servers * 2, trainer, (*ports, *(_EXTRA_PORTS + port for port in ports)), *memory)
+        return Layout(servers, trainer, inference.gpu_memory_utilization, inference.kv_cache_gib)
     engines = 1 if wanted is None else wanted // len(servers)
     memory = _memory(config, inference, engines, machine)
     if engines > 1 and memory[1] is None:
@@ -294,7 +281,7 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
             "keys and values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give "
             "inference.kv_cache_gib"
         )
-    return Layout(servers * engines, trainer, ports, *memory)
+    return Layout(servers * engines, trainer, *memory)
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:
@@ -340,31 +327,16 @@ def _refuse_senseless(config: RLConfig, serves: bool, training: int) -> None:
             raise UserError(message)
 
 
-def _gains_by_two(config: RLConfig, inference: InferenceConfig, groups: int, machine: HostResources) -> bool:
-    """Whether two servers on each GPU would be faster than one: each leaves the GPU idle while its Python works."""
-    orchestrator, vllm = config.orchestrator, _vllm_options(inference)
-    in_flight = min(orchestrator.most_in_flight, orchestrator.batch_size * (config.async_level + 1))
-    return (
-        machine.model is not None
-        and machine.model.weights <= _SMALL_GIB
-        and gpus_of_a_server(inference) == 1
-        and machine.cores >= _CORES_A_GPU * groups
-        and in_flight >= _EPISODES_A_GPU * groups
-        and inference.server.port + _EXTRA_PORTS + groups <= _LAST_PORT
-        # Who bounds the sequences or the cache of an engine means those of the GPU.
-        and not (inference.deterministic or inference.kv_cache_gib or "max_num_seqs" in vllm)
-    )
-
-
 def _memory(
     config: RLConfig, inference: InferenceConfig, engines: int, machine: HostResources
 ) -> tuple[float | None, float | None, float | None]:
     """Return `utilization`, `cache_gib` and `training_gib` (see `Layout`) where `engines` servers use each GPU."""
     share, cache, limit = inference.gpu_memory_utilization, inference.kv_cache_gib, None
-    total, model, vllm = machine.gpu_gib, machine.model, _vllm_options(inference)
+    total, model, vllm = machine.gpu_gib, machine.model, {name.replace("-", "_") for name in inference.vllm}
     weights = model.weights / (inference.tensor_parallel_size * inference.pipeline_parallel_size) if model else None
     if config.share_gpus:
-        share, limit = _split(share or _SHARED_GPU_FRACTION, config.trainer.model.memory_limit, total)
+        share = share or _SHARED_GPU_FRACTION
+        limit = _left_to_train(share, config.trainer.model.memory_limit, total)
     elif engines == 1:
         # Leave room to stage a version on the device, unless that is much of the memory.
         if share is None and inference.stage_on_device and total and weights and "gpu_memory_utilization" not in vllm:
@@ -382,27 +354,18 @@ def _memory(
     return share, cache, limit
 
 
-def _split(share: float, limit: float | None, total: float | None) -> tuple[float, float]:
-    """Split the memory of GPUs that train and serve: the share of all servers of a GPU, and the trainer's GiB."""
-    if total is None:
-        if limit is None:
-            raise UserError(
-                "share_gpus: nvidia-smi does not say how much memory there is; give trainer.model.memory_limit"
-            )
-        return share, limit
-    room = (1 - share) * total - _OVERHEAD_GIB
+def _left_to_train(share: float, limit: float | None, total: float | None) -> float:
+    """Return how many GiB the trainer may use of GPUs of which servers take `share`."""
+    if total is None and limit is None:
+        raise UserError("share_gpus: nvidia-smi does not say how much memory there is; give trainer.model.memory_limit")
+    room = limit or 0.0 if total is None else (1 - share) * total - _OVERHEAD_GIB
     if (limit or 0.0) > room or room <= 0:
         raise UserError(
-            f"share_gpus: of {total:.1f} GiB the server takes {share:.0%} = {share * total:.1f} "
-            f"(inference.gpu_memory_utilization), contexts {_OVERHEAD_GIB:.0f}, which leaves {max(room, 0):.1f} for "
-            "the trainer" + (f", not {limit:.1f} (trainer.model.memory_limit)" if limit else "")
+            f"share_gpus: of {total:.1f} GiB the server takes {share:.0%} (inference.gpu_memory_utilization), contexts "
+            f"{_OVERHEAD_GIB:.0f}, which leaves {max(room, 0):.1f} for the trainer"
+            + (f", not {limit:.1f} (trainer.model.memory_limit)" if limit else "")
         )
-    return share, limit or round(room, 1)
-
-
-def _vllm_options(inference: InferenceConfig) -> set[str]:
-    """Return the names of vLLM's own options that `[vllm]` sets."""
-    return {name.replace("-", "_") for name in inference.vllm}
+    return limit or round(room, 1)
 
 
 def _on_cuda(device: str, machine: HostResources) -> bool:

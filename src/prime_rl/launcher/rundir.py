@@ -4,9 +4,7 @@ import fcntl
 import os
 import shutil
 import socket
-import sqlite3
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,19 +47,22 @@ Config = TypeVar("Config", RLConfig, TrainerConfig, SFTConfig, OrchestratorConfi
 
 @dataclass(frozen=True)
 class Claim:
-    """Who holds a run directory."""
+    """Who holds a run directory: a process of one boot of one host, by its last heartbeat in unix seconds."""
 
     pid: int
     started: int
     host: str
     boot: str
-    nonce: str
     heartbeat: float
 
     @property
     def id(self) -> ProcessId:
         """Meaningful on `host` alone."""
         return ProcessId(self.pid, self.started)
+
+    def is_of(self, other: "Claim") -> bool:
+        """Whether the same process made both."""
+        return replace(self, heartbeat=other.heartbeat) == other
 
 
 class Owner:
@@ -74,8 +75,7 @@ class Owner:
             output_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the output directory {output_dir}: {error.strerror}") from error
-        host, nonce = socket.gethostname(), uuid.uuid4().hex
-        self._claim = Claim(itself.pid, itself.started, host, boot_id(), nonce, time.time())
+        self._claim = Claim(itself.pid, itself.started, socket.gethostname(), boot_id(), time.time())
         with _locked(output_dir):
             other = read_claim(output_dir)
             if other is not None and is_held(other):
@@ -90,7 +90,7 @@ class Owner:
         if time.time() - self._claim.heartbeat < HEARTBEAT_SECONDS:
             return
         current = read_claim(self._output_dir)
-        if current is not None and current.nonce != self._claim.nonce:
+        if current is not None and not current.is_of(self._claim):
             raise UserError(f"{self._output_dir} was taken over by pid {current.pid} on {current.host}")
         self._claim = replace(self._claim, heartbeat=time.time())
         with unless_full():
@@ -101,14 +101,14 @@ class Owner:
 
     def __exit__(self, *exc: object) -> None:
         current = read_claim(self._output_dir)
-        if current is not None and current.nonce == self._claim.nonce:
+        if current is not None and current.is_of(self._claim):
             (self._output_dir / _OWNER).unlink()
         if self._made and not any(self._output_dir.iterdir()):  # bad input leaves nothing behind
             self._output_dir.rmdir()
 
 
 def results(output_dir: Path) -> list[str]:
-    """Name an earlier run's results that took work. A run that failed at its start left none."""
+    """Name an earlier run's results that took work. A run that failed before its first batch left none."""
     names = []
     for name in ("rollouts", "weights", "checkpoints", "recovery"):
         steps = {path.name for path in (output_dir / name).glob("step_*")}
@@ -117,26 +117,7 @@ def results(output_dir: Path) -> list[str]:
     metrics = [path for name in _OF_ONE_RUN for path in (output_dir / "metrics").glob(f"{name}.jsonl")]
     if any(path.stat().st_size for path in metrics):
         names.append("metrics")
-    return names or ([LEDGER] if _holds_episodes(output_dir / LEDGER) else [])
-
-
-def _holds_episodes(ledger: Path) -> bool:
-    """Whether the ledger has a finished episode. One that cannot be read counts as if it did."""
-    from prime_rl.orchestrator.ledger import open_copy  # imports numpy and pyarrow, which `--help` does not wait for
-
-    if not any(ledger.parent.glob(f"{ledger.name}*")):
-        return False
-    query = "SELECT 1 FROM episodes WHERE state IN ('finished', 'batched', 'trained') LIMIT 1"
-    try:
-        with open_copy(ledger) as db:
-            return db.execute(query).fetchone() is not None
-    except (UserError, OSError, sqlite3.Error):
-        return True
-
-
-def newest_steps(output_dir: Path) -> tuple[int, int]:
-    """Return the numbers of the run's newest batch and version."""
-    return newest_step(output_dir / "rollouts"), newest_step(output_dir / "weights")
+    return names
 
 
 def newest_step(parent: Path, steps_of: Callable[[Path], Sequence[int]] = list_steps) -> int:
@@ -247,43 +228,25 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-# -- benchmarks --------------------------------------------------------------------------------------------------------
-
-
-def bench_dir(output_dir: Path) -> Path:
-    """Return the directory of benchmarks, `bench/` in the run directory; one that is that directory itself stays.
-
-    Raises:
-        UserError: it holds a run.
-    """
-    directory = output_dir if output_dir.name == _BENCH else output_dir / _BENCH
-    if set(results(directory)) - {"metrics"}:  # benchmarks write these, too
-        raise UserError(
-            f"{directory} is the place of benchmarks, and holds a run: rename it, or choose another --output-dir"
-        )
-    return directory
-
-
-def separate_bench(config: Config, say: Callable[[str], None]) -> Config:
-    """Return the config of a benchmark of one process, or of all, which touches no run in `output_dir` or W&B.
+def as_benchmark(config: Config) -> Config:
+    """Return the config of a benchmark: an ordinary run in `bench/` of the run directory, which replaces the one before.
 
     Nothing is evaluated (no trainer commits what the server could be verified against); a whole run saves nothing and
-    resumes from nothing. `say` shows where the benchmark writes, unless that is the given directory.
+    resumes from nothing.
 
     Raises:
-        UserError: a run is in the way.
+        UserError: `bench/` holds a run that is none.
     """
-    directory = bench_dir(config.output_dir)
-    if directory != config.output_dir:
-        say(f"benchmark: what it writes goes to {directory}, no run is touched")
+    directory = config.output_dir if config.output_dir.name == _BENCH else config.output_dir / _BENCH
+    if set(results(directory)) - {"metrics"}:  # benchmarks write these, too
+        raise UserError(f"{directory} holds a run, not a benchmark: rename it, or choose another --output-dir")
     update: dict[str, Any] = {"output_dir": directory}
-    if isinstance(config, RLConfig):
-        update |= {"ckpt": None, "recover": False}
+    if isinstance(config, OrchestratorConfig):
+        update["eval"] = None
+    elif isinstance(config, RLConfig):
         sections = {"trainer": {"ckpt": None}, "orchestrator": {"ckpt": None, "eval": None}, "inference": {}}
         for name, more in sections.items():
             if (section := getattr(config, name)) is not None:
                 update[name] = section.model_copy(update={"output_dir": directory, **more})
-        return config.model_copy(update=update)
-    if (wandb := config.monitor.wandb) is not None:
-        update["monitor"] = config.monitor.model_copy(update={"wandb": wandb.model_copy(update={"id": None})})
-    return config.model_copy(update=update | ({"eval": None} if isinstance(config, OrchestratorConfig) else {}))
+        update |= {"ckpt": None, "recover": False}
+    return config.model_copy(update=update)

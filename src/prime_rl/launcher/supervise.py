@@ -1,7 +1,7 @@
 """Start the processes of a run, watch them, restart what fails, and stop them all together with everything below them.
 
-`Supervisor.run` is one loop over `SupervisedChild`, a process through all its incarnations. `stalled` decides from
-status files whether an incarnation has stalled, `RestartBudget` limits restarts.
+`Supervisor.run` is one loop over `SupervisedChild`, a process through all its incarnations. `stall_reason` decides from
+status files whether an incarnation has stalled.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from prime_rl.config import RLConfig, child_env
 from prime_rl.launcher.plan import RECOVER, ProcessSpec
-from prime_rl.launcher.rundir import forget_status, newest_steps
+from prime_rl.launcher.rundir import forget_status, newest_step
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, say_for, unless_full
@@ -32,12 +32,10 @@ _DRAIN_SECONDS = 300.0
 _STOP_SECONDS = 15.0
 _ECHO_SECONDS = 0.5
 _MAX_LOOK_SECONDS = 2.5  # a longer gap was the launcher's own: a SIGSTOP, a laptop that slept, a clock that was set
-_BUDGET_WINDOW_SECONDS = 3600.0
 _MAX_BACKOFF_SECONDS = 60.0
 _BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 1 << 16
-_INTERRUPTED_RANK = re.compile(rf"\s*exitcode\s*: -{signal.SIGINT.value}\b")  # in torchrun's report
 _ERROR_LINE = re.compile(r"(\w+: )?error: ")  # `error: …`, or `trainer: error: …` of a bad configuration
 
 
@@ -63,7 +61,7 @@ class RestartPolicy:
     """When a process counts as stalled, and how often it is restarted. Times in seconds.
 
     Args:
-        max_restarts: Of one process within an hour, and while the run gets no further. 0: any failure ends the run.
+        max_restarts: Of one process while the run gets no further. 0: any failure ends the run.
         backoff: Before the first restart; doubled with each further one, up to a minute.
         heartbeat_timeout: Without a heartbeat.
         stall_timeout: Without progress, while it waits for nobody.
@@ -75,54 +73,17 @@ class RestartPolicy:
     stall_timeout: float = 1800.0
 
 
-class RestartBudget:
-    """Limit the restarts of one process: those within an hour, and all since the run last got further than ever.
-
-    A fault that comes back at the same place is not mended by restarting, however far apart the restarts are.
-    """
-
-    def __init__(self, policy: RestartPolicy, furthest: tuple[int, ...] = (-1, -1)) -> None:
-        """`furthest`: the newest steps of the run, in independent counts."""
-        self.policy, self._furthest = policy, furthest
-        self._restarts: list[tuple[float, tuple[int, ...]]] = []  # when, and how far the run had come
-
-    def ask(self, now: float, newest: Sequence[int] = (-1, -1)) -> tuple[int, float] | None:
-        """Grant one more restart, which then counts: its number, and the seconds to wait before it; None: refused."""
-        self._furthest = tuple(map(max, newest, self._furthest))
-        self._restarts = [
-            (then, reached)
-            for then, reached in self._restarts
-            if now - then < _BUDGET_WINDOW_SECONDS or reached == self._furthest
-        ]
-        if len(self._restarts) >= self.policy.max_restarts:
-            return None
-        self._restarts.append((now, self._furthest))
-        number = len(self._restarts)
-        return number, backoff_seconds(number, self.policy.backoff, _MAX_BACKOFF_SECONDS)
-
-
-def stalled(
-    name: str, statuses: Mapping[str, ProcessStatus], policy: RestartPolicy, now: float, since: float, service: bool
+def stall_reason(
+    key: str, status: ProcessStatus, policy: RestartPolicy, now: float, since: float, service: bool
 ) -> str | None:
-    """Return why a process of this host counts as stalled, in words that follow its name; None where it does not.
+    """Return why a process or rank counts as stalled, in words that follow its name; None where it does not.
 
     Args:
-        statuses: Those of all processes, by name; `trainer.1` is rank 1 of the trainer.
+        key: Its name; `trainer.1` is rank 1 of the trainer.
         now: Unix seconds.
         since: What lies before counts for nothing: its start, or when the host woke up or its clock was set.
         service: It makes no progress without requests.
     """
-    own = {key: status for key, status in statuses.items() if key.partition(".")[0] == name}
-    if name not in own and not service and now - since > policy.stall_timeout:
-        return f"has not reported within {policy.stall_timeout:.0f} s"
-    reasons = (stall_reason(key, status, policy, now, since, service) for key, status in own.items())
-    return next(filter(None, reasons), None)
-
-
-def stall_reason(
-    key: str, status: ProcessStatus, policy: RestartPolicy, now: float, since: float, service: bool
-) -> str | None:
-    """Judge the status of one process or rank by the rules of `stalled`."""
     silent, rank, wait = now - max(status.heartbeat, since), key.partition(".")[2], status.waiting
     if status.outcome is not None:  # the heartbeat ends with the last status; what is left to do is to exit
         late = not rank and silent > _BEATS_TO_EXIT * policy.heartbeat_timeout
@@ -131,13 +92,11 @@ def stall_reason(
         return None
     if silent > policy.heartbeat_timeout:
         return f"{f'rank {rank} ' if rank else ''}has given no sign of life for {silent:.0f} s"
-    if rank:  # rank 0 reports progress for all ranks
-        return None
     unchanged = now - max(status.progress if wait is None else wait.since, since)
+    if rank or (service and (wait is not None or status.progress <= (status.ready or 0.0))):
+        return None  # rank 0 reports progress for all ranks, and an idle service none
     if service:
-        # One that reports its engine's answers as progress must go on with that.
-        answers = status.ready is not None and status.progress > status.ready and wait is None
-        mute = answers and unchanged > policy.heartbeat_timeout
+        mute = unchanged > policy.heartbeat_timeout  # it reports its engine's answers as progress
         return f"has had no answer from its engine for {unchanged:.0f} s" if mute else None
     if wait is None:
         where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
@@ -150,9 +109,10 @@ def stall_reason(
 class SupervisedChild:
     """A process through all its incarnations, whose output is appended to one log. Times: see `Supervisor`."""
 
-    def __init__(self, spec: ProcessSpec, budget: RestartBudget) -> None:
-        self.spec, self.server, self.budget = spec, spec.server, budget
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec, self.server = spec, spec.server
         self.name, self.is_job = spec.name, spec.server is None
+        self.restarts, self.furthest = 0, (-1, -1)  # restarts since the run was this far
         self.state, self.due, self.was_ready = ChildState.PENDING, 0.0, False
         self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
 
@@ -228,8 +188,7 @@ class Supervisor:
         self._output_dir, self._environ = output_dir, environ
         self._say, self._tick, self._drained = say, tick, drained
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
-        furthest = newest_steps(output_dir)
-        self._children = {spec.name: SupervisedChild(spec, RestartBudget(self._policy, furthest)) for spec in processes}
+        self._children = {spec.name: SupervisedChild(spec) for spec in processes}
         self._now = 0.0  # seconds in which the launcher was looking
         self._next_look = 0.0
         self._interrupts = 0
@@ -272,17 +231,15 @@ class Supervisor:
             for child in self._children.values():
                 if child.running and abs(gap) > _MAX_LOOK_SECONDS:
                     child.watched_since = last  # perhaps it was suspended together with us
-                if child.state is ChildState.PENDING and self._now >= child.due and self._may_start(child.spec):
+                awaited = [self._children[name] for name in child.spec.after_ready]
+                # A server that never serves ends the run, or is stopped.
+                may_start = all(other.was_ready or other.state is ChildState.ENDED for other in awaited)
+                if child.state is ChildState.PENDING and self._now >= child.due and may_start:
                     child.start(lifeline, self._environ, self._now)
             if (outcome := self._look()) is not None:
                 return outcome
             self._tick()
             time.sleep(_POLL_SECONDS)
-
-    def _may_start(self, spec: ProcessSpec) -> bool:
-        awaited = [self._children[name] for name in spec.after_ready]
-        # A server that never serves ends the run, or is stopped.
-        return all(child.was_ready or child.state is ChildState.ENDED for child in awaited)
 
     def _look(self) -> RunOutcome | None:
         """Look at every process once; return the outcome once there is one."""
@@ -348,24 +305,42 @@ class Supervisor:
         now, statuses = time.time(), read_status(self._output_dir)  # a slow file system makes nobody late
         for child in self._running():
             self._note_ready(child, statuses)
-            reason = stalled(child.name, statuses, self._policy, now, child.watched_since, not child.is_job)
-            timeout = math.inf if child.server is None else child.server.ready_timeout
-            if child.state is ChildState.STARTING and self._now - child.began > timeout:
-                reason = f"is not ready after {timeout:.0f} s"
+            reason = self._stall_reason(child, statuses, now)
             if reason is not None:
                 self._reap(child)
                 # A server that was never ready, in all the time it may take, will not be.
                 yield child, reason, not child.is_job and not child.was_ready
 
+    def _stall_reason(self, child: SupervisedChild, statuses: Mapping[str, ProcessStatus], now: float) -> str | None:
+        timeout = self._policy.stall_timeout if child.server is None else child.server.ready_timeout
+        if child.server is not None and child.state is ChildState.STARTING and self._now - child.began > timeout:
+            return f"is not ready after {timeout:.0f} s"
+        if child.is_job and child.name not in statuses and now - child.watched_since > timeout:
+            return f"has not reported within {timeout:.0f} s"
+        own = {key: status for key, status in statuses.items() if key.partition(".")[0] == child.name}
+        reasons = (
+            stall_reason(key, status, self._policy, now, child.watched_since, not child.is_job)
+            for key, status in own.items()
+        )
+        return next(filter(None, reasons), None)
+
     def _restart(self, child: SupervisedChild, reason: str, final: bool) -> bool:
-        """Schedule a restart where it may help; return whether the run goes on."""
+        """Schedule a restart where it may help; return whether the run goes on.
+
+        A fault that comes back at the same place is not mended by restarting: `max_restarts` counts those since the run
+        last got further, by its newest batch and version.
+        """
         name, most, words = child.name, self._policy.max_restarts, child.last_words()
-        grant = None if final else child.budget.ask(self._now, newest_steps(self._output_dir))
-        if grant is None:
+        rollouts, weights = (newest_step(self._output_dir / room) for room in ("rollouts", "weights"))
+        furthest = (max(rollouts, child.furthest[0]), max(weights, child.furthest[1]))
+        child.restarts = 1 + (child.restarts if furthest == child.furthest else 0)
+        child.furthest = furthest
+        if final or child.restarts > most:
             self._report(child, reason)
             if most and not final:
-                counted = "within an hour or without the run getting any further"
-                self._say(f"error: {name} was started again {most} times {counted}: giving up")
+                self._say(
+                    f"error: {name} was started again {most} times without the run getting any further: giving up"
+                )
             others = [
                 each.name for each in self._children.values() if each.server and each.state is not ChildState.ENDED
             ]
@@ -373,7 +348,7 @@ class Supervisor:
             if goes_on:
                 self._say(f"the run goes on without {name}, on {', '.join(others)}")
             return goes_on
-        number, seconds = grant
+        seconds = backoff_seconds(child.restarts, self._policy.backoff, _MAX_BACKOFF_SECONDS)
         recover = child.was_ready and child.is_job
         child.state, child.due = ChildState.PENDING, self._now + seconds
         child.options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
@@ -382,11 +357,9 @@ class Supervisor:
             reason += f" ({words[-1].strip()})"
         self._say(
             f"{name} {reason}: starting it again in {seconds:g} s "
-            f"(restart {number} of at most {most} an hour{', recovering' if recover else ''})"
+            f"(restart {child.restarts} of at most {most} in a row{', recovering' if recover else ''})"
         )
-        # Unix seconds, the wait before the restart, and how long the incarnation lived.
-        times = {"time": time.time(), "after": seconds, "lived": self._now - child.began}
-        row = {"process": name, "reason": reason, "number": number, "recover": recover, **times}
+        row = {"process": name, "reason": reason, "number": child.restarts, "recover": recover, "time": time.time()}
         with unless_full(), (self._output_dir / "logs" / RESTARTS).open("a") as file:
             file.write(json.dumps(row) + "\n")
         return True
@@ -413,9 +386,8 @@ class Supervisor:
                     child.interrupt()
         for child, status in self._reap_ended():
             reason = describe_exit(status)
-            # A rank that was still importing dies of the signal that asks it to stop.
-            stopped = status in (0, -signal.SIGINT, 128 + signal.SIGINT)
-            stopped |= any(map(_INTERRUPTED_RANK.match, child.last_words()))
+            # What was still importing dies of the signal that asks it to stop, torchrun with a status of its own.
+            stopped = status in (0, -signal.SIGINT, 128 + signal.SIGINT) or not child.was_ready
             if child.is_job:
                 say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {reason}")
             if not child.is_job or not stopped:
@@ -443,3 +415,5 @@ class Supervisor:
             )  # fmt: skip
         for child in running:
             self._reap(child)
+            if child.is_job and self._interrupts:
+                say_for(self._output_dir, child.name, "stopped")

@@ -19,8 +19,8 @@ Row = Mapping[str, float]
 
 FULL = 0.8  # of the time: a side that is busy for so long waits for nothing that matters
 NOTABLE = 0.1  # of the time: a wait shorter than this limits nothing
-STEPS = 8  # of a running judgement; even, as steps may come in pairs
-_KEPT = 16  # times as many rows: one side is ahead of the other, or goes back to a recovery checkpoint
+STEPS = 100  # the last ones, which are judged
+_KEPT = 200  # rows: one side is ahead of the other, or goes back to a recovery checkpoint
 
 
 class LimitName(StrEnum):
@@ -145,41 +145,43 @@ def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | N
 
 
 class LimitWatch:
-    """Follow the metrics of a run: rows of both sides by step that were written `since`, in unix seconds.
+    """Follow the metrics of a run: rows of both sides by step.
 
-    What comes late (the time to save) adds to its step's row. `steps`: how many of the last ones are judged.
+    What comes late (the time to save) adds to its step's row. `since`: unix seconds; steps before count for nothing.
     """
 
-    def __init__(self, output_dir: Path, steps: int = STEPS, since: float = 0.0) -> None:
-        self._output_dir, self._steps, self._since = output_dir, steps, since
+    def __init__(self, output_dir: Path, since: float = 0.0) -> None:
+        self._output_dir, self._since = output_dir, since
         self.rows: dict[str, dict[int, dict[str, float]]] = {"orchestrator": {}, "trainer": {}}
         self._tails = {process: Tail(metrics_path(output_dir, process)) for process in self.rows}
 
     def read(self) -> Sequence[tuple[str, Row]]:
         """Take in the rows that were added; return them, each with its process."""
-        tails = self._tails.items()
-        added = [(process, row) for process, tail in tails for row in tail.read() if row["time"] >= self._since]
+        added = [(process, row) for process, tail in self._tails.items() for row in tail.read()]
         for process, row in added:
             step = int(row["step"])
             self.rows[process].setdefault(step, {}).update(row)
-            self.rows[process].pop(step - _KEPT * self._steps, None)
+            self.rows[process].pop(step - _KEPT, None)
         return added
 
     def shares(self) -> Shares | None:
-        """Of the last steps that both sides made; None before two were.
+        """Return the shares of the last `STEPS` steps that both sides made; None before there are any.
 
-        Steps at which a trainer began include its start-up, and are left out, as the very first is.
+        A step at which a trainer began includes its start-up and is left out, as the very first is.
         """
         starts: set[int] = set()
         with suppress(CommitError):  # the trainer reports it
             starts.update(read_incarnations(self._output_dir).values())
         orchestrator, trainer = self.rows["orchestrator"], self.rows["trainer"]
-        made = sorted(orchestrator.keys() & trainer.keys())[1:]
-        steps = [step for step in made if step not in starts][-self._steps :]
+        made = [step for step in sorted(orchestrator.keys() & trainer.keys()) if self._is_new(step)][1:]
+        steps = [step for step in made if step not in starts][-STEPS:]
         return shares_of([orchestrator[step] for step in steps], [trainer[step] for step in steps])
 
+    def _is_new(self, step: int) -> bool:
+        return all(rows[step]["time"] >= self._since for rows in self.rows.values())
+
     def look(self) -> Limit | None:
-        """What limits the run now; None where too few steps were made to say."""
+        """Return what limits the run now; None where too few steps were made to say."""
         self.read()
         shares = self.shares()
         return None if shares is None else limit_of(shares)

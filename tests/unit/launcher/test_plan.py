@@ -104,12 +104,13 @@ def test_one_gpu_trains_and_serves() -> None:
 
 
 @pytest.mark.parametrize(("share", "cache", "utilization"), [(True, 11.6, 0.2), (False, 31.6, 0.45)])
-def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: float, utilization: float) -> None:
-    """Each gets half of the memory, and all start at once. The second leaves the ports after the first one's to others."""
-    made = planned(2 - share, gib=80.0, model=ModelSize(1.2, sequence=4.0), share_gpus=share)
+def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float) -> None:
+    """Each gets half of the memory, and all start at once."""
+    own = {"share_gpus": True} if share else {"inference_gpus": 1}
+    made = planned(2 - share, gib=80.0, model=ModelSize(1.2, sequence=4.0), inference_servers=2, **own)
     trains = ("0",) if share else ("1",)
     assert gpus_of(made) == {"inference": ("0",), "inference-1": ("0",), "trainer": trains, "orchestrator": ()}
-    assert [server.url for server in made.servers] == ["http://localhost:8000", "http://localhost:9000"]
+    assert [server.url for server in made.servers] == ["http://localhost:8000", "http://localhost:8001"]
     assert not any(process.after_ready for process in made.processes)
     for name in ("inference", "inference-1"):
         assert section(made, name).gpu_memory_utilization == pytest.approx(utilization)
@@ -119,31 +120,25 @@ def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: floa
 @pytest.mark.parametrize(
     "given",
     [
-        {"model": ModelSize(8.0)},
         {"model": None},
         {"model": ModelSize(1.2, sequence=40.0)},
-        {"cores": 7},
         {"inference": {"model": {"dtype": "float32"}}},
-        {"inference": {"server": {"port": 65000}}},
         {"inference": {"quantization": "fp8"}},
-        {"inference": {"kv_cache_gib": 70.0}},
         {"inference": {"gpu_memory_utilization": 0.1}},
-        {"inference": {"deterministic": True}},
         {"inference": {"vllm": {"kv-cache-memory-bytes": 1}}},
-        {"inference": {"vllm": {"max-num-seqs": 64}}},
-        {"inference_servers": 1},
     ],
 )
-def test_one_server_a_gpu(given: Settings) -> None:
-    """Where another would not fit, nobody knows whether it would, it would gain nothing, or one was asked for."""
-    assert len(planned(2, **{"gib": 80.0, "model": ModelSize(1.2), **given}).servers) == 1
+def test_two_servers_whose_memory_is_not_known(given: Settings) -> None:
+    """Where they would not fit, or nobody knows whether they would, the cache has to be given."""
+    with pytest.raises(UserError, match=r"2 servers on a GPU .* give inference.kv_cache_gib"):
+        planned(2, **{"gib": 80.0, "model": ModelSize(1.2), "inference_servers": 2, "inference_gpus": 1, **given})
 
 
 @pytest.mark.parametrize(
     ("weights", "inference", "share"),
     [
         (7.7, {}, 1 - 12.7 / 80),
-        (1.2, {"deterministic": True}, None),
+        (1.2, {}, None),
         (40.0, {}, None),
         (7.7, {"gpu_memory_utilization": 0.9}, 0.9),
         (7.7, {"vllm": {"gpu-memory-utilization": 0.9}}, None),
@@ -157,7 +152,6 @@ def test_a_server_leaves_room_to_stage_a_version(weights: float, inference: Sett
 
 SPREAD = {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_address": "h"}
 HALF = {"gpu_memory_utilization": 0.5}
-ON_ONE = {"inference_servers": 3, "inference_gpus": 1}
 
 
 @pytest.mark.parametrize(
@@ -178,8 +172,7 @@ ON_ONE = {"inference_servers": 3, "inference_gpus": 1}
         (0, {"device": "cuda"}, {"environ": {"CUDA_VISIBLE_DEVICES": ""}}, "CUDA_VISIBLE_DEVICES is ''"),
         (1, {}, {}, "one GPU can do both: --share-gpus"),
         # Not enough memory, or nobody knows.
-        (2, {}, ON_ONE, r"3 servers on a GPU .* give inference.kv_cache_gib"),
-        (1, HALF, {"share_gpus": True, "gib": 8.0}, r"of 8.0 GiB the server takes 50% = 4.0 .* leaves 0.0"),
+        (1, HALF, {"share_gpus": True, "gib": 8.0}, r"of 8.0 GiB the server takes 50% .* leaves 0.0"),
         (1, {}, {"share_gpus": True}, "give trainer.model.memory_limit"),
         (2, {}, {"share_gpus": True, "trainer_gpus": 2}, "as many GPUs must train as serve, not 2 and 1"),
         (0, {}, {"share_gpus": True}, "as many GPUs must train as serve, not 0 and 0"),

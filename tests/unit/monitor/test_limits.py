@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.launcher.console import StepLines, summary
-from prime_rl.launcher.doctor import Facts, ProcessState, RunState, examination
+from prime_rl.launcher import doctor
+from prime_rl.launcher.console import Console
 from prime_rl.monitor.limits import FULL, LimitName, LimitWatch, Shares, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.incarnations import open_incarnation
@@ -123,9 +123,9 @@ def test_nothing_is_said_without_times(tmp_path: Path) -> None:
     assert LimitWatch(tmp_path).look() is None
 
 
-def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began(tmp_path: Path) -> None:
-    """Contract: a judgement follows the run, short ones too; what comes late is of its step; starts are nobody's wait."""
-    watch = LimitWatch(tmp_path, steps=2)
+def test_steps_are_judged_without_those_at_which_a_trainer_began(tmp_path: Path) -> None:
+    """Contract: what comes late is of its step; the first step, starts, and what was before count for nothing."""
+    watch = LimitWatch(tmp_path, since=0.0)
     for step, waited in enumerate([9.0, 6.0, 0.0, 9.9, 5.0]):
         orchestrator, trainer = rows(wait_for_batch=waited)
         add(tmp_path, "orchestrator", {"step": step, **orchestrator})
@@ -134,38 +134,28 @@ def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began(tmp_pa
             watch.read()
             assert (found := watch.shares()) is not None
             assert found.waited == pytest.approx(0.6)
-    watch.read()
     for start in (0, 3):
         open_incarnation(tmp_path, start)
+    watch.read()
     assert (found := watch.shares()) is not None
-    assert (found.waited, found.saved) == (pytest.approx(0.25), pytest.approx(0.1))
+    assert (found.waited, found.saved) == (pytest.approx(11 / 30), pytest.approx(0.1))
+    assert LimitWatch(tmp_path, since=1.0).look() is None
 
 
-def write(root: Path, steps: int, **seconds: float) -> None:
-    for process, row in zip(("orchestrator", "trainer"), rows(**seconds), strict=True):
-        add(root, process, *({"step": step, "time": 100.0 + step, "loss/mean": 0.0, **row} for step in range(steps)))
-
-
-def test_console_metrics_and_doctor_name_the_same(tmp_path: Path) -> None:
-    """Contract: one rule, one window, whoever asks."""
-    steps, watch = StepLines(tmp_path, 3), LimitWatch(tmp_path)
-    write(tmp_path, 3, wait_for_batch=7.0, idle=1.0, read_batch=0.5)
+def test_console_metrics_and_doctor_name_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contract: one rule, one window, whoever asks: a step's line, the end of the run, `rl doctor`, the metrics."""
+    console, watch = Console(tmp_path, 3), LimitWatch(tmp_path)
+    for process, row in zip(
+        ("orchestrator", "trainer"), rows(wait_for_batch=7.0, idle=1.0, read_batch=0.5), strict=True
+    ):
+        times = ({"step": step, "time": 2e9 + 100.0 * step, "loss/mean": 0.0} for step in range(3))
+        add(tmp_path, process, *({**each, **row} for each in times))
     words = "limited by generation (trainer waits 70%)"
     assert str(watch.look()) == words
-    assert steps.new_lines()[-1].endswith("| limited by generation | ETA 0:00")
-    assert summary(tmp_path, since=0.0)[-1] == words
-    facts = Facts(2.0, ProcessState.ABSENT, {})
-    told = examination(tmp_path, facts, RunState.FINISHED, "the run has finished")
-    assert f"{'speed':<15}{words}" in told
+    assert console.step_lines()[-1].endswith("| limited by generation | ETA 0:00")
+    assert console.summary()[1:] == [
+        "trainer: computes 30%, waits for batches 65%; engines: sample 90%, load weights 0%, idle 10%", words
+    ]  # fmt: skip
+    doctor.examine(tmp_path)
+    assert f"{'speed':<15}{words}" in capsys.readouterr().out
     assert LimitName.GENERATION.metric == "limit/generation"
-
-
-def test_the_end_of_a_run_says_where_its_time_went(tmp_path: Path) -> None:
-    """Contract: of all steps since the launcher began but the first, not of the last few."""
-    write(tmp_path, 20)
-    write(tmp_path, 10, wait_for_batch=6.0, idle=3.0, update_pause=0.5)
-    assert summary(tmp_path, since=50.0) == [
-        "time, start: 40 s; trainer: computes 72%, waits for batches 28%; engines: sample 83%, load weights 2%, idle 14%",
-        "limited by generation (trainer waits 28%)",
-    ]
-    assert summary(tmp_path, since=118.5) == ["time, start: 0 s"], "one step, which waited for the start"
