@@ -17,7 +17,8 @@ from prime_rl.transport.commit import CommitError, list_steps, read_manifest, ve
 from prime_rl.transport.weights import verify_weights, version_hash, weights_manifest
 
 REASONS = {"stale", "filtered", "errored", "truncated", "cancelled", "timeout"}
-_TIMED = ("time/", "perf/", "limit/", "workers/cpu")
+# Not compared: times, and what is counted since the last step or the last start of the orchestrator.
+_TIMED = ("time/", "perf/", "limit/", "workers/cpu", "errors/", "off_policy/dropped", "made/", "turned_away/")
 
 
 def problems(
@@ -122,23 +123,18 @@ def _ledger(run: Path, max_steps: int) -> Iterator[str]:
         return
     with open_ledger(run) as database:
         issued = dict(database.execute("SELECT env, count FROM issued"))
-        columns = "env, id, e.state, reason, e.step"
-        joined = f"SELECT {columns} FROM episodes e JOIN groups g ON g.number = e.group_number"
-        rows = database.execute(joined).fetchall()
-        carried = database.execute("SELECT SUM(count) FROM carried").fetchone()[0] or 0
+        rows = database.execute("SELECT id, state, reason, step FROM outcomes").fetchall()
         stored = database.execute("SELECT COUNT(*) FROM results").fetchone()[0]
-    if sum(issued.values()) != len(rows) + carried:
-        yield f"the ledger counts {issued} issued episodes and tells of {len(rows)} + {carried}"
-    if open_rows := sorted(f"{id_} {state}" for _, id_, state, _, _ in rows if state not in ("trained", "dropped")):
+    if sum(issued.values()) != len(rows):
+        yield f"the ledger counts {issued} issued episodes and tells of {len(rows)}"
+    if open_rows := sorted(f"{id_} {state}" for id_, state, _, _ in rows if state not in ("trained", "dropped")):
         yield f"the ledger has episodes that did not end: {open_rows}"
-    if odd := sorted({str(reason) for _, _, state, reason, _ in rows if state == "dropped"} - REASONS):
+    if odd := sorted({str(reason) for _, state, reason, _ in rows if state == "dropped"} - REASONS):
         yield f"the ledger has drops for {odd}"
     if stored:
         yield f"the ledger still holds the tokens of {stored} episodes"
-    if carried:
-        yield f"{carried} episodes are known by number only"
     for step in range(max_steps):
-        told = {id_ for _, id_, state, _, at in rows if state == "trained" and at == step}
+        told = {id_ for id_, state, _, at in rows if state == "trained" and at == step}
         try:
             trained = {
                 name.rpartition(".")[0] for name in read_manifest(run / "rollouts" / f"step_{step}").extra["samples"]
@@ -155,7 +151,7 @@ def account(run: Path) -> dict[str, int]:
         return {}
     with open_ledger(run) as database:
         issued = database.execute("SELECT SUM(count) FROM issued").fetchone()[0]
-        ended = "SELECT state || COALESCE(': ' || reason, ''), COUNT(*) FROM episodes GROUP BY 1 ORDER BY 1"
+        ended = "SELECT state || IIF(reason = '', '', ': ' || reason), COUNT(*) FROM outcomes GROUP BY 1 ORDER BY 1"
         return {"issued": issued, **dict(database.execute(ended).fetchall())}
 
 

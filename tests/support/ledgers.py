@@ -50,7 +50,7 @@ class ScriptedLedger(Ledger):
         self.record(Dropped(start_of(episode), Drop(reason), detail, retried))
 
     def discarded(self, group: int) -> None:
-        self.record(Discarded(group, 0, Drop.FILTERED, ""))
+        self.record(Discarded(group, Drop.FILTERED, ""))
 
     def batched(
         self, step: int, trained: list[str], filtered: list[str], truncated: list[str], groups: list[int]
@@ -97,16 +97,14 @@ def finish_group(ledger: ScriptedLedger, number: int, size: int = 2, env: str = 
     return names
 
 
-def commit(
-    ledger: ScriptedLedger, rollouts: Path, step: int, trained: list[str], filtered: list[str], groups: list[int]
-) -> None:
+def commit(rollouts: Path, step: int, trained: list[str], filtered: list[str], groups: list[int]) -> None:
     """Commit a batch of the ledger's episodes without telling the ledger: what a crash right after the rename leaves."""
     event = Batched(step, tasks(groups), trained, filtered)
     samples = [
         Sample(f"{name}.0", "g", "t", "reverse-text", [0], [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], 1.0, 0.5)
         for name in trained
     ]
-    write_batch(rollouts, step, samples, batch_extra(event, ledger.counts().after(event)))
+    write_batch(rollouts, step, samples, batch_extra(event))
 
 
 def stored_counts(path: Path) -> Counts:

@@ -68,7 +68,7 @@ class Counted(Scheduler[Any]):
             case Dropped(start, reason):
                 self.open.get(start.group, set()).discard(start.episode)
                 self.dropped[reason] += 1
-            case Discarded(group, _, reason, detail):
+            case Discarded(group, reason, detail):
                 self.dropped[reason] += len(self.open.pop(group, ()))
                 self.discards.append((group, str(reason), detail))
                 self.standing = [number for number in self.standing if number != group]
@@ -231,7 +231,7 @@ class World:
             if self.crashed():
                 return
             state = OrchestratorState(batch.step + 1, groups_opened=self.scheduler.groups_opened)
-            extra = batch_extra(batched, self.ledger.counts().after(batched)) | {"state": asdict(state)}
+            extra = batch_extra(batched) | {"state": asdict(state)}
             place = self.directory / "rollouts" / f"step_{batch.step}"
             with stage(place, step=batch.step, producer="orchestrator", extra=extra):
                 pass

@@ -14,7 +14,7 @@ from prime_rl.fleet.client import Served
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import status_path
 from prime_rl.orchestrator.checkpoint import JointCheckpoints, OrchestratorState
-from prime_rl.orchestrator.ledger import Counts, batch_extra
+from prime_rl.orchestrator.ledger import batch_extra
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.scheduler import Batched, Task
 from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
@@ -172,9 +172,8 @@ class World:
 def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0, **extra: object) -> None:
     """The batch of `step`, with the two episodes of group `step` in it, as the orchestrator commits one."""
     batched = Batched(step, {step: Task("env", 0, "task")}, [f"{step}.0.0", f"{step}.1.0"], [])
-    counts = Counts(issued=2 * (step + 1), finished=2, batched=2 * step)
     state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened)
-    told = {**batch_extra(batched, counts), "state": asdict(state), **extra}
+    told = {**batch_extra(batched), "state": asdict(state), **extra}
     with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):
         pass
 

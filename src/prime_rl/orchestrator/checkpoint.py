@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 PART: checkpoints.Part = "orchestrator"
 STATE_FILE = "state.json"
-# Written by earlier releases; the ledger has them.
-_OBSOLETE = ("environments", "discards", "ledger", "open_groups", "open_tasks")
 
 
 @dataclass(frozen=True)
@@ -152,17 +150,6 @@ def read_part(root: Path, step: int) -> OrchestratorState:
         raise UserError(f"cannot resume from step {step}: {error}") from error
 
 
-def missing_rows(rollouts: Path, logged: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-    """Read the metrics of committed batches that a crash kept from being logged, by step.
-
-    Args:
-        logged: The rows of `metrics/orchestrator.jsonl` by step. One without `reward/mean` holds an evaluation only.
-    """
-    missing = [step for step in list_steps(rollouts) if "reward/mean" not in logged.get(step, {})]
-    rows = {step: read_manifest(rollouts / f"step_{step}").extra.get("metrics") for step in missing}
-    return {step: metrics for step, metrics in rows.items() if metrics}
-
-
 class JointCheckpoints:
     """The orchestrator owns the joint manifest: it adds its part to the trainer's, joins the two, removes what is not kept."""
 
@@ -227,7 +214,7 @@ def _state(data: object, path: Path) -> OrchestratorState:
     if not isinstance(data, dict):
         raise CommitError(f"{path} contains no orchestrator state: another version wrote it")
     try:
-        return OrchestratorState(**{name: value for name, value in data.items() if name not in _OBSOLETE})
+        return OrchestratorState(**data)
     except TypeError as error:
         raise CommitError(
             f"{path} has a state of the orchestrator that this version does not know ({error})"

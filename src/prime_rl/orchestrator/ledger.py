@@ -14,15 +14,13 @@ it safe on network file systems.
 import itertools
 import sqlite3
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
-import numpy as np
 from loguru import logger
 
 from prime_rl import faults
@@ -55,78 +53,57 @@ from prime_rl.transport.commit import (
     read_manifest,
     write_atomically,
 )
-from prime_rl.transport.rollouts import as_array
 from prime_rl.transport.settings import LEDGER, suggestions
 
-FORMAT = 1
+FORMAT = 2
 _BUSY_SECONDS = 10.0
 _FAULT = "episodes are lost or counted twice, so the run stops (a fault of prime-rl)"
 
-# 16 KiB pages: tokens of an episode lie in few overflow pages. The partial index holds only what is not trained yet.
-# `life` is the trainer's incarnation; `issued` counts independently of the rows, as a cross-check; `carried` holds
-# counts without rows, in ledgers that an earlier release rebuilt.
+# 16 KiB pages: tokens of an episode lie in few overflow pages. `issued` counts independently of the rows, as a
+# cross-check. `version` is the newest version of the trainer: batches of earlier steps are trained.
 _SCHEMA = f"""
 PRAGMA page_size = 16384;
 BEGIN;
 CREATE TABLE meta (key TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
 CREATE TABLE issued (env TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE carried (
-    env TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL,
-    PRIMARY KEY (env, state, reason)
-) WITHOUT ROWID;
 CREATE TABLE groups (
     number INTEGER PRIMARY KEY, env TEXT NOT NULL, task_index INTEGER NOT NULL, task_id TEXT NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('open', 'batched', 'discarded')), step INTEGER
 );
 CREATE TABLE episodes (
     group_number INTEGER NOT NULL, number INTEGER NOT NULL, attempt INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'batched', 'trained', 'dropped')),
-    reason TEXT, detail TEXT NOT NULL, retried INTEGER NOT NULL, step INTEGER,
-    version INTEGER, life INTEGER, first INTEGER, last INTEGER,
-    reward REAL, tokens INTEGER, output_tokens INTEGER, is_truncated INTEGER,
+    state TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'batched', 'dropped')),
+    reason TEXT, detail TEXT NOT NULL DEFAULT '', retried INTEGER NOT NULL DEFAULT 0, step INTEGER,
+    version INTEGER, incarnation INTEGER, first INTEGER, last INTEGER, reward REAL, output_tokens INTEGER,
     id TEXT GENERATED ALWAYS AS (group_number || '.' || number || '.' || attempt) VIRTUAL,
     PRIMARY KEY (group_number, number, attempt)
 ) WITHOUT ROWID;
-CREATE INDEX episodes_batched ON episodes (step) WHERE state = 'batched';
 CREATE TABLE results (id TEXT PRIMARY KEY, data BLOB NOT NULL);
+CREATE VIEW outcomes AS
+    SELECT env, id, IIF(
+        e.state = 'batched' AND e.step < (SELECT value FROM meta WHERE key = 'version'), 'trained', e.state
+    ) AS state, COALESCE(reason, '') AS reason, e.step, output_tokens, reward
+    FROM episodes e JOIN groups g ON g.number = group_number;
 INSERT INTO meta VALUES ('format', {FORMAT}), ('version', 0);
 COMMIT;
 """
-COUNTED = """
-    SELECT env, e.state, COALESCE(reason, '') AS reason, 1 AS count, output_tokens, reward
-    FROM episodes e JOIN groups g ON g.number = group_number
-    UNION ALL SELECT env, state, reason, count, NULL, NULL FROM carried"""
 _KEY = "group_number = ? AND number = ? AND attempt = ?"
 _OPEN_GROUP = "INTO groups VALUES (?, ?, ?, ?, 'open', NULL)"
-_CLOSE_GROUP = """
-    UPDATE groups SET state = ?, step = ? WHERE number = ? AND state = 'open' AND NOT EXISTS (
-        SELECT 1 FROM episodes WHERE group_number = groups.number AND episodes.state IN ('issued', 'finished')
-    )"""
 _ISSUE = """
-    INSERT OR IGNORE INTO episodes (group_number, number, attempt, state, detail, retried, version, life)
-    SELECT ?1, ?2, ?3, 'issued', '', 0, ?4, ?5
-    WHERE EXISTS (SELECT 1 FROM groups WHERE number = ?1 AND state = 'open') AND (?3 = 0 OR EXISTS (
-        SELECT 1 FROM episodes WHERE group_number = ?1 AND number = ?2 AND attempt = ?3 - 1 AND retried
-    ))"""
-_REISSUE = f"UPDATE episodes SET version = ?, life = ? WHERE {_KEY} AND state = 'issued'"
+    INSERT OR IGNORE INTO episodes (group_number, number, attempt, state, version, incarnation)
+    SELECT ?1, ?2, ?3, 'issued', ?4, ?5 WHERE EXISTS (SELECT 1 FROM groups WHERE number = ?1 AND state = 'open')"""
+_REISSUE = f"UPDATE episodes SET version = ?, incarnation = ? WHERE {_KEY} AND state = 'issued'"
 _COUNT_ISSUED = "INSERT INTO issued VALUES (?, 1) ON CONFLICT (env) DO UPDATE SET count = count + 1"
 _FINISH = f"""
-    UPDATE episodes SET state = 'finished', life = ?, first = ?, last = ?, reward = ?, tokens = ?, output_tokens = ?,
-        is_truncated = ?
+    UPDATE episodes SET state = 'finished', incarnation = ?, first = ?, last = ?, reward = ?, output_tokens = ?
     WHERE {_KEY} AND state = 'issued'"""
 # An episode that has ended needs neither its tokens nor its incarnation any more.
-_END = "UPDATE episodes SET state = ?, step = ?, reason = ?, detail = ?, retried = ?, life = NULL"
-_CANCEL = """
-    UPDATE episodes SET state = 'dropped', reason = 'cancelled', detail = ?, step = NULL, retried = 0, life = NULL"""
-_IN_BATCH = "state IN ('batched', 'trained') AND step = ?"
+_END = "UPDATE episodes SET state = ?, step = ?, reason = ?, detail = ?, retried = ?, incarnation = NULL"
 _OPEN_GROUPS = """
-    SELECT g.number, env, task_index, task_id, e.number, attempt, e.state, retried, version, life, first, last, data
+    SELECT g.number, env, task_index, task_id, e.number, attempt, e.state, retried, version, incarnation, first, last,
+        data
     FROM groups g LEFT JOIN episodes e ON e.group_number = g.number LEFT JOIN results r ON r.id = e.id
     WHERE g.state = 'open' ORDER BY g.number, e.number, attempt"""
-_DISCARDED = """
-    SELECT g.number, env, task_index, task_id, detail, reward FROM groups g JOIN episodes e ON e.group_number = g.number
-    WHERE g.state = 'discarded' AND g.step >= ? AND e.state = 'dropped' AND reason IN ('filtered', 'truncated')
-    ORDER BY g.number, e.number"""
 
 
 # -- counts and the records of batches ---------------------------------------------------------------------------------
@@ -134,7 +111,7 @@ _DISCARDED = """
 
 @dataclass
 class Counts:
-    """Counts of episodes (attempts: one that was retried counts once for each). Its fields are in the manifests."""
+    """Counts of episodes (attempts: one that was retried counts once for each)."""
 
     issued: int = 0
     in_flight: int = 0  # issued, not ended
@@ -148,60 +125,28 @@ class Counts:
         """Issued minus accounted-for episodes; 0 if none is lost or counted twice."""
         return self.issued - (self.trained + sum(self.dropped.values()) + self.in_flight + self.finished + self.batched)
 
-    def after(self, batch: Batched) -> "Counts":
-        """Return the counts once `batch` is committed."""
-        left_out = {Drop.FILTERED: len(batch.filtered), Drop.TRUNCATED: len(batch.truncated)}
-        return replace(
-            self,
-            finished=self.finished - len(batch.trained) - sum(left_out.values()),
-            batched=self.batched + len(batch.trained),
-            dropped=dict(Counter(self.dropped) + Counter({str(reason): count for reason, count in left_out.items()})),
-        )
-
 
 def read_counts(db: sqlite3.Connection) -> Counts:
     """Count all episodes: `issued` as counted when they were issued, the rest as the rows say."""
-    query = f"SELECT state, reason, SUM(count) FROM ({COUNTED}) GROUP BY 1, 2 ORDER BY 1, 2"
+    query = "SELECT state, reason, COUNT(*) FROM outcomes GROUP BY 1, 2 ORDER BY 1, 2"
     rows = {(state, reason): count for state, reason, count in db.execute(query)}
     (issued,) = db.execute("SELECT COALESCE(SUM(count), 0) FROM issued").fetchone()
-    in_flight, finished, batched, trained = (
-        rows.get((state, ""), 0) for state in ("issued", "finished", "batched", "trained")
-    )
+    states = {name: rows.get((name, ""), 0) for name in ("finished", "batched", "trained")}
     dropped = {reason: count for (state, reason), count in rows.items() if state == "dropped"}
-    return Counts(issued, in_flight, finished, batched, trained, dropped)
+    return Counts(issued, in_flight=rows.get(("issued", ""), 0), dropped=dropped, **states)
 
 
-# Committed batches, by step, and the counts with each; None: an earlier release wrote them.
-Batches = Sequence[tuple[Batched, Counts | None]]
-
-
-class DiscardedGroup(NamedTuple):
-    """A complete group that left without a batch: why, and the rewards of its finished episodes in their order."""
-
-    number: int
-    task: Task
-    reason: str
-    rewards: list[float]
-
-
-def batch_extra(event: Batched, counts: Counts) -> dict[str, Any]:
+def batch_extra(event: Batched) -> dict[str, Any]:
     """Make what the manifest of a batch must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it.
 
     Args:
         event: The batch, as it will be recorded once it is committed.
-        counts: Once it is.
     """
-    ledger = {
-        "trained": list(event.trained),
-        "filtered": list(event.filtered),
-        "truncated": list(event.truncated),
-        "groups": [[number, task.env, task.index, task.task_id] for number, task in event.groups.items()],
-        "account": asdict(counts),
-    }
-    return {"ledger": ledger | ({"details": dict(event.details)} if event.details else {})}
+    groups = [[number, task.env, task.index, task.task_id] for number, task in event.groups.items()]
+    return {"ledger": vars(event) | {"groups": groups}}
 
 
-def read_batches(rollouts: Path) -> Batches:
+def read_batches(rollouts: Path) -> list[Batched]:
     """Read what the manifests of all committed batches under `rollouts` say about episodes, by step.
 
     Raises:
@@ -213,10 +158,7 @@ def read_batches(rollouts: Path) -> Batches:
         try:
             data = read_manifest(directory).extra["ledger"]
             groups = {int(number): Task(str(env), int(index), str(name)) for number, env, index, name in data["groups"]}
-            trained, filtered, truncated = (list(data[name]) for name in ("trained", "filtered", "truncated"))
-            event = Batched(step, groups, trained, filtered, truncated, dict(data.get("details", {})))
-            counts = data["account"]
-            batches.append((event, Counts(**counts) if "issued" in counts else None))
+            batches.append(Batched(**{**data, "step": step, "groups": groups}))
         except CommitError as error:
             if directory.exists():  # else it was pruned since it was listed
                 raise UserError(f"{error}: move the directory away, or put back a good copy") from error
@@ -307,9 +249,8 @@ class Ledger:
             with self._transaction():
                 for event in events:
                     self._apply(event)
-                self._set_version(version)
+                self._store_version(version)
             del self._events[: len(events)]
-            self._stored_version = version
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -335,19 +276,18 @@ class Ledger:
                     self._change(event, _ISSUE, *start.key, start.version, incarnation)
                     self._update(_COUNT_ISSUED, start.task.env)
             case Finished(start, first, last, result, incarnation):
-                tokens = sum(len(sample.input_ids) for sample in result.samples)
-                lengths = tokens, output_tokens(result)
-                values = (incarnation, first, last, result.reward, *lengths, result.is_truncated)
+                values = (incarnation, first, last, result.reward, output_tokens(result))
                 self._change(event, _FINISH, *values, *start.key)
-                self._update("INSERT OR REPLACE INTO results VALUES (?, ?)", start.episode, pack_result(result))
+                data = msgpack.packb(pack_episode(result))
+                self._update("INSERT OR REPLACE INTO results VALUES (?, ?)", start.episode, data)
             case Dropped(start, reason, detail, retried):
                 unbatched = f"{_END} WHERE {_KEY} AND state IN ('issued', 'finished')"
                 self._change(event, unbatched, "dropped", None, reason, detail, retried, *start.key)
                 self._update("DELETE FROM results WHERE id = ?", start.episode)
-            case Discarded(group, step, reason, detail):
+            case Discarded(group, reason, detail):
                 of_group = f"{_END} WHERE group_number = ? AND state = 'finished'"
                 self._update(of_group, "dropped", None, reason, detail, False, group)
-                self._close_group(event, group, "discarded", step)
+                self._close_group(event, group, "discarded", None)
             case Batched(step, groups):
                 for name, (state, why) in _outcomes(event).items():
                     end = (state, None if why else step, why, event.details.get(name, ""), False)
@@ -363,15 +303,10 @@ class Ledger:
         if self._update(statement, *values) != 1:
             raise UserError(f"{_FAULT}: {event} does not follow what {self.path.name} holds")
 
-    def _close_group(self, event: Event, group: int, state: str, step: int) -> None:
-        self._change(event, _CLOSE_GROUP, state, step, group)
+    def _close_group(self, event: Event, group: int, state: str, step: int | None) -> None:
+        close = "UPDATE groups SET state = ?, step = ? WHERE number = ? AND state = 'open'"
+        self._change(event, close, state, step, group)
         self._update("DELETE FROM results WHERE id IN (SELECT id FROM episodes WHERE group_number = ?)", group)
-
-    def _set_version(self, version: int) -> None:
-        self._update("UPDATE meta SET value = ? WHERE key = 'version'", version)
-        self._update("UPDATE episodes SET state = 'trained' WHERE state = 'batched' AND step < ?", version)
-        if version < self._stored_version:
-            self._update("UPDATE episodes SET state = 'batched' WHERE state = 'trained' AND step >= ?", version)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -423,87 +358,63 @@ class Ledger:
                     if data is None:
                         raise UserError(_damaged(self.path, f"the tokens of episode {start.episode} are missing"))
                     slot.state = State.FINISHED
-                    group.finished.append(Finished(start, first, last, unpack_result(data), incarnation))
+                    group.finished.append(
+                        Finished(start, first, last, unpack_episode(msgpack.unpackb(data)), incarnation)
+                    )
                 elif retried:
                     slot.attempt += 1
                 else:
                     slot.state = State.FAILED
         return list(groups.values())
 
-    def discarded_groups(self, step: int) -> list[DiscardedGroup]:
-        """Read the complete groups that were discarded while `step` was collected, in the order of opening."""
-        groups: dict[int, DiscardedGroup] = {}
-        with _file_errors(self.path), self._lock:
-            for number, env, index, task_id, detail, reward in self._db.execute(_DISCARDED, (step,)):
-                group = groups.setdefault(number, DiscardedGroup(number, Task(env, index, task_id), detail, []))
-                group.rewards.append(reward)
-        return list(groups.values())
-
     # -- reconciling ---------------------------------------------------------------------------------------------------
 
-    def reconcile(self, batches: Batches, version: int, step: int) -> list[str]:
+    def reconcile(self, batches: Sequence[Batched], version: int) -> list[str]:
         """Make the ledger agree with the committed batches. Call it at start, before `open_groups`.
 
         Args:
-            batches: Records of all batches that stand in the run directory (`read_batches`), by step.
+            batches: All batches in the run directory (`read_batches`), by step.
             version: The newest committed version of the current lineage: steps below it are trained, later ones will
                 be trained again.
-            step: The step that is collected next; groups discarded while later ones were collected, whose batches are
-                gone, count for it.
 
         Returns:
             What had to be mended, for the log; empty when ledger and manifests agree.
         """
         mended: list[str] = []
         with self._lock, self._transaction():
-            query = "SELECT DISTINCT step FROM episodes WHERE state IN ('batched', 'trained')"
-            known = {known for (known,) in self._db.execute(query).fetchall()}
+            known = {step for (step,) in self._db.execute("SELECT step FROM groups WHERE state = 'batched'")}
             if batches and not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone():
                 mended.append("the ledger was lost: it counts no episodes but those of the batches that stand")
-            for batch, _ in batches:
-                trained = batch.step in known and batch.step < min(version, self._version)
-                if not trained and (count := self._bring_to(batch)):
-                    mended.append(f"step {batch.step} is committed: {count} episodes brought to what its manifest says")
-            for gone in sorted(known - {batch.step for batch, _ in batches}):
+            for batch in batches:
+                if batch.step not in known:
+                    self._adopt(batch)
+                    mended.append(f"step {batch.step} is committed: its {len(_outcomes(batch))} episodes are recorded")
+            for gone in sorted(known.difference(batch.step for batch in batches)):
                 if gone >= version:
-                    detail = f"the batch of step {gone} is gone"
-                    count = self._update(f"{_CANCEL} WHERE {_IN_BATCH}", detail, gone)
-                    mended.append(f"{detail}: {count} episodes of it are dropped")
-            self._update("UPDATE groups SET step = ?1 WHERE state = 'discarded' AND step > ?1", step)
-            self._set_version(version)
-        self._version = self._stored_version = version
+                    end = ("dropped", None, Drop.CANCELLED, f"the batch of step {gone} is gone", False)
+                    count = self._update(f"{_END} WHERE state = 'batched' AND step = ?", *end, gone)
+                    self._update("UPDATE groups SET state = 'discarded' WHERE state = 'batched' AND step = ?", gone)
+                    mended.append(f"the batch of step {gone} is gone: {count} episodes of it are dropped")
+            self._store_version(version)
+        self._version = version
         return mended
 
-    def _bring_to(self, batch: Batched) -> int:
-        """Put the rows where they stood before `batch` if they do not have it, then apply its event.
-
-        Returns how many episodes had to be changed.
-        """
-        step, outcomes = batch.step, _outcomes(batch)
-        stored: dict[str, tuple[str, str | None]] = {}
-        columns = "SELECT id, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, step FROM episodes"
-        rows = self._db.execute(f"{columns} WHERE {_IN_BATCH}", (step,)).fetchall()
-        for number in batch.groups:
-            rows += self._db.execute(f"{columns} WHERE group_number = ?", (number,)).fetchall()
-        for name, state, reason, at in rows:
-            if name in outcomes or state != "dropped":
-                stored[name] = (state if state != "batched" or at == step else "batched elsewhere", reason)
-        wrong = [name for name in stored.keys() | outcomes.keys() if stored.get(name) != outcomes.get(name)]
-        if not wrong:
-            return 0
+    def _adopt(self, batch: Batched) -> None:
+        """Record a batch whose event was not flushed; its episodes may be known no further than issued, or not at all."""
         for number, task in batch.groups.items():
             self._update(f"INSERT OR REPLACE {_OPEN_GROUP}", number, task.env, task.index, task.task_id)
-        for name in stored.keys() - outcomes.keys():
-            self._update(f"{_CANCEL} WHERE {_KEY}", f"the batch of step {step} was committed without it", *_key(name))
-        unknown = """
-            INSERT OR IGNORE INTO episodes (group_number, number, attempt, state, detail, retried)
-            VALUES (?, ?, ?, 'issued', '', 0)"""
-        for name in outcomes:
-            if self._update(unknown, *_key(name)):
+        for name in _outcomes(batch):
+            if self._update(_ISSUE, *_key(name), None, None):
                 self._update(_COUNT_ISSUED, batch.groups[_key(name)[0]].env)
             self._update(f"UPDATE episodes SET state = 'finished' WHERE {_KEY}", *_key(name))
         self._apply(batch)
-        return len(wrong)
+        end = ("dropped", None, Drop.CANCELLED, f"the batch of step {batch.step} was committed without it", False)
+        for number in batch.groups:
+            self._update(f"{_END} WHERE group_number = ? AND state IN ('issued', 'finished')", *end, number)
+
+    def _store_version(self, version: int) -> None:
+        self._update("UPDATE meta SET value = ? WHERE key = 'version'", version)
+        self._stored_version = version
 
 
 # -- going on with a run -----------------------------------------------------------------------------------------------
@@ -533,7 +444,7 @@ def restore(
     stream: Iterator[Task],
     version: int,
     curriculum: Curriculum,
-) -> Counts:
+) -> None:
     """Restore what an earlier orchestrator left into `scheduler`, and draw `stream` to where it was.
 
     Where the ledger is missing (a checkpoint that was taken elsewhere), groups that were open then are left out.
@@ -543,14 +454,11 @@ def restore(
         version: The newest committed version of the current lineage.
         curriculum: Difficulty pools as at the beginning of a run; they go on from the saved state.
 
-    Returns:
-        Counts over all environments at the last committed batch, or now if that batch was removed.
-
     Raises:
         UserError: the ledger's tasks are not the ones that the stream gives.
     """
-    state, batches = progress.state, read_batches(rollouts)
-    for line in ledger.reconcile(batches, version, progress.step):
+    state = progress.state
+    for line in ledger.reconcile(read_batches(rollouts), version):
         logger.warning("ledger: {}", line)
     # Pools change only at batch commits, so draws after `state` repeat exactly; for draws before it, only the choice of
     # environment matters.
@@ -573,28 +481,6 @@ def restore(
         logger.info(
             "{} open groups go on, with {} finished episodes; {} are started again", len(groups), finished, retried
         )
-    newest = next((counts for batch, counts in batches if batch.step == progress.step - 1), None)
-    return newest or (ledger.counts() if progress.step else Counts())
-
-
-# -- results -----------------------------------------------------------------------------------------------------------
-
-
-def pack_result(result: EpisodeResult) -> bytes:
-    """Pack a result as on the wire, but for eight of the mask a byte."""
-    data = pack_episode(result)
-    for sample in data["samples"]:
-        sample["loss_mask"] = np.packbits(as_array(sample["loss_mask"], np.bool_)).tobytes()
-    return msgpack.packb(data)
-
-
-def unpack_result(data: bytes) -> EpisodeResult:
-    """Invert `pack_result`."""
-    values = {"parts": [], **msgpack.unpackb(data)}  # an earlier release knew no parts
-    for sample in values["samples"]:
-        tokens = len(sample["input_ids"]) // 4
-        sample["loss_mask"] = np.unpackbits(np.frombuffer(sample["loss_mask"], dtype=np.uint8), count=tokens).tobytes()
-    return unpack_episode(values)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

@@ -3,21 +3,32 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.admission import output_tokens
-from prime_rl.orchestrator.ledger import Counts, DiscardedGroup
+from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.samples import ScoredBatch
-from prime_rl.orchestrator.scheduler import NO_SIGNAL, Batch, Drop, Group, Task
+from prime_rl.orchestrator.scheduler import Batch, Drop, Group, Task
+
+
+class ScoredGroup(NamedTuple):
+    """A complete group that left the scheduler: in a batch, or turned away with a reason."""
+
+    number: int
+    task: Task
+    rewards: list[float]
+    reason: str = ""
 
 
 @dataclass
 class Tally:
-    """What is measured since the last committed batch. Episodes are counted by the ledger."""
+    """What happened since the last committed batch. Episodes are counted by the ledger."""
 
-    before: Counts = field(default_factory=Counts)  # with that batch
+    before: Counts = field(default_factory=Counts)  # before that batch was committed
+    turned_away: list[ScoredGroup] = field(default_factory=list)
     output_tokens: int = 0
     seconds_idle: float = 0.0  # nothing was in flight
 
@@ -50,8 +61,7 @@ def step_metrics(
     """
     dropped = {reason: max(0, now.dropped.get(reason, 0) - tally.before.dropped.get(reason, 0)) for reason in Drop}
     failures = {reason: dropped[reason] for reason in (Drop.ERRORED, Drop.TIMEOUT) if dropped[reason]}
-    finished = now.finished - tally.before.finished + dropped[Drop.FILTERED] + dropped[Drop.TRUNCATED]
-    failed = sum(failures.values())
+    failed, finished = sum(failures.values()), _finished(now) - _finished(tally.before)
     ages = [batch.step - min(sample.policy_versions) for sample in scored.samples]
     episodes = len(batch.finished)
     metrics = {
@@ -81,23 +91,18 @@ def step_metrics(
     return metrics
 
 
-def groups_since(batch: Batch[EpisodeResult], discarded: Sequence[DiscardedGroup]) -> list[tuple[Task, list[float]]]:
-    """Return task and rewards of every complete group that left since the batch before, in the order of opening."""
-    left = {group.number: (group.task, group.rewards) for group in discarded}
-    left |= {group.number: (group.task, _rewards(group)) for group in batch.groups}
-    return [left[number] for number in sorted(left)]
+def score(group: Group[EpisodeResult], reason: str = "") -> ScoredGroup:
+    """Note a complete group; `reason`: why it was turned away."""
+    return ScoredGroup(group.number, group.task, _rewards(group), reason)
 
 
-def discard_metrics(
-    batch: Batch[EpisodeResult], discarded: Sequence[DiscardedGroup], groups: Sequence[tuple[Task, list[float]]]
-) -> dict[str, float]:
-    """Metrics of the groups that were discarded while the batch was collected, and rewards over all `groups`."""
-    reasons = Counter(group.reason for group in discarded)
-    metrics = {"filtered/discarded_batches": float(reasons.pop(NO_SIGNAL, 0) // len(batch.groups))}
-    metrics |= {f"turned_away/{reason}": float(count) for reason, count in sorted(reasons.items())}
-    rewards = [rewards for _, rewards in groups]
-    every = [reward for group in rewards for reward in group]
-    return metrics | _prefixed("made/reward/", distribution(every)) | _prefixed("made/", _solved(rewards))
+def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Metrics of all groups since the step before, those that were turned away included."""
+    reasons = Counter(group.reason for group in groups if group.reason)
+    rewards = [group.rewards for group in groups]
+    metrics = {f"turned_away/{reason}": float(count) for reason, count in sorted(reasons.items())}
+    metrics["made/reward/mean"] = _mean([reward for group in rewards for reward in group])
+    return metrics | {f"made/{name}": share for name, share in _solved(rewards).items()}
 
 
 def bench_table(rows: list[dict[str, float]]) -> str:
@@ -157,6 +162,12 @@ def _own_metrics(groups: Sequence[Group[EpisodeResult]], env: str) -> dict[str, 
     for agent, rewards in sorted(by_agent.items()):
         metrics |= _prefixed(f"{env}/{agent}/reward/", distribution(rewards))
     return metrics
+
+
+def _finished(counts: Counts) -> int:
+    """All episodes that ended with a result and were not too old; the commit of a batch does not change it."""
+    left_out = sum(counts.dropped.get(reason, 0) for reason in (Drop.FILTERED, Drop.TRUNCATED))
+    return counts.finished + counts.batched + counts.trained + left_out
 
 
 def _rewards(group: Group[EpisodeResult]) -> list[float]:

@@ -38,18 +38,12 @@ from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator.admission import Admission, output_tokens
-from prime_rl.orchestrator.checkpoint import (
-    PART,
-    JointCheckpoints,
-    OrchestratorState,
-    missing_rows,
-    resume_point,
-)
+from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
 from prime_rl.orchestrator.evaluation import Evaluations, eval_environments, eval_worker
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_ledger, restore
-from prime_rl.orchestrator.metrics import Tally, bench_table, discard_metrics, groups_since, step_metrics
+from prime_rl.orchestrator.metrics import Tally, bench_table, group_metrics, score, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch
-from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Limits, Scheduler, Start
+from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport import checkpoints
@@ -178,10 +172,6 @@ class Orchestrator:
         clean_stages(self.rollouts_dir)
         self.status.phase("starting environments and waiting for the server")
         checkpoints.clean(self.checkpoints.root, PART)  # what an earlier incarnation left half-done
-        logged = {int(row["step"]): row for row in read_metrics(metrics_path(config.output_dir, "orchestrator"))}
-        for step, metrics in missing_rows(self.rollouts_dir, logged).items():
-            self.monitor.log(step, metrics)
-
         async with asyncio.TaskGroup() as group:  # servers may still be loading
             group.create_task(self.pool.start(config.client.ready_timeout))
             group.create_task(self.fleet.wait_ready(self.status.waiting))
@@ -213,13 +203,18 @@ class Orchestrator:
             version=version,
             incarnation=published.incarnation.number,
             emit=self.ledger.record,
-            gate=self.admission.gate,
+            gate=self._gate,
         )
         self.weight_sync.begin(self.scheduler)
         newest = version if published.newest is None else published.newest
-        before = restore(self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.curriculum)
-        self.tally = Tally(before)
+        restore(self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.curriculum)
+        self.tally = Tally(self.ledger.counts())
         self.scheduler.begin_incarnation(published.incarnation.number, published.incarnations)
+
+    def _gate(self, group: Group[EpisodeResult]) -> str | None:
+        if (reason := self.admission.gate(group)) is not None:
+            self.tally.turned_away.append(score(group, reason))
+        return reason
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
@@ -390,13 +385,13 @@ class Orchestrator:
                 return False
             if not scored.samples:
                 self.scheduler.discard(batch)
+                self.tally.turned_away += [score(group, "no_signal") for group in batch.groups]
                 self.admission.note_empty_batch(batch.step, set(scored.details.values()))
                 return True
             batched = batch.committed(scored.trained, scored.filtered, scored.truncated, scored.details)
             metrics = await self._commit(batch, scored, batched)
             self._algorithm_state = scored.state
             self.scheduler.advance(batched)
-        self.monitor.log(batch.step, metrics)
         self.status.step(self.scheduler.step)
         logger.info(
             "step {} | {:.1f} s | reward {:.4f} | {} samples, {} tokens | filtered {:.0f}% | off-policy {:.1f} | errors "
@@ -408,19 +403,21 @@ class Orchestrator:
         return True
 
     async def _commit(self, batch: Batch[EpisodeResult], scored: ScoredBatch, batched: Batched) -> dict[str, float]:
-        """Write a batch with its metrics and the state after it; its episodes are flushed to the ledger first."""
+        """Write a batch with the state after it; its episodes are flushed to the ledger first. Returns its metrics.
+
+        They are logged before the commit: after a crash a row may be written again, but none is missing.
+        """
         opened = self.scheduler.groups_opened
         counts = await self._check_ledger()
-        discarded = await asyncio.to_thread(self.ledger.discarded_groups, batch.step)
-        since = groups_since(batch, discarded)
-        self.curriculum.observe(since)
+        groups = sorted([*self.tally.turned_away, *map(score, batch.groups)])
+        self.curriculum.observe((group.task, group.rewards) for group in groups)
         self.admission.empty_batches = 0
         pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
-        metrics = self._step_metrics(batch, scored, counts)
-        metrics |= discard_metrics(batch, discarded, since) | self.curriculum.metrics()
-        self.tally = Tally(counts.after(batched))
+        metrics = self._step_metrics(batch, scored, counts) | group_metrics(groups) | self.curriculum.metrics()
+        self.monitor.log(batch.step, metrics)
+        self.tally = Tally(counts)
         state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, pools)
-        extra = batch_extra(batched, self.tally.before) | {"state": asdict(state), "metrics": metrics}
+        extra = batch_extra(batched) | {"state": asdict(state)}
         names = [env.name for env in self.config.environments]
         await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
         return metrics

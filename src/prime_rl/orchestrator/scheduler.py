@@ -219,10 +219,9 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Discarded:
-    """A group left without a batch while `step` was collected: its finished episodes are dropped."""
+    """A group left without a batch: its finished episodes are dropped."""
 
     group: int
-    step: int
     reason: Drop
     detail: str
 
@@ -553,7 +552,7 @@ class Scheduler(Generic[Result]):
         """Remove a group that goes into no batch; another one takes its place."""
         self.verify([finished.start.episode for finished in group.finished])  # the ledger has what is dropped, too
         self._remove(group)
-        self._emit(Discarded(group.number, self.step, reason, detail))
+        self._emit(Discarded(group.number, reason, detail))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

