@@ -250,9 +250,7 @@ class Bench:
         config = self.config.model
         needs = attention.needs_of(self.shape, compute_dtype(config.dtype, self.world.device))
         backend, _ = attention.choose(config.attention, attention.this_machine(self.world.device, needs), needs)
-        settings = self.policy.memory.settings
-        offloaded = f", {settings.offloaded / 1e9:.2f} GB a layer offloaded" if settings.offloaded else ""
-        return f"{backend}, {settings}{offloaded}"
+        return f"{backend}, {self.policy.memory.settings}"
 
     def estimated_gib(self) -> float | None:
         """The peak that the choice was based on; None where nothing was planned."""

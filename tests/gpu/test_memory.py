@@ -121,24 +121,23 @@ def test_offload_changes_no_number_and_frees(level: str, source: Source, world: 
     assert offloaded < kept
 
 
-def test_a_budget_offloads_a_part(source: Source, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of four layers offload what a budget allows: no number changes, the peak falls as estimated, and all host memory comes back."""
+def test_layers_that_offload(source: Source, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four layers offloads: no number changes, the peak falls as estimated, and all host memory comes back."""
     monkeypatch.setattr(activations, "LAG", 1)
-    plain = Settings(("pointwise",) * 4, head_chunk=4096, reshard=False, offloaded=0.0)
+    monkeypatch.setattr(memory, "LAG", 1)
+    plain = Settings(("pointwise",) * 4, head_chunk=4096, reshard=False)
     peaks, outcomes = [], []
-    for budget in (0.0, 0.6e9):
-        settings = replace(plain, offloaded=budget)
+    for offloaded in ((), (0, 1)):
+        settings = replace(plain, offloaded=offloaded)
         monkeypatch.setattr(memory, "choose", lambda *_, settings=settings: settings)
         peak, results, plan, chunks = measured(source, world)
         assert plan.job is not None
         estimated = estimate(plan.shape, plan.job, plan.settings).total / GIB
-        print(f"{budget / 1e9} GB a layer: {peak:.2f} GiB, estimated {estimated:.2f}, chunks of host memory {chunks}")
+        print(f"{offloaded}: {peak:.2f} GiB, estimated {estimated:.2f}, chunks of host memory {chunks}")
         assert estimated == pytest.approx(peak, rel=0.1)
         peaks.append(peak)
         outcomes.append(results)
-    assert (
-        0 < chunks[0] == chunks[1] <= 2 * 0.6e9 / activations.CHUNK + 2 * 10
-    )  # the last chunk of a tensor need not be full
+    assert 0 < chunks[0] == chunks[1]
     assert_near(outcomes[1], outcomes[0])
     assert peaks[1] < peaks[0]
 
@@ -170,5 +169,5 @@ def test_out_of_memory_is_explained(source: Source, world: World) -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     print(caught.value)
-    for part in ("the GPU is out of memory", "were asked for", "activations", "what would help most"):
+    for part in ("the GPU is out of memory", "were asked for", "activations", "what takes less"):
         assert part in str(caught.value)

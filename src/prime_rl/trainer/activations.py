@@ -8,16 +8,14 @@ Levels of checkpointing, from the fastest to the leanest, each keeping less than
     attention   all but the attention kernel
     full        all of the block, attention too
 
-Offload runs on one side stream beside the computation. After a block's forward some or all of its kept tensors are
-copied to pinned host memory; when `LAG` more blocks have run, the copies on the device are released. In backward a
-block's tensors come back while the block after it still computes. The budget is what the host link carries in the time
-of one block's forward: offloading that much costs no time. Tensors go whole, so a block offloads a little less, and the
-rest of its budget is the next one's. On CPU the copies are made at once: the same bookkeeping, nothing to overlap.
+Offload runs on one side stream beside the computation. After the forward of a block that offloads, its kept tensors are
+copied to pinned host memory; when `LAG` more blocks have run, the copies on the device are released. In backward they
+come back while the blocks after it still compute. On CPU the copies are made at once: the same bookkeeping, nothing to
+overlap.
 """
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,24 +35,18 @@ if TYPE_CHECKING:
 # Bytes of a chunk of host memory: a power of two, to which the pinned allocator would round it up.
 CHUNK = 1 << 24
 SMALLEST = 1 << 20  # bytes below which a tensor stays on the device
-# Blocks by which copies may be late before the computation waits: exported weights leave over the same link.
+# Blocks that run before the computation waits for a copy: out before memory is released, in before it is needed.
 LAG = 3
 
 
-def offload_layers(layers: Sequence[nn.Module], device: torch.device, budget: float = math.inf) -> list[nn.Module]:
-    """The layers, each offloading what it keeps: at most `budget` bytes a layer on average, by default all."""
-    host = HostPool(device, len(layers), budget)
-    return [_OffloadedBlock(layer, host, index, index == len(layers) - 1) for index, layer in enumerate(layers)]
-
-
-def offloading_layers(layers: int, budget: float) -> int:
-    """How many of the layers offload, the first ones. The others would not be released before backward needs them."""
-    return max(layers - 1 - _lag(budget), 0)
-
-
-def _lag(budget: float) -> int:
-    """Where everything is offloaded memory is what matters, and a link that is too slow is so with any lag."""
-    return 1 if budget == math.inf else LAG
+def offload_layers(layers: Sequence[nn.Module], device: torch.device, offloaded: Collection[int]) -> list[nn.Module]:
+    """The layers; those in `offloaded` keep nothing on the device. The last `LAG` + 1 cannot be among them."""
+    host = HostPool(device)
+    return [
+        # The others are wrapped as well: their backward passes fetch what is needed next. None comes after the last one.
+        layer if index == len(layers) - 1 else _OffloadedBlock(layer, host, index, index in offloaded)
+        for index, layer in enumerate(layers)
+    ]
 
 
 @dataclass
@@ -94,61 +86,44 @@ class _Block:
 
 
 class HostPool:
-    """The host memory that the blocks of one policy offload to, `budget` bytes of each on average.
+    """The host memory that the blocks of one policy offload to.
 
     It lies in equal chunks that go round from block to block and step to step; `chunks` counts those ever allocated.
     """
 
-    def __init__(self, device: torch.device, layers: int, budget: float) -> None:
-        self.device, self.budget = device, budget
-        self.lag, self.offloading = _lag(budget), offloading_layers(layers, budget)
-        self.credit = 0.0
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.module = torch.get_device_module(device)  # torch.cpu's streams do nothing
         self.stream = self.module.Stream(device)
         self.blocks: dict[int, _Block] = {}
         self.chunks = 0
         self._free: list[Tensor] = []
 
-    def send(self, index: int, kept: Iterable[_Storage]) -> None:
-        """Block `index` has run: copy out of what it keeps what the budget allows, and release an earlier block's."""
+    def send(self, index: int, storages: list[_Storage]) -> None:
+        """Block `index` has run: copy `storages` out, and release an earlier block's."""
         if index in self.blocks:  # of a pass without a backward one
             self.blocks[index].await_copy()
             for storage in self.blocks[index].offloaded:
                 self._give_back(storage)
-        block = self.blocks[index] = _Block(self._affordable(index, kept))
-        for storage in block.offloaded:
+        block = self.blocks[index] = _Block(storages)
+        for storage in storages:
             storage.chunks = self._take(storage.size)
-        block.copied = self._copy(block.offloaded, out=True)
-        if (earlier := self.blocks.get(index - self.lag)) is not None:
+        block.copied = self._copy(storages, out=True)
+        if (earlier := self.blocks.get(index - LAG)) is not None:
             earlier.await_copy()
             for storage in earlier.offloaded:
                 storage.device = None
 
-    def _affordable(self, index: int, kept: Iterable[_Storage]) -> list[_Storage]:
-        """What the block offloads, the largest storages first as long as they fit into the credit."""
-        if index >= self.offloading:
-            return []
-        storages = sorted(kept, key=lambda storage: -storage.size)
-        # A block that keeps less than its budget leaves no credit for others: the link's idle time cannot be saved up.
-        credit = min(self.budget, sum(storage.size for storage in storages))
-        self.credit = credit if index == 0 else self.credit + credit
-        chosen = []
-        for storage in storages:
-            if storage.size <= self.credit:
-                self.credit -= storage.size
-                chosen.append(storage)
-        return chosen
-
     def fetch(self, index: int) -> None:
-        """Backward needs what block `index` kept: have it on the device, and begin to fetch the block before."""
+        """Backward needs what block `index` kept: have it on the device, and begin to fetch the blocks before."""
         block = self.blocks[index]
         if block.arrived:
             return
         self._bring(block)
         block.await_copy()
         block.arrived = True
-        if index - 1 in self.blocks:
-            self._bring(self.blocks[index - 1])
+        for before in range(index - 1, max(index - LAG, 0) - 1, -1):
+            self._bring(self.blocks[before])
 
     def _bring(self, block: _Block) -> None:
         """Begin to copy back what is not on the device."""
@@ -205,17 +180,14 @@ class HostPool:
 
 
 class _OffloadedBlock(ActivationWrapper):
-    """A block whose kept tensors are offloaded to `host`; not those of the last one, with which backward begins.
+    """A block whose kept tensors are in `host` until its backward pass, if it offloads them."""
 
-    The few before it offload nothing either, but have the first offloaded ones fetched in time.
-    """
-
-    def __init__(self, block: nn.Module, host: HostPool, index: int, last: bool) -> None:
+    def __init__(self, block: nn.Module, host: HostPool, index: int, offloads: bool) -> None:
         super().__init__(block)
-        self.host, self.index, self.last = host, index, last
+        self.host, self.index, self.offloads = host, index, offloads
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.last or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self._checkpoint_wrapped_module(*args, **kwargs)
         kept: dict[int, _Storage] = {}  # by address
         # Weights, and what all blocks are given alike (rotary embeddings), stay.
@@ -233,7 +205,7 @@ class _OffloadedBlock(ActivationWrapper):
 
         with saved_tensors_hooks(pack, self.host.unpack):
             out = self._checkpoint_wrapped_module(*args, **kwargs)
-        self.host.send(self.index, kept.values())
+        self.host.send(self.index, list(kept.values()) if self.offloads else [])
         return out
 
 

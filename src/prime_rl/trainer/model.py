@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from loguru import logger
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,32 +21,18 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.errors import UserError
-from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.trainer import attention, moe
 from prime_rl.trainer.activations import checkpoint_layers, offload_layers, wide_products
 from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.loss import SequenceLoss
-from prime_rl.trainer.memory import (
-    GIB,
-    Estimate,
-    Job,
-    MemoryPlan,
-    Shape,
-    estimate,
-    final_norm,
-    listed,
-    plan_memory,
-    state_bytes,
-    unplanned,
-    use_expandable_segments,
-)
+from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segments
 from prime_rl.trainer.packing import MicroBatch
 from prime_rl.trainer.parallel import SingleRankReduction, World, agree, local_part
 from prime_rl.trainer.parameters import initialize_buffers, load_weights, randomize
 from prime_rl.trainer.source import Source, one_line
 
 if TYPE_CHECKING:
-    from prime_rl.config.trainer import OptimConfig, TrainerModel, TrainingConfig
+    from prime_rl.config.trainer import OptimConfig, TrainerModel
 
 
 class SingleRankUnit:
@@ -140,55 +125,6 @@ class SingleRankUnit:
             self.reshard()
 
 
-# Copies of a chunk's logits at a time on a CPU (compiled for a GPU: one). Qwen3-0.6B with 4 layers peaked at 5.7 GiB with
-# 256 tokens and at 11.6 with 2,048, of which 0.5 are the program itself; estimated are 5.4 and 10.4.
-CPU_LOGITS = 4
-
-
-def check_host_memory(config: "TrainingConfig", source: Source, world: World, tokens: int, small: str) -> None:
-    """On a CPU, compare a step's estimate with the host's memory: warn a run, since the estimate may be wrong.
-
-    Args:
-        tokens: Most tokens of a micro-batch.
-        small: A command of a benchmark that fits nearly everywhere.
-
-    Raises UserError on every rank if a benchmark does not fit.
-    """
-
-    def check() -> None:
-        estimated = host_estimate(config, source, world, tokens)
-        available = available_bytes() / local_ranks()  # the ranks of a host begin together
-        if estimated is None or estimated.total <= available:
-            return
-        text = (
-            f"training {source.name} on this CPU with {tokens:,} tokens a micro-batch takes about "
-            f"{estimated.total / GIB:.1f} GiB of host memory ({listed(estimated.parts)}), and there are "
-            f"{available / GIB:.1f}"
-        )
-        if config.bench:
-            raise UserError(f"{text}. Take a smaller model or fewer tokens, for example: {small}")
-        if world.is_main:
-            logger.warning("{}: the kernel may end this process without a word", text)
-
-    if world.device.type == "cpu":
-        agree(world, check)
-
-
-def host_estimate(config: "TrainingConfig", source: Source, world: World, tokens: int) -> Estimate | None:
-    """Bytes that a step takes on this rank; None for a model that cannot be trained, which is refused when it is built."""
-    try:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(source.config, trust_remote_code=source.trust_remote_code)
-        shape = Shape.of(lm)
-    except (ValueError, AttributeError):  # no language model, or none of blocks
-        return None
-    states = state_bytes(config.optim.model_copy(update={"offload": False}), shape)  # it is all host memory
-    itemsize = compute_dtype(config.model.dtype, world.device).itemsize
-    compiled = bool(config.model.compile)
-    job = Job(tokens, itemsize, world.shards, world.size, states, compiled, logits=CPU_LOGITS)
-    return estimate(shape, job, unplanned(config.model, shape, world))
-
-
 Unit = FSDPModule | SingleRankUnit
 
 
@@ -209,7 +145,7 @@ class Policy(nn.Module):
             unit.unshard()
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             # One pass forms the head's gradients here, and an embedding's need no weight. Holds for the next backward.
-            self.set_unshard_in_backward(in_two_passes or not self.memory.shape.root_is_read_once)
+            self.set_unshard_in_backward(in_two_passes)
         hidden_TH = self.lm.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
@@ -341,8 +277,8 @@ def build_policy(
     )
     settings = memory.settings
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
-    last = final_norm(lm)
-    for module in [*blocks, *last] if compiled else ():
+    others = _other_modules(lm)
+    for module in [*blocks, *others] if compiled else ():
         module.compile(fullgraph=True)
     if settings.offloaded:
         blocks = offload_layers(blocks, world.device, settings.offloaded)
@@ -352,7 +288,7 @@ def build_policy(
         routers = [block.gate.weight for block in moe.sparse_blocks(policy)]
         policy.units = policy.hookless = [SingleRankUnit(policy, world.mesh, dtype, routers)]
     else:
-        _shard(policy, last, dtype, world)
+        _shard(policy, others, dtype, world)
     policy.to_empty(device=world.device)
     lm.tie_weights()
     initialize_buffers(lm, source.name)
@@ -364,8 +300,17 @@ def build_policy(
     return policy
 
 
-def _shard(policy: Policy, last: list[nn.Module], dtype: torch.dtype, world: World) -> None:
-    """Make FSDP units of the routers, each layer, the final norm `last`, and what is left."""
+def _other_modules(lm: PreTrainedModel) -> list[nn.Module]:
+    """What has parameters beside layers, embedding and head: the norm before the head."""
+    return [
+        module
+        for module in lm.model.children()
+        if module not in (lm.model.layers, lm.get_input_embeddings()) and any(True for _ in module.parameters())
+    ]
+
+
+def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: World) -> None:
+    """Make FSDP units of the routers, each layer, each of `others`, and embedding and head."""
     settings, mesh = policy.memory.settings, world.mesh
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,
@@ -376,11 +321,10 @@ def _shard(policy: Policy, last: list[nn.Module], dtype: torch.dtype, world: Wor
     policy.hookless += moe.shard_routers(policy.lm, mesh)  # blocks read them without calling their modules
     for layer in policy.lm.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
-    for norm in last:
-        fully_shard(norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in others:
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its own in our forward.
-    frees_root = settings.reshard and policy.memory.shape.root_is_read_once
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=frees_root)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
     register_fsdp_forward_method(policy, "head_error")
     reduction: Any = SingleRankReduction()
     for unit in (module for module in policy.modules() if isinstance(module, FSDPModule)):

@@ -21,7 +21,7 @@ from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.lm_head import TokenLoss
 from prime_rl.trainer.loss import STREAMS, SequenceLoss
 from prime_rl.trainer.memory import watched
-from prime_rl.trainer.model import Policy, build_policy, check_head, check_host_memory, compute_dtype
+from prime_rl.trainer.model import Policy, build_policy, check_head, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from prime_rl.trainer.packing import (
     Document,
@@ -53,7 +53,6 @@ class Recipe:
 
     Args:
         tokens: Most tokens of a micro-batch.
-        small: A command of a benchmark that fits nearly everywhere.
         names: Gives the metrics of a step's summed `loss` metrics.
         open_data: Opens the data, before the model is built.
         served: The config of a run whose versions servers follow (None: versions are for checkpoints alone).
@@ -61,7 +60,6 @@ class Recipe:
     """
 
     tokens: int
-    small: str
     loss: TokenLoss | SequenceLoss
     names: Callable[[StepData], moe.Named]
     open_data: Callable[[World, Source, OnWait], StepSource]
@@ -115,7 +113,6 @@ def run(
     report.phase("loading the data")
     data = recipe.open_data(world, source, report.waiting)
     exit_stack.callback(data.close)
-    check_host_memory(config, source, world, recipe.tokens, recipe.small)
     report.phase("building the model")
     published = None if served is None else partial(published_bytes, served, source, world)
     policy = build_policy(

@@ -3,10 +3,9 @@ what blocks keep really leaves, comes back, and its host memory goes round."""
 
 import gc
 import json
-import math
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.trainer import activations
-from prime_rl.trainer.activations import LEVELS, HostPool, checkpoint_layers, offload_layers, offloading_layers
+from prime_rl.trainer.activations import LAG, LEVELS, HostPool, checkpoint_layers, offload_layers
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import Source, find_model
@@ -221,19 +220,19 @@ class Layer(nn.Module):
         return torch.tanh(Keeps.apply(x, self.up, shift)) @ self.down + shift
 
 
-Make = Callable[[float], tuple[list[nn.Module], HostPool]]
+Make = Callable[[Sequence[int]], tuple[list[nn.Module], HostPool]]
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """The same layers, which may offload so many inputs' bytes each, and their host memory."""
+    """The same layers, some of which offload, and their host memory."""
     monkeypatch.setattr(activations, "SMALLEST", 0)
     monkeypatch.setattr(activations, "CHUNK", 1000)  # NARROW is no whole number of chunks
     Keeps.seen.clear()
 
-    def make(budget: float) -> tuple[list[nn.Module], HostPool]:
+    def make(offloaded: Sequence[int]) -> tuple[list[nn.Module], HostPool]:
         torch.manual_seed(0)
-        layers = offload_layers([Layer() for _ in range(LAYERS)], CPU, budget * NARROW)
+        layers = offload_layers([Layer() for _ in range(LAYERS)], CPU, offloaded)
         return layers, layers[0].host  # type: ignore[return-value]
 
     return make
@@ -256,31 +255,21 @@ def gradients(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
     return [tensor.grad.clone() for tensor in (x, *parameters) if tensor.grad is not None]
 
 
-@pytest.mark.parametrize(
-    ("budget", "offloaded"),
-    [
-        (0.5, [[], [1], [], [1], [], [1]]),
-        (2, [[1], [3], [1], [3], [1], [3]]),  # a tensor larger than the budget goes in every second block
-        (3, [[3], [3], [3], [3], [3], [3]]),
-        (3.9, [[3], [3, 1], [3, 1], [3, 1], [3, 1], [3, 1]]),
-        (9, [[3, 1]] * 6),
-        (math.inf, [[3, 1]] * 8),
-    ],
-)
-def test_a_budget_is_spent_over_the_blocks(budget: float, offloaded: list[list[int]], make: Make) -> None:
-    """Which tensors go out, in units of the smaller one, neither weights nor what all blocks are given; they leave the
-    device, the gradients are the same bits, every chunk comes back (also after a pass without backward)."""
-    layers, host = make(budget)
+@pytest.mark.parametrize("offloaded", [(0, 2, 5), range(LAYERS - 1 - LAG)], ids=["some", "all"])
+def test_offloaded_layers(offloaded: Sequence[int], make: Make) -> None:
+    """All that these layers keep goes out, neither weights nor what all blocks are given; it leaves the device, the
+    gradients are the same bits, every chunk comes back (also after a pass without backward)."""
+    layers, host = make(offloaded)
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
-    want = gradients([layer._checkpoint_wrapped_module for layer in layers], x)
+    want = gradients([getattr(layer, "_checkpoint_wrapped_module", layer) for layer in layers], x)
     forward(layers, x)
     sent = [host.blocks[i].offloaded for i in range(LAYERS - 1)]
-    sizes = [[storage.size // NARROW for storage in storages] for storages in sent]
-    assert sizes == offloaded + [[]] * (LAYERS - 1 - len(offloaded))
+    sizes = [sorted(storage.size // NARROW for storage in storages) for storages in sent]
+    assert sizes == [[1, 3] if i in offloaded else [] for i in range(LAYERS - 1)]
     assert all(storage.device is None for storages in sent for storage in storages)
     assert all(map(torch.equal, gradients(layers, x), want))
     # 4,096 and 12,288 bytes in chunks of 1,000
-    assert len(host._free) == host.chunks == sum({1: 5, 3: 13}[size] for sizes in offloaded for size in sizes)
+    assert len(host._free) == host.chunks == (5 + 13) * len(offloaded)
     host.blocks.clear()
     with torch.no_grad():
         forward(layers, x)
@@ -289,7 +278,7 @@ def test_a_budget_is_spent_over_the_blocks(budget: float, offloaded: list[list[i
 
 def test_a_second_backward_is_refused(make: Make) -> None:
     """What was offloaded is released when it has been asked for: a second pass must not read another's memory."""
-    out = forward(make(math.inf)[0], torch.randn(TOKENS, WIDTH, requires_grad=True)).sum()
+    out = forward(make(range(6))[0], torch.randn(TOKENS, WIDTH, requires_grad=True)).sum()
     out.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="asked for once"):
         out.backward()
@@ -297,17 +286,17 @@ def test_a_second_backward_is_refused(make: Make) -> None:
 
 def test_what_stays_belongs_to_the_graph(make: Make) -> None:
     """What a block does not offload is gone with the graph, although the block is remembered."""
-    out = forward(make(1e-6)[0], torch.randn(TOKENS, WIDTH, requires_grad=True))
+    out = forward(make([])[0], torch.randn(TOKENS, WIDTH, requires_grad=True))
     assert all(storage() is not None for storage in Keeps.seen)
     del out
     gc.collect()
     assert all(storage() is None for storage in Keeps.seen)
 
 
-@pytest.mark.parametrize("budget", [1, math.inf])
-def test_a_block_is_fetched_while_the_one_after_it_is_at_work(budget: float, make: Make) -> None:
-    """Also the first that comes back, although those after it have offloaded nothing."""
-    (layers, host), came = make(budget), []
+def test_blocks_are_fetched_while_those_after_them_are_at_work(make: Make) -> None:
+    """`LAG` blocks ahead, also the first that comes back, although those after it have offloaded nothing."""
+    first = LAYERS - 2 - LAG
+    (layers, host), came = make(range(first + 1)), []
 
     def look(index: int) -> None:
         """Backward is about to begin with block `index`."""
@@ -319,5 +308,6 @@ def test_a_block_is_fetched_while_the_one_after_it_is_at_work(budget: float, mak
         x = layer(x, shift=shift)
         x.register_hook(lambda _, index=index: look(index))
     layers[-1](x, shift=shift).sum().backward()
-    first = offloading_layers(LAYERS, budget) - 1
-    assert came == [[False] * index + [index <= first] for index in reversed(range(LAYERS - 1))]
+    assert not any(came[0])  # nothing comes before the first of these blocks is at work
+    for index, arrived in zip(reversed(range(LAYERS - 2)), came[1:], strict=True):
+        assert arrived == [index - LAG < i <= first for i in range(index + 1)]

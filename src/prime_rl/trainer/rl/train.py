@@ -13,8 +13,6 @@ from prime_rl.trainer.loss import describe, make_loss
 from prime_rl.trainer.rl.data import FakeSamples, RolloutData
 from prime_rl.trainer.training_loop import Recipe
 
-SMALL = "trainer --bench --model.name assets/tiny-reverse --seq-len 256 --data.fake.batch-size 16 --data.fake.micro-batch-size 4"
-
 
 def train(config: TrainerConfig) -> None:
     """Train on the rollouts of a run directory; see `training_loop.train`."""
@@ -29,7 +27,6 @@ def make_recipe(config: TrainerConfig) -> Recipe:
     """
     return Recipe(
         tokens=config.seq_len,
-        small=SMALL,
         loss=make_loss(config.loss),
         names=lambda batch: partial(describe, batch.environments),
         open_data=partial(RolloutData if config.data.fake is None else FakeSamples, config),

@@ -12,8 +12,6 @@ from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.sft.rows import FakeRows, RowData
 from prime_rl.trainer.training_loop import Recipe
 
-SMALL = "sft --bench --model.name assets/tiny-reverse --data.seq-len 256 --data.batch-size 8"
-
 
 def train(config: SFTConfig) -> None:
     """Fine-tune on a dataset; see `training_loop.train`."""
@@ -24,7 +22,6 @@ def make_recipe(config: SFTConfig) -> Recipe:
     """Fine-tuning: rows or fake rows, cross-entropy, and weights at checkpoints and evaluations."""
     return Recipe(
         tokens=config.data.seq_len * config.data.micro_batch_size,
-        small=SMALL,
         loss=cross_entropy,
         names=lambda batch: means,
         open_data=partial(RowData if config.data.fake is None else FakeRows, config),
