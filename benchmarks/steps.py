@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qw
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.config.trainer import WeightsConfig
 from prime_rl.monitor import log
-from prime_rl.trainer import attention, memory, moe, perf
+from prime_rl.trainer import attention, memory, perf
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.parallel import close_world, gather, init_world, now
@@ -284,12 +284,10 @@ class Bench:
         self.rows.flush()
         self.versions.before_update()
         norm = optimizer_step(self.policy, self.optimizer, lr, config.optim.max_norm)
-        sums = moe.join_loads(sums, self.policy)
         moments = begun, graded, now(world.device)
         ideal = perf.ideal_seconds(perf.flops(self.matmul, self.width, batch.lengths), world)
-        named = moe.with_loads(self.recipe.names(batch), self.policy)
         known, sums_norm = {"time/wait_for_batch": waited}, sum_on_device(world, sums, norm)
-        row = StepMetrics(step, sums_norm, moments, named, known, batch.tokens, ideal)
+        row = StepMetrics(step, sums_norm, moments, self.recipe.names(batch), known, batch.tokens, ideal)
         self.rows.put(row)
         if self.case.export:
             self.versions.publish(step + 1, row.read)

@@ -169,9 +169,6 @@ def test_every_level_of_checkpointing_agrees(world: World) -> None:
     plain = build(activation_checkpointing="none")
     assert plain.compiled
     want = gradients(plain)
-    loads = moe.load_sums(plain)
-    assert loads is not None
-    assert loads.view(2, 16).sum(1).tolist() == 2 * [(1024 + 1024) * 4]
     compare(want, gradients(build(dtype="float32", compile=False, attention="sdpa")), 0.2, "float32")
     for level in ("pointwise", "attention", "full"):
         compare(gradients(build(activation_checkpointing=level)), want, 5e-2, level)

@@ -110,7 +110,7 @@ def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path)
     run_training(support.make_config(many, model, max_steps=5, ckpt={"resume_step": 4}, **settings))
 
     assert weights_manifest(many / "weights" / "step_4").hash == weights_manifest(saved).hash
-    assert_close_metrics(many, one, steps=5, more=("moe/load_max", "moe/load_cv", "moe/unused"))
+    assert_close_metrics(many, one, steps=5)
     for version in range(1, 6):
         verify_weights(many / "weights" / f"step_{version}")
         assert_close_weights(many / "weights" / f"step_{version}", one / "weights" / f"step_{version}")

@@ -6,7 +6,7 @@ too: in bfloat16 its error would grow with the number of chunks. Names carry sha
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logprob [C], entropy [C], streams [K, C]) -> (summed loss, sums [M] to be added up over all chunks for metrics).
+"""(logprob [C], entropy [C], streams [K, C]) -> (summed loss, sums [M] for metrics, the last MAXIMA of which are maxima).
 The loss must be a sum over tokens; it is differentiated with respect to both of its first arguments, and compiled into one graph."""
+
+MAXIMA = 4
 
 Differentiated = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 """The arguments of a token loss -> (loss, sums, d logprob [C], d entropy [C])"""
@@ -27,6 +29,12 @@ Gradients = tuple[Tensor | None, Tensor | None]
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The precision of statistics for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def add_up(sums: Sequence[Tensor]) -> Tensor:
+    """The sums [M] of chunks or micro-batches put together."""
+    rows_RM = torch.stack(list(sums))
+    return torch.cat([rows_RM[:, :-MAXIMA].sum(0), rows_RM[:, -MAXIMA:].amax(0)])
 
 
 def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +146,7 @@ def _one_pass(
         if differentiate:
             d = dlogits_(logits, labels[s], inv_t[s], log_z, entropy, d_logprob, d_entropy)
             _multiply(d, s, hidden, weight, gradients)
-    return torch.stack(losses).sum(0), torch.stack(sums).sum(0)
+    return torch.stack(losses).sum(0), add_up(sums)
 
 
 def _chunked_logits(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:

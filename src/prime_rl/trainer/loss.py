@@ -6,12 +6,9 @@ the streams tensor of RL batches; `environment` is for metrics alone. The `*_sca
 component's denominator in the whole step, over all ranks), so that summing is averaging: no rank and no micro-batch needs
 to know about the others.
 
-Metrics are plain sums over tokens, so chunks, micro-batches and ranks add up, and only one vector [M] travels. Means and
-standard deviations come from sums of values and of squares; least, greatest and percentiles from histograms of entropy
-and log ratio. Buckets are equally wide in asinh(value / 1e-4), ten to each factor e: a value read off is the middle of
-its bucket, within 5.2 % (or 5e-6) of the true one. The ratio and both estimates of the mismatch are functions of the log
-ratio. What is beyond the last bucket counts as that in the sums too, so that one ratio that overflows does not make them
-infinite.
+Metrics are sums over tokens, and few maxima, so chunks, micro-batches and ranks are put together by `lm_head.add_up`, and
+only one vector [M] travels. A log ratio or an entropy beyond 22 counts as 22, so that one ratio that overflows does not
+make the sums infinite.
 """
 
 import math
@@ -28,6 +25,7 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.importing import load_function, takes
 from prime_rl.trainer import policy_losses
+from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.policy_losses import Sequences
 
 if TYPE_CHECKING:
@@ -35,18 +33,10 @@ if TYPE_CHECKING:
     from prime_rl.trainer.lm_head import TokenLoss
 
 
-Floats = npt.NDArray[np.float64]
+# Environments with metrics of their own; part of the compiled loss, which a step's own number would recompile.
+SLOTS = 16
 
-SLOTS = (
-    16  # environments with metrics of their own; part of the compiled loss, which a step's own number would recompile
-)
-
-_LINEAR, _PER_E = 1e-4, 10
-_LAST = 130  # 1e-4 · sinh(13) = 22: hardly any log ratio of a sampled token is beyond, and no entropy
-_MOST = _LINEAR * math.sinh(_LAST / _PER_E)
-_BUCKETS = 2 * _LAST + 1
-
-_MIDDLES = _LINEAR * np.sinh(np.arange(-_LAST, _LAST + 1) / _PER_E)  # [_BUCKETS]
+_MOST = 22.0  # hardly any log ratio of a sampled token is beyond, and no entropy
 
 # Sums over the tokens of a component, on the loss mask or off it.
 _COMPONENTS = ("ref_kl_tokens", "ref_kl", "nll_tokens", "nll")
@@ -56,16 +46,8 @@ _VALUES = ("entropy", "mismatch_kl", "mismatch_kl_k1", "importance_ratio")
 # Tokens in the policy loss, and those of them that it drops: less probable than to their sampler, or not; of positive or
 # negative advantage.
 _COUNTS = ("acting", "low", "high", "positive", "negative")
-# Each set has a row of the table: its number of tokens, sums of values, sums of squares, counts.
-_TABLE = (SLOTS + len(_GROUPS), 1 + 2 * len(_VALUES) + len(_COUNTS))
-# Of each slot's entropy and log ratio, and of the log ratio of tokens that the policy loss keeps, and drops.
-_HISTOGRAMS = (2 * SLOTS + 2, _BUCKETS)
-
-_OF_LOG_RATIO: dict[str, Callable[[Floats], Floats]] = {
-    "mismatch_kl": lambda log_ratio: np.expm1(log_ratio) - log_ratio,
-    "mismatch_kl_k1": lambda log_ratio: -log_ratio,
-    "importance_ratio": np.exp,
-}
+# Each set has a row of the table: its number of tokens, sums of values, counts.
+_TABLE = (SLOTS + len(_GROUPS), 1 + len(_VALUES) + len(_COUNTS))
 
 
 def mismatch_kl(log_ratio: Tensor) -> Tensor:
@@ -87,7 +69,7 @@ def token_sums(
     policy: Acted,
     reference: Acted,
 ) -> Tensor:
-    """The sums over the tokens of `mask`, all [N]: the table and the histograms, flat.
+    """The sums over the tokens of `mask`, all [N]: the table, flat, and the largest of each value.
 
     Args:
         environment: The slot of each token's environment; those beyond the last share it.
@@ -104,26 +86,16 @@ def token_sums(
     groups = torch.cat([of_slot, torch.stack([acting - dropped, dropped, *pulled])])
     # The ratio is near 1, so its squares would cancel: its distance from 1 is added up.
     values = torch.stack([entropy, mismatch_kl(log_ratio), -log_ratio, torch.expm1(log_ratio)])
-    table = (
-        groups @ torch.cat([torch.ones_like(mask)[None], values, values.square(), torch.stack([acting, *parts])]).t()
-    )
-    of_entropy, of_ratio = _bucket(entropy), _bucket(log_ratio)
-    rows = [slot, SLOTS + slot, 2 * SLOTS + (dropped != 0).long()]
-    indices = [row * _BUCKETS + bucket for row, bucket in zip(rows, (of_entropy, of_ratio, of_ratio), strict=True)]
-    # Counts are integers, so the order in which a GPU adds them does not matter.
-    counts = torch.zeros(_HISTOGRAMS[0] * _BUCKETS, dtype=mask.dtype, device=mask.device)
-    counts = counts.index_add(0, torch.cat(indices), torch.cat([mask, mask, acting]))
-    return torch.cat([table.flatten(), counts])
+    columns = torch.cat([torch.ones_like(mask)[None], values, torch.stack([acting, *parts])])
+    # The last column stands for no tokens.
+    largest = torch.where(mask > 0, values, -torch.inf)
+    largest = torch.cat([largest, largest.new_full((len(_VALUES), 1), -torch.inf)], 1)
+    return torch.cat([(groups @ columns.t()).flatten(), largest.amax(1)])
 
 
 def _clamped(values: Tensor) -> Tensor:
-    """`values` up to the last bucket, NaN as 0: the loss shows what is wrong, and other tokens' sums stay theirs."""
+    """`values` up to the bound, NaN as 0: the loss shows what is wrong, and other tokens' sums stay theirs."""
     return values.nan_to_num(0.0).clamp(-_MOST, _MOST)
-
-
-def _bucket(values: Tensor) -> Tensor:
-    """The bucket of each `_clamped` value, int64."""
-    return (torch.asinh(values / _LINEAR) * _PER_E).round().long() + _LAST
 
 
 def component_sums(divergence: Tensor, pulled: Tensor, logprob: Tensor, imitated: Tensor) -> Tensor:
@@ -142,79 +114,63 @@ def describe(environments: Sequence[str], sums: Sequence[float]) -> dict[str, fl
         environments: The run's, in the order of their slots. Of more than slots, those in the last slot have none.
     """
     numbers = np.asarray(sums, dtype=np.float64)
-    components, table, histograms = np.split(numbers[1:], np.cumsum([len(_COMPONENTS), _TABLE[0] * _TABLE[1]]))
-    rows, counts = table.reshape(_TABLE), histograms.reshape(_HISTOGRAMS)
-    entropy, log_ratio, kept, dropped = counts[:SLOTS], counts[SLOTS:-2], counts[-2], counts[-1]
+    (loss, *components), table, largest = np.split(numbers, [1 + len(_COMPONENTS), len(numbers) - MAXIMA])
+    rows = table.reshape(_TABLE)
     whole = rows[:SLOTS].sum(0)
     group = dict(zip(_GROUPS, rows[SLOTS:], strict=True))
+    column = 1 + _VALUES.index("mismatch_kl")
 
-    metrics = {"loss/mean": float(numbers[0])}  # divided by the global count already
-    metrics |= _distribution("entropy/all", "entropy", whole, entropy.sum(0))
-    metrics |= _distribution("mismatch_kl/all", "mismatch_kl", whole, log_ratio.sum(0))
-    metrics |= _distribution("mismatch_kl_k1", "mismatch_kl_k1", whole, log_ratio.sum(0))
-    metrics |= _distribution("importance_ratio", "importance_ratio", whole, log_ratio.sum(0))
-    metrics |= _distribution("masked_mismatch_kl", "mismatch_kl", group["dropped"], dropped)
-    metrics |= _distribution("unmasked_mismatch_kl", "mismatch_kl", group["kept"], kept)
+    metrics = {"loss/mean": float(loss)}  # divided by the global count already
+    metrics |= _of_tokens(whole, {"entropy": "entropy/all", "mismatch_kl": "mismatch_kl/all"})
+    if whole[0]:
+        for value, number in zip(_VALUES, largest.tolist(), strict=True):
+            name = f"{value}/all" if value in ("entropy", "mismatch_kl") else value
+            metrics[f"{name}/max"] = number + (value == "importance_ratio")
+        # The two means that the console shows, and one relative to the other.
+        entropy, mismatch = metrics["entropy/all/mean"], metrics["mismatch_kl/all/mean"]
+        metrics |= {"entropy/mean": entropy, "mismatch_kl/mean": mismatch}
+        metrics |= {"kl_ent_ratio/mean": mismatch / entropy} if entropy > 0 else {}
     if len(environments) > 1:
         for slot, name in enumerate(environments[: SLOTS if len(environments) <= SLOTS else SLOTS - 1]):
-            for value in _VALUES:
-                histogram = entropy if value == "entropy" else log_ratio
-                metrics |= _distribution(f"{value}/{name}", value, rows[slot], histogram[slot])
-            metrics |= _dropped(rows[slot], f"/{name}")
-    if "entropy/all/mean" in metrics:  # the two means that the console shows, and one relative to the other
-        entropy_mean, mismatch = metrics["entropy/all/mean"], metrics["mismatch_kl/all/mean"]
-        metrics |= {"entropy/mean": entropy_mean, "mismatch_kl/mean": mismatch}
-        metrics |= {"kl_ent_ratio/mean": mismatch / entropy_mean} if entropy_mean > 0 else {}
+            metrics |= _of_tokens(rows[slot], {value: f"{value}/{name}" for value in _VALUES}, f"/{name}")
     ref_kl_tokens, ref_kl_sum, nll_tokens, nll = components
-    kept_ref, dropped_ref, column = group["ref_kept"], group["ref_dropped"], 1 + _VALUES.index("mismatch_kl")
+    kept, dropped, kept_ref, dropped_ref = (group[name] for name in _GROUPS)
+    return metrics | _means(
+        {
+            "masked_mismatch_kl": (dropped[column], dropped[0]),
+            "unmasked_mismatch_kl": (kept[column], kept[0]),
+            "ref_kl": (ref_kl_sum, ref_kl_tokens),
+            "nll": (nll, nll_tokens),
+            "ref_kl/is_masked": (dropped_ref[0], kept_ref[0] + dropped_ref[0]),
+            "ref_kl/masked_mismatch_kl": (dropped_ref[column], dropped_ref[0]),
+            "ref_kl/unmasked_mismatch_kl": (kept_ref[column], kept_ref[0]),
+        }
+    )
+
+
+def _of_tokens(row: npt.NDArray[np.float64], names: Mapping[str, str], suffix: str = "") -> dict[str, float]:
+    """The means of a row of the table: of values, under `names` where they differ, and, with `suffix`, of the tokens in the
+    policy loss the fraction that it drops, in all and by whether their probability fell or rose; of these the fraction
+    with positive and negative advantages."""
+    tokens, (acting, low, high, positive, negative) = row[0], row[-len(_COUNTS) :].tolist()
+    ones = {"importance_ratio": tokens}  # its distance from 1 is added up
     fractions = {
-        "ref_kl": (ref_kl_sum, ref_kl_tokens),
-        "nll": (nll, nll_tokens),
-        "ref_kl/is_masked": (dropped_ref[0], kept_ref[0] + dropped_ref[0]),
-        "ref_kl/masked_mismatch_kl": (dropped_ref[column], dropped_ref[0]),
-        "ref_kl/unmasked_mismatch_kl": (kept_ref[column], kept_ref[0]),
+        names.get(value, value): (ones.get(value, 0) + total, tokens)
+        for value, total in zip(_VALUES, row[1 : 1 + len(_VALUES)].tolist(), strict=True)
     }
-    return metrics | _dropped(whole) | _means(fractions)
-
-
-_PERCENTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
-
-
-def _distribution(name: str, value: str, row: Floats, counts: Floats) -> dict[str, float]:
-    """Mean and standard deviation of one value from a row of the table, the rest from the histogram of entropy or log
-    ratio. Empty for no tokens."""
-    tokens, column = row[0], 1 + _VALUES.index(value)
-    if tokens < 1:
-        return {}
-    mean, square = float(row[column] / tokens), float(row[column + len(_VALUES)] / tokens)
-    middles = _OF_LOG_RATIO[value](_MIDDLES) if value in _OF_LOG_RATIO else _MIDDLES
-    order = np.argsort(middles, kind="stable")
-    upto = np.cumsum(counts[order])
-    # The least value that so many percent of the tokens do not exceed
-    ranks = np.ceil(np.array(list(_PERCENTILES.values())) * upto[-1] / 100).clip(min=1)
-    read = dict(zip(_PERCENTILES, middles[order][np.searchsorted(upto, ranks)].tolist(), strict=True))
-    centre = 1.0 if value == "importance_ratio" else 0.0
-    values = {"mean": centre + mean, "std": math.sqrt(max(square - mean * mean, 0.0)), **read}
-    return {f"{name}/{key}": number for key, number in values.items()}
+    fractions |= {
+        f"is_masked{suffix}": (low + high, acting),
+        f"is_masked_low{suffix}": (low, acting),
+        f"is_masked_high{suffix}": (high, acting),
+        f"masked_advantage_positive{suffix}": (positive, low + high),
+        f"masked_advantage_negative{suffix}": (negative, low + high),
+    }
+    return _means(fractions)
 
 
 def _means(fractions: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Each sum divided by its count, without those over no tokens."""
     return {f"{name}/mean": float(part / count) for name, (part, count) in fractions.items() if count > 0}
-
-
-def _dropped(row: Floats, suffix: str = "") -> dict[str, float]:
-    """Of the tokens in the policy loss the fraction that it drops, in all and by whether their probability fell or rose;
-    and of these the fraction with positive and negative advantages."""
-    acting, low, high, positive, negative = row[-len(_COUNTS) :].tolist()
-    fractions = {
-        "is_masked": (low + high, acting),
-        "is_masked_low": (low, acting),
-        "is_masked_high": (high, acting),
-        "masked_advantage_positive": (positive, low + high),
-        "masked_advantage_negative": (negative, low + high),
-    }
-    return _means({f"{name}{suffix}": fraction for name, fraction in fractions.items()})
 
 
 STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "environment", "rl_scale", "ce_scale", "ref_kl_scale")
@@ -313,32 +269,23 @@ def _custom(
 
 
 def _try_out(policy_loss: Callable[..., tuple[Tensor, Tensor]], path: str, coupled: bool) -> None:
-    """Call a loss of the user's own on a few tokens of two sequences before anything is trained with it.
-
-    The last token is of another component: no log-probability of a sampler, no advantage. Raises UserError if it fails,
-    or gives no loss of each token that is finite and depends on the policy.
-    """
-    logprob = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0], device="cpu", requires_grad=True)
-    old = torch.tensor([-0.6, -0.9, -2.0, -0.3, 0.0], device="cpu")
-    advantage = torch.tensor([1.0, 1.0, -0.5, -0.5, 0.0], device="cpu")
-    document, mask = torch.tensor([0, 0, 1, 1, 1], device="cpu"), (advantage != 0).to(advantage.dtype)
-    more = {"sequences": Sequences(document, mask, 2)} if coupled else {}
-    gradient = None
+    """Call a loss of the user's own on two tokens before anything is trained with it, the second of another component: no
+    log-probability of a sampler, no advantage. Raises UserError if its gradient cannot be computed or is not finite."""
+    logprob = torch.tensor([-0.5, -3.0], device="cpu", requires_grad=True)
+    old, advantage, mask = torch.tensor([[-0.6, 0.0], [1.0, 0.0], [1.0, 0.0]], device="cpu")
+    more = {"sequences": Sequences(torch.zeros(2, dtype=torch.int64, device="cpu"), mask, 1)} if coupled else {}
     try:
         with torch.enable_grad():
             loss, _ = policy_loss(logprob, old, advantage, **more)
-            if loss.requires_grad:
-                (gradient,) = torch.autograd.grad(loss.sum(), logprob, allow_unused=True)
+            (gradient,) = torch.autograd.grad(loss.sum(), logprob)
     except UserError:
         raise
     except Exception as error:  # whatever the user's function raises
-        raise UserError(f"loss.path: {path!r} failed on a few tokens: {type(error).__name__}: {error}") from error
-    if gradient is None:
-        raise UserError(f"loss.path: {path!r} gave a loss that has no gradient in its first argument")
+        raise UserError(f"loss.path: {path!r} failed on two tokens: {type(error).__name__}: {error}") from error
     if not (loss.isfinite().all() and gradient.isfinite().all()):
         raise UserError(
-            f"loss.path: {path!r} gave {loss.tolist()} with gradient {gradient.tolist()} for tokens the last of which is "
-            "of another component (advantage 0, sampler's log-probability 0): all must be finite"
+            f"loss.path: {path!r} gave {loss.tolist()} with gradient {gradient.tolist()} for two tokens, the second of "
+            "another component (advantage 0, sampler's log-probability 0): all must be finite"
         )
 
 
@@ -387,7 +334,8 @@ def ref_kl_drops(logprob: Tensor, old: Tensor) -> Tensor:
 def cross_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
     """The token loss of supervised training.
 
-    streams [1, N]: weight / (loss tokens of the whole step). sums [2]: loss, entropy (both weighted).
+    streams [1, N]: weight / (loss tokens of the whole step). sums: loss, entropy (both weighted), no maxima.
     """
     loss = -(logprob * streams[0]).sum()
-    return loss, torch.stack([loss.detach(), (entropy * streams[0]).sum().detach()])
+    sums = torch.stack([loss.detach(), (entropy * streams[0]).sum().detach()])
+    return loss, torch.cat([sums, sums.new_zeros(MAXIMA)])

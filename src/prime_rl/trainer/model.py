@@ -215,7 +215,6 @@ def check_head(policy: Policy, source: Source, world: World) -> None:
         error = policy.head_error(ids).item()
     for unit in policy.units:
         unit.reshard()  # checkpoints and exports read sharded parameters
-    moe.load_sums(policy)  # discarded: these tokens are of no step
 
     def refuse() -> None:
         if not error <= HEAD_CHECK_LIMIT:  # NaN is refused as well

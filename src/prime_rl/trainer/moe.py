@@ -1,10 +1,9 @@
-"""Mixture-of-experts blocks of the Qwen3-MoE family: a float32 router, grouped matrix products, the load of experts.
+"""Mixture-of-experts blocks of the Qwen3-MoE family: a float32 router, grouped matrix products.
 
 transformers' block is replaced by ours, which keeps its modules, hence the names of the parameters, but only reads their
 weights. Letters: T tokens, K experts of each, S = T·K, E experts, I rows of an expert's hidden layer, H hidden size.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,32 +16,23 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from prime_rl.errors import UserError
 
-Named = Callable[[list[float]], Mapping[str, float]]
 KEPT = {torch.ops.aten.topk.default}
 """The operators whose outputs checkpointed blocks keep: choosing experts again from logits that another kernel rounded
 otherwise would assign kept rows to other experts."""
 
 
 class SparseBlock(nn.Module):
-    """In place of transformers' block: each token goes to its K experts, whose outputs are summed with the router's weights.
-
-    `load` [E] counts each expert's tokens, padding included. Recomputed blocks may count again, which changes no ratio.
-    """
-
-    load: Tensor
+    """In place of transformers' block: each token goes to its K experts, whose outputs are summed with the router's weights."""
 
     def __init__(self, block: Qwen3MoeSparseMoeBlock) -> None:
         super().__init__()
         self.experts, self.gate = block.experts, block.gate
-        count = block.gate.num_experts
-        self.register_buffer("load", torch.zeros(count, dtype=torch.int64), persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         hidden_TH = hidden_states.flatten(0, 1)
         weight_TK, chosen_TK = route(hidden_TH, self.gate.weight, self.gate.top_k, self.gate.norm_topk_prob)
         experts = self.experts
-        out_TH, count_E = mix(hidden_TH, weight_TK, chosen_TK, experts.gate_up_proj, experts.down_proj, experts.act_fn)
-        self.load.add_(count_E)
+        out_TH = mix(hidden_TH, weight_TK, chosen_TK, experts.gate_up_proj, experts.down_proj, experts.act_fn)
         return out_TH.view_as(hidden_states)
 
 
@@ -85,45 +75,6 @@ def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
     return [gates[0]]
 
 
-def load_sums(model: nn.Module) -> Tensor | None:
-    """Tokens of each expert since the last call, layer after layer: [L · E] float32 on the device. None if dense."""
-    loads = [block.load for block in sparse_blocks(model)]
-    if not loads:
-        return None
-    sums = torch.stack(loads).flatten().float()
-    torch._foreach_zero_(loads)
-    return sums
-
-
-def join_loads(sums: Tensor, model: nn.Module) -> Tensor:
-    """A step's metric sums [M] followed by the loads, so that both are summed over the ranks and read at once."""
-    loads = load_sums(model)
-    return sums if loads is None else torch.cat([sums, loads])
-
-
-def with_loads(named: Named, model: nn.Module) -> Named:
-    """What names a step's sums, for those that `join_loads` made longer."""
-    count = sum(block.load.numel() for block in sparse_blocks(model))
-    if count == 0:
-        return named
-    return lambda sums: {**named(sums[:-count]), **metrics(model, sums[-count:])}
-
-
-def metrics(model: nn.Module, values: Sequence[float]) -> dict[str, float]:
-    """What `load_sums`, summed over the ranks, says.
-
-    `moe/load_max`: tokens of the busiest expert over the average, in the layer where that is most. `moe/load_cv`: standard
-    deviation of the experts' tokens over their mean, averaged over layers. `moe/unused`: fraction without a token.
-    """
-    load_LE = torch.tensor(values, dtype=torch.float64).view(len(sparse_blocks(model)), -1)
-    share_LE = load_LE / load_LE.mean(1, keepdim=True).clamp(min=1e-9)
-    return {
-        "moe/load_max": float(share_LE.max()),
-        "moe/load_cv": float(share_LE.std(1, correction=0).mean()),
-        "moe/unused": float((load_LE == 0).double().mean()),
-    }
-
-
 def route(hidden_TH: Tensor, weight_EH: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
     """The K likeliest experts of every token and their probabilities, in float32 whatever the blocks compute in.
 
@@ -139,8 +90,8 @@ def route(hidden_TH: Tensor, weight_EH: Tensor, k: int, normalized: bool) -> tup
 
 def mix(
     hidden_TH: Tensor, weight_TK: Tensor, chosen_TK: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor, activation: Any
-) -> tuple[Tensor, Tensor]:
-    """Every token's weighted sum over its experts [T, H], and how many tokens each expert was given [E].
+) -> Tensor:
+    """Every token's weighted sum over its experts [T, H].
 
     Rows are sorted by expert, so that each projection is one grouped matrix product; nothing waits for the device. The weights multiply the
     hidden layer rather than the output: the same sum, on fewer columns, and backward needs no outputs of experts to be kept.
@@ -155,8 +106,7 @@ def mix(
     gate_SI, up_SI = grouped_linear(spread(hidden_TH, place_TK), gate_up_EJH, end_E).chunk(2, dim=-1)
     weight_S1 = weight_TK.flatten().gather(0, order_S)[:, None]
     hidden_SI = (activation(gate_SI.float()) * up_SI.float() * weight_S1).to(hidden_TH.dtype)
-    out_SH = grouped_linear(hidden_SI, down_EHI, end_E)
-    return collect(out_SH, place_TK), torch.diff(end_E, prepend=end_E.new_zeros(1))
+    return collect(grouped_linear(hidden_SI, down_EHI, end_E), place_TK)
 
 
 def grouped_linear(rows_SI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:

@@ -62,7 +62,6 @@ class ReferenceScorer:
             # Without a backward pass the gathered weights would stay, and the next forward would use them.
             for unit in self._policy.units:
                 unit.reshard()
-        moe.load_sums(self._policy)  # discarded: the loads of experts are those of steps
         return partial(finite_reference, self._tokens, ToHost(logprobs))
 
     @contextmanager

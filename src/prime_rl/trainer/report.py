@@ -18,6 +18,7 @@ from prime_rl.config import write_toml
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
+from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.parallel import Moment, ToHost, World, now, seconds
 from prime_rl.transport.commit import disk_errors, list_steps
 from prime_rl.transport.weights import version_dir, weights_manifest
@@ -160,6 +161,10 @@ class Report:
         self._status.done(outcome)
 
 
+Named = Callable[[list[float]], Mapping[str, float]]
+"""A step's metrics by name, from its sums."""
+
+
 def runs_ahead(device: torch.device) -> bool:
     """Whether the host only enqueues what the device does."""
     return device.type == "cuda"
@@ -181,7 +186,7 @@ class StepMetrics:
     step: int
     sums: ToHost
     moments: tuple[Moment, Moment, Moment]
-    named: Callable[[list[float]], Mapping[str, float]]
+    named: Named
     known: Mapping[str, float]
     tokens: int
     ideal: float | None
@@ -199,9 +204,10 @@ class StepMetrics:
 
 
 def sum_on_device(world: World, sums: Tensor, norm: Tensor) -> ToHost:
-    """Add a rank's metric sums up over the ranks and send them, then the gradient norm, to the host."""
+    """Put the ranks' metric sums together and send them, then the gradient norm, to the host."""
     if world.size > 1:
-        dist.all_reduce(sums)
+        dist.all_reduce(sums[:-MAXIMA])
+        dist.all_reduce(sums[-MAXIMA:], dist.ReduceOp.MAX)
     return ToHost(torch.cat([sums.double(), norm.double().reshape(1)]))
 
 

@@ -16,9 +16,9 @@ from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler, FakeData, WeightsConfig
 from prime_rl.monitor import read_status
-from prime_rl.trainer import moe, perf
+from prime_rl.trainer import perf
 from prime_rl.trainer.ckpt import Checkpoints, Progress
-from prime_rl.trainer.lm_head import TokenLoss
+from prime_rl.trainer.lm_head import TokenLoss, add_up
 from prime_rl.trainer.loss import STREAMS, SequenceLoss
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import Policy, build_policy, check_head, compute_dtype
@@ -37,7 +37,7 @@ from prime_rl.trainer.packing import (
 from prime_rl.trainer.parallel import World, close_world, init_world, now
 from prime_rl.trainer.perf import bench_table, host_syncs
 from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.trainer.report import MetricRows, Report, StepMetrics, StopSignal, sum_on_device
+from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, StopSignal, sum_on_device
 from prime_rl.trainer.source import Source, locate_model
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, published_bytes, uses_memory
 from prime_rl.transport.checkpoints import trainer_is_alone
@@ -61,7 +61,7 @@ class Recipe:
 
     tokens: int
     loss: TokenLoss | SequenceLoss
-    names: Callable[[StepData], moe.Named]
+    names: Callable[[StepData], Named]
     open_data: Callable[[World, Source, OnWait], StepSource]
     served: TrainerConfig | None = None
     weights: WeightsConfig | None = None
@@ -183,7 +183,6 @@ def run(
         versions.before_update()
         checkpoints.before_update()
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-        sums = moe.join_loads(sums, policy)
         moments = begun, graded, now(world.device)
         progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + batch.samples)
         known = {
@@ -199,8 +198,8 @@ def run(
             "progress/total_samples": progress.samples,
         }
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
-        named = moe.with_loads(recipe.names(batch), policy)
-        row = StepMetrics(step, sum_on_device(world, sums, norm), moments, named, known, batch.tokens, ideal)
+        sums_norm = sum_on_device(world, sums, norm)
+        row = StepMetrics(step, sums_norm, moments, recipe.names(batch), known, batch.tokens, ideal)
         rows.put(row)
 
         kind, weights, saving = checkpoints.due(step + 1), None, 0.0
@@ -275,7 +274,7 @@ def forward_backward(
             unit.set_requires_all_reduce(is_last, recurse=False)  # replicas exchange what all micro-batches add up to
         loss, sums = policy(to_device(host, world.device), loss_of)
         loss.backward()
-        total = sums if total is None else total + sums
+        total = sums if total is None else add_up([total, sums])
     assert total is not None, "a step has at least one micro-batch on every rank"
     return total
 
@@ -312,7 +311,6 @@ def warm_up(
         forward_backward(policy, pinned(batches, world.device), loss, world)
         clip_gradients(policy, config.optim.max_norm)
         policy.zero_grad(set_to_none=True)
-        moe.load_sums(policy)  # discarded: these tokens are of no step
         ReferenceScorer(policy, world, vocabulary, torch.float32, torch.float32).score(as_exported=False, compiled=True)
 
 

@@ -1,5 +1,4 @@
-"""Metrics of loss tokens against numpy on the tokens themselves: sums exactly, what is read off a histogram to within
-its bucket."""
+"""Metrics of loss tokens against numpy on the tokens themselves."""
 
 import math
 from typing import Any
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor
 
 from prime_rl.config.trainer import DefaultLoss, GRPOLoss
-from prime_rl.trainer.lm_head import fused_token_loss
-from prime_rl.trainer.loss import _TABLE, SLOTS, STREAMS, describe, make_loss, token_sums
+from prime_rl.trainer.lm_head import add_up, fused_token_loss
+from prime_rl.trainer.loss import SLOTS, STREAMS, describe, make_loss
 from prime_rl.trainer.packing import Document, collate, to_device
 
 ENVIRONMENTS = ["a", "b", "c"]
-TABLE = math.prod(_TABLE)
-PERCENTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
 Tokens = dict[str, np.ndarray]
 
 
@@ -48,24 +45,7 @@ def subset(tokens: Tokens, chosen: Any) -> Tokens:
     return {name: values[chosen] for name, values in tokens.items()}
 
 
-def check(got: dict[str, float], name: str, values: np.ndarray, log_ratios: np.ndarray | None = None) -> None:
-    """`got` describes `values`: exactly, or as exactly as half a bucket of them, or of their log ratios, allows (5.2 %,
-    5e-6)."""
-    assert got[f"{name}/mean"] == pytest.approx(values.mean(), rel=1e-9, abs=1e-12)
-    assert got[f"{name}/std"] == pytest.approx(values.std(), rel=1e-6, abs=1e-9)
-    for key, percent in PERCENTILES.items():
-        want = np.percentile(values, percent, method="inverted_cdf")
-        off = 0.052 * abs(want) + 5e-6
-        if log_ratios is not None:
-            # The tokens of this value, and those whose log ratio is at the other end of half a bucket
-            x = log_ratios[np.argmin(abs(values - want))]
-            far = x + np.array([-1, 1]) * (0.052 * abs(x) + 5e-6)
-            off = {"mismatch_kl": np.expm1(far) - far, "importance_ratio": np.exp(far)}[name.partition("/")[0]] - want
-            off = 1.01 * abs(off).max() + 1e-10
-        assert abs(got[f"{name}/{key}"] - want) <= off, (name, key)
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_against_numpy(seed: int) -> None:
     """Contract: every metric is what its name says of the tokens of the loss mask; what the policy loss drops, of those
     that it acts on."""
@@ -79,10 +59,12 @@ def test_against_numpy(seed: int) -> None:
     assert 0 < dropped.sum() < acting.sum() < len(x)
     whole = {"": np.ones(len(x), dtype=bool)}
     for of, mine in (whole | {f"/{name}": on["environment"] == i for i, name in enumerate(ENVIRONMENTS)}).items():
-        check(got, f"entropy{of or '/all'}", on["entropy"][mine])
-        check(got, f"mismatch_kl{of or '/all'}", k3[mine], x[mine])
-        check(got, f"importance_ratio{of}", np.exp(x)[mine], x[mine])
-        check(got, f"mismatch_kl_k1{of}", -x[mine])
+        values = {"entropy": on["entropy"], "mismatch_kl": k3, "importance_ratio": np.exp(x), "mismatch_kl_k1": -x}
+        for value, numbers in values.items():
+            name = f"{value}{of or ('/all' if value in ('entropy', 'mismatch_kl') else '')}"
+            assert got[f"{name}/mean"] == pytest.approx(numbers[mine].mean(), rel=1e-9, abs=1e-12)
+            if not of:
+                assert got[f"{name}/max"] == pytest.approx(numbers.max())
         assert got[f"is_masked{of}/mean"] == pytest.approx(dropped[mine & acting].mean())
         assert got[f"is_masked_low{of}/mean"] == pytest.approx((dropped & (x < 0))[mine & acting].mean())
         assert got[f"is_masked_high{of}/mean"] == pytest.approx((dropped & (x >= 0))[mine & acting].mean())
@@ -91,9 +73,6 @@ def test_against_numpy(seed: int) -> None:
             assert got[f"masked_advantage_{way}{of}/mean"] == pytest.approx(share)
     for name, part in (("masked_mismatch_kl", dropped), ("unmasked_mismatch_kl", acting & ~dropped)):
         assert got[f"{name}/mean"] == pytest.approx(k3[part].mean())
-        assert got[f"{name}/std"] == pytest.approx(k3[part].std())
-        assert got[f"{name}/min"] == pytest.approx(k3[part].min(), rel=0.2, abs=1e-9)
-        assert got[f"{name}/max"] == pytest.approx(k3[part].max(), rel=0.2)
     assert got["kl_ent_ratio/mean"] == pytest.approx(k3.mean() / on["entropy"].mean())
     assert (got["entropy/mean"], got["mismatch_kl/mean"]) == (got["entropy/all/mean"], got["mismatch_kl/all/mean"])
 
@@ -160,14 +139,14 @@ def test_sums_add_up_over_packing_and_chunks() -> None:
     weight, embedding = (torch.tensor(draw.standard_normal((31, 8))) for _ in range(2))
     found = []
     for packs, chunk in (([range(6)], 1000), ([range(6)], 7), ([[3, 0], [], [5, 1, 2], [4]], 5)):
-        total = torch.zeros(())
+        parts = []
         for pack in packs:
             batch = to_device(collate([documents[i] for i in pack], len(STREAMS)), torch.device("cpu"))
             hidden = embedding[batch.input_ids[batch.loss_index]]
             head = hidden, weight, batch.labels, batch.inv_temperature.double(), batch.streams.double()
-            total = total + fused_token_loss(*head, make_loss(DefaultLoss()), chunk)[1]
-        found.append(describe(ENVIRONMENTS, total.tolist()))
-    assert "mismatch_kl/c/p99" in found[0]
+            parts.append(fused_token_loss(*head, make_loss(DefaultLoss()), chunk)[1])
+        found.append(describe(ENVIRONMENTS, add_up(parts).tolist()))
+    assert {"mismatch_kl/c/mean", "mismatch_kl/all/max"} <= found[0].keys()
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         assert list(other.values()) == pytest.approx(list(found[0].values()), rel=1e-9)
@@ -182,7 +161,7 @@ def test_what_is_a_mean_over_nothing_is_left_out() -> None:
         sums_of({**tokens, "new": tokens["logprobs"], "environment": 0 * tokens["environment"]}).tolist(),
     )
     assert kept["is_masked/mean"] == 0
-    assert (kept["mismatch_kl/all/max"], kept["importance_ratio/min"], kept["importance_ratio/std"]) == (0, 1, 0)
+    assert (kept["mismatch_kl/all/max"], kept["importance_ratio/mean"], kept["importance_ratio/max"]) == (0, 1, 1)
     assert "entropy/a/mean" in kept
     assert not {"masked_mismatch_kl/mean", "masked_advantage_positive/mean", "entropy/b/mean"} & kept.keys()
 
@@ -205,9 +184,9 @@ def test_environments_beyond_the_slots() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 50.0, -500.0])
 def test_what_is_not_finite_stays_where_it_is(bad: float) -> None:
-    """Contract: a token whose numbers overflow or are none, on the mask or off it, counts once in the histograms, and
-    leaves the metrics of other environments' tokens as they would be without it, and finite those of its own: that
-    something is wrong is the loss's to say."""
+    """Contract: a token whose numbers overflow or are none, on the mask or off it, leaves the metrics of other
+    environments' tokens as they would be without it, and finite those of its own: that something is wrong is the loss's
+    to say."""
     tokens = draw_tokens(0)
     spoilt = {name: values.copy() for name, values in tokens.items()}
     (on, off) = (np.flatnonzero((tokens["environment"] == 0) & (tokens["mask"] == there))[0] for there in (True, False))
@@ -217,24 +196,6 @@ def test_what_is_not_finite_stays_where_it_is(bad: float) -> None:
         spoilt[name][[on, off]] = tokens[name][[on, off]] = 0
     want, got = (describe(ENVIRONMENTS, sums_of(each, dtype=torch.float32).tolist()) for each in (tokens, spoilt))
     others = [name for name in want if name.split("/")[1] in "bc"]
-    assert len(others) == 2 * (4 * 8 + 5)
+    assert len(others) == 2 * (4 + 5)
     assert {name: got[name] for name in others} == {name: pytest.approx(want[name], rel=1e-6) for name in others}
     assert [name for name, value in got.items() if not math.isfinite(value) and name != "loss/mean"] == []
-    buckets = [sums_of(each, dtype=torch.float32)[1 + 4 + TABLE :].sum() for each in (tokens, spoilt)]
-    assert buckets[0] == buckets[1] == 2 * tokens["mask"].sum() + (tokens["rl_scale"] != 0).sum()
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_far_beyond_the_last_bucket(sign: int) -> None:
-    """Contract: what is beyond the histogram counts as its last bucket, 22, in the histogram and in sums."""
-    ones, zeros = torch.ones(3).double(), torch.zeros(3).double()
-    acted = zeros.bool(), zeros.bool()
-    sums = token_sums(sign * 40 * ones, 50 * ones, zeros, ones, ones, zeros, acted, acted)
-    got = describe([], [0.0, *[0.0] * 4, *sums.tolist()])
-    for name, want in {
-        "entropy/all": 22.1,
-        "mismatch_kl_k1": -sign * 22.1,
-        "importance_ratio": math.exp(sign * 22.12),
-    }.items():
-        assert got[f"{name}/mean"] == pytest.approx(got[f"{name}/median"], rel=1e-6, abs=1e-9)
-        assert got[f"{name}/max"] == pytest.approx(want, rel=0.01, abs=1e-9)

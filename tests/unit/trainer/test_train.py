@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import make_tiny_model
 from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.config.shared import TRAINER_STEPS, WARM_UP
@@ -201,20 +200,6 @@ def test_rows_come_before_what_is_saved(
     assert versions[:3] == [0, 1, 2]
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2]
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3]
-
-
-def test_experts_loads_are_reported(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """A model with experts says in each step's row how evenly they are used, over all its micro-batches; a dense one says nothing of it."""
-    experts = make_tiny_model(tmp_path / "model", experts=4)
-    support.write_rollouts(tmp_path, 2)
-    run_training(support.make_config(tmp_path, experts, max_steps=2))
-    for row in metrics(tmp_path):
-        assert 1 <= row["moe/load_max"] <= 2  # each token goes to 2 of the 4
-        assert 0 <= row["moe/load_cv"] <= 1
-        assert 0 <= row["moe/unused"] <= 0.5
-    support.write_rollouts(tmp_path / "dense", 1)
-    run_training(support.make_config(tmp_path / "dense", tied_model, max_steps=1))
-    assert not [key for key in metrics(tmp_path / "dense")[0] if key.startswith("moe/")]
 
 
 def test_out_of_memory(run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def make_recipe(config: SFTConfig) -> Recipe:
 
 def means(sums: list[float]) -> dict[str, float]:
     """Name a step's sums, which are divided by its loss tokens already."""
-    loss, entropy = sums
+    loss, entropy, *_ = sums
     return {"loss/mean": loss, "entropy/mean": entropy}
 
 
