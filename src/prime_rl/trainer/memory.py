@@ -32,7 +32,7 @@ GIB = 1 << 30
 # Rates of an H200 inside a step: FLOP/s of matrix products and of attention forward, bytes/s of pointwise kernels and of
 # the host link each way.
 PRODUCTS, ATTENTION, POINTWISE, HOST_LINK = 650e12, 640e12, 3.5e12, 54e9
-WORTH_OFFLOADING = 5e-3  # seconds of a layer's forward pass from which copies beside it cost less than `wide` does
+EARLY_OFFLOAD_SECONDS = 5e-3  # seconds of a layer's forward pass from which copies beside it cost less than `wide` does
 EAGER_NONE = 1.6  # what uncompiled blocks keep at `none`, relative to compiled ones: 1.55 – 1.59 for three Qwen3 shapes
 # Bytes that libraries take beside torch's allocator (NCCL's buffers, kernels, workspaces). 1 GiB was too little for NCCL.
 OUTSIDE = 3 * GIB
@@ -337,7 +337,7 @@ def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: 
 
 def _fastest_first(config: "TrainerModel", shape: Shape, job: Job) -> Iterator[Settings]:
     """Each of the settings takes less memory than the one before. What `config` names is the same in all of them."""
-    early = "carried" if forward_seconds(shape, job) >= WORTH_OFFLOADING else "none"
+    early = "carried" if forward_seconds(shape, job) >= EARLY_OFFLOAD_SECONDS else "none"
     # Of what is left, each change frees the most bytes for the time it adds.
     changes: list[tuple[Recompute, Recompute, int, bool, str]] = [
         ("none", "pointwise", LARGEST_CHUNK, False, "none"),
