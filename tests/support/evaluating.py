@@ -10,9 +10,11 @@ import xxhash
 
 from prime_rl.config import EvalConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
-from prime_rl.evals import run, runner, servers, versions
+from prime_rl.errors import UserError
+from prime_rl.evals import run, runner, versions
 from prime_rl.evals.results import EvalResults
 from prime_rl.fleet.client import Served
+from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.transport.weights import WeightsManifest
 from support.scripted import ScriptedEngine, ScriptedTrainer
 
@@ -34,7 +36,7 @@ class Server(ScriptedEngine):
 
     async def update(self, weights: WeightsManifest) -> Served:
         if not weights.directory.is_dir():
-            raise servers.UserError(f"{weights.directory} is not a directory on the server")
+            raise UserError(f"{weights.directory} is not a directory on the server")
         return await super().update(weights)
 
 
@@ -87,8 +89,8 @@ class World:
         self.weights = directory / "run" / "weights"
         self._roots = list(roots)
         monkeypatch.setattr(run, "make_pool", lambda config, chat: self.pool)
-        monkeypatch.setattr(servers, "_connect", lambda stack, client, canaries, root: self.servers[root])
-        monkeypatch.setattr(runner, "FIRST_PAUSE_SECONDS", 0.001)
+        monkeypatch.setattr(run, "connect", lambda config, stack: ReplicaPool(self.servers.values()))
+        monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.001)
         monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
 
     @property

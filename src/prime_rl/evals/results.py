@@ -2,13 +2,12 @@
 
 evals/<env>/<policy>/settings.json     what the results depend on: another evaluation must have the same settings
 evals/<env>/<policy>/results.jsonl     a line an attempt, appended as they finish; the last line of an attempt counts
-evals/report.{md,json}                 all environments and policies
+evals/report.json                      all environments and policies
 """
 
 import fcntl
 import json
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
     from prime_rl.config.shared import SamplingConfig
 
-RESULTS, SETTINGS, LOCK = "results.jsonl", "settings.json", ".lock"
+RESULTS, SETTINGS, LOCK, REPORT = "results.jsonl", "settings.json", ".lock", "report.json"
 _ROUNDING = 1e-9  # of a reward that is a sum of weighted ones
 _Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 _KEPT_FIELDS = (
@@ -91,29 +90,24 @@ class EvalResults:
         """
         if clean and directory.is_dir():
             shutil.rmtree(directory)
-        now = _flat(settings)
-        before = read_settings(directory)
-        for key in sorted((before or now).keys() | now.keys()):
-            old, new = (json.dumps(table[key]) if key in table else "nothing" for table in (before or now, now))
+        settings = _flat(settings)
+        before = read_settings(directory) or settings
+        for key in sorted(before.keys() | settings.keys()):
+            old, new = (json.dumps(table.get(key)) for table in (before, settings))
             if old != new:
                 raise UserError(
                     f"{directory} holds results made with {key} = {old}, and now it is {new}: "
                     "go back to that, give another --output-dir, or make them anew with --clean"
                 )
-        with disk_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            if before is None:
-                write_atomically(directory / SETTINGS, json.dumps(now, indent=1).encode())
         self._file = JsonLines(directory / RESULTS)
+        write_atomically(directory / SETTINGS, json.dumps(settings, indent=1).encode())
         for number, line in enumerate(self._file.path.read_bytes().splitlines(), 1):
             try:
                 self._take(json.loads(line))
             except (ValueError, KeyError) as error:
-                path = self._file.path
                 self.close()
-                raise UserError(
-                    f"line {number} of {path} is damaged: mend it, or make the results anew with --clean"
-                ) from error
+                where = f"line {number} of {directory / RESULTS}"
+                raise UserError(f"{where} is damaged: mend it, or make the results anew with --clean") from error
         self.done = {attempt for attempt, row in self.rows.items() if row["reward"] is not None}
 
     def add(self, number: int, result: EpisodeResult) -> None:
@@ -160,9 +154,9 @@ class EvalResults:
         return [row for row in self.made if row["reward"] is None]
 
     @property
-    def errors(self) -> Counter[str]:
+    def errors(self) -> dict[str, int]:
         """Failed attempts by reason."""
-        return Counter(row["outcome"] for row in self.failed)
+        return dict(Counter(row["outcome"] for row in self.failed))
 
     @property
     def complete(self) -> bool:
@@ -201,7 +195,7 @@ class EvalResults:
         least = self.solved_at - _ROUNDING
         solved = [(len(rewards), sum(reward >= least for reward in rewards)) for rewards in by_task.values()]
         for power in (1 << bits for bits in range(k.bit_length())):  # 1, 2, 4, … up to the attempts made
-            if counts := [count for count in solved if count[0] >= power]:
+            if counts := [(n, c) for n, c in solved if n >= power]:
                 metrics[f"pass@{power}"] = fmean(pass_at_k(n, c, power) for n, c in counts)
                 metrics[f"pass^{power}"] = fmean(pass_hat_k(n, c, power) for n, c in counts)
         return metrics
@@ -213,11 +207,10 @@ class EvalResults:
     # -- shown to people and programs ----------------------------------------------------------------------------------
 
     def line(self) -> str:
-        """How far it is, and how well it went: `env 3/8: avg@2 0.5 ± 0.1, 1 failed`."""
-        metrics, name, done = self.metrics(), f"avg@{self.k}", sum(one in self.done for one in self.attempts)
-        average = f"{name} {_number(metrics.get(name))} ± {_number(metrics.get(f'{name}/ci95'))}"
+        """How far it is, and how well it went: `env 3/8: avg@2 0.5, 1 failed`."""
+        name, done = f"avg@{self.k}", sum(one in self.done for one in self.attempts)
         failed = f", {len(self.failed)} failed" if self.failed else ""
-        return f"{self.plan.env} {done}/{len(self.attempts)}: {average}{failed}"
+        return f"{self.plan.env} {done}/{len(self.attempts)}: {name} {_number(self.metrics().get(name))}{failed}"
 
     def trouble(self, max_error_rate: float) -> str | None:
         """Why the numbers cannot be relied on; None if they can."""
@@ -231,7 +224,7 @@ class EvalResults:
         return None
 
     def summary(self) -> dict[str, Any]:
-        """Return its entry in `report.json`."""
+        """Return its entry in the report."""
         return {
             "environment": self.plan.env,
             "policy": self.policy,
@@ -240,7 +233,7 @@ class EvalResults:
             "tasks": len(self.tasks),
             "attempts_per_task": self.k,
             "complete": self.complete,
-            "errors": dict(self.errors),
+            "errors": self.errors,
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
             "metrics": self.metrics(),
@@ -271,16 +264,14 @@ def alone(directory: Path) -> Iterator[None]:
     """
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = (directory / LOCK).open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            what = f"another evaluation is writing to {directory}"
+            raise UserError(f"{what}: wait for it, or give another --output-dir") from error
         yield
-    except BlockingIOError as error:
-        raise UserError(
-            f"another evaluation is writing to {directory}: wait for it, or give another --output-dir"
-        ) from error
-    finally:
-        os.close(file)
 
 
 def read_settings(directory: Path) -> dict[str, Any] | None:
@@ -308,64 +299,34 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def write_report(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> str:
-    """Write `report.md` and `report.json`, each in place of an earlier one; return the former's text.
-
-    `skipped`: versions that were not evaluated, and why.
-    """
-    directory = config.output_dir / "evals"
+def write_report(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> Path:
+    """Write `report.json` in place of an earlier one. `skipped`: versions that were not evaluated, and why."""
     report = {
         "model": config.model.name,
         "solved_at": config.solved_at,
         "results": [each.summary() for each in results],
         "skipped": {str(version): why for version, why in sorted(skipped.items())},
     }
-    write_atomically(directory / "report.json", (json.dumps(report, indent=1) + "\n").encode())
-    text = _markdown(results, skipped, config)
-    write_atomically(directory / "report.md", text.encode())
-    return text
+    path = config.output_dir / "evals" / REPORT
+    write_atomically(path, (json.dumps(report, indent=1) + "\n").encode())
+    return path
 
 
-def _markdown(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> str:
-    lines = [f"# {config.model.name}", "", *_table(results), ""]
-    lines += ["avg@k: mean reward of k attempts, over tasks. ±: 95 % interval over tasks."]
-    lines += [f"Solved: reward ≥ {config.solved_at:g}. cut: share of replies without an end."]
-    lines += ["Failed attempts are left out of every mean, and counted.", ""]
-    if not all(each.complete for each in results):
-        lines += ["Tasks: how many were begun, where an evaluation is not complete; its numbers are of those.", ""]
-    for each in results:
-        passes = [f"{name} {_number(value)}" for name, value in each.metrics().items() if name.startswith("pass")]
-        if len(passes) > 2:  # of one attempt: the share of tasks solved alone
-            lines += [f"{each.plan.env}, {each.policy}: {', '.join(passes)}", ""]
-    errors = []
-    for each in results:
-        if failed := each.failed:
-            counts = ", ".join(f"{reason} {count}" for reason, count in each.errors.most_common())
-            first = f"the first: {failed[0]['task_id']}: {failed[0]['message']}"
-            errors.append(f"* {each.plan.env}, {each.policy}: {counts} ({first})")
-    missing = [f"* {version}: {why}" for version, why in sorted(skipped.items())]
-    for title, items in (("Errors", errors), ("Versions that were not evaluated", missing)):
-        lines += [f"## {title}", "", *items, ""] if items else []
-    return "\n".join(lines)
+def report_table(path: Path) -> str:
+    """Return a report for people: a table, and the versions that were not evaluated."""
+    report = json.loads(path.read_bytes())
+    rows = [("environment", "policy", "tasks", "k", "avg@k", "± 95 %", "errors", "cut", "tokens")]
+    for each in report["results"]:
+        k, metrics, errors = each["attempts_per_task"], each["metrics"], sum(each["errors"].values())
+        names = (f"avg@{k}", f"avg@{k}/ci95", "is_truncated/mean", "num_output_tokens/mean")
+        average, interval, cut, tokens = (_number(metrics.get(name)) for name in names)
+        tasks = f"{each['tasks']}" + ("" if each["complete"] else " (incomplete)")
+        rows.append((each["environment"], each["policy"], tasks, f"{k}", average, interval, f"{errors}", cut, tokens))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *(f"version {version}: {why}" for version, why in report["skipped"].items())])
 
 
 def _number(value: float | None) -> str:
     """Four decimals at most."""
     return "–" if value is None else f"{value:.4f}".rstrip("0").rstrip(".") or "0"
-
-
-def _table(results: Sequence[EvalResults]) -> list[str]:
-    rows = [("environment", "policy", "tasks", "k", "avg@k", "± 95 %", "errors", "cut", "tokens")]
-    for each in results:
-        metrics, tasks, begun = each.metrics(), len(each.tasks), len({row["task_id"] for row in each.made})
-        average, interval, cut, tokens = (
-            _number(metrics.get(name))
-            for name in (f"avg@{each.k}", f"avg@{each.k}/ci95", "is_truncated/mean", "num_output_tokens/mean")
-        )
-        count = str(tasks) if each.complete else f"{begun} of {tasks}"
-        rows += [
-            (each.plan.env, each.policy, count, str(each.k), average, interval, str(len(each.failed)), cut, tokens)
-        ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
-    return [lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]]

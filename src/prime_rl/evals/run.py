@@ -3,52 +3,61 @@
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from loguru import logger
 
+from prime_rl.config.shared import is_own_host
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
-from prime_rl.evals.results import EvalPlan, EvalResults, alone, read_settings, write_report
+from prime_rl.evals.results import EvalPlan, EvalResults, alone, read_settings, report_table, write_report
 from prime_rl.evals.runner import EvalRunner, KeyRejected, tasks_of
-from prime_rl.evals.servers import EvalServers, connect, way_of_asking
-from prime_rl.evals.versions import EvalPolicy, EvalVersions, is_gone
+from prime_rl.evals.versions import EvalPolicy, EvalVersions, OnWait
+from prime_rl.fleet.client import InferenceClient, ServerError
+from prime_rl.fleet.logprob_check import LogprobCheck
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
+from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Monitor, Status
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease
 from prime_rl.transport.protocol import BASE
+from prime_rl.wait import within
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
     from prime_rl.config.eval import EvalEnv
 
 LINE_SECONDS = 10.0  # between two lines of progress
+_FRUITLESS_PASSES = 3
+RESTORE_SECONDS = 120.0
 
 
 async def run_evals(config: "EvalConfig") -> list[EvalResults]:
-    """Evaluate every environment by every policy; results in `evals/<env>/<policy>`, `evals/report.md`, metrics.
+    """Evaluate every environment by every policy; results in `evals/<env>/<policy>`, `evals/report.json`, metrics.
 
     Raises:
         UserError: the server does not answer, an environment cannot be loaded, a named version is not evaluated, no
             attempt of an environment was scored, too many failed, or another evaluation runs in the same directory.
     """
     with alone(config.output_dir / "evals"):
-        status = Status(config.output_dir, "eval")
+        status, outcome = Status(config.output_dir, "eval"), "stopped"
         try:
             results = await _run_evals(config, status)
-        except asyncio.CancelledError:  # also while it waits: an `rl` in this directory shows what waits there
-            status.done("stopped")
-            if config.hold and config.weights_dir is not None:
+            outcome = "finished"
+            return results
+        except Exception as error:
+            outcome = f"failed: {error}"  # it may be started again, and finds what it holds
+            raise
+        finally:  # also while it waits: an `rl` in this directory shows what waits there
+            status.done(outcome)
+            if config.hold and config.weights_dir is not None and outcome in ("stopped", "finished"):
                 drop_lease(config.weights_dir.parent, EVAL)
-            raise
-        except BaseException as error:
-            status.done(f"failed: {error}")
-            raise
-        status.done("finished")
-        return results
 
 
 async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
@@ -60,21 +69,19 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
     try:
         async with AsyncExitStack() as stack:
             await pool.start(config.client.ready_timeout)
-            await run.all(None if chat else await connect(config, stack, status.waiting))
+            await run.all(None if chat else EvalServers(config, connect(config, stack), status.waiting))
     except KeyRejected as error:
         variable = config.client.api_key_var
         unset = "" if os.environ.get(variable) else ", which is not set"
-        raise UserError(
-            f"{config.client.servers} refused the key in ${variable}{unset}: {error}. {run.kept()}"
-        ) from error
+        raise UserError(f"{config.client.servers} refused the key in ${variable}{unset}: {error}. {run.kept()}") from error  # fmt: skip
     except asyncio.CancelledError:
         logger.warning("interrupted. {}", run.kept())
         raise
     finally:
         await pool.close()
         monitor.close()
-        if text := run.report():
-            print(text)
+        if (path := run.report()) is not None:
+            print(report_table(path))
     run.check()
     return run.results
 
@@ -106,11 +113,11 @@ class Evaluation:
         """All there are so far, by version."""
         return sorted(self._results.values(), key=lambda results: results.version)
 
-    async def all(self, servers: EvalServers | None) -> None:
+    async def all(self, servers: "EvalServers | None") -> None:
         """Evaluate every policy, one after the other. Servers that were given weights serve their base at the end."""
         config = self._config
         if servers is None or config.weights_dir is None:
-            await self._evaluate(EvalPolicy("api", BASE) if servers is None else await servers.serve(None), servers)
+            await self._evaluate(EvalPolicy("api", BASE), servers)
             return
         if config.follow and not config.clean:  # versions may have been removed since an earlier command
             for env in config.environments:
@@ -120,11 +127,10 @@ class Evaluation:
                         self._open(env, EvalPolicy(f"step_{version}", version, settings["weights"])).close()
         try:
             async for policy in self._versions.policies(self._status.waiting):
-                self._status.phase(f"loading {policy.name}")
                 try:
-                    await self._evaluate(await servers.serve(policy), servers)
+                    await self._evaluate(policy, servers)
                 except UserError:
-                    if policy.weights is None or not is_gone(policy.weights):
+                    if policy.weights is None or policy.weights.directory.is_dir():
                         raise
                     self._versions.skip(policy.version, "it was removed before it was evaluated")
         finally:
@@ -132,40 +138,53 @@ class Evaluation:
             logger.info("the servers load their base model again")
             await servers.restore()
 
-    async def _evaluate(self, policy: EvalPolicy, servers: EvalServers | None) -> None:
-        config, status = self._config, self._status
+    async def _evaluate(self, policy: EvalPolicy, servers: "EvalServers | None") -> None:
+        if servers is not None:
+            self._status.phase(f"loading {policy.name}")
+            policy = await servers.serve(policy)
         opened: list[EvalResults] = []
         try:
-            for env in config.environments:
+            for env in self._config.environments:
                 opened.append(self._open(env, policy))
-            total = sum(len(results.attempts) for results in opened)
-            done = sum(attempt in results.done for results in opened for attempt in results.attempts)
-            if done:
+            if done := sum(len(results.done) for results in opened):
+                total = sum(len(results.attempts) for results in opened)
                 logger.info("{}: {} of {} attempts are there already", policy.name, done, total)
-            status.phase(f"evaluating {policy.name}: {done}/{total}")
-            shown = time.monotonic()
-
-            def show() -> None:
-                nonlocal done, shown
-                done += 1
-                status.phase(f"evaluating {policy.name}: {done}/{total}")
-                if time.monotonic() - shown > LINE_SECONDS:
-                    shown = time.monotonic()
-                    logger.info("{}: {}", policy.name, ", ".join(results.line() for results in opened))
-
-            await EvalRunner(
-                self._pool, opened, config.seed, config.max_concurrent, config.rollout_timeout,
-                on_result=show,
-                fleet=None if servers is None else servers.fleet,
-                bring_back=None if servers is None else servers.bring_back,
-            ).run()  # fmt: skip
+            passes = 0  # in a row, of which nothing came
+            while passes < _FRUITLESS_PASSES and not all(
+                results.done.issuperset(results.attempts) for results in opened
+            ):
+                before = sum(len(results.done) for results in opened)
+                await self._run(policy, opened, servers)
+                passes = passes + 1 if sum(len(results.done) for results in opened) == before else 0
+                if servers is not None and not servers.fleet.ready:
+                    policy = await servers.serve(policy)
         finally:
             for results in opened:
                 results.close()
+        if passes == _FRUITLESS_PASSES:
+            names = self._config.client.servers
+            raise UserError(f"{names} did not go on serving {policy.name}, {passes} times: is it another run's?")
         for results in opened:
             self._monitor.log(policy.version, results.logged())
             logger.info("{}: {}, {:.1f} s", policy.name, results.line(), results.seconds)
         self.report()
+
+    async def _run(self, policy: EvalPolicy, opened: Sequence[EvalResults], servers: "EvalServers | None") -> None:
+        """Make the attempts that are missing, as far as there are servers."""
+        config, shown = self._config, time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            self._status.phase(f"evaluating {policy.name}: {done}/{total}")
+            if time.monotonic() - shown > LINE_SECONDS:
+                shown = time.monotonic()
+                logger.info("{}: {}", policy.name, ", ".join(results.line() for results in opened))
+
+        runner = EvalRunner(self._pool, opened, config.seed, config.max_concurrent, config.rollout_timeout, show)
+        if servers is not None:
+            fleet = runner.fleet = servers.fleet
+            runner.on_lost, runner.superseded = servers.lose, lambda: not fleet.ready
+        await runner.run()
 
     def _directory(self, env: "EvalEnv") -> Path:
         return self._config.output_dir / "evals" / env.name.replace("/", "--")
@@ -217,8 +236,99 @@ class Evaluation:
         directory = self._config.output_dir / "evals"
         return f"{count} scored attempts are kept in {directory}: the same command goes on from there"
 
-    def report(self) -> str:
-        """Write what there is, and return it for people."""
+    def report(self) -> Path | None:
+        """Write what there is."""
         if not self.results and not self._versions.skipped:
-            return ""
+            return None
         return write_report(self.results, self._versions.skipped, self._config)
+
+
+# -- the servers -------------------------------------------------------------------------------------------------------
+
+
+async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["tokens", "chat"]:
+    """Return `client.type`; for "auto" what the server's answer tells: one of ours says what it serves.
+
+    Raises:
+        UserError: nobody answers there.
+    """
+    client = config.client
+    if client.type != "auto" or len(client.base_urls) != 1 or client.admin_roots:
+        return "chat" if client.type == "chat" else "tokens"
+    root = client.api_roots[0]
+    async with InferenceClient(client, proxies=not is_own_host(urlsplit(root).hostname or "")) as engine:
+        await engine.wait_ready(on_wait, "/weights")
+        try:
+            await engine.served()
+            return "tokens"
+        except ServerError:
+            raise
+        except UserError as error:  # it has no such route, or one of another kind
+            if config.weights_dir is not None:
+                missing = f"{root} has no weight routes: is this server started with `inference`?"
+                raise UserError(f"weights_dir: {missing}") from error
+            return "chat"
+
+
+def connect(config: "EvalConfig", stack: AsyncExitStack) -> ReplicaPool:
+    """Make clients of all servers. `stack` closes their connections."""
+    logprob_check = LogprobCheck(any_base=True) if config.logprob_check and config.weights_dir is not None else None
+
+    def one(root: str) -> InferenceClient:
+        stack.push_async_exit(engine := InferenceClient(config.client, root, logprob_check))
+        return engine
+
+    return ReplicaPool(connect_all(config.client, one))
+
+
+class EvalServers:
+    """All servers of one evaluation, serving one policy at a time; those that do not answer wait for the next one."""
+
+    def __init__(self, config: "EvalConfig", fleet: ReplicaPool, on_wait: OnWait) -> None:
+        self.fleet, self._on_wait, self._model = fleet, on_wait, config.model.name
+        self._gives = config.weights_dir is not None  # else they are evaluated as they are
+
+    async def serve(self, policy: EvalPolicy) -> EvalPolicy:
+        """Have all that answer load and verify a policy. Returns what they serve, with its hash.
+
+        Raises:
+            UserError: none answers, one of them failed to load it, or serves something else.
+        """
+        healthy = await self.fleet.wait_ready(self._on_wait)
+        await asyncio.gather(*(self._load(replica, policy) for replica in healthy))
+        served = {replica.name: loaded for replica in healthy if (loaded := replica.loaded) is not None}
+        version, hash_ = next((one.version, one.hash) for one in served.values())
+        known = not policy.hash or (policy.version, policy.hash) == (version, hash_)
+        if version == NO_VERSION or not known or len({(one.version, one.hash) for one in served.values()}) > 1:
+            listed = ", ".join(f"{name} version {one.version} ({one.hash[:12]})" for name, one in served.items())
+            raise UserError(f"the servers do not serve the same weights, or no longer {policy.name}: {listed}")
+        for replica in self.fleet.replicas:
+            if replica in healthy:
+                self.fleet.move(replica, ReplicaState.READY)
+            else:
+                logger.warning("{} does not answer: evaluating without it", replica.name)
+                self.lose(replica)
+        name = policy.name if self._gives else f"step_{version}"
+        return replace(policy, name=name, version=version, hash=hash_)
+
+    async def _load(self, replica: Replica, policy: EvalPolicy) -> None:
+        served = await replica.client.served()
+        served.check_name(replica.name, self._model)
+        if self._gives:
+            await replica.load(policy.weights)
+        else:
+            replica.loaded = served
+
+    def lose(self, replica: Replica) -> None:
+        """It does not answer, or failed its verification: it gets no more attempts at this policy."""
+        self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its verification")
+
+    async def restore(self) -> None:
+        """Have all of them serve their base again. Failures are logged."""
+        loads = [
+            within(replica.load(None), subject="base model", owner=replica.name, seconds=RESTORE_SECONDS)
+            for replica in self.fleet.replicas
+        ]
+        for error in await asyncio.gather(*loads, return_exceptions=True):  # bounded: each is
+            if error is not None:
+                logger.warning("a server does not serve its base again: {}", error)

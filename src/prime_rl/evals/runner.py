@@ -9,7 +9,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,8 @@ from prime_rl.wait import WaitTimeout, wait_async
 if TYPE_CHECKING:
     from prime_rl.config.shared import SamplingConfig
 
-_WORKER_DEATHS = 3  # in one attempt, of which the last is its outcome
-_ROUNDS = 5  # of an attempt over all servers, of which all but the last failed for want of one
-FIRST_PAUSE_SECONDS = 1.0  # after the first round; doubled each time
-LOOK_SECONDS = 10.0  # between two looks at a server that has an attempt
-_SILENT_LOOKS = 3  # in a row, without an answer: the server hangs
-_LOST = "did not answer, was started again, or was given other weights by others: is it another run's?"
+_TRIES = 5  # of an attempt whose worker died or whose server failed
+PAUSE_SECONDS = 1.0  # before the second try; doubled each time
 
 
 class KeyRejected(UserError):
@@ -46,11 +42,11 @@ class EvalRunner:
     Args:
         max_concurrent: Attempts in flight, at all environments.
         timeout: Seconds that one attempt may take.
+        show: Called with the number of attempts that are made, and of all.
         fleet: Servers of this version. An attempt goes to one of them, and is kept once that one is verified to have
             served the version all the time; else it is made again. None: an API, which environments ask without us.
-        bring_back: Called with a server that failed its verification.
-        superseded: Whether the version is no longer to be evaluated.
-        on_result: Called after each attempt that is kept.
+        on_lost: Called with a server that failed its verification; it must not be ready any more afterwards.
+        superseded: Whether the version cannot be, or is no longer to be, evaluated: the runner ends.
     """
 
     pool: EnvPool
@@ -58,48 +54,49 @@ class EvalRunner:
     seed: int
     max_concurrent: int
     timeout: float
+    show: Callable[[int, int], None] = lambda done, total: None
     fleet: ReplicaPool | None = None
-    bring_back: Callable[[Replica], Coroutine[Any, Any, None]] | None = None
+    on_lost: Callable[[Replica], None] = lambda replica: None
     superseded: Callable[[], bool] = lambda: False
-    on_result: Callable[[], None] = lambda: None
-    _group: asyncio.TaskGroup = field(init=False, default_factory=asyncio.TaskGroup)
 
     async def run(self) -> None:
         """Run all that is missing.
 
         Raises:
             KeyRejected: the API rejected the key.
-            UserError: a server was lost for good.
         """
         # One of each environment in turn, so that none waits for the end of another.
-        turns = itertools.zip_longest(*(_missing(results) for results in self.results))
+        turns = itertools.zip_longest(*map(_missing, self.results))
         todo = deque(attempt for turn in turns for attempt in turn if attempt is not None)
-        begin = time.monotonic()
+        self._begin, self._total = time.monotonic(), sum(len(results.attempts) for results in self.results)
+        self._done = self._total - len(todo)
+        self.show(self._done, self._total)
         try:
-            async with self._group:
+            async with asyncio.TaskGroup() as group:
                 for _ in range(min(self.max_concurrent, len(todo))):
-                    self._group.create_task(self._work(todo, begin))
+                    group.create_task(self._work(todo))
         except ExceptionGroup as several:
-            kinds = (KeyRejected, UserError, Exception)  # a rejected key first, then what else the user can mend
-            raise min(several.exceptions, key=lambda one: [not isinstance(one, kind) for kind in kinds]) from several
+            raise several.exceptions[0] from several
 
-    async def _work(self, todo: deque[tuple[EvalResults, TaskInfo, int]], begin: float) -> None:
-        while todo and not self.superseded():  # bounded: each attempt is
-            results, task, number = todo.popleft()
+    async def _work(self, todo: deque[tuple[EvalResults, TaskInfo, int]]) -> None:
+        while todo and not self.superseded():  # bounded: each attempt is, and a server that is lost gives none
+            results, task, number = missing = todo.popleft()
             result = await self._attempt(results, task.index, number)
-            if result.outcome is Outcome.ENGINE_UNAVAILABLE and self.superseded():
-                return  # it was not waited for
+            if result is None:
+                todo.append(missing)
+                continue
             result.task_id = task.task_id
             result.output_tokens = result.output_tokens or output_tokens(result)
-            results.seconds = time.monotonic() - begin
+            results.seconds = time.monotonic() - self._begin
             results.add(number, result)
-            self.on_result()
+            self._done += 1
+            self.show(self._done, self._total)
             if result.outcome is Outcome.ENGINE_DENIED:
                 raise KeyRejected(result.message)
 
-    async def _attempt(self, results: EvalResults, index: int, number: int) -> EpisodeResult:
-        """Make one attempt, again where a worker dies or a server fails. Its seed follows from what it is, not from
-        what ran before."""
+    async def _attempt(self, results: EvalResults, index: int, number: int) -> EpisodeResult | None:
+        """Make one attempt; None where it counts for nothing. Its seed follows from what it is, not from what ran
+        before."""
         plan, version = results.plan, results.version
         seed = request_seed(self.seed, f"eval/{plan.env}/{version}/{index}", number)
         sampling = chat_sampling(plan.sampling, seed) if plan.chat else wire_sampling(plan.sampling, seed, plan.seq_len)
@@ -107,70 +104,48 @@ class EvalRunner:
             self.pool.run, env=plan.worker, task_index=index, sampling=sampling, policy_version=version,
             episode_id=f"eval-{plan.env}-{version}-{index}-{number}",
         )  # fmt: skip
-        deaths, rounds, tried = 0, 0, set[Replica]()
-        while True:  # bounded: by the deaths of workers and the rounds
+        # The client of an API has tried again and again already.
+        retried = {Outcome.WORKER_DIED, *([] if self.fleet is None else [Outcome.ENGINE_UNAVAILABLE])}
+        for pauses in range(_TRIES):
+            if pauses:
+                await asyncio.sleep(PAUSE_SECONDS * 2.0 ** (pauses - 1))
+            if self.superseded():
+                return None
             if self.fleet is None:
-                result = await run(deadline=time.monotonic() + self.timeout)
+                result: EpisodeResult | None = await run(deadline=time.monotonic() + self.timeout)
             else:
-                result = await self._run_on_server(run, self.fleet, tried)
-            if result.outcome is Outcome.WORKER_DIED and (deaths := deaths + 1) < _WORKER_DEATHS:
-                continue
-            # The client of an API has tried again and again already.
-            if result.outcome is not Outcome.ENGINE_UNAVAILABLE or self.fleet is None:
-                return result
-            if tried.issuperset(self.fleet.ready):
-                rounds += 1
-                if rounds == _ROUNDS or self.superseded():
-                    return result
-                tried.clear()
-                await asyncio.sleep(FIRST_PAUSE_SECONDS * 2.0 ** (rounds - 1))
+                result = await self._run_on_server(run, self.fleet)
+            if result is None or result.outcome not in retried:
+                break
+        return result
 
     async def _run_on_server(
-        self, run: Callable[..., Coroutine[Any, Any, EpisodeResult]], fleet: ReplicaPool, tried: set[Replica]
-    ) -> EpisodeResult:
-        """Run an attempt on the least loaded server, one that was not tried if there is such."""
+        self, run: Callable[..., Coroutine[Any, Any, EpisodeResult]], fleet: ReplicaPool
+    ) -> EpisodeResult | None:
+        """Run an attempt on the least loaded server that has not failed the last one. None: the server was lost."""
         try:
             replica = await wait_async(
-                lambda: least_loaded_healthy([one for one in fleet.ready if one not in tried] or fleet.ready),
+                lambda: least_loaded_healthy(fleet.ready),
                 subject="server that serves", owner="inference", seconds=self.timeout, stop=self.superseded,
             )  # fmt: skip
         except WaitTimeout as error:
-            return _unavailable(str(error))
+            return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE, str(error))
         if replica is None:
-            return _unavailable("superseded")
-        tried.add(replica)
+            return None
         with fleet.busy(replica):
             loaded = replica.loaded
-            result = await _unless_silent(replica, run(server=replica.name, deadline=time.monotonic() + self.timeout))
-            verified = result is not None and await replica.verify()
-        if not verified and self.bring_back is not None:
-            self._group.create_task(self.bring_back(replica))
-        if result is None or result.outcome is Outcome.ENGINE_UNAVAILABLE:
-            if not replica.failures:  # many may fail together here
-                fleet.failed(replica)
-        elif not verified or replica.loaded is not loaded:  # it was lost, and perhaps given the weights again
-            return _unavailable(f"{replica.name} {_LOST}")
-        elif result.ok:
+            result = await run(server=replica.name, deadline=time.monotonic() + self.timeout)
+            verified = await replica.verify()
+        if not verified:
+            self.on_lost(replica)
+            return None
+        if replica.loaded is not loaded:  # it was lost, and given the weights again
+            return None
+        if result.outcome is not Outcome.ENGINE_UNAVAILABLE:
             fleet.succeeded(replica)
-        return result or _unavailable(f"{replica.name} does not answer")
-
-
-async def _unless_silent(replica: Replica, attempt: Coroutine[Any, Any, EpisodeResult]) -> EpisodeResult | None:
-    """Await an attempt; None, and it is cancelled, where the server does not answer meanwhile, again and again."""
-    task, silent = asyncio.ensure_future(attempt), 0
-    try:
-        while silent < _SILENT_LOOKS:  # bounded: the attempt has its deadline
-            await asyncio.wait([task], timeout=LOOK_SECONDS)
-            if task.done():
-                return task.result()
-            silent = 0 if await replica.client.answers() else silent + 1
-        return None
-    finally:
-        task.cancel()
-
-
-def _unavailable(message: str) -> EpisodeResult:
-    return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE, message)
+        elif not replica.failures:  # many may fail together here
+            fleet.failed(replica)
+        return result
 
 
 def _missing(results: EvalResults) -> list[tuple[EvalResults, TaskInfo, int]]:

@@ -14,9 +14,9 @@ from prime_rl.envs.ids import installed
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
 from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.incarnations import EVAL, drop_lease, read_incarnations, read_lease, write_lease
+from prime_rl.transport.incarnations import EVAL, read_incarnations, read_lease, write_lease
 from prime_rl.transport.protocol import BASE, Lease, current_incarnation
-from prime_rl.transport.weights import WeightsManifest, is_lost, never_written_message, version_dir, weights_manifest
+from prime_rl.transport.weights import WeightsManifest, never_written_message, version_dir, weights_manifest
 
 LOOK_SECONDS = 1.0  # between two looks at the directory
 _WRITERS = ("trainer", "sft")  # processes that commit versions, by the names of their status
@@ -62,16 +62,13 @@ class EvalVersions:
         if self._config.weights_dir is None or self._config.follow:
             return
         committed = list_steps(directory)
-        listed = ", ".join(map(str, committed)) or "none"
-        if not committed and (directory / "weights").is_dir():
-            raise UserError(f"weights_dir: {directory} is a run: its versions are in {directory / 'weights'}")
-        if not directory.is_dir():
-            raise UserError(f"weights_dir: {directory} is not there")
-        if missing := [str(step) for step in steps if step not in (BASE, *committed)]:
-            raise UserError(f"steps: there is no version {', '.join(missing)} in {directory} (there: {listed})")
-        if not steps and not self._chosen(committed):
-            hint = f"there: {listed}; --follow waits for some"
-            raise UserError(f"weights_dir: there is no version to evaluate in {directory} ({hint})")
+        missing = ", ".join(str(step) for step in steps if step not in (BASE, *committed))
+        if missing or not (steps or self._chosen(committed)):
+            listed = ", ".join(map(str, committed)) or "none"
+            raise UserError(
+                f"weights_dir: there is no version {missing or 'to evaluate'} in {directory} (there: {listed}); those of "
+                "a run are in its weights/, and --follow waits for them"
+            )
 
     async def policies(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
         """Yield the base and the versions to evaluate, in order; with `follow` also later ones, until the run has ended."""
@@ -84,29 +81,27 @@ class EvalVersions:
         while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
             # Before the look: what was committed before the last word is seen.
             ended = not config.follow or writer.ended(asked_to_stop=False)
-            if config.follow:
-                committed = list_steps(self._directory)
-                last = committed[-1:] if ended else []  # worth knowing, whatever the interval
-                versions = {*self._chosen(committed), *last}
-            manifests = [
-                manifest for version in sorted(versions - {BASE}) if (manifest := self._find(version)) is not None
-            ]
-            if config.hold:
-                self._hold(
-                    min([*(manifest.version for manifest in manifests), self._next(max(committed, default=BASE))])
-                )
-            if manifests:
-                manifest = manifests[0]
+            committed = list_steps(self._directory)
+            if config.follow:  # the last one is worth knowing, whatever the interval
+                versions |= {*self._chosen(committed), *(committed[-1:] if ended else ())}
+            manifests = (self._find(version) for version in sorted(versions - {BASE}))
+            manifest = next((manifest for manifest in manifests if manifest is not None), None)
+            if config.hold:  # keep the run from removing the next one and later ones
+                newest = max(committed, default=BASE)
+                following = max((version for version in self._hashes if version <= newest), default=BASE) + 1
+                first = following if manifest is None else min(manifest.version, following)
+                lease = Lease(current_incarnation(read_incarnations(run_dir)).number, first)
+                if read_lease(run_dir, EVAL) != lease:
+                    write_lease(run_dir, lease, EVAL)
+            if manifest is not None:
                 self._hashes[manifest.version] = manifest.hash
                 self.skipped.pop(manifest.version, None)  # made again since it was
                 yield EvalPolicy(f"step_{manifest.version}", manifest.version, manifest.hash, manifest)
             elif ended:
-                break
+                return
             else:
                 on_wait("the next version", "the run that is followed", GONE_SECONDS)
                 await asyncio.sleep(LOOK_SECONDS)
-        if config.hold:
-            drop_lease(run_dir, EVAL)
 
     def skip(self, version: int, why: str) -> None:
         """Say and remember that `version` is not evaluated, unless it is made again."""
@@ -128,31 +123,11 @@ class EvalVersions:
         else:
             if manifest.publisher is not None:
                 why = never_written_message(directory)
-            elif is_gone(manifest):
-                why = f"its tensors were in memory ({manifest.files}), and are there no more"
             elif self._hashes.get(version) != manifest.hash:
                 return manifest
         if why and version not in self._hashes and version not in self.skipped:
             self.skip(version, why)
         return None
-
-    def _hold(self, version: int) -> None:
-        """Keep the run from removing this version and later ones."""
-        run_dir = self._directory.parent
-        lease = Lease(current_incarnation(read_incarnations(run_dir)).number, version)
-        if read_lease(run_dir, EVAL) != lease:
-            write_lease(run_dir, lease, EVAL)
-
-    def _next(self, newest: int) -> int:
-        """Return the next version to evaluate, unless the trainer goes back. The very last one is kept anyway."""
-        interval = self._config.interval or 1
-        last = max((version for version in self._hashes if version <= newest), default=BASE)
-        return (last // interval + 1) * interval
-
-
-def is_gone(manifest: WeightsManifest) -> bool:
-    """Whether a version that was committed was removed, or its tensors were."""
-    return not manifest.directory.is_dir() or is_lost(manifest.directory)
 
 
 def with_environments(config: EvalConfig) -> EvalConfig:
@@ -168,22 +143,20 @@ def with_environments(config: EvalConfig) -> EvalConfig:
     if config.environments:
         return config
     environments: Sequence[EnvConfig] = []
-    where, path = "", Path()
+    where = ""
     if config.weights_dir is not None:
-        configs = config.weights_dir.parent / "configs"
-        where = f", and {configs} names none"
+        where = f" (there are none in {config.weights_dir.parent / 'configs'})"
+        orchestrator, sft = (config.weights_dir.parent / "configs" / f"{name}.toml" for name in ("orchestrator", "sft"))
         try:
-            if (path := configs / "orchestrator.toml").is_file():
-                of_run = parse(OrchestratorConfig, ["@", str(path)], {})
+            if orchestrator.is_file():
+                of_run = parse(OrchestratorConfig, ["@", str(orchestrator)], {})
                 environments = eval_environments(of_run) or of_run.environments
-            elif (path := configs / "sft.toml").is_file():
-                evaluation = parse(SFTConfig, ["@", str(path)], {}).eval
-                environments = [] if evaluation is None else evaluation.environments
+            elif sft.is_file() and (section := parse(SFTConfig, ["@", str(sft)], {}).eval) is not None:
+                environments = section.environments
         except ConfigError as error:
-            problem = f"{path} cannot be read: {error.problems[0]}"
-            raise UserError(f"no environment: give --environment-ids ({problem})") from error
+            where = f" (the run's cannot be read: {error.problems[0]})"
     if not environments:
         raise UserError(f"no environment: give --environment-ids{where}; installed are {', '.join(installed())}")
-    logger.info("evaluating the environments of {}: {}", path, ", ".join(env.name for env in environments))
+    logger.info("evaluating the run's environments: {}", ", ".join(env.name for env in environments))
     taken = [EvalEnv(**env.model_dump(include=set(EnvConfig.model_fields))) for env in environments]
     return EvalConfig.model_validate(config.model_dump() | {"environments": taken})

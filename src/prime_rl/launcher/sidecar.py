@@ -15,6 +15,7 @@ from prime_rl.config.inference import SERVER
 from prime_rl.config.loader import child_env
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
+from prime_rl.evals.results import REPORT, report_table
 from prime_rl.launcher.plan import ProcessSpec, ServerSpec, gpus_of_a_server, visible_gpus
 from prime_rl.launcher.rundir import forget_status
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
@@ -129,8 +130,8 @@ class EvalSidecar:
                 f"the training is complete, but {failures}\nwhat is missing: {server}uv run eval @ "
                 f"{configs / f'{EVAL}.toml'} (weights: {output_dir / 'weights'})"
             )
-        report = output_dir / "evals" / "report.md"
-        logger.info("evaluated, see {}\n{}", report, report.read_text() if report.is_file() else "nothing")
+        report = output_dir / "evals" / REPORT
+        logger.info("evaluated, see {}\n{}", report, report_table(report))
 
     def _gpus_of_server(self, environ: Mapping[str, str]) -> list[str]:
         server = server_config(self._config)

@@ -1,8 +1,6 @@
 """Evaluations during a run: when one is due, and that each is logged once, whatever is killed meanwhile."""
 
 import asyncio
-import itertools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -36,10 +34,23 @@ class Evaluations:
         self._pool = pool
         self._monitor, self._status = monitor, status
         self._weight_sync = weight_sync
-        self._plans = list(eval_plans(config))
+        self._plans = list(map(self._plan, eval_environments(config)))
         self._running: asyncio.Task[None] | None = None
         self._stopping = False
-        self._logged = self._read_logged()
+        # The incarnation of the trainer in which each environment and version was evaluated.
+        self._logged = {
+            (plan.env, int(row["step"])): int(row[key])
+            for row in read_metrics(config.output_dir / "metrics" / "orchestrator.jsonl")
+            for plan in self._plans
+            if (key := f"eval/{plan.env}/policy_incarnation") in row
+        }
+
+    def _plan(self, env: "EnvConfig") -> EvalPlan:
+        config, section = self.config, self._section
+        assert section is not None
+        base = section.sampling.over(config.sampling)
+        sampling, worker = env.sampling.over(base) if env.sampling else base, eval_worker(env.name)
+        return EvalPlan(env.name, worker, sampling, section.num_examples, section.rollouts_per_example, config.seq_len)
 
     def check_tasks(self) -> None:
         """Refuse an endless environment without `num_examples` before anything is trained. Raises UserError."""
@@ -50,11 +61,6 @@ class Evaluations:
     def running(self) -> bool:
         """Whether an evaluation is being made."""
         return self._running is not None and not self._running.done()
-
-    @property
-    def _last(self) -> int:
-        """The newest version that is fully evaluated."""
-        return max((version for _, version in self._logged if self._complete(version)), default=0)
 
     def owed(self, version: int) -> bool:
         """Whether `version` is to be evaluated before anything else.
@@ -72,7 +78,8 @@ class Evaluations:
         section = self._section
         if section is None or section.interval is None or (section.at_end and version == self.config.max_steps):
             return False
-        return version // section.interval > self._last // section.interval
+        last = max((version for _, version in self._logged if self._complete(version)), default=0)
+        return version // section.interval > last // section.interval
 
     def due_at_end(self, version: int) -> bool:
         """Whether the last version is still to be evaluated."""
@@ -102,21 +109,19 @@ class Evaluations:
             self._running.cancel()
 
     async def _evaluate(self) -> None:
-        weight_sync, scheduler = self._weight_sync, self._weight_sync.scheduler
+        weight_sync = self._weight_sync
         async with weight_sync.version_lock:
-            version = scheduler.version
+            version = weight_sync.scheduler.version
             plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
             every = [EvalResults(plan, tasks_of(self._pool, plan), version) for plan in plans]
-            total, done = sum(len(results.attempts) for results in every), itertools.count(1)
             phase = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
-            self._status.phase(phase)
             while not self._superseded():  # else another version is evaluated in its place
                 await EvalRunner(
                     self._pool, every, seed=self.config.seed,
                     max_concurrent=self.config.most_in_flight,
-                    timeout=self.config.rollout_timeout, fleet=weight_sync.pool, bring_back=self._bring_back,
+                    timeout=self.config.rollout_timeout, fleet=weight_sync.pool, on_lost=self._lose,
                     superseded=self._superseded,
-                    on_result=lambda: self._status.phase(f"{phase}: {next(done)}/{total}"),
+                    show=lambda done, total: self._status.phase(f"{phase}: {done}/{total}"),
                 ).run()  # fmt: skip
                 async with weight_sync.batch_lock:
                     weight_sync.notice_incarnation()
@@ -129,19 +134,19 @@ class Evaluations:
     def _superseded(self) -> bool:
         return self._weight_sync.newer_version_waiting or self._weight_sync.scheduler.must_go_back
 
-    async def _bring_back(self, replica: Replica) -> None:
+    def _lose(self, replica: Replica) -> None:
         self._weight_sync.quarantine(replica, "it failed its verification")
 
     def _log(self, results: EvalResults) -> None:
-        env, version, incarnation = results.plan.env, results.version, self._weight_sync.scheduler.incarnation
+        env, incarnation = results.plan.env, self._weight_sync.scheduler.incarnation
         metrics = {**results.logged(), f"eval/{env}/policy_incarnation": float(incarnation)}
-        self._monitor.log(version, metrics)
-        self._logged[env, version] = incarnation
+        self._monitor.log(results.version, metrics)
+        self._logged[env, results.version] = incarnation
         reward = metrics.get(f"eval/{env}/reward/mean")
         logger.info(
             "eval {} on version {} | {:.1f} s | {} | errors {}",
-            env, version, results.seconds,
-            "no episode succeeded" if reward is None else f"reward {reward:.4f}", dict(results.errors),
+            env, results.version, results.seconds,
+            "no episode succeeded" if reward is None else f"reward {reward:.4f}", results.errors,
         )  # fmt: skip
 
     def _complete(self, version: int) -> bool:
@@ -152,17 +157,6 @@ class Evaluations:
         incarnation = self._logged.get((env, version))
         return incarnation is not None and valid(version, incarnation, self._weight_sync.published.incarnations)
 
-    def _read_logged(self) -> dict[tuple[str, int], int]:
-        """The incarnation of the trainer in which each was evaluated."""
-        rows = read_metrics(self.config.output_dir / "metrics" / "orchestrator.jsonl")
-        return {
-            (plan.env, int(row["step"])): int(row[key])
-            for row in rows
-            for plan in self._plans
-            for key in (f"eval/{plan.env}/policy_incarnation", f"eval/{plan.env}/policy_life")  # the earlier name
-            if key in row
-        }
-
 
 def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
     """What is evaluated: the environments named for it, else the training ones with `split` set to "eval"."""
@@ -171,24 +165,6 @@ def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
     if config.eval.environments:
         return config.eval.environments
     return [env.model_copy(update={"args": {**env.args, "split": "eval"}}) for env in config.environments]
-
-
-def eval_plans(config: "OrchestratorConfig") -> Iterator[EvalPlan]:
-    """One plan for each evaluation environment."""
-    section = config.eval
-    if section is None:
-        return
-    for env in eval_environments(config):
-        base = section.sampling.over(config.sampling)
-        sampling = env.sampling.over(base) if env.sampling else base
-        yield EvalPlan(
-            env.name,
-            eval_worker(env.name),
-            sampling,
-            section.num_examples,
-            section.rollouts_per_example,
-            config.seq_len,
-        )
 
 
 def eval_worker(name: str) -> str:

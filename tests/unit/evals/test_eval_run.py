@@ -4,14 +4,17 @@ meanwhile."""
 import asyncio
 import json
 import re
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import pytest
 
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
-from prime_rl.evals import servers
-from prime_rl.fleet.client import ServerError
+from prime_rl.evals import run
+from prime_rl.evals.results import report_table
+from prime_rl.evals.versions import EvalPolicy
+from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.status import read_status
 from prime_rl.transport.incarnations import leases
@@ -35,8 +38,8 @@ def commit(world, *versions):
 
 def report(world):
     """The table without its padding, and what `report.json` says of each environment and policy."""
-    evals = world.directory / "out" / "evals"
-    return re.sub(" +", " ", (evals / "report.md").read_text()), json.loads((evals / "report.json").read_text())["results"]  # fmt: skip
+    path = world.directory / "out" / "evals" / "report.json"
+    return re.sub(" +", " ", report_table(path)), json.loads(path.read_text())["results"]
 
 
 async def interrupted(world, number, **settings):
@@ -89,25 +92,25 @@ async def test_what_is_finished_is_not_made_again(world):
     there; failed ones are made again. Other settings are refused, unless it begins anew."""
     await interrupted(world, 3)
     text, (entry,) = report(world)
-    assert "| env | step_0 | 2 of 4 | 1 |" in text
+    assert "env step_0 4 (incomplete) 1 " in text
     assert entry["complete"] is False
     world.pool.before = lambda env, task, number: Outcome.ERRORED if number == 4 else None
     with pytest.raises(UserError, match="1 of 4 attempts of env on version 0 failed"):
         await world.run()
-    assert len(world.pool.made) == 3 + 2
+    assert len(world.pool.made) == 4
     first = await world.run()
-    assert len(world.pool.made) == 6
-    assert "| env | step_0 | 4 | 1 |" in report(world)[0]
+    assert len(world.pool.made) == 5
+    assert "env step_0 4 1 " in report(world)[0]
     assert first == await world.run()
-    assert len(world.pool.made) == 6
+    assert len(world.pool.made) == 5
     more = await world.run(rollouts_per_example=3)
-    assert len(world.pool.made) == 6 + 8
+    assert len(world.pool.made) == 5 + 8
     assert [attempts[:1] for attempts in more["env", "step_0"]] == first["env", "step_0"]
     with pytest.raises(UserError, match=r"sampling.temperature = 1.0, and now it is 0.5"):
         await world.run(**HOT)
-    assert len(world.pool.made) == 14
+    assert len(world.pool.made) == 13
     await world.run(**HOT, clean=True)
-    assert len(world.pool.made) == 18
+    assert len(world.pool.made) == 17
 
 
 @pytest.mark.parametrize("often", [5, 7])
@@ -126,9 +129,11 @@ async def test_a_served_version_that_is_lost_is_no_other_one(world):
     """Contract: without a directory nobody can give it back: it ends with an error, and what was proven is kept."""
     await world.server.update(commit(world, 0, 3))
     world.pool.before = lambda env, task, number: world.server.base() if number == 6 else None
-    with pytest.raises(UserError, match="started again or given other weights: it serves version 0 .* not 3"):
+    with pytest.raises(UserError, match="or no longer step_3: http://engine version 0"):
         await world.run(rollouts_per_example=4, max_concurrent=1)
-    assert read_status(world.directory / "out")["eval"].outcome.startswith("failed: http://engine was started again")
+    assert read_status(world.directory / "out")["eval"].outcome.startswith(
+        "failed: the servers do not serve the same weights"
+    )
     lines = (world.directory / "out" / "evals" / "env" / "step_3" / "results.jsonl").read_text().splitlines()
     assert len(lines) < 6
     assert {json.loads(line)["version"] for line in lines} == {3}
@@ -145,35 +150,36 @@ async def test_weights_that_somebody_else_keeps_changing_end_it(world):
         await world.run(weights_dir=world.weights, steps=[3], eval_base=False, max_concurrent=1, num_examples=1)
 
 
-async def test_several_servers_all_load_and_one_that_is_lost_is_given_the_version_again(tmp_path, monkeypatch):
+async def test_several_servers_all_load_and_what_one_that_is_lost_sampled_is_made_by_the_other(tmp_path, monkeypatch):
     world = World(tmp_path, monkeypatch, ("http://a", "http://b"))
     await world.servers["http://a"].update(commit(world, 0, 5))  # left by a killed evaluation: they differ
     world.pool.before = lambda env, task, number: world.servers["http://b"].base() if number == 9 else None
     settings = {"weights_dir": world.weights, "rollouts_per_example": 8, "steps": [5], "eval_base": False}
     assert list(await world.run(**settings, max_concurrent=4)) == [("env", "step_5")]
     assert [server.now.version for server in world.servers.values()] == [0, 0]
-    assert len(world.servers["http://b"].updates) == 2
+    assert len(world.servers["http://b"].updates) == 1
 
 
-async def test_a_server_that_fails_to_load_a_version_is_asked_again(world, monkeypatch):
-    """Contract: one lost answer does not end it; three do. Nor does one that does not take its base again in time."""
-    commit(world, 0, 5)
-    monkeypatch.setattr(servers, "_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(servers, "RESTORE_SECONDS", 0.05)
-    update, failures = world.server.update, [ServerError("no answer")] * 2
-
-    async def failing(weights):
-        if failures:
-            raise failures.pop()
-        return await update(weights)
-
-    monkeypatch.setattr(world.server, "update", failing)
-    monkeypatch.setattr(world.server, "reload", lambda: asyncio.sleep(30))
-    settings = {"weights_dir": world.weights, "steps": [5], "eval_base": False}
-    assert list(await world.run(**settings)) == [("env", "step_5")]
-    failures += [ServerError("no answer")] * 3
-    with pytest.raises(ServerError):
-        await world.run(**settings)
+@pytest.mark.parametrize(
+    ("second", "problem", "names"),
+    [
+        ({"version": 3, "hash": "f" * 32}, "do not serve the same weights, .*: http://a version 0 .*, http://b version 3", 2),
+        ({"models": ("other", "more")}, "the server at http://b serves other, more, not m: .* --model.name other", 2),
+        ({"models": ("other", "m")}, None, 2),
+        (None, None, 1),  # it does not answer
+    ],
+)  # fmt: skip
+async def test_which_servers_evaluate(tmp_path, monkeypatch, second, problem, names):
+    """Contract: one line at once, not requests that are all refused, where weights differ or one has another model."""
+    world = World(tmp_path, monkeypatch, ("http://a", "http://b"))
+    two = world.servers["http://b"]
+    two.now = replace(two.now, **(second or {}))
+    fleet = ReplicaPool(world.servers.values())
+    fleet.wait_ready = lambda on_wait: asyncio.sleep(0, fleet.replicas[: 1 if second is None else 2])
+    servers = run.EvalServers(world.config(model={"name": "m"}), fleet, print)
+    with nullcontext() if problem is None else pytest.raises(UserError, match=problem):
+        assert (await servers.serve(EvalPolicy("api", 0))).name == "step_0"
+        assert len(fleet.ready) == names
 
 
 async def test_a_refused_key_ends_it_at_once_and_what_is_finished_is_kept(world):
@@ -209,8 +215,7 @@ async def test_reports_and_metrics(world):
     text, (base, second) = report(world)
     assert (base["policy"], second["policy"], second["version"], second["errors"]) == ("step_0", "step_2", 2, {"prompt_too_long": 2})  # fmt: skip
     assert (second["input_tokens"], second["output_tokens"]) == (30, 18)
-    assert "| env | step_2 | 4 | 2 |" in text
-    assert "prompt_too_long 2 (the first: t0: scripted)" in text
+    assert "env step_2 4 2 " in text
     rows = read_metrics(world.directory / "out" / "metrics" / "eval.jsonl")
     assert [row["eval/env/policy_version"] for row in rows] == [0, 2]
     assert rows[-1]["eval/env/pass@2"] == second["metrics"]["pass@2"]

@@ -51,7 +51,7 @@ def test_what_was_added_is_read_again(tmp_path):
     assert made.done == {("0", 0)}
     wanted = {**kept, "rewards": {"a": 1.0}, "reward": 1.0, "num_turns": 2, "version": 3, "outcome": "ok"}
     assert made.rows["0", 0].items() >= wanted.items()
-    assert made.line() == "env 1/4: avg@2 1 ± –, 1 failed"
+    assert made.line() == "env 1/4: avg@2 1, 1 failed"
     made.add(1, result(0.5))
     made.close()
     made = opened(tmp_path)
@@ -84,7 +84,7 @@ def test_neither_other_settings_nor_another_command_go_on_with_it(tmp_path):
     made.close()
     with pytest.raises(UserError, match=r"made with sampling.temperature = 1.0, and now it is 0.5: .*--clean"):
         opened(tmp_path / "s", settings | {"sampling": {"temperature": 0.5, "top_p": 1.0}})
-    with pytest.raises(UserError, match=r"environment.args.split = nothing, and now it is \"eval\""):
+    with pytest.raises(UserError, match=r"environment.args.split = null, and now it is \"eval\""):
         opened(tmp_path / "s", settings | {"environment": {"args": {"split": "eval"}}})
     made = opened(tmp_path / "s", {"seed": 1}, clean=True)
     assert made.rows == {}

@@ -15,11 +15,10 @@ from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals import runner
 from prime_rl.evals.results import EvalPlan, EvalResults
+from prime_rl.evals.run import way_of_asking
 from prime_rl.evals.runner import EvalRunner, tasks_of, wire_sampling
-from prime_rl.evals.servers import way_of_asking
 from prime_rl.fleet.replicas import ReplicaState
 from prime_rl.launcher.preflight import check_key
-from prime_rl.orchestrator import evaluation
 from prime_rl.orchestrator.evaluation import Evaluations
 from support.fleet import ready_fleet
 
@@ -28,16 +27,16 @@ PLAN = EvalPlan("one", "one", SamplingConfig(), 4, 8, 100)
 
 
 class Pool:
-    """Four tasks, of which servers in `sick` fail every attempt; one in `hung` never ends one."""
+    """Four tasks, of which servers in `sick` fail every attempt."""
 
-    def __init__(self, *sick: str, hung: str = ""):
-        self.sick, self.hung = sick, hung
+    def __init__(self, *sick: str):
+        self.sick = sick
 
     def tasks(self, env):
         return TASKS
 
     async def run(self, *, server, **arguments):
-        await asyncio.sleep(60 if server == self.hung else 0)
+        await asyncio.sleep(0)
         return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE if server in self.sick else Outcome.OK)
 
 
@@ -51,25 +50,22 @@ async def loaded_fleet(servers):
 @pytest.mark.parametrize("sick", [1, 3])
 async def test_what_one_server_fails_is_made_by_another(monkeypatch, sick):
     """Contract: only what all of them fail, again and again, is a failure."""
-    monkeypatch.setattr(runner, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.001)
     results, pool = EvalResults(PLAN, TASKS, 0), Pool(*(f"http://{number}" for number in range(sick)))
     await EvalRunner(pool, [results], 0, max_concurrent=30, timeout=1, fleet=await loaded_fleet(3)).run()
     assert [row["reward"] is not None for row in results.made] == [sick < 3] * 32
 
 
-async def test_what_a_server_that_hangs_has_is_made_by_another(monkeypatch):
-    """Contract: it is noticed while attempts run, not after their deadline; it is brought back once."""
-    monkeypatch.setattr(runner, "LOOK_SECONDS", 0.01)
+async def test_what_a_lost_server_has_is_made_by_another():
+    """Contract: what a server that answers no verification sampled counts for nothing, whatever came of it."""
     fleet, results, lost = await loaded_fleet(2), EvalResults(PLAN, TASKS, 0), []
-    fleet.replicas[0].client.answers = lambda: asyncio.sleep(0, False)
+    fleet.replicas[0].verify = lambda: asyncio.sleep(0, False)
 
-    async def bring_back(replica):
+    def lose(replica):
         fleet.move(replica, ReplicaState.QUARANTINED)
         lost.append(replica)
 
-    pool = Pool(hung=fleet.replicas[0].name)
-    run = EvalRunner(pool, [results], 0, max_concurrent=4, timeout=60, fleet=fleet, bring_back=bring_back).run()
-    await asyncio.wait_for(run, 30)
+    await EvalRunner(Pool(fleet.replicas[0].name), [results], 0, 4, 60, fleet=fleet, on_lost=lose).run()
     assert all(row["reward"] is not None for row in results.made)
     assert results.complete
     assert set(lost) == {fleet.replicas[0]}
@@ -79,7 +75,7 @@ async def test_an_evaluation_of_a_version_that_is_superseded_ends():
     """Contract: it waits for no server that will not serve this version again, and the results are not complete."""
     fleet, superseded, results = ready_fleet(1, slack=0), [], EvalResults(PLAN, TASKS, 0)
     fleet.move(fleet.replicas[0], ReplicaState.QUARANTINED)
-    run = EvalRunner(Pool(), [results], 0, 2, 60, fleet, superseded=lambda: bool(superseded)).run()
+    run = EvalRunner(Pool(), [results], 0, 2, 60, fleet=fleet, superseded=lambda: bool(superseded)).run()
     asyncio.get_running_loop().call_later(0.05, superseded.append, True)
     await asyncio.wait_for(run, 30)
     assert not results.rows
@@ -99,9 +95,8 @@ async def test_a_version_that_is_to_be_had_again_is_evaluated_whole(monkeypatch)
             sync.newer_version_waiting = len(calls) == 3
             return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE if sync.newer_version_waiting else Outcome.OK)
 
-    monkeypatch.setattr(evaluation, "concurrent_episodes", lambda config, environments: 1)
     evaluations, logged = Evaluations.__new__(Evaluations), []
-    evaluations.config = SimpleNamespace(seed=0, rollout_timeout=60, eval=None)
+    evaluations.config = SimpleNamespace(seed=0, rollout_timeout=60, eval=None, most_in_flight=1)
     evaluations._pool, evaluations._weight_sync = Losing(), sync
     evaluations._status = SimpleNamespace(phase=lambda text: None)
     evaluations._plans, evaluations._logged = [PLAN], {}

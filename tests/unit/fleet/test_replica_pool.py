@@ -1,13 +1,10 @@
-"""Where an episode goes, what verifies it, and which servers evaluate."""
+"""Where an episode goes, and what verifies it."""
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 
-from prime_rl.errors import UserError
-from prime_rl.evals import servers as eval_servers
 from prime_rl.fleet.client import Served
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.replicas import ReplicaPool, ReplicaState, backoff_seconds
@@ -145,29 +142,3 @@ async def test_a_failed_logprob_check_takes_back_an_earlier_verification(tmp_pat
             await replica.load(manifest)
         assert await replica.verify() == (not wrong)
         assert replica.mismatch == ("the server failed its logprob check" if wrong else "")
-
-
-@pytest.mark.parametrize(
-    ("second", "healthy", "problem", "ready"),
-    [
-        ({"version": 3, "hash": "f" * 32}, 2, "do not serve the same weights: http://0 version 0 .*, http://1 version 3", []),
-        ({}, 1, None, [True, False]),
-        ({"leaving": True}, 2, None, [True, False]),  # it is to leave, and there is another
-        ({"leaving": True}, -1, None, [False, True]),
-        ({"models": ("other", "more")}, 2, "the server at http://1 serves other, more, not m: .* --model.name other", []),
-        ({"models": ("other", "m")}, 2, None, [True, True]),
-    ],
-)  # fmt: skip
-async def test_which_servers_evaluate(second, healthy, problem, ready):
-    """Contract: one line at once, not requests that are all refused, where weights differ or one has another model."""
-    fleet = ReplicaPool([Server("http://0"), Server("http://1")])
-    two = fleet.replicas[1]
-    two.client.now = replace(two.client.now, **second)
-    two.client.leaving = second.get("leaving", False)
-    answering = [two] if healthy < 0 else fleet.replicas[:healthy]
-    if problem is not None:
-        with pytest.raises(UserError, match=problem):
-            await eval_servers.admit(fleet, answering, "m")
-    else:
-        assert await eval_servers.admit(fleet, answering, "m") == 0
-        assert [replica.ready for replica in fleet.replicas] == ready

@@ -7,10 +7,8 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
-from prime_rl.evals import servers as eval_servers
 from prime_rl.fleet.client import Served, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
-from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.fleet.router import NO_VERSION, RouterClient, connect_all
 from support.fleet import Router, Server
 
@@ -29,14 +27,9 @@ class Weights:
     version, hash, incarnation = 3, "h" * 32, 0
 
 
-async def admit(routed: RouterClient) -> int:
-    fleet = ReplicaPool([routed])
-    return await eval_servers.admit(fleet, fleet.replicas, "m")
-
-
 async def test_all_backends_are_one_server(servers, routed, heard):
     """Contract: a backend that was started again changes the identity of all; one that leaves takes the others along; where weights differ they equal
-    nothing that was given, who serves what is said once, and nothing is evaluated."""
+    nothing that was given, and who serves what is said once."""
     before = await routed.served()
     assert before.boot == "1+1"
     servers[1].base()
@@ -47,20 +40,18 @@ async def test_all_backends_are_one_server(servers, routed, heard):
     for _ in range(2):
         assert (await routed.served()).version == NO_VERSION
     assert ["http://a version 0" in message and "http://b version 3" in message for message in heard.messages] == [True]
-    with pytest.raises(UserError, match="the servers behind http://router do not serve the same weights"):
-        await admit(routed)
 
 
-async def test_backends_that_serve_other_names_evaluate_nothing(servers, routed):
+async def test_backends_that_serve_other_names_have_none_in_common(servers, routed):
     """Contract: a name that one of them does not know would fail wherever a router leads to it."""
     base = servers[0].now
     servers[0].now = replace(base, models=("m", "y"))
     for models in (("m", "x"), None):
         servers[1].now = replace(base, models=models)
-        assert await admit(routed) == 0
+        (await routed.served()).check_name(routed.root, "m")
     servers[1].now = replace(base, models=("x",))
     with pytest.raises(UserError, match="models without a common name, not m"):
-        await admit(routed)
+        (await routed.served()).check_name(routed.root, "m")
 
 
 async def test_a_verification_during_an_update_waits_for_its_end(servers, routed):
