@@ -81,8 +81,6 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
             os._exit(3)
         case "segfault":
             ctypes.string_at(0)
-        case "chatter":
-            print("x" * (4 << 20) + "\nthe last line", flush=True)
         case "sys-exit":
             await asyncio.gather(_quit())
         case "loop":
@@ -95,6 +93,8 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
             await _stray(directory)
         case "bytes":
             worker_socket().send(b"\xc1\xff" * 100)
+        case "foreign":
+            worker_socket().send(worker.encode(worker.protocol.Ready([], version=999)))
         case "giant":
             result.message = "x" * ((worker.MOST_BYTES) + 1)
         case "unsendable":
@@ -140,12 +140,12 @@ def stub_python(directory: Path) -> Path:
     return python
 
 
-async def _serve(self: worker.WorkerServer, serve: Any = worker.WorkerServer.serve) -> None:
+async def _serve(self: worker.WorkerServer, setup: Setup, serve: Any = worker.WorkerServer.serve) -> None:
     _serving.append(self)  # the deeds above find it
-    await serve(self)
+    await serve(self, setup)
 
 
 if __name__ == "__main__":
-    worker.load = StubEnv
+    worker.load, worker.HEARTBEAT_SECONDS, worker.LAG_SECONDS = StubEnv, 0.2, 1.0
     worker.WorkerServer.serve = _serve
     worker.main()

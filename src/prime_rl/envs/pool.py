@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -28,9 +27,8 @@ from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import protocol, worker_process
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
-from prime_rl.envs.worker_process import Ending, Worker, WorkerState, passed_on, worker_variables
+from prime_rl.envs.worker_process import Worker, WorkerState, passed_on, worker_variables
 from prime_rl.errors import UserError
-from prime_rl.host_memory import available_bytes
 from prime_rl.lifeline import Lifeline
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
@@ -41,7 +39,6 @@ HEARTBEAT_TIMEOUT = 30.0
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
 BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that finished nothing
 MAX_BACKOFF_SECONDS = 15.0
-SPARE_SECONDS = 60.0  # before another worker is tried in place of one that did not load, where others do the work
 MAX_DEATHS = 5  # in a row, for each worker of an environment, without one finished episode of the environment
 CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS + processes.DEATH_SECONDS
 # Mean use of a core by a worker: above, more are started; below, some are drained; aim.
@@ -52,18 +49,9 @@ _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are s
 class WorkerGone(Exception):
     """The worker that ran the episode is dead or was ended; `outcome` says whether the episode was at fault."""
 
-    def __init__(self, message: str, outcome: Outcome = Outcome.WORKER_DIED) -> None:
+    def __init__(self, outcome: Outcome, message: str) -> None:
         super().__init__(message)
         self.outcome = outcome
-
-
-@dataclass(eq=False)
-class Request:
-    """An episode that waits for a slot, or has one."""
-
-    number: int
-    slot: asyncio.Future[Worker]
-    result: asyncio.Future[EpisodeResult]
 
 
 @dataclass(eq=False)
@@ -77,19 +65,15 @@ class WorkerSet:
     log: Path
     least: int
     most: int
-    target: int = 0  # workers that it should have
+    target: int = 1  # workers that it should have: one shows whether it can be loaded, before others start
     tasks: list[TaskInfo] = field(default_factory=list)
     loaded: bool = False  # by some worker: its tasks are known
     departures: int = 0  # slots that were taken, and are not any more
     deaths: int = 0  # of workers, since an episode was finished
     no_start_before: float = 0.0
     idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers than `target` suffice
-    wanted_since: int = 0  # most workers that were wanted at a time since then
-    waiting: deque[Request] = field(default_factory=deque)  # in the order in which they asked
-
-    def __post_init__(self) -> None:
-        # With `auto` one shows whether the environment can be loaded, before the others start.
-        self.target = 1 if self.config.workers == "auto" else self.least
+    # Episodes that wait for a slot, by their numbers, in the order in which they asked.
+    waiting: dict[int, asyncio.Future[Worker]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,7 +128,7 @@ class EnvPool:
         Args:
             model: Hub name or directory, also the name under which the engine serves it.
             base_url: With or without /v1; the first of several is asked where `run` names none.
-            hang_timeout: Seconds that environment code may block a worker's loop before it is interrupted, and if that fails, its worker killed.
+            hang_timeout: Seconds that environment code may block a worker's event loop before the worker is replaced.
             samplers, demonstrations: Of the environments that have one.
             chat_timeout: Seconds without a byte of an answer, of an API that is asked by its chat route (None: by tokens).
 
@@ -153,11 +137,11 @@ class EnvPool:
         """
         self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
         self._samplers = samplers or {}
-        names = [config.name for config in envs]
         self.sets: dict[str, WorkerSet] = {}
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise UserError(f"two environments are named {sorted(twice)[0]!r}: give each a `name` of its own")
+        alike: dict[str, WorkerSet] = {}  # a training environment that is evaluated as well is loaded once
         for config in envs:
+            if config.name in self.sets:
+                raise UserError(f"two environments are named {config.name!r}: give each a `name` of its own")
             for name in config.secrets:
                 if name not in os.environ:
                     raise UserError(
@@ -190,8 +174,9 @@ class EnvPool:
             log = Path(output_dir) / "logs" / "envs" / f"{config.name.replace('/', '--')}.log"
             least, most = worker_range(config.workers, config.max_workers, len(envs))
             own = WorkerSet(config, setup, variables, withheld, log, least, most)
-            self.sets[config.name] = next((other for other in self.sets.values() if _alike(own, other)), own)
-        self._all_sets = list(dict.fromkeys(self.sets.values()))
+            settings = repr((replace(setup, name=""), variables, config.python, config.max_concurrent, least, most))
+            self.sets[config.name] = alike.setdefault(settings, own)
+        self._all_sets = list(alike.values())
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
         self._hang_timeout, self._start_timeout = hang_timeout, 0.0
@@ -201,7 +186,7 @@ class EnvPool:
         self._exit_stack = ExitStack()
 
     async def start(self, timeout: float = 300.0) -> None:
-        """Start the workers and wait until all are ready. `timeout` (seconds) also bounds later restarts.
+        """Start the workers and wait until one of each environment is ready. `timeout` (seconds) also bounds later restarts.
 
         Raises:
             UserError: not found, failing to import or load, bad arguments, no chat template, not ready in time.
@@ -210,6 +195,9 @@ class EnvPool:
         self._lifeline = self._exit_stack.enter_context(Lifeline())
         self._directory = Path(tempfile.mkdtemp(prefix="prime-envs-"))  # short: socket paths are limited to 107 bytes
         self._exit_stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        # What a Python of its own finds of ours: prime_rl, and nothing else.
+        (self._directory / "path").mkdir()
+        (self._directory / "path" / "prime_rl").symlink_to(Path(prime_rl.__file__).parent)
         self._address = f"ipc://{self._directory}/pool"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._exit_stack.callback(self._socket.close)
@@ -217,19 +205,27 @@ class EnvPool:
             self._socket.setsockopt(option, value)
         self._socket.bind(self._address)
         for each in self._all_sets:
-            withheld = ", ".join(each.withheld) or "none"
-            worker_process.note(
-                each.log, f"variables withheld from this environment (`secrets` passes them): {withheld}"
-            )
+            each.log.parent.mkdir(parents=True, exist_ok=True)
+            if each.withheld:
+                logger.debug("environment {}: variables withheld: {}", each.config.name, ", ".join(each.withheld))
             self._adjust(each)
         self._create_task(self._receive())
         self._create_task(self._keep_adjusting())
         try:
-            for each, workers in [(each, each.target) for each in self._all_sets]:
-                await self._await_ready(each, workers)
+            for each in self._all_sets:
+                await self._await_loaded(each, timeout + HEARTBEAT_TIMEOUT)
         except BaseException:
             await self.close()
             raise
+
+    async def _await_loaded(self, own: WorkerSet, seconds: float) -> None:
+        owner = f"environment {own.config.name!r}"
+        await wait_async(
+            lambda: own.loaded or self._failure is not None, subject="ready worker", owner=owner, seconds=seconds,
+            poll=LEAST_POLL_SECONDS,
+        )  # fmt: skip
+        if self._failure is not None:
+            raise self._failure
 
     async def close(self) -> None:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
@@ -239,7 +235,7 @@ class EnvPool:
         try:
             await wait_async(lambda: not self.workers, subject="end", owner="the workers", seconds=CLOSE_SECONDS)
         except WaitTimeout as error:  # the run has ended all the same: their lifeline ends them with this process
-            logger.warning("environment workers {}: {}", ", ".join(sorted(map(str, self.workers))), error)
+            logger.warning("environment workers {}: {}", ", ".join(sorted(self.workers)), error)
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -263,27 +259,16 @@ class EnvPool:
         if self._failure is None:
             self._failure = error
             for each in self._all_sets:
-                for request in each.waiting:
-                    request.slot.set_exception(error)
+                for slot in each.waiting.values():
+                    slot.set_exception(error)
                 each.waiting.clear()
-
-    async def _await_ready(self, own: WorkerSet, workers: int) -> None:
-        def all_ready() -> bool:
-            if self._failure is not None:
-                raise self._failure
-            return len(self._ready(own)) >= workers
-
-        await wait_async(
-            all_ready, subject="ready worker", owner=f"environment {own.config.name!r}", poll=LEAST_POLL_SECONDS,
-            seconds=self._start_timeout + HEARTBEAT_TIMEOUT,
-        )  # fmt: skip
 
     def of(self, own: WorkerSet) -> list[Worker]:
         """The workers of an environment that are up."""
         return [worker for worker in self.workers.values() if worker.env == own.config.name]
 
     def _ready(self, own: WorkerSet) -> list[Worker]:
-        return [worker for worker in self.of(own) if worker.state is WorkerState.READY]
+        return [worker for worker in self.of(own) if worker.state is WorkerState.READY and not worker.ending]
 
     # ---- episodes
 
@@ -326,67 +311,59 @@ class EnvPool:
             return EpisodeResult(episode_id, env, task.task_id, outcome, message)
 
         timeout = max(0.0, deadline - time.monotonic())
-        loop = asyncio.get_running_loop()
-        request = Request(next(self._request_numbers), loop.create_future(), loop.create_future())
-        own.waiting.append(request)
+        number = next(self._request_numbers)
+        slot: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        own.waiting[number] = slot
         self._fill(own)
         try:
             departures = -1
-            while not request.slot.done() and departures != own.departures:  # bounded: those before it leave in time
+            while not slot.done() and departures != own.departures:  # bounded: those before it leave in time
                 departures = own.departures
                 self._adjust(own)
-                await asyncio.wait({request.slot}, timeout=timeout)
-            if not request.slot.done():
-                if any(worker.serves for worker in self.of(own)):
+                await asyncio.wait({slot}, timeout=timeout)
+            if not slot.done():
+                if self._ready(own):
                     message = f"all workers of {env!r} were full for {timeout:.0f} s, and no episode ended"
                     return failed(Outcome.TIMEOUT, message)
                 return failed(Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
-            worker = request.slot.result()
+            worker = slot.result()
             sampler = self._samplers.get(env)
             base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
             order = protocol.Run(
-                request.number, episode_id, task_index, task.task_id, sampling, policy_version, base_url, timeout
+                number, episode_id, task_index, task.task_id, sampling, policy_version, base_url, timeout
             )
             async with asyncio.timeout(timeout + GRACE_SECONDS):
-                await self._send(worker, order)
-                result = await request.result  # owed by the worker; failed when that is gone
+                self._send(worker, order)
+                result = await worker.pending[number]  # owed by the worker; failed when that is gone
             return replace(result, env=env)
         except WorkerGone as gone:
             return failed(gone.outcome, str(gone))
         except TimeoutError:
-            await self._send(worker, protocol.Cancel(request.number))
-            if worker.stuck and worker.offending_request() != request.number:
-                return failed(Outcome.WORKER_DIED, "its worker is stuck, and not in this episode's code")
             return failed(Outcome.TIMEOUT, f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline")
-        except asyncio.CancelledError:
-            if request not in own.waiting and request.slot.exception() is None:
-                worker = request.slot.result()  # bounded: it is done
-                await self._send(worker, protocol.Cancel(request.number))
-            raise
         finally:
-            self._leave(own, request)
+            self._leave(own, number, slot)
 
-    def _leave(self, own: WorkerSet, request: Request) -> None:
-        """Free the slot of a request, or its place among those that wait."""
-        request.result.cancel()
-        if request in own.waiting:
-            own.waiting.remove(request)
-        elif request.slot.exception() is None:
-            worker = request.slot.result()  # bounded: it is done
-            worker.pending.pop(request.number, None)
+    def _leave(self, own: WorkerSet, number: int, slot: asyncio.Future[Worker]) -> None:
+        """Free the slot of an episode, or its place among those that wait."""
+        if own.waiting.pop(number, None) is None and slot.exception() is None:
+            worker = slot.result()  # bounded: it is done
+            result = worker.pending.pop(number)
+            result.cancel()
+            if result.cancelled():  # it is late, or its call was cancelled
+                self._send(worker, protocol.Cancel(number))
             own.departures += 1
             self._fill(own)
 
     def _fill(self, own: WorkerSet) -> None:
         """Give free slots to waiting episodes, in the order in which they asked."""
-        slots = own.config.max_concurrent
         while own.waiting:
-            free = [worker for worker in self.of(own) if worker.serves and len(worker.pending) < slots]
-            if not free:
+            ready = [worker for worker in self._ready(own) if not worker.stuck]
+            worker = min(ready, key=lambda worker: len(worker.pending), default=None)
+            if worker is None or len(worker.pending) >= own.config.max_concurrent:
                 return
-            request, worker = own.waiting.popleft(), min(free, key=lambda worker: len(worker.pending))
-            worker.pending[request.number] = request.result
-            request.slot.set_result(worker)
+            number = next(iter(own.waiting))
+            worker.pending[number] = asyncio.get_running_loop().create_future()
+            own.waiting.pop(number).set_result(worker)
 
     # ---- how many
 
@@ -395,111 +372,88 @@ class EnvPool:
             await asyncio.sleep(ADJUST_SECONDS)
             # The environment with the fewest workers takes free cores first.
             for own in sorted(self._all_sets, key=lambda own: own.target):
-                worker_process.shorten(own.log)
                 self._adjust(own)
 
     def _adjust(self, own: WorkerSet) -> None:
         """Follow the load, then start and drain workers until there are as many as there should be."""
         if self._failure is not None:
             return
+        now, ready = time.monotonic(), self._ready(own)
         if own.loaded:
-            self._set_target(own)
-        idlest = sorted(self._ready(own), key=lambda worker: len(worker.pending))
-        for worker in idlest[: max(0, len(idlest) - own.target)]:
+            wanted = workers_wanted(
+                workers=own.target, starting=max(0, own.target - len(ready)), use=sum(worker.use for worker in ready),
+                episodes=sum(len(worker.pending) for worker in ready) + len(own.waiting), slots=own.config.max_concurrent,
+                least=own.least, most=own.most, free=max(0, cores() - len(self.workers)),
+            )  # fmt: skip
+            if wanted >= own.target:
+                own.target, own.idle_since = wanted, now
+            elif now - own.idle_since > IDLE_SECONDS:
+                own.target, own.idle_since = max(wanted, own.target // 2), now
+        ready.sort(key=lambda worker: len(worker.pending))
+        for worker in ready[: max(0, len(ready) - own.target)]:
             worker.state = WorkerState.DRAINING
             logger.info(
                 "worker {} is not needed any more: it ends after its {} episodes", worker.identity, len(worker.pending)
             )
-        # One that is gone counts until it is reaped: `_handle_death` says when another may take its place.
+        # One that is to end counts until it is reaped: `_handle_death` says when another may take its place.
         staying = [worker for worker in self.of(own) if worker.state is not WorkerState.DRAINING]
         for _ in range(own.target - len(staying)):
-            if time.monotonic() >= own.no_start_before:
+            if now >= own.no_start_before:
                 self._start_worker(own)
-
-    def _set_target(self, own: WorkerSet) -> None:
-        ready = self._ready(own)
-        starting = max(0, own.target - len(ready))
-        wanted = workers_wanted(
-            workers=own.target, starting=starting, use=sum(worker.use for worker in ready),
-            episodes=sum(len(worker.pending) for worker in ready) + len(own.waiting), slots=own.config.max_concurrent,
-            least=own.least, most=own.most, free=max(0, cores() - len(self.workers)),
-        )  # fmt: skip
-        now = time.monotonic()
-        own.wanted_since = max(own.wanted_since, wanted)
-        if wanted > own.target and now >= own.no_start_before:
-            resident = [each.resident for worker in ready if (each := processes.read(worker.pid)) is not None]
-            # Growth leaves half of the available memory alone.
-            room = min(cores(), available_bytes() // (2 * max(resident, default=1))) - starting
-            if (more := min(wanted - own.target, room)) > 0:
-                logger.info("environment {}: starting {} more workers for the load", own.config.name, more)
-                own.target += more
-        if wanted >= own.target:
-            own.idle_since, own.wanted_since = now, 0
-        elif now - own.idle_since > IDLE_SECONDS:
-            own.target, own.idle_since, own.wanted_since = own.wanted_since, now, 0
 
     # ---- supervision
 
     def _start_worker(self, own: WorkerSet) -> None:
         """Start a process and its supervisor; one that cannot be executed counts as a death."""
-        variables, python, number = own.variables, own.config.python, next(self._worker_numbers)
-        identity = f"{own.config.name}/{number}"
-        if python is not None:  # it finds prime_rl, and nothing else of ours
-            (self._directory / "path").mkdir(exist_ok=True)
-            with suppress(FileExistsError):
-                (self._directory / "path" / "prime_rl").symlink_to(Path(prime_rl.__file__).parent)
+        python, variables, number = own.config.python, own.variables, next(self._worker_numbers)
+        if python is not None:
             variables = {**variables, "PYTHONPATH": str(self._directory / "path")}
+        identity, setup = f"{own.config.name}/{number}", self._directory / f"{number}.setup"
+        setup.write_bytes(protocol.encode(own.setup))
         try:
             worker = worker_process.spawn(
                 identity, own.config.name, self._address, python, variables, lifeline=self._lifeline, log=own.log,
-                page=self._directory / f"{number}.page", hang_timeout=self._hang_timeout,
+                setup=setup, page=self._directory / f"{number}.page",
             )  # fmt: skip
         except OSError as error:
-            self._handle_death(own, identity, Ending(f"cannot be started: {error}", hopeless=True), loaded=False)
-            return
-        self.workers[identity] = worker
-        self._create_task(self._supervise(own, worker))
+            self._handle_death(own, identity, f"cannot be started: {error}", loaded=False)
+        else:
+            self.workers[identity] = worker
+            self._create_task(self._supervise(own, worker))
 
     async def _supervise(self, own: WorkerSet, worker: Worker) -> None:
         """Watch a process to its end, fail its episodes, end all it has started, and have another one take its place."""
-        while (ending := worker.judge(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout)) is None:
+        while not (why := worker.judge(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout)):
             before = time.monotonic()
             await asyncio.sleep(WATCH_SECONDS)  # bounded: by the end of the process; one that is stuck is judged so
-            if time.monotonic() - before > 2.0:
-                worker.heard = time.monotonic()  # it was we who did not listen
-        for request, future in worker.pending.items():
-            if request == ending.offending_request and not future.done():
-                why = f"in this episode's code its worker {ending.why}"
-                future.set_exception(WorkerGone(why, Outcome.ERRORED))
-            elif not future.done():
-                future.set_exception(WorkerGone(ending.why))
-        if strays := await worker_process.end(worker, ending.deaf):
-            logger.warning("worker {} had left {} processes outside its group; they are ended", worker.identity, strays)
+            if (now := time.monotonic()) - before > 2.0:
+                worker.heard = max(worker.heard, now)  # it was we who did not listen
+        for request, result in worker.pending.items():
+            if request == worker.offending_request and not result.done():
+                result.set_exception(WorkerGone(Outcome.ERRORED, f"in this episode's code its worker {why}"))
+            elif not result.done():
+                result.set_exception(WorkerGone(Outcome.WORKER_DIED, why))
+        await worker.end()
         del self.workers[worker.identity]
         if worker.state is not WorkerState.DRAINING:
-            self._handle_death(own, worker.identity, ending, worker.loaded)
+            self._handle_death(own, worker.identity, why, loaded=worker.state is WorkerState.READY)
         self._adjust(own)
 
-    def _handle_death(self, own: WorkerSet, identity: str, ending: Ending, loaded: bool) -> None:
+    def _handle_death(self, own: WorkerSet, identity: str, why: str, loaded: bool) -> None:
         """Count a death, and say when another worker may start; too many fail the pool."""
         if self._failure is not None:
             return
-        if self._ready(own) and not loaded:  # the environment can do without it
-            pause = SPARE_SECONDS
-            action = f"the others go on, and another one is started in {pause:.0f} s"
-        else:
-            own.deaths += 1
-            if (ending.hopeless and not own.loaded) or own.deaths >= MAX_DEATHS * own.target:
-                times = f"{own.deaths} times in a row without finishing an episode"
-                times = "before it was ready" if own.deaths < 2 else times
-                lines = worker_process.tail(own.log)
-                self._fail(UserError(f"worker of environment {own.config.name!r} died {times}: {ending.why}\n{lines}"))
-                return
-            self.restarts += 1
-            pause = processes.backoff_seconds(own.deaths - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-            action = "starting it again"
-        logger.warning("worker {}: {}; {} (log: {})", identity, ending.why, action, own.log)
-        own.no_start_before = time.monotonic() + pause
+        own.deaths += 1
+        if own.deaths >= MAX_DEATHS * own.target:
+            times = f"{own.deaths} times in a row without finishing an episode"
+            name, lines = own.config.name, worker_process.tail(own.log)
+            self._fail(UserError(f"workers of environment {name!r} died {times}: {why}\n{lines}"))
+            return
+        self.restarts += 1
+        logger.warning("worker {}: {}; starting it again (log: {})", identity, why, own.log)
+        pause = processes.backoff_seconds(own.deaths - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+        # Where others finish episodes meanwhile, one that cannot be loaded is not tried all the time.
+        own.no_start_before = time.monotonic() + (MAX_BACKOFF_SECONDS if own.loaded and not loaded else pause)
 
     # ---- messages
 
@@ -507,7 +461,7 @@ class EnvPool:
         while True:
             frames = await self._socket.recv_multipart()  # bounded: owed by no one; `judge` sees who sends nothing
             worker = self.workers.get(frames[0].decode(errors="replace").removesuffix("#heartbeat"))
-            if worker is None or worker.ending is not None:
+            if worker is None or worker.ending:
                 continue
             try:
                 message = protocol.decode(frames[-1])
@@ -515,64 +469,48 @@ class EnvPool:
                 worker.die(f"sent a broken message: {error}")
                 continue
             worker.heard = time.monotonic()
-            await self._handle(self.sets[worker.env], worker, message)
+            self._handle(self.sets[worker.env], worker, message)
 
-    async def _handle(self, own: WorkerSet, worker: Worker, message: protocol.Message) -> None:
+    def _handle(self, own: WorkerSet, worker: Worker, message: protocol.Message) -> None:
         match message:
             case protocol.Heartbeat():
                 worker.heartbeat, worker.use = message, (worker.use + message.use) / 2
                 self._fill(own)
-            case protocol.Hello() if message.version != protocol.VERSION:
+            case protocol.Result():
+                result = worker.pending.get(message.request)
+                if result is not None and not result.done():  # else it comes too late, or twice
+                    own.deaths = 0
+                    result.set_result(message.episode)
+            case protocol.Ready() if message.version != protocol.VERSION:
                 spoken = f"speaks protocol {message.version}, this is {protocol.VERSION}"
                 self._fail(
                     UserError(f"the worker of {worker.env!r} {spoken}: its Python environment holds another prime-rl")
                 )
-                worker.die("protocol version")
-            case protocol.Hello():
-                await self._send(worker, own.setup)
-            case protocol.Result():
-                future = worker.pending.get(message.request)
-                if future is not None and not future.done():  # else it comes too late, or twice
-                    worker.finished += 1
-                    own.deaths = 0
-                    future.set_result(message.episode)
             case protocol.Ready():
-                worker.loaded, worker.state = True, WorkerState.READY
+                worker.state = WorkerState.READY
                 if not own.loaded:
                     own.loaded = True
                     tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
                     own.tasks = tasks if message.bounded else protocol.FirstTasks(tasks)
                 self._fill(own)
                 self._adjust(own)
-            case protocol.LoadFailed():
-                why, python = message.message, own.config.python
-                if python is not None:
-                    why += f"; its Python is {python} (`uv pip install --python {python} …`)"
+            case protocol.Failed(message=why):
+                python, names = own.config.python, ", ".join(own.withheld)
+                hint = "" if python is None else f"; its Python is {python} (`uv pip install --python {python} …`)"
                 if not own.loaded:  # it never loaded: no use trying again
-                    names = ", ".join(own.withheld)
                     withheld = f"; not passed to it: {names} (see its `secrets`)" if names else ""
-                    self._fail(UserError(f"{why} (log: {own.log}){withheld}"))
+                    self._fail(UserError(f"{why}{hint} (log: {own.log}){withheld}"))
                 worker.die(why)
             case _:
                 worker.die(f"sent an unexpected {message.kind!r}")
 
-    async def _send(self, worker: Worker, message: protocol.Message) -> None:
-        if worker.ending is not None:
-            return
-        try:
+    def _send(self, worker: Worker, message: protocol.Message) -> None:
+        if not worker.ending:
             frames = [worker.identity.encode(), protocol.encode(message)]
-            await self._socket.send_multipart(frames)  # bounded: it has room for any number (SNDHWM 0)
-        except zmq.ZMQError as error:  # ROUTER_MANDATORY: the peer is gone
-            worker.die(f"unreachable: {error}")
-
-
-def _alike(one: WorkerSet, other: WorkerSet) -> bool:
-    """Whether the workers of two environments do the same: a training environment that is evaluated as well is loaded once."""
-    settings = [
-        (replace(own.setup, name=""), own.variables, own.config.python, own.least, own.most)
-        for own in (one, other)
-    ]  # fmt: skip
-    return settings[0] == settings[1]
+            sent = asyncio.ensure_future(self._socket.send_multipart(frames))
+            # Done at once: there is room for any number (SNDHWM 0). ROUTER_MANDATORY: an error when the peer is gone.
+            if sent.done() and (error := sent.exception()) is not None:
+                worker.die(f"unreachable: {error}")
 
 
 def _v1(url: str) -> str:
@@ -580,8 +518,6 @@ def _v1(url: str) -> str:
 
 
 # ---- how many workers
-
-
 def workers_wanted(
     *, workers: int, starting: int, use: float, episodes: int, slots: int, least: int, most: int, free: int
 ) -> int:

@@ -1,11 +1,11 @@
 """The wire between the orchestrator and an environment worker: msgpack maps over ZeroMQ (ROUTER here, DEALER there).
 
     worker                       orchestrator
-    Hello  ──────────────────▶                     its version is checked before anything else
-                              ◀── Setup            which environment, model, engine
-    Ready or LoadFailed ─────▶                     with its tasks
+                                  Setup            a file: which environment, model, engine
+    Ready ───────────────────▶                     with its tasks
                               ◀── Run | Cancel     any number in flight
     Result ──────────────────▶
+    Failed ──────────────────▶                     it cannot load the environment, or run further episodes
     Heartbeat ───────────────▶                     all the time, from a thread
 
 Standard library and msgpack only: workers import this from their own virtual environments.
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, get_args
 
 import msgpack
 
-VERSION = 11
+VERSION = 12
 MOST_BYTES = 128 << 20  # of a result: ten million tokens
 ROLES = ("", "system", "user", "assistant", "tool")
 """Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
@@ -138,12 +138,6 @@ class EpisodeResult:
 
 
 @dataclass
-class Hello:
-    kind: ClassVar[str] = "hello"
-    version: int
-
-
-@dataclass
 class Setup:
     kind: ClassVar[str] = "setup"
     name: str
@@ -170,11 +164,12 @@ class Ready:
     kind: ClassVar[str] = "ready"
     task_ids: list[str]
     bounded: bool = True  # these are all there are
+    version: int = VERSION
 
 
 @dataclass
-class LoadFailed:
-    kind: ClassVar[str] = "load_failed"
+class Failed:
+    kind: ClassVar[str] = "failed"
     message: str
 
 
@@ -212,7 +207,7 @@ class Heartbeat:
     use: float  # of a core, since the last one: the part of the time in which the process computed or its event loop was blocked
 
 
-Message = Hello | Setup | Ready | LoadFailed | Run | Cancel | Result | Heartbeat
+Message = Setup | Ready | Failed | Run | Cancel | Result | Heartbeat
 _ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"}  # of a sample: bytes on the wire
 
 

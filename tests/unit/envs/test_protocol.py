@@ -28,10 +28,9 @@ EPISODE = EpisodeResult(
     timing={"agent": 1.5},
 )
 MESSAGES: list[protocol.Message] = [
-    protocol.Hello(protocol.VERSION),
     protocol.Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "auto", 64, "info"),
     protocol.Ready(["a", "b"], bounded=False),
-    protocol.LoadFailed("no"),
+    protocol.Failed("no"),
     protocol.Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, "http://x/v1", 12.5),
     protocol.Cancel(1),
     Result(1, EPISODE),
