@@ -25,7 +25,6 @@ from prime_rl.trainer import attention, memory, perf
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.parallel import close_world, gather, init_world, now
-from prime_rl.trainer.perf import host_syncs
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Report, StepMetrics, sum_on_device
 from prime_rl.trainer.rl import train as rl
@@ -309,14 +308,11 @@ class Bench:
 
 
 def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
-    """Run a case: the warm-up, in whose last step the host's waits are counted, and the measured steps. The row of a table."""
+    """Run a case: the warm-up and the measured steps. The row of a table."""
     with Bench(case, device, scratch) as bench:
-        begun, waits = [time.perf_counter()], None
-        for number in range(case.warm):
-            if number + 1 < case.warm:
-                bench.step()
-            else:
-                waits = count_waits(bench)
+        begun = [time.perf_counter()]
+        for _ in range(case.warm):
+            bench.step()
             bench.finish_steps()
             begun.append(time.perf_counter())
         perf.reset_peak_memory(bench.world.device)
@@ -328,10 +324,10 @@ def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
         here = [perf.peak_allocated_gib(bench.world.device), perf.peak_memory_gib(bench.world.device)]
         peaks = [max(values) for values in zip(*gather(bench.world, here), strict=True)]
         bench.drain()
-        return _row(bench, seconds, begun, peaks, waits)
+        return _row(bench, seconds, begun, peaks)
 
 
-def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], waits: float | None) -> dict[str, Any]:
+def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float]) -> dict[str, Any]:
     case, world, told = bench.case, bench.world, bench.report.told
     numbers = range(case.warm, case.warm + case.steps)
     steps = [told[number] for number in numbers]
@@ -370,7 +366,6 @@ def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], w
         "allocated_gib": peaks[0],
         "reserved_gib": peaks[1],
         "compile_s": begun[2] - begun[0] - 2e-3 * statistics.median(times) if case.warm > 1 else None,
-        "host_syncs": waits,
         "first": {"loss": told[0]["loss/mean"], "norm": told[0]["optim/grad_norm"]},
         "last": {"loss": steps[-1]["loss/mean"], "norm": steps[-1]["optim/grad_norm"]},
         "chosen": bench.chosen(),
@@ -385,10 +380,3 @@ def peer_flops(matmul: int, config: PretrainedConfig, tokens: int, micro_batch: 
     """
     text = config.get_text_config()
     return tokens * (6.0 * matmul + 12.0 * text.num_hidden_layers * text.hidden_size * micro_batch)
-
-
-def count_waits(bench: Bench) -> float | None:
-    """How often the host waits for the device in a step, as far as torch notices. The profiler sees every kind of wait."""
-    with host_syncs(bench.world.device, count=True) as take_syncs:
-        bench.step()
-        return take_syncs().get("perf/host_syncs")

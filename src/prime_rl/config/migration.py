@@ -35,7 +35,7 @@ REMOVED: dict[str, tuple[str, Any]] = {
     "filters.off_policy": ("max_off_policy_steps bounds the age of every sample", None),
     "from_baseline": ("others are always compared with an episode that is left out", False),
     "gibberish.max_tokens": ("one such token leaves an episode out", 0),
-    "log_samples_interval": ("a rollout is logged every 10 steps", ANY),
+    "log_samples_interval": ("all rollouts are in `rollouts/`", ANY),
     "match_rms": ("updates always have the size of AdamW's", True),
     "no_canary": ("write --no-logprob-check", ANY),
     "no_stage_weights": ("new weights are staged wherever there is memory for them", ANY),

@@ -116,22 +116,12 @@ def choose(wanted: str, machine: Machine, needs: Needs) -> tuple[str, str]:
             raise UserError(f"model.attention {wanted} {reason}; `auto` takes the fastest that runs here")
         return wanted, f"attention: {wanted}"
     passed_over: list[str] = []
-    for backend in _fastest_first(machine):
+    for backend in KERNELS if machine.device == "cuda" else ():
         reason = why_not(backend, machine, needs)
         if reason is None:
             return backend, f"attention: {backend}" + (f" ({'; '.join(passed_over)})" if passed_over else "")
         passed_over.append(f"{backend} {reason}")
-    raise AssertionError("sdpa runs everywhere")
-
-
-def _fastest_first(machine: Machine) -> tuple[str, ...]:
-    if machine.device != "cuda":
-        return ("sdpa",)
-    if machine.capability == _HOPPER:
-        return "flash_attention_4", "flash_attention_3", "cudnn", "varlen", "sdpa"
-    if machine.capability > _HOPPER:
-        return "flash_attention_4", "flash_attention_2", "varlen", "sdpa"
-    return "flash_attention_2", "varlen", "sdpa"
+    return "sdpa", "attention: sdpa" + (f" ({'; '.join(passed_over)})" if passed_over else "")
 
 
 def why_not(backend: str, machine: Machine, needs: Needs) -> str | None:
@@ -143,12 +133,11 @@ def why_not(backend: str, machine: Machine, needs: Needs) -> str | None:
     if needs.dtype not in (torch.bfloat16, torch.float16):
         return f"does not compute in {str(needs.dtype).removeprefix('torch.')}"
     here = "{}.{}".format(*machine.capability)
-    if backend == "flash_attention_4" and machine.capability < _HOPPER:
-        return f"needs compute capability 9.0 or more, not {here}"
     if backend == "flash_attention_3" and machine.capability != _HOPPER:
         return f"needs a Hopper GPU: compute capability 9.0, not {here}"
-    if machine.capability < (8, 0):
-        return f"needs compute capability 8.0 or more, not {here}"
+    least = (8, 0) if backend == "varlen" else _HOPPER
+    if machine.capability < least:
+        return "needs compute capability {}.{} or more, not {}".format(*least, here)
     if needs.head_dim > 256 or needs.head_dim % 8:
         return f"has no kernel for heads of size {needs.head_dim}"
     return machine.obstacle(backend)

@@ -11,7 +11,6 @@ keep its output by name. All have the form `prime_rl::name(q, k, v, cu_seqlens, 
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -160,28 +159,6 @@ def _fa3_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return grads
 
 
-# FlashAttention 2 of the package flash-attn, in two halves for the same reason.
-
-
-def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
-    options = {"dropout_p": 0.0, "softmax_scale": mask.scale, "causal": True, **_flash_window(mask)}
-    out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *[mask.cu_seqlens] * 2, *[mask.longest] * 2, **options)
-    return out, lse
-
-
-def _fa2_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
-    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    options: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": mask.scale, "causal": True, **_flash_window(mask)}
-    options |= {"softcap": 0.0, "alibi_slopes": None, "deterministic": False}
-    boundaries = *[mask.cu_seqlens] * 2, *[mask.longest] * 2
-    _flash_attn_varlen_backward(d_out, q, k, v, out, lse, *grads, *boundaries, **options)
-    return grads
-
-
 # torch's own FlashAttention 2. `torch.nn.attention.varlen.varlen_attn` wants the longest length as a number, which the
 # compiler would specialise on; beneath it are these two, the same from torch 2.11 to 2.13. They take grouped heads.
 
@@ -278,11 +255,11 @@ def _by_document(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     return padded
 
 
+# The fastest first
 KERNELS: dict[str, Operator] = {
     "flash_attention_4": packed_operator("flash_attention_4", _fa4_forward, _fa4_backward),
     "flash_attention_3": packed_operator("flash_attention_3", _fa3_forward, _fa3_backward),
     "cudnn": packed_operator("cudnn", _cudnn_forward, _cudnn_backward),
-    "flash_attention_2": packed_operator("flash_attention_2", _fa2_forward, _fa2_backward),
     "varlen": packed_operator("varlen", _varlen_forward, _varlen_backward),
 }
 
@@ -292,7 +269,6 @@ _LIBRARIES = {
     "flash_attention_4": ("flash_attn.cute.interface", "package flash-attn-4, extra `fa`"),
     "flash_attention_3": ("flash_attn_interface", "package flash_attn_interface, built from its source"),
     "cudnn": ("cudnn.sdpa.fwd.torch_op", "package nvidia-cudnn-frontend, extra `cuda`"),
-    "flash_attention_2": ("flash_attn.flash_attn_interface", "package flash-attn, group `flash-attn-2`"),
 }
 
 
@@ -301,13 +277,10 @@ def load(backend: str) -> str | None:
     if backend not in _LIBRARIES:  # part of torch
         return None
     module, remedy = _LIBRARIES[backend]
-    package, *inner = module.split(".")
     try:
-        # FlashAttention 2 and 4 share the folder `flash_attn`, which alone says nothing about which of them is there.
-        names = [package, *(f"{package}.{name}" for name in inner[:1])]
-        if any(importlib.util.find_spec(name) is None for name in names):
-            return f"is not installed: {remedy}"
         importlib.import_module(module)
+    except ModuleNotFoundError:
+        return f"is not installed: {remedy}"
     except Exception as error:  # noqa: BLE001 libraries that were made for another torch fail in every way
         return f"cannot be loaded: {one_line(error)}"
     return None

@@ -40,7 +40,6 @@ RESERVE = 0.03  # of the estimate: gaps between tensors, and the estimate's own 
 LARGEST_CHUNK = 8192  # tokens; with 16,384 the head is no faster
 UNPLANNED_CHUNK = 4096
 HOST_SHARE = 0.5  # most of the host's available memory that is offloaded to, unless that is asked for by name
-HOST_MOST = 0.9  # most of it for everything that the trainer is known to need
 
 
 # ---- the model, the work, the settings
@@ -213,12 +212,12 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         "gathered weights": 0 if settings.reshard else size * s.parameters,
     }
     hidden, weight = tokens * s.hidden * size, s.head_parameters
-    kept = {level: tokens * kept_bytes(s, level, size, job.compiled) for level in set(settings.levels)}
+    kept = {level: _kept(s, job, level) for level in set(settings.levels)}
     summed = 4 if job.ranks == 1 else 8  # float32, before and after; a single rank's are the same
 
     def on_gpu(blocks: int) -> int:
         """What so many blocks keep on the GPU: the last ones are there, whether they are offloaded or not."""
-        gone = (_offloadable(s, job, settings.levels[i]) for i in settings.offloaded if i < blocks - 1 - LAG)
+        gone = (kept[settings.levels[i]] for i in settings.offloaded if i < blocks - 1 - LAG)
         return sum(kept[level] for level in settings.levels[:blocks]) - sum(gone)
 
     everything = on_gpu(s.layers)
@@ -233,7 +232,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         "the head's gradient": {"activations": everything, "head": 3 * hidden + (4 + size) * weight},
         "the reduction of embedding and head": {"reduction": (size + summed) * s.root_parameters},
     }
-    plain = tokens * kept_bytes(s, "none", size, job.compiled)
+    plain = _kept(s, job, "none")
     done = 0
     for level, run in groupby(settings.levels):
         done += len(list(run))
@@ -248,16 +247,14 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     return Estimate({name: held | parts for name, parts in moments.items()})
 
 
-def _offloadable(shape: Shape, job: Job, level: "Recompute") -> int:
-    """Bytes that a block can offload. Where it is not compiled, what a checkpoint keeps inside of it is out of reach:
-    only the block's input leaves."""
-    within_reach = level if job.compiled or level == "none" else "full"
-    return job.tokens * kept_bytes(shape, within_reach, job.itemsize, job.compiled)
-
-
 def offloaded_bytes(shape: Shape, job: Job, settings: Settings) -> int:
     """Bytes of host memory that offloading takes."""
-    return sum(_offloadable(shape, job, settings.levels[layer]) for layer in settings.offloaded)
+    return sum(_kept(shape, job, settings.levels[layer]) for layer in settings.offloaded)
+
+
+def _kept(shape: Shape, job: Job, level: "Recompute") -> int:
+    """What one block keeps of a micro-batch."""
+    return job.tokens * kept_bytes(shape, level, job.itemsize, job.compiled)
 
 
 def forward_seconds(shape: Shape, job: Job) -> float:
@@ -304,13 +301,10 @@ def plan_memory(
     shape = Shape.of(lm)
     if world.device.type != "cuda" or tokens is None:
         return MemoryPlan(unplanned(config, shape.layers, world), shape)
-    device_states = total_states = 8.0
-    if optim is not None:
-        device_states = state_bytes(optim, shape)
-        total_states = state_bytes(optim.model_copy(update={"offload": False}), shape)
+    device_states = 8.0 if optim is None else state_bytes(optim, shape)
     published_bytes = 0.0 if published is None else published(shape.parameters)
     job = Job(tokens, itemsize, world.shards, world.size, device_states, compiled, published_bytes)
-    local = [_host_bytes(shape, job, total_states), _budget(config, world)]
+    local = [HOST_SHARE * available_bytes() / local_ranks(), _budget(config, world)]
     host, budget = (min(values) for values in zip(*gather(world, local), strict=True))
     plan = MemoryPlan(choose(config, shape, job, budget, host), shape, job, budget)
     if world.is_main:
@@ -369,7 +363,7 @@ def _offloaded(shape: Shape, job: Job, levels: "tuple[Recompute, ...]", offload:
     rate = {"none": 0.0, "carried": HOST_LINK * forward_seconds(shape, job), "all": float("inf")}[offload]
     layers, credit = [], 0.0
     for layer, level in enumerate(levels[: -1 - LAG]):
-        size = _offloadable(shape, job, level)
+        size = _kept(shape, job, level)
         credit = min(credit, size) + rate
         if credit >= size:
             credit -= size
@@ -398,18 +392,6 @@ def _budget(config: "TrainerModel", world: World) -> float:
         return config.memory_limit * GIB
     free, _ = torch.cuda.mem_get_info(world.device)
     return float(free + torch.cuda.memory_reserved(world.device) - OUTSIDE)
-
-
-def _host_bytes(shape: Shape, job: Job, states: float) -> float:
-    """Bytes of host memory that each rank of this host may offload to.
-
-    Left alone is what the rank needs itself: the exported weights (of two bytes, twice), and the copy of weights and
-    optimizer states (of so many bytes a parameter) from which a checkpoint is written beside the loop.
-    """
-    available = available_bytes() / local_ranks()
-    offloaded_states = max(states - job.state_bytes, 0)
-    needed = (2 * 2 + 4 + states + offloaded_states) * shape.parameters / job.shards
-    return max(min(HOST_SHARE * available, HOST_MOST * available - needed), 0)
 
 
 def use_expandable_segments() -> None:

@@ -267,6 +267,10 @@ def build_policy(
     _check_architecture(lm, source.name)
     moe.replace_blocks(lm, source.name)
     dtype = compute_dtype(config.dtype, world.device)
+    if dtype != torch.bfloat16 and moe.sparse_blocks(lm):  # the compiler knows grouped products in bfloat16 only
+        if config.compile:
+            raise UserError(f"model.compile: {source.name} has experts, which compile in bfloat16 only (model.dtype)")
+        compiled = False
     kept = attention.set_up(config.attention, source.config, dtype, world)
     lm.set_attn_implementation(attention.NAME)
     lm.train()

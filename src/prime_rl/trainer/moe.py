@@ -111,35 +111,10 @@ def mix(
 
 def grouped_linear(rows_SI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
     """Rows [end[e - 1], end[e]) times expert e's matrix: [S, O]. No gradient for `end_E` (int32)."""
-    if rows_SI.dtype != torch.bfloat16 and torch.compiler.is_compiling():
-        return _product(rows_SI, weight_EOI.transpose(1, 2), end_E)
     return F.grouped_mm(rows_SI, weight_EOI.transpose(1, 2), offs=end_E)
 
 
-@torch.library.custom_op("prime_rl::grouped_product", mutates_args=())
-def _product(a: Tensor, b: Tensor, end_E: Tensor) -> Tensor:
-    """The same product out of the compiler's sight, which knows it in bfloat16 only."""
-    return F.grouped_mm(a, b, offs=end_E)
-
-
-@_product.register_fake
-def _(a: Tensor, b: Tensor, end_E: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[2]) if b.ndim == 3 else a.new_empty(*end_E.shape, a.shape[0], b.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _product_backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor, Tensor, None]:
-    rows_SI, weight_EIO, end_E = ctx.saved_tensors
-    return _product(grad_SO, weight_EIO.transpose(1, 2), end_E), _product(rows_SI.t(), grad_SO, end_E), None
-
-
-_product.register_autograd(_product_backward, setup_context=_save)
-
-
-# Opaque to the compiler as well, which would gather element by element; each is the other's backward, without atomics.
+# Opaque to the compiler, which would gather element by element; each is the other's backward, without atomics.
 @torch.library.custom_op("prime_rl::spread", mutates_args=())
 def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
     """Each token's row at its K places [S, H]. `place_TK` (int32) names every place from 0 to S - 1 once."""

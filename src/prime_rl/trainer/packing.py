@@ -81,7 +81,6 @@ def plan(
     seq_len: int,
     ranks: int,
     costs: Costs | None = None,
-    max_documents: int | None = None,
 ) -> list[list[list[int]]]:
     """Assign every sample to one micro-batch of one rank.
 
@@ -91,7 +90,6 @@ def plan(
     Args:
         lengths: Tokens of each sample.
         seq_len: Most tokens of a micro-batch.
-        max_documents: Most samples of a micro-batch.
 
     Returns:
         plan[rank][micro_step] = ascending sample indices; as many micro-steps on every rank, some possibly empty.
@@ -106,18 +104,15 @@ def plan(
             "give trainer and orchestrator the same seq_len"
         )
     prices = (costs or Costs()).of(sizes)
-    capacity = max_documents or max(sizes.size, 1)
-    count = max(1, -(-int(sizes.sum()) // seq_len), -(-sizes.size // capacity))
+    count = max(1, -(-int(sizes.sum()) // seq_len))
     count = -(-count // ranks) * ranks
-    while (bins := _fill(sizes, prices, count, seq_len, capacity)) is None:
+    while (bins := _fill(sizes, prices, count, seq_len)) is None:
         count += ranks
     bins.sort(key=lambda documents: (-prices[documents].sum(), documents))
     return [[bins[start + rank] for start in range(0, count, ranks)] for rank in range(ranks)]
 
 
-def _fill(
-    sizes: Ints, prices: npt.NDArray[np.float64], count: int, seq_len: int, capacity: int
-) -> list[list[int]] | None:
+def _fill(sizes: Ints, prices: npt.NDArray[np.float64], count: int, seq_len: int) -> list[list[int]] | None:
     """Longest-first into the cheapest of `count` bins with room; None when a sample finds none."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [seq_len] * count
@@ -132,9 +127,7 @@ def _fill(
         load, chosen = heapq.heappop(cheapest)
         bins[chosen].append(index)
         room[chosen] -= size
-        if len(bins[chosen]) < capacity:
-            passed.append((load + price, chosen))
-        for entry in passed:
+        for entry in (*passed, (load + price, chosen)):
             heapq.heappush(cheapest, entry)
     return [sorted(documents) for documents in bins]
 
@@ -216,7 +209,6 @@ class StepData:
         samples: Samples, or rows of a dataset, that the step takes from the source: a resumed run goes on after them.
         metrics: For the step's row.
         environments: Of the whole run, in the order of their places in streams.
-        example: A sample for people to read, on rank 0.
         groups: For each micro-batch the index of each document's group in the step, where `normalize` needs it.
         group_count: Groups of the step, over all ranks.
     """
@@ -226,7 +218,6 @@ class StepData:
     samples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     environments: list[str] = field(default_factory=list)
-    example: str | None = None
     groups: list[Ints] = field(default_factory=list)
     group_count: int = 0
 

@@ -1,9 +1,7 @@
 """Throughput, model FLOP utilisation and peak memory of a step; with `--bench` a table of them."""
 
 import resource
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import torch
@@ -102,33 +100,7 @@ _LINES = (
     ("perf/mfu", "MFU (%)", 1, 1),
     ("perf/peak_allocated", "peak memory (GiB), in tensors", 1, 2),
     ("perf/peak_memory", "peak memory (GiB), reserved", 1, 2),
-    ("perf/host_syncs", "host syncs a step", 1, 0),
 )
-
-
-@contextmanager
-def host_syncs(device: torch.device, *, count: bool) -> Iterator[Callable[[], dict[str, float]]]:
-    """Count how often the host waits for a GPU, as far as torch notices (`set_sync_debug_mode`). For benchmarks.
-
-    Yields a function whose result is a metric: how many there were since its last call, with the reading of a step,
-    which torch does not notice. Where nothing is counted it is empty.
-    """
-    if not count or device.type != "cuda":
-        yield dict
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-
-        def take() -> dict[str, float]:
-            noticed = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
-            caught.clear()
-            return {"perf/host_syncs": noticed + 1}
-
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield take
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def bench_table(history: Sequence[Mapping[str, float]], world: World) -> str:

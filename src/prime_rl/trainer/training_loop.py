@@ -35,7 +35,7 @@ from prime_rl.trainer.packing import (
     to_device,
 )
 from prime_rl.trainer.parallel import World, close_world, init_world, now
-from prime_rl.trainer.perf import bench_table, host_syncs
+from prime_rl.trainer.perf import bench_table
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, StopSignal, sum_on_device
 from prime_rl.trainer.source import Source, locate_model
@@ -151,7 +151,6 @@ def run(
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
     rows = exit_stack.enter_context(MetricRows(report, world.device))
-    take_syncs = exit_stack.enter_context(host_syncs(world.device, count=config.bench))
     exit_stack.enter_context(watched(policy.memory, world.device))
     if served is not None and policy.compiled:  # the servers are loading meanwhile
         report.phase("compiling")
@@ -189,7 +188,6 @@ def run(
             "optim/lr": lr,
             "perf/peak_memory": perf.peak_memory_gib(world.device),
             "perf/peak_allocated": perf.peak_allocated_gib(world.device),
-            **take_syncs(),
             "time/wait_for_batch": waited,
             "time/read_batch": reading,  # of the wait
             **({"time/save_ckpt": saving} if saving else {}),
@@ -216,8 +214,6 @@ def run(
                 versions.settle()
             checkpoints.save(progress, kind, partial(rows.recorded, step, weights, durable=kind == "checkpoint"))
             saving = time.perf_counter() - started
-        if batch.example is not None:
-            report.text(batch.example)
         step += 1
 
     rows.flush()

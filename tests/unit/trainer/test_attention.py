@@ -55,23 +55,21 @@ def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple
             "attention: varlen (flash_attention_4 is not installed; flash_attention_3 is not installed; "
             "cudnn fails here: no plan)",
         ),
-        (gpu(AMPERE), BF16, "attention: flash_attention_2"),
         (
-            gpu((10, 0), flash_attention_4="fails here: no kernel", flash_attention_2=ABSENT),
+            gpu((10, 0), flash_attention_4="fails here: no kernel", cudnn=ABSENT),
             BF16,
-            "attention: varlen (flash_attention_4 fails here: no kernel; flash_attention_2 is not installed)",
+            "attention: varlen (flash_attention_4 fails here: no kernel; flash_attention_3 needs a Hopper GPU: compute "
+            "capability 9.0, not 10.0; cudnn is not installed)",
         ),
         (
-            gpu(VOLTA),
-            BF16,
-            "attention: sdpa (flash_attention_2 needs compute capability 8.0 or more, not 7.0; "
-            "varlen needs compute capability 8.0 or more, not 7.0)",
-        ),
-        (
-            gpu(AMPERE),
+            gpu(HOPPER),
             Needs(torch.bfloat16, 8, 1, 512),
-            "attention: sdpa (flash_attention_2 has no kernel for heads of size 512; "
-            "varlen has no kernel for heads of size 512)",
+            "attention: sdpa ("
+            + "; ".join(
+                f"{name} has no kernel for heads of size 512"
+                for name in ("flash_attention_4", "flash_attention_3", "cudnn", "varlen")
+            )
+            + ")",
         ),
     ],
 )
@@ -86,7 +84,8 @@ def test_auto_takes_the_fastest_and_says_why(machine: Machine, needs: Needs, lin
         ("varlen", Machine("cpu"), BF16, "model.attention varlen needs a GPU"),
         ("flash_attention_3", gpu(AMPERE), BF16, "flash_attention_3 needs a Hopper GPU: compute .* 9.0, not 8.0"),
         ("cudnn", gpu(HOPPER), Needs(torch.float32, 16, 8, 128), "cudnn does not compute in float32"),
-        ("flash_attention_2", gpu(HOPPER, flash_attention_2=ABSENT), BF16, "flash_attention_2 is not installed"),
+        ("flash_attention_4", gpu(HOPPER, flash_attention_4=ABSENT), BF16, "flash_attention_4 is not installed"),
+        ("varlen", gpu(VOLTA), BF16, "varlen needs compute capability 8.0 or more, not 7.0"),
         ("cudnn", gpu(HOPPER), Needs(torch.bfloat16, 16, 8, 100), "cudnn has no kernel for heads of size 100"),
     ],
 )
@@ -121,8 +120,7 @@ def test_every_rank_takes_what_the_first_chose(world: World, caplog: pytest.LogC
 
 
 def test_a_library_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a crash, whatever it raises; and what lies in FlashAttention 4's folder is no sign of FlashAttention 2, which
-    shares it."""
+    """Not a crash, whatever it raises."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
         monkeypatch.delitem(sys.modules, name)
@@ -130,19 +128,17 @@ def test_a_library_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "flash_attn" / "cute" / "interface.py").touch()
     (tmp_path / "flash_attn_interface.py").write_text("import torch; torch.of_another_version")
     assert (load("flash_attention_3") or "").startswith("cannot be loaded: ")
-    assert "group `flash-attn-2`" in (load("flash_attention_2") or "")
     assert load("flash_attention_4") is None
 
 
 def test_what_is_absent_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason names the extra."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, remedy in {
         "flash_attention_3": "built from its source",
         "cudnn": "extra `cuda`",
         "flash_attention_4": "extra `fa`",
-        "flash_attention_2": "group `flash-attn-2`",
     }.items():
+        monkeypatch.setitem(sys.modules, attention_kernels._LIBRARIES[name][0], None)
         assert (load(name) or "").startswith("is not installed: "), name
         assert remedy in (load(name) or "")
 

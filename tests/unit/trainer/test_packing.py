@@ -39,19 +39,17 @@ CPU = torch.device("cpu")
     lengths=st.lists(st.integers(1, 64), max_size=60),
     ranks=st.integers(1, 5),
     quadratic=st.sampled_from([0.0, 0.1]),
-    most=st.sampled_from([None, 1, 3]),
 )
-def test_plan(lengths: list[int], ranks: int, quadratic: float, most: int | None) -> None:
-    """Every sample exactly once; no bin over seq_len or over the document limit; equal counts; the same for every caller."""
-    result = plan(lengths, 64, ranks, Costs(1.0, quadratic), most)
+def test_plan(lengths: list[int], ranks: int, quadratic: float) -> None:
+    """Every sample exactly once; no bin over seq_len; equal counts; the same for every caller."""
+    result = plan(lengths, 64, ranks, Costs(1.0, quadratic))
     bins = [members for of_rank in result for members in of_rank]
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in members) <= 64 for members in bins)
-    assert all(len(members) <= (most or len(lengths) + 1) for members in bins)
     assert len({len(of_rank) for of_rank in result}) == 1
     assert len(result) == ranks
     assert len(result[0]) >= 1
-    assert plan(np.array(lengths, dtype=np.int64), 64, ranks, Costs(1.0, quadratic), most) == result
+    assert plan(np.array(lengths, dtype=np.int64), 64, ranks, Costs(1.0, quadratic)) == result
 
 
 @pytest.mark.parametrize("samples", [512, 4096])

@@ -61,8 +61,7 @@ def test_first_step_values(
     run_training: Run, tied_model: Path, tmp_path: Path, heard: pytest.LogCaptureFixture
 ) -> None:
     """Metrics of a step equal an independent float64 computation, packed and normalised by the global token count; with
-    several environments each has those of its own tokens in every step that has any. A step has one line, and every few
-    steps a rollout is logged, decoded, with its reward."""
+    several environments each has those of its own tokens in every step that has any. A step has one line."""
     mixed, alone, only = support.write_rollouts(tmp_path, 3)
     shutil.rmtree(tmp_path / "rollouts")
     mixed = [replace(sample, env="zeta" if i % 3 else "alpha") for i, sample in enumerate(mixed)]
@@ -87,8 +86,6 @@ def test_first_step_values(
     assert names | {"time/forward_backward", "time/export"} <= row.keys()
     assert row["progress/total_tokens"] == sum(len(sample.input_ids) for sample in mixed)
     assert heard.text.count("step 0/3 | loss") == 1
-    for part in (f"reward {mixed[0].reward:.3f}", "prompt:", "completion:"):
-        assert part in heard.text
 
 
 @pytest.mark.parametrize("resume_step", [2, -1])

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
@@ -23,8 +22,8 @@ from prime_rl.trainer.packing import (
     plan,
     rollout_lengths,
 )
-from prime_rl.trainer.parallel import World, agree, sum_over_ranks
-from prime_rl.trainer.source import Source, load_tokenizer
+from prime_rl.trainer.parallel import World, sum_over_ranks
+from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import list_steps, step_dir, subject_of
 from prime_rl.transport.rollouts import Sample, open_batch
 from prime_rl.wait import WaitTimeout
@@ -34,21 +33,15 @@ if TYPE_CHECKING:
 
 _SCALES = slice(STREAMS.index("rl_scale"), len(STREAMS))
 _MASK = STREAMS.index("mask")
-_EXAMPLE_INTERVAL = 10  # steps
 _LOOK_SECONDS = 0.05  # between two looks at the directory
 
 
 class RolloutData(StepSource):
-    """Batches that the orchestrator commits under `rollouts`.
-
-    Raises:
-        UserError: the model's tokenizer cannot be loaded.
-    """
+    """Batches that the orchestrator commits under `rollouts`."""
 
     def __init__(self, config: TrainerConfig, world: World, source: Source, on_wait: OnWait) -> None:
         self.config, self.on_wait, self.root = config, on_wait, config.output_dir / "rollouts"
         self.vocabulary = source.config.get_text_config().vocab_size
-        self.tokenizer = agree(world, lambda: load_tokenizer(source) if world.is_main else None)
         super().__init__(world, config.dist_timeout)
 
     def exists(self, step: int) -> bool:
@@ -92,12 +85,9 @@ class RolloutData(StepSource):
             check_tokens(sample, self.vocabulary)
         environments, reference = batch.environments, self.config.loss.kl_coef > 0
         documents = {i: document(row, environments.index(row.env), reference) for i, row in rows.items()}
-        example = None
-        if self.tokenizer is not None and step % _EXAMPLE_INTERVAL == 0:
-            example = readable(batch.rows([step % len(batch)])[0], self.tokenizer)
         lengths = batch.lengths.tolist()
         batches = micro_batches(mine, documents, len(STREAMS), self.world.device)
-        data = StepData(batches, lengths, len(lengths), environments=environments, example=example)
+        data = StepData(batches, lengths, len(lengths), environments=environments)
         return grouped(data, batch.group_ids(), mine) if self.config.loss.normalization == "group" else data
 
 
@@ -118,8 +108,10 @@ class FakeSamples(StepSource):
 
     def prepare(self, step: int) -> StepData:
         lengths = self._lengths(step)
-        most = self.fake.micro_batch_size if self.fake.lengths == "fixed" else None
-        mine = plan(lengths, self.config.seq_len, self.world.size, self.costs, most)[self.world.rank]
+        seq_len = self.config.seq_len
+        if self.fake.lengths == "fixed":
+            seq_len = min(seq_len, self.fake.micro_batch_size * lengths[0])
+        mine = plan(lengths, seq_len, self.world.size, self.costs)[self.world.rank]
         documents = {i: self._document(step, i, lengths[i]) for indices in mine for i in indices}
         batches = micro_batches(mine, documents, len(STREAMS), self.world.device)
         return grouped(StepData(batches, lengths, len(lengths)), range(len(lengths)), mine)
@@ -141,23 +133,6 @@ class FakeSamples(StepSource):
         streams[STREAMS.index("logprobs")] = mask * (0.1 * noise - np.float32(np.log(self.vocabulary)))
         streams[STREAMS.index("advantages")] = mask * np.float32(draw.standard_normal())
         return Document(draw.integers(0, self.vocabulary, tokens), mask, 1.0, streams)
-
-
-def readable(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Describe a rollout for people: its prompt, what was sampled (if nothing was, what is imitated), and its reward."""
-    ids = [int(token) for token in sample.input_ids]
-    of_loss = np.asarray(sample.loss_mask, dtype=bool)
-    if not of_loss.any() and sample.ce_weight is not None:  # a teacher's tokens
-        of_loss = np.asarray(sample.ce_weight) != 0
-    first = int(np.argmax(of_loss)) if of_loss.any() else len(ids)
-    prompt, completion = (str(tokenizer.decode(part)) for part in (ids[:first], ids[first:]))
-    title = f"sample of {sample.env} (task {sample.task_id}), reward {sample.reward:.3f}"
-    return f"{title}\n  prompt: {_shortened(prompt)}\n  completion: {_shortened(completion)}"
-
-
-def _shortened(text: str, limit: int = 500) -> str:
-    text = text.replace("\n", "\\n")
-    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
 
 
 def check_tokens(sample: Sample, vocabulary: int) -> None:
