@@ -44,6 +44,7 @@ REMOVED: dict[str, tuple[str, Any]] = {
     "optim.betas2": ("AdamW beside Muon has 0.95", 0.95),
     "optim.nesterov": ("the look-ahead is always on", True),
     "optim.state": ("running means are float32; offload keeps them in host memory", "float32"),
+    "overflow": ("a conversation that fills the context ends and is judged", "stop"),
     "per_token": ("each episode counts once", False),
     "prices": ("report.json counts the tokens, by which prices can be multiplied", ANY),
     "recycle_episodes": ("where memory runs out the kernel ends workers first, and their episodes run again", ANY),
@@ -51,5 +52,6 @@ REMOVED: dict[str, tuple[str, Any]] = {
     "register_dir": ("clients list their servers, in client.base_url", ANY),
     "restart_backoff": ("the first restart comes after a second, each further one after twice as long", ANY),
     "stage_weights": ("new weights are staged wherever there is memory for them", ANY),
+    "turn_timeout": ("the time of an episode bounds its replies", ANY),
     "weights.canary": ("the fixed prompt is always scored; the orchestrator's logprob_check can be off", ANY),
 }

@@ -248,10 +248,6 @@ class EnvConfig(Section):
     max_workers: PositiveInt | None = option(None, "Most worker processes of workers = auto (None: one for each core).")
     max_concurrent: PositiveInt = option(256, "Most episodes that one worker runs at a time.")
     max_turns: PositiveInt | None = option(None, "Most replies in one conversation (None: any).")
-    turn_timeout: PositiveFloat | None = option(None, "Seconds that one reply may take (None: no limit of its own).")
-    overflow: Literal["stop", "refuse"] = option(
-        "stop", "When the model's context is full: judge what there is, or fail the episode."
-    )
     trajectories: Literal["interleaved", "branched"] = option("interleaved", "One sample a conversation, or a reply.")
 
     secrets: list[str] = option(list, "Variables with keys that its workers get, such as OPENAI_API_KEY; no others.")

@@ -4,7 +4,6 @@ Imports neither verifiers nor torch: plain environments run without them. A conv
 can: what the engine was sent and sampled is what is trained on.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -69,33 +68,24 @@ Ask = Callable[[Sequence[Message], "list[Any] | None", Sequence[Turn]], Awaitabl
 class Conversation:
     """The turns of one conversation with the model."""
 
-    def __init__(self, ask: Ask, turn_timeout: float, overflow: str) -> None:
-        """`turn_timeout`: seconds for one reply (0: any). `overflow`: when the context is full, "stop" or "refuse"."""
+    def __init__(self, ask: Ask) -> None:
         self.turns: list[Turn] = []
         self.failure: CallFailed | None = None
         self._ask = ask
-        self._turn_timeout = turn_timeout
-        self._overflow = overflow
 
     async def reply(self, messages: list[Message], tools: list[Any] | None) -> Turn:
         """The model's reply.
 
         Raises:
-            ContextFull: the context is full, and may be ("stop").
-            CallFailed: the engine does not answer, refuses, or takes too long; also ever after. Or the context is full, and must not be ("refuse"),
-                or what is said first fills it.
+            ContextFull: the conversation is longer than the model's context, and ends here.
+            CallFailed: the engine does not answer, or refuses; also ever after. Or what is said first fills the context.
         """
         if self.failure is not None:
             raise self.failure
         try:
-            async with asyncio.timeout(self._turn_timeout or None):
-                turn = await self._ask(messages, tools, self.turns)
-        except TimeoutError as error:
-            reason = f"turn {len(self.turns) + 1}: no reply within {self._turn_timeout:g} s"
-            self.failure = CallFailed(Outcome.TIMEOUT, reason)
-            raise self.failure from error
+            turn = await self._ask(messages, tools, self.turns)
         except CallFailed as error:
-            if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns and self._overflow == "stop":
+            if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns:
                 raise ContextFull(str(error)) from error
             self.failure = error
             raise
@@ -127,14 +117,12 @@ class EngineClient:
         """`tools`: conversations have some. Raises LoadError: no renderer fits the model."""
         self.model = setup.sampled_by or setup.model
         self.branched = setup.trajectories == "branched"
-        self._setup = setup
         self._connections: dict[str, EngineConnection] = {}
         self.renderer = renderer.choose_for(setup, tools)
 
     def conversation(self, base_url: str, sampling: Mapping[str, Any], policy_version: int) -> Conversation:
         """A conversation with the server at `base_url`."""
-        ask = partial(self._ask, base_url, request_settings(sampling, policy_version))
-        return Conversation(ask, self._setup.turn_timeout, self._setup.overflow)
+        return Conversation(partial(self._ask, base_url, request_settings(sampling, policy_version)))
 
     async def close(self) -> None:
         for connection in self._connections.values():

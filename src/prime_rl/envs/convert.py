@@ -148,7 +148,7 @@ def classify(kind: str, text: str, status: int | None = None) -> tuple[Outcome, 
         return Outcome.ENGINE_REFUSED, message
     if kind == "MalformedGenerateResponseError":
         return Outcome.ENGINE_REFUSED, message
-    return Outcome.TIMEOUT if kind in ("TimeoutError", "TurnTimeoutError") else Outcome.ERRORED, message
+    return Outcome.TIMEOUT if kind == "TimeoutError" else Outcome.ERRORED, message
 
 
 def convert(result: EpisodeResult, episode: Any, tokens: bool = True, branched: bool = False) -> EpisodeResult:
@@ -296,10 +296,6 @@ def opening(system: str | None, prompt: str | list[Message] | None) -> list[Mess
     return [*messages, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or [])]
 
 
-class NestedTooDeep(ValueError):
-    """It may be JSON, but Python's and others' readers of it end at some depth."""
-
-
 def parsed_json(text: str) -> Any:
     """What a model wrote, read as JSON.
 
@@ -309,12 +305,12 @@ def parsed_json(text: str) -> Any:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise NestedTooDeep("nested too deep") from error
+        raise ValueError("nested too deep") from error
     level: list[Any] = [value]
     for _ in range(MOST_LEVELS):
         if not (level := [below for one in level for below in _within(one)]):
             return value
-    raise NestedTooDeep(f"nested deeper than {MOST_LEVELS} levels")
+    raise ValueError(f"nested deeper than {MOST_LEVELS} levels")
 
 
 def _within(value: Any) -> Iterable[Any]:

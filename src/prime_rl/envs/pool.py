@@ -165,8 +165,6 @@ class EnvPool:
                 template=shown.template if shown else "",
                 adapter=config.adapter,
                 max_turns=config.max_turns or 0,
-                turn_timeout=config.turn_timeout or 0.0,
-                overflow=config.overflow,
                 trajectories=config.trajectories,
                 chat=chat_timeout is not None,
                 request_timeout=chat_timeout or 0.0,

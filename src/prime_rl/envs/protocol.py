@@ -152,8 +152,6 @@ class Setup:
     template: str = ""  # of the message that shows it
     adapter: str = "auto"
     max_turns: int = 0  # replies in one conversation (0: any number)
-    turn_timeout: float = 0.0  # seconds for one reply (0: the episode's time alone)
-    overflow: str = "stop"
     trajectories: str = "interleaved"
     chat: bool = False  # ask the model by its chat route, as any OpenAI-compatible API: no tokens, nothing to train on
     request_timeout: float = 0.0  # seconds without a byte of an answer by that route

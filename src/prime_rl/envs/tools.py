@@ -7,24 +7,20 @@ lines as the reason.
 
 import asyncio
 import functools
-import logging
 import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import anyio
 import httpx2
 import verifiers.v1 as vf
-from jsonschema.exceptions import SchemaError
-from jsonschema.validators import validator_for
 from mcp.shared.exceptions import MCPError
 from verifiers.v1 import runtimes
-from verifiers.v1.harnesses.utils.mcp import MCPConnection
+from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp
 from verifiers.v1.mcp.launch import log_tail
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils.paths import CACHE_DIR
@@ -32,12 +28,9 @@ from verifiers.v1.utils.paths import CACHE_DIR
 from prime_rl.envs.convert import parsed_json
 from prime_rl.wait import WaitTimeout, wait_async
 
-logger = logging.getLogger(__name__)
-
 MALFORMED_CALL = "malformed_call"  # name of what was meant to be a call, its text the arguments
 CALL_SECONDS = 60.0
 CONNECT_SECONDS = 30.0
-ALIVE_SECONDS = 5.0
 SERVER_SECONDS = 180.0  # from its start until it listens: as long as verifiers waits
 POLL_SECONDS = 0.05
 PORT_SECONDS = 1.0  # for one try to connect to a server that starts
@@ -46,129 +39,74 @@ _PORT_FILE = "MCP_PORT_FILE"  # a variable of servers alone: where they write th
 ANSWER_LIMIT = 100_000  # characters: a longer one is cut, not sent to fill the model's context
 
 # Of a session whose server hung up, is not there, or answers with something else than MCP.
-_BROKEN = (MCPError, httpx2.HTTPError, OSError, RuntimeError, ValueError, anyio.ClosedResourceError, anyio.BrokenResourceError)  # fmt: skip
+_BROKEN = (
+    *(MCPError, httpx2.HTTPError, OSError, RuntimeError, ValueError, ExceptionGroup),
+    *(anyio.ClosedResourceError, anyio.BrokenResourceError),
+)
 
 
-@dataclass(frozen=True)
-class ToolAnswer:
-    """What a call came to, for the model to read."""
-
-    text: str
-    malformed: bool = False  # the model's fault: no such tool, no JSON, wrong arguments
-    failed: bool = False  # the tool's: it raised, or took too long
-
-
-class ToolServer:
-    """A session with an MCP server, opened when it is asked for something, and anew after a failure."""
-
-    def __init__(self, name: str, url: str) -> None:
-        self._name = name
-        self._url = url
-        self._connection = MCPConnection({"url": url, "timeout": CALL_SECONDS})
-
-    async def tools(self) -> list[Any]:
-        """Its tools, as MCP describes them. Raises vf.ToolsetError."""
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                return list((await self._connection._run(lambda client: client.list_tools())).tools)
-        except (*_BROKEN, TimeoutError) as error:
-            raise vf.ToolsetError(f"tool server {self._name!r} does not list its tools: {_cause(error)}") from error
-
-    async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> ToolAnswer:
-        """Raises vf.ToolsetError when the server is gone, or so busy that it does not answer at all."""
-        try:
-            async with asyncio.timeout(seconds):
-                # Not its `run`, which would repeat a call that may have done something.
-                result = await self._connection._run(lambda client: client.call_tool(tool, arguments))
-        except TimeoutError:
-            await self.alive("a call took too long")
-            return ToolAnswer(f"Error: no result within {seconds:g} seconds", failed=True)
-        except _BROKEN as error:
-            await self.alive(_cause(error))
-            return ToolAnswer(f"Error: {_cause(error)}", failed=True)
-        text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
-        return ToolAnswer(text[:ANSWER_LIMIT], failed=result.is_error)
-
-    async def close(self) -> None:
-        await self._connection.aclose(abort=True)
-
-    async def alive(self, failure: str = "") -> None:
-        """Whether it answers anything, after a `failure` of something else. Raises vf.ToolsetError."""
-        timeout = aiohttp.ClientTimeout(total=ALIVE_SECONDS)
-        try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url):
-                return
-        except (aiohttp.ClientError, TimeoutError) as error:
-            after = f", after: {failure}" if failure else ""
-            raise vf.ToolsetError(f"tool server {self._name!r} does not answer: {_cause(error)}{after}") from error
-
-
-@dataclass
 class Toolbox:
     """All tools of a conversation. Counts what was called."""
 
-    seconds: float = CALL_SECONDS
-    tools: dict[str, tuple[ToolServer, str, Any]] = field(
-        default_factory=dict
-    )  # server, name there, validator of arguments
-    definitions: list[dict[str, Any]] = field(default_factory=list)  # as the model knows them
-    servers: list[ToolServer] = field(default_factory=list)
-    calls: int = 0
-    malformed: int = 0
-    failed: int = 0
+    def __init__(self) -> None:
+        self.definitions: list[dict[str, Any]] = []  # as the model knows them
+        self.metrics = dict.fromkeys(("tool_calls", "malformed_tool_calls", "failed_tool_calls"), 0.0)
+        self._dispatch: dict[str, tuple[str, str]] = {}  # of each tool its server, and its name there
+        self._servers: dict[str, MCPConnection] = {}
+        self._exit_stack = AsyncExitStack()
 
-    async def open(self, urls: dict[str, str]) -> None:
+    async def open(self, urls: Mapping[str, str]) -> None:
         """List the tools of the servers, by name and address. Raises vf.ToolsetError."""
-        for prefix, url in urls.items():
-            server = ToolServer(prefix, url)
-            self.servers.append(server)
-            for tool in await server.tools():
-                name = f"{prefix}_{tool.name}" if prefix else tool.name
-                if name in self.tools:
-                    raise vf.ToolsetError(f"two tools are called {name!r}: give one of their servers a TOOL_PREFIX")
-                kind = validator_for(tool.input_schema)
-                try:
-                    kind.check_schema(tool.input_schema)
-                except SchemaError as error:
-                    reason = f"the arguments of tool {name!r} have no valid JSON schema: {error.message}"
-                    raise vf.ToolsetError(reason) from error
-                self.tools[name] = (server, tool.name, kind(tool.input_schema))
-                function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
-                self.definitions.append({"type": "function", "function": function})
+        specs = {name: {"url": url, "timeout": CALL_SECONDS} for name, url in urls.items()}
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                opened = await connect_mcp({"mcpServers": specs}, self._exit_stack)
+        except (*_BROKEN, TimeoutError) as error:
+            raise vf.ToolsetError(f"tool servers {', '.join(urls)} do not list their tools: {_cause(error)}") from error
+        self.definitions, self._dispatch, self._servers = opened
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        counts = {"tool_calls": self.calls, "malformed_tool_calls": self.malformed, "failed_tool_calls": self.failed}
-        return {name: float(count) for name, count in counts.items()}
+    async def call(self, name: str, arguments: str) -> str:
+        """The answer to one call of the model, whose arguments are meant to be a JSON object.
 
-    async def call(self, name: str, arguments: str) -> ToolAnswer:
-        """Carry out one call of the model, whose arguments are meant to be a JSON object. Raises vf.ToolsetError."""
-        answer = await self._call(name, arguments)
-        self.calls += 1
-        self.malformed += answer.malformed
-        self.failed += answer.failed
-        return answer
+        Raises:
+            vf.ToolsetError: the server is gone, or so busy that it does not answer at all.
+        """
+        self.metrics["tool_calls"] += 1
+        try:
+            if name == MALFORMED_CALL:
+                raise ValueError("it is no JSON, or has no name or no end")
+            if name not in self._dispatch:
+                raise ValueError(f"there is no tool {name!r} (tools: {', '.join(self._dispatch)})")
+            if not isinstance(values := parsed_json(arguments), dict):
+                raise ValueError("its arguments are no JSON object")
+        except ValueError as error:
+            self.metrics["malformed_tool_calls"] += 1
+            return f"Error: the call cannot be made: {error}"
+        server, tool = self._dispatch[name]
+        connection = self._servers[server]
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                # Not its `run`, which would repeat a call that may have done something.
+                result = await connection._run(lambda client: client.call_tool(tool, values))
+        except (*_BROKEN, TimeoutError) as error:
+            self.metrics["failed_tool_calls"] += 1
+            late = isinstance(error, TimeoutError)
+            reason = f"no result within {CALL_SECONDS:g} seconds" if late else _cause(error)
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    await connection._run(lambda client: client.list_tools())
+            except (*_BROKEN, TimeoutError) as lost:
+                message = f"tool server {server!r} does not answer: {_cause(lost)}, after: {reason}"
+                raise vf.ToolsetError(message) from lost
+            return f"Error: {reason}"
+        self.metrics["failed_tool_calls"] += result.is_error
+        text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
+        return text[:ANSWER_LIMIT]
 
     async def close(self) -> None:
-        for server in self.servers:
-            await server.close()
-
-    async def _call(self, name: str, arguments: str) -> ToolAnswer:
-        try:
-            values = parsed_json(arguments)
-        except ValueError as error:
-            return ToolAnswer(f"Error: the call is not valid JSON: {error}", malformed=True)
-        if name == MALFORMED_CALL:
-            return ToolAnswer("Error: the call has no name, or no end", malformed=True)
-        if name not in self.tools:
-            return ToolAnswer(f"Error: there is no tool {name!r} (tools: {', '.join(self.tools)})", malformed=True)
-        if not isinstance(values, dict):
-            return ToolAnswer("Error: the arguments must be a JSON object", malformed=True)
-        server, tool, schema = self.tools[name]
-        if wrong := next(iter(schema.iter_errors(values)), None):
-            where = f"{'.'.join(map(str, wrong.absolute_path))}: " if wrong.absolute_path else ""
-            return ToolAnswer(f"Error: wrong arguments: {where}{wrong.message[:1000]}", malformed=True)
-        return await server.call(tool, values, self.seconds)
+        for connection in self._servers.values():
+            await connection.aclose(abort=True)
+        await self._exit_stack.aclose()
 
 
 def _cause(error: BaseException) -> str:
@@ -179,23 +117,16 @@ def _cause(error: BaseException) -> str:
 
 
 async def check(servers: Mapping[str, Any]) -> None:
-    """Raises vf.ToolsetError when one of a taskset's servers does not answer, or its tools are not usable."""
-    toolbox = Toolbox()
-    try:
-        await toolbox.open({name: server.url for name, server in servers.items()})
-    finally:
-        await toolbox.close()
-
-
-async def gone(servers: Mapping[str, Any]) -> str:
-    """Why one of a taskset's servers does not answer, of those that verifiers started for this worker, once ("": all answer)."""
+    """Raises vf.ToolsetError, with the last lines that it printed, when one of a taskset's servers does not answer."""
     for name, server in servers.items():
+        toolbox = Toolbox()
         try:
-            await ToolServer(name, server.url).alive()
+            await toolbox.open({name: server.url})
         except vf.ToolsetError as error:
-            if server.runtime is not None:
-                return f"{error}: {await _last_lines(server.runtime, f'vf_tool_{name}.log')}"
-    return ""
+            lines = await _last_lines(server.runtime, f"vf_tool_{name}.log") if server.runtime is not None else ""
+            raise vf.ToolsetError(f"{error}: {lines}") from error
+        finally:
+            await toolbox.close()
 
 
 async def _last_lines(runtime: Any, log: str) -> str:
@@ -241,7 +172,7 @@ class ToolRuntime(SubprocessRuntime):
         await super().run_background(argv, {"PYTHONPATH": path, **env}, log)
         process, file, owner = self._background[-1], Path(env[_PORT_FILE]), f"tool server {argv[-1]}"
 
-        def listens_or_dead() -> bool:
+        def settled() -> bool:
             if process.returncode is not None:
                 return True
             try:
@@ -251,7 +182,7 @@ class ToolRuntime(SubprocessRuntime):
                 return False
 
         try:
-            await wait_async(listens_or_dead, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
+            await wait_async(settled, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
         except WaitTimeout as error:
             raise vf.ToolsetError(f"{error}: {await _last_lines(self, log)}") from error
         if process.returncode is not None:

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import aiohttp
 import verifiers.v1 as vf
@@ -44,10 +44,10 @@ from prime_rl.envs.conversation import (
     arguments_of,
     request_settings,
 )
-from prime_rl.envs.convert import CONTEXT_FULL, Message, NestedTooDeep, Turn, classify, convert, opening, parsed_json
+from prime_rl.envs.convert import CONTEXT_FULL, Message, Turn, classify, convert, opening
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
-from prime_rl.envs.tools import CALL_SECONDS, MALFORMED_CALL, SERVER_SECONDS, Toolbox, check, gone, install_runtime
+from prime_rl.envs.tools import MALFORMED_CALL, SERVER_SECONDS, Toolbox, check, install_runtime
 
 HARNESS_ID = "prime_rl_chat"
 # verifiers imports a harness by a top-level module name, and takes the one in its `__all__`; ours lives inside the package.
@@ -62,7 +62,6 @@ interception: ContextVar[InterceptionServer] = ContextVar("interception")
 """verifiers' server of the environment whose episode runs, through which every model call goes. Unset under `vf-eval`: then by HTTP."""
 
 _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
-_SHOWN = 100  # characters of a call that nests too deep
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +139,10 @@ class VerifiersEnv:
         for sample in result.samples:
             sample.hint = hint
         of_tools = any(error.type == "ToolsetError" for trace in episode.traces for error in trace.errors)
-        if of_tools and (why := await gone(self._env._shared_tools)):
-            raise Broken(why)
+        try:
+            await check(self._env._shared_tools if of_tools else {})
+        except vf.ToolsetError as error:
+            raise Broken(str(error)) from error
         return result
 
     def _client_of(self, base_url: str) -> vf.TrainClientConfig | vf.EvalClientConfig:
@@ -172,13 +173,6 @@ def _env_config(setup: Setup) -> Any:
     try:
         bare = vf.resolve_env_config({"taskset": taskset})
         agents = {name: _agent_overrides(setup, agent) for name, agent in bare if isinstance(agent, vf.AgentConfig)}
-        ours = any(agent.get("harness", {}).get("id") == HARNESS_ID for agent in agents.values())
-        asked = {"turn_timeout": bool(setup.turn_timeout), "overflow": setup.overflow != "stop"}
-        options = [name for name, is_set in asked.items() if is_set]
-        if options and not ours:
-            raise LoadError(
-                f"environment {setup.env_id!r} talks to the model through a harness of its own, which does not know {' and '.join(options)}: leave it out"
-            )
         server = {"type": "server"}  # one, hence one client and one connection pool
         return vf.resolve_env_config({"taskset": taskset, "interception": server, **agents})
     except ValidationError as error:
@@ -195,12 +189,7 @@ def _agent_overrides(setup: Setup, agent: Any) -> dict[str, Any]:
     data: dict[str, Any] = {}  # merged onto the agent's declared defaults by verifiers
     own = default_harness_id(setup.env_id) if agent.harness is None else agent.harness.id
     if own in ("bash", "null", HARNESS_ID):  # "null": verifiers' plain chat loop, a process an episode
-        data["harness"] = {
-            "id": HARNESS_ID,
-            "turn_timeout": setup.turn_timeout,
-            "tool_timeout": min(setup.turn_timeout or CALL_SECONDS, CALL_SECONDS),
-            "overflow": setup.overflow,
-        }
+        data["harness"] = {"id": HARNESS_ID}
     elif agent.harness is None:
         data["harness"] = {"id": own}
     if "runtime" not in agent.model_fields_set:
@@ -281,10 +270,6 @@ def _load_tasks(taskset: Any) -> list[Any]:
     return tasks
 
 
-class TurnTimeoutError(vf.RolloutError):
-    """A reply took longer than `turn_timeout`."""
-
-
 class _InterceptedRequest(dict[str, Any]):
     """What the interception server reads of an aiohttp request. HTTP within one process took a sixth of an episode's processor time."""
 
@@ -305,12 +290,6 @@ class _InterceptedRequest(dict[str, Any]):
 
 class ChatHarnessConfig(vf.HarnessConfig):
     id: str = HARNESS_ID
-    turn_timeout: float = 0.0
-    """Seconds for one reply (0: the episode's time alone)."""
-    tool_timeout: float = CALL_SECONDS
-    """Seconds for one call of a tool."""
-    overflow: Literal["stop", "refuse"] = "stop"
-    """When the model's context is full: end, or fail."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
@@ -340,14 +319,13 @@ class ChatSession(vf.HarnessSession):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = self.harness.config
-        self._toolbox = Toolbox(config.tool_timeout)
-        self._conversation = Conversation(self._ask, config.turn_timeout, config.overflow)
+        self._toolbox = Toolbox()
+        self._conversation = Conversation(self._ask)
         self._messages: list[Message] = []
 
     async def _run(self, messages: vf.Messages | None) -> vf.ProgramResult:
-        """Ask for replies until one calls no tool. Raises TurnTimeoutError, vf.ToolsetError."""
-        if self.mcp_urls and not self._toolbox.servers:
+        """Ask for replies until one calls no tool. Raises vf.ToolsetError."""
+        if self.mcp_urls and not self._toolbox.definitions:
             await self._toolbox.open(self.mcp_urls)
         if not self._messages:
             system, prompt = self.harness.resolve_prompt(self.data)
@@ -363,8 +341,6 @@ class ChatSession(vf.HarnessSession):
                 self.trace.stop(CONTEXT_FULL)
                 return vf.ProgramResult(0, "", "")
             except CallFailed as error:
-                if error.outcome is Outcome.TIMEOUT:
-                    raise TurnTimeoutError(str(error)) from error
                 # verifiers replaces the failure of a non-zero exit by the model call's own error.
                 return vf.ProgramResult(0 if self.trace.stop_condition is not None else 1, "", str(error))
             self._messages.append(turn.message)
@@ -372,18 +348,15 @@ class ChatSession(vf.HarnessSession):
             if not turn.tool_calls or turn.is_truncated:
                 return vf.ProgramResult(0, "", "")
             for call in turn.tool_calls:
-                self._messages.append(await self._answer(call))
+                name = call["function"]["name"]
+                answer = await self._toolbox.call(name, call["function"]["arguments"])
+                self._messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": answer})
 
     async def close(self) -> None:
-        if not self._closed and self._toolbox.servers:
+        if not self._closed and self._toolbox.definitions:
             self.trace.record_metrics(self._toolbox.metrics)
         await super().close()
         await self._toolbox.close()
-
-    async def _answer(self, call: dict[str, Any]) -> Message:
-        function = call["function"]
-        answer = await self._toolbox.call(function["name"], function["arguments"])
-        return {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": answer.text}
 
     async def _ask(self, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[Turn]) -> Turn:
         status, reply = await self._post(
@@ -472,11 +445,5 @@ def _readable(call: ParsedToolCall) -> ParsedToolCall:
     """A call that has a name and arguments, whatever the model wrote."""
     if call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL) and call.name:
         return ParsedToolCall(raw=call.raw, name=call.name, arguments=arguments_of(call), id=call.id)
-    text = call.raw
-    try:
-        parsed_json(text)
-    except NestedTooDeep:  # verifiers, which reads it to compare messages, would not come to its end
-        text = text[:_SHOWN]
-    except ValueError:
-        pass
-    return ParsedToolCall(raw=call.raw, name=MALFORMED_CALL, arguments=text, id=call.id)
+    # As a string: verifiers reads arguments to compare messages, and what is nested too deep would not come to its end.
+    return ParsedToolCall(raw=call.raw, name=MALFORMED_CALL, arguments=json.dumps(call.raw), id=call.id)

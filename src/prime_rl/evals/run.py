@@ -199,7 +199,7 @@ class Evaluation:
         plan = EvalPlan(env.name, env.name, sampling, wanted, attempts, config.seq_len, self._chat)
         tokens = {"seq_len": config.seq_len, "renderer": config.renderer}
         # What the results depend on. More tasks and attempts go on from those that are there.
-        names = {"id", "args", "adapter", "python", "requirements", "max_turns", "turn_timeout", "overflow"}
+        names = {"id", "args", "adapter", "python", "requirements", "max_turns"}
         settings: dict[str, Any] = {
             "model.name": config.model.name,
             "environment": env.model_dump(mode="json", include=names),

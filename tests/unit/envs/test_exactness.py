@@ -167,8 +167,10 @@ async def test_a_call_that_nests_without_end(
     message = await _turn(client, trace, [{"role": "user", "content": "a"}], TOOLS)
     function = message["tool_calls"][0]["function"]
     assert function["name"] == MALFORMED_CALL
-    assert (await Toolbox().call(function["name"], function["arguments"])).malformed
-    assert (await Toolbox().call("add", "[" * 3000 + "]" * 3000)).malformed
+    toolbox = Toolbox()
+    for called, arguments in ((function["name"], function["arguments"]), ("add", "[" * 3000 + "]" * 3000)):
+        assert (await toolbox.call(called, arguments)).startswith("Error: the call cannot be made")
+    assert toolbox.metrics["malformed_tool_calls"] == 2
 
 
 def _compare(engine: Script, samples: list[SampleTokens], branched: bool) -> None:

@@ -1,7 +1,6 @@
 """Loading an environment: whatever is wrong, one line that names the real cause."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,33 +62,6 @@ def test_what_is_wrong_is_named(env_id: str, args: dict[str, Any], field: str, m
     assert message in str(caught.value)
     assert f"environment '{env_id}'" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-OWN_HARNESS = """
-import verifiers.v1 as vf
-from env_good import TestTaskset as Base
-
-class OwnTaskset(Base):
-    pass
-
-class OwnHarness(vf.Harness[vf.HarnessConfig]):
-    async def launch(self, *args, **kwargs):
-        return vf.ProgramResult(0, "", "")
-
-__all__ = ["OwnTaskset", "OwnHarness"]
-"""
-
-
-def test_what_an_environments_own_harness_does_not_know(tmp_path: Path, model: Path) -> None:
-    """Settings of a conversation that nobody would heed are refused, not ignored."""
-    from prime_rl.envs.verifiers_v1 import VerifiersEnv
-
-    (tmp_path / "environments" / "env_own_harness.py").write_text(OWN_HARNESS)
-    usual = Setup("e", "env-own-harness", {}, str(model), "auto", 4, "info")
-    assert VerifiersEnv(usual).task_ids
-    for given in ({"turn_timeout": 3.0}, {"overflow": "refuse"}):
-        with pytest.raises(LoadError, match=f"harness of its own, which does not know {next(iter(given))}"):
-            VerifiersEnv(replace(usual, **given))
 
 
 async def test_a_task_that_demonstrates_nothing(model: Path) -> None:
