@@ -36,6 +36,7 @@ REMOVED: dict[str, tuple[str, Any]] = {
     "from_baseline": ("others are always compared with an episode that is left out", False),
     "gibberish.max_tokens": ("one such token leaves an episode out", 0),
     "log_samples_interval": ("all rollouts are in `rollouts/`", ANY),
+    "max_attempts": ("an episode that a teacher did not score is made again", ANY),
     "match_rms": ("updates always have the size of AdamW's", True),
     "no_canary": ("write --no-logprob-check", ANY),
     "no_stage_weights": ("new weights are staged wherever there is memory for them", ANY),

@@ -55,7 +55,6 @@ class TeacherConfig(TeacherServer):
     """Another model's server that gives the log-probabilities of a prompt, as vLLM does (`prompt_logprobs`)."""
 
     timeout: PositiveFloat = option(120.0, "Seconds that one request may take.")
-    max_attempts: PositiveInt = option(4, "Tries of a request that fails on the server's side.")
 
 
 Component = Literal["rl", "ce", "ref_kl"]

@@ -14,8 +14,7 @@ from loguru import logger
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.importing import load_function
-from prime_rl.orchestrator.algorithms import attempts, carries_signal, check_algorithm, missing_rewards, own_function
+from prime_rl.orchestrator.algorithms import attempts, carries_signal, missing_rewards, own_function
 from prime_rl.orchestrator.scheduler import Group
 from prime_rl.transport.rollouts import as_array
 
@@ -39,9 +38,11 @@ class Admission:
 
     def __init__(self, config: "OrchestratorConfig") -> None:
         for algorithm, key in config.in_use("algorithm"):
-            check_algorithm(algorithm, key)
+            if algorithm.type == "custom":
+                own_function(algorithm, key)
         for filters, key in config.in_use("filters"):
-            check_filters(filters, key)
+            if filters.custom is not None:
+                own_function(filters.custom, f"{key}.custom")
         self._config, self._groups = config, config.batch_size // config.rollouts_per_example
         self.empty_batches = 0  # in a row; reset by the loop when a batch with samples is cut
         self._turned_away: Counter[str] = Counter()  # groups in a row, by reason
@@ -137,16 +138,6 @@ def output_tokens(result: EpisodeResult) -> int:
     return sum(sequence.loss_mask.count(1) for sequence in result.samples)
 
 
-def check_filters(config: "FilterConfig", key: str) -> None:
-    """Raise UserError where a function of the user's own is not there, or does not take its arguments.
-
-    Args:
-        key: The setting, for messages.
-    """
-    if config.custom is not None:
-        load_function(config.custom.path, config.custom.args, positional=1, key=f"{key}.custom.path")
-
-
 def _repeats(sequence: SampleTokens, rule: "RepetitionFilter") -> bool:
     """Whether more than `max_share` of the n-grams of the sampled tokens occurred before in them."""
     tokens = as_array(sequence.input_ids, np.int32)[as_array(sequence.loss_mask, np.bool_)]
@@ -170,7 +161,7 @@ def _improbable(result: EpisodeResult, rule: "GibberishFilter") -> bool:
 
 
 def _custom(rule: "CustomFilter", result: EpisodeResult) -> bool:
-    function = own_function(rule.path, tuple(sorted(rule.args)), "filters.custom.path")
+    function = own_function(rule, "filters.custom")
     try:
         count = function(result, **rule.args)
     except Exception as error:  # whatever the user's function raises

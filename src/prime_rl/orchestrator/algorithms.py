@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RAE,
         AlgorithmConfig,
         CustomAlgorithm,
+        CustomFilter,
         Echo,
         LinearPenalty,
         OverlongPenalty,
@@ -127,19 +128,17 @@ def missing_rewards(config: "AlgorithmConfig", attempt: Attempt) -> str:
     return f"gdpo needs a reward {missing[0]!r}, and the environment gives {known}" if missing else ""
 
 
-def check_algorithm(config: "AlgorithmConfig", key: str) -> None:
-    """Raise UserError where a function of the user's own is not there, or does not take its arguments.
+def own_function(config: "CustomAlgorithm | CustomFilter", key: str) -> Callable[..., Any]:
+    """Load a function of the user's own, once. `key`: the setting that names it, for errors.
 
-    Args:
-        key: The setting, for messages.
+    Raises:
+        UserError: it is not there, or does not take its arguments.
     """
-    if config.type == "custom":
-        load_function(config.path, config.args, positional=1, key=f"{key}.path")
+    return _load(config.path, tuple(sorted(config.args)), f"{key}.path")
 
 
 @cache
-def own_function(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
-    """Load a function of the user's own once. `names`: its settings; `key`: the setting that names it, for errors."""
+def _load(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
     return load_function(path, dict.fromkeys(names), positional=1, key=key)
 
 
@@ -241,8 +240,7 @@ def max_rl(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
 def custom(group: Sequence[Attempt], config: "CustomAlgorithm") -> list[float]:
     """Return what the user's own function gives. Raises UserError where that is not one finite number for each."""
     try:
-        function = own_function(config.path, tuple(sorted(config.args)), "algorithm.path")
-        values = [float(value) for value in function(list(group), **config.args)]
+        values = [float(value) for value in own_function(config, "algorithm")(list(group), **config.args)]
     except UserError:
         raise
     except Exception as error:  # whatever the user's function raises

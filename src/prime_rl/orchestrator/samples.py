@@ -194,26 +194,23 @@ def streams_of(
         None where no component has a token of it.
     """
     nothing, sampled = np.zeros(len(mask), dtype=np.float32), mask.astype(np.float32)
-    unmasked = {"loss_mask": np.zeros(len(mask), dtype=bool), "logprobs": nothing, "advantages": nothing}
     if config.component == "ce":
+        unmasked = {"loss_mask": np.zeros_like(mask), "logprobs": nothing, "advantages": nothing}
         return {**unmasked, "rl_weight": nothing, "ce_weight": sampled}
     streams: dict[str, Any] = {"loss_mask": mask, "logprobs": logprobs, "advantages": nothing}
-    scored = sampled  # where there are scores: without the tokens that have none
     if sequence.ref_logprobs is not None:
-        scores = np.asarray(sequence.ref_logprobs, dtype=np.float32)[: len(mask)]
-        streams["ref_logprobs"] = np.pad(scores, (0, len(mask) - len(scores)))
-        scored = sampled * (np.arange(len(mask)) < len(scores))
+        streams["ref_logprobs"] = np.asarray(sequence.ref_logprobs, dtype=np.float32)[: len(mask)]
     if config.component == "ref_kl":
-        return {**streams, "rl_weight": nothing, "ref_kl_weight": scored} if scored.any() else None
+        return {**streams, "rl_weight": nothing, "ref_kl_weight": sampled}
     streams["advantages"] = sampled * np.float32(advantage)
-    by_reward = (advantage != 0.0 or keep_zero) and bool(scored.any())
+    by_reward = advantage != 0.0 or keep_zero
     observation = _observation_weights(sequence, mask, config.weights) if isinstance(config, Echo) else nothing
     if observation.any():
         streams["ce_weight"] = observation
     elif not by_reward:
         return None
-    if not by_reward or not np.array_equal(scored, sampled):
-        streams["rl_weight"] = scored if by_reward else nothing
+    if not by_reward:
+        streams["rl_weight"] = nothing
     return streams
 
 

@@ -15,7 +15,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
 
 from prime_rl.envs.protocol import TaskInfo
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 NEW, EASY, NORMAL, HARD = "new", "easy", "normal", "hard"
-_NAMES = (NEW, EASY, NORMAL, HARD)  # a task's code, of two bits, is the place of its pool here
+_NAMES = (NEW, EASY, NORMAL, HARD)  # a task's code is the place of its pool here
 
 
 class Pools:
@@ -77,16 +76,13 @@ class Pools:
         return {name: len(pool) / len(self._order) for name, pool in self._pools.items()}
 
     def state(self) -> dict[str, Any]:
-        """Save as plain data, for `load`: two bits a task, four to a byte, compressed."""
-        fours = np.frombuffer(self._codes.ljust(-(-len(self._codes) // 4) * 4, b"\0"), np.uint8).reshape(-1, 4)
-        packed = fours[:, 0] | fours[:, 1] << 2 | fours[:, 2] << 4 | fours[:, 3] << 6
-        codes = base64.b64encode(zlib.compress(packed.tobytes())).decode()
-        return {"drawn": self._drawn, "turn": self._turn, "pools": codes}
+        """Save as plain data, for `load`. Compressed, a task takes some two bits."""
+        codes = base64.b64encode(zlib.compress(self._codes)).decode()
+        return {"drawn": self._drawn, "turn": self._turn, "codes": codes}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. Tasks that it lacks are new; others that it has are passed over."""
-        packed = np.frombuffer(zlib.decompress(base64.b64decode(state["pools"])), np.uint8)
-        codes = np.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=1).tobytes()
+        codes = zlib.decompress(base64.b64decode(state["codes"]))
         self._drawn, self._turn = int(state["drawn"]), int(state["turn"])
         self._codes = bytearray(codes[: len(self._codes)].ljust(len(self._codes), b"\0"))
         self._pools = {name: [] for name in _NAMES}

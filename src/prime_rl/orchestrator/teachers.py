@@ -7,11 +7,10 @@ A score is the log-probability that a model gives to each token of a sequence, a
 import asyncio
 import math
 import os
-import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -28,17 +27,15 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 1.0
 _LIST_SECONDS = 30.0  # for an answer that a server does not compute
-_BACKOFF_SECONDS = 0.5
-_LARGER = "give it a larger --max-model-len"
 OnWait = Callable[[str, str, float], None]
 
 
-class TeacherTrouble(Exception):
-    """The server does not answer, or failed, though it was asked several times."""
+class TeacherError(Exception):
+    """A request failed. `outcome`: that of an episode which needed the answer."""
 
-
-class Refused(Exception):
-    """The server refuses this very request: another attempt gives the same."""
+    def __init__(self, outcome: Outcome, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class Teacher:
@@ -51,15 +48,12 @@ class Teacher:
     def __init__(self, config: TeacherServer, key: str) -> None:
         self.config, self.root, self.model = config, api_root(config.base_url), config.model
         self._key = key
-        # Tokens of a prompt and its reply that the model takes, where the server says so; `_listed`: it was asked.
-        self.context: int | None = None
-        self._listed = False
         self.api_key = os.environ.get(config.api_key_var, "")
-        self.slots = asyncio.Semaphore(config.max_concurrent)  # bounded: requests have timeouts, and a few attempts
+        self.timeout = config.timeout if isinstance(config, TeacherConfig) else _LIST_SECONDS
+        self.slots = asyncio.Semaphore(config.max_concurrent)  # bounded: requests have timeouts
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
             limits=httpx.Limits(max_connections=config.max_concurrent, keepalive_expiry=1.0),
-            timeout=_LIST_SECONDS,  # of a part of an answer; `_once` bounds all of it
             trust_env=False,
         )
 
@@ -73,12 +67,12 @@ class Teacher:
         Raises:
             UserError: it did not come up in time, refuses the key, lists no model of that name, or cannot score.
         """
-        began, trouble, models = time.monotonic(), "", list[str]()
+        began, trouble, models = time.monotonic(), "it lists no model", list[str]()
         while not models and time.monotonic() - began < ready_timeout:  # bounded: by the deadline in its head
             try:
-                models = self._note_models(await self._once("models", None, _LIST_SECONDS))
-                trouble = "it lists no model"
-            except (TeacherTrouble, Refused) as error:
+                answer = await self._request("models", None, _LIST_SECONDS)
+                models = [str(row["id"]) for row in answer["data"]]
+            except (TeacherError, KeyError, TypeError) as error:
                 trouble = str(error)
             if not models:
                 on_wait(f"the server at {self.root}", "teacher", ready_timeout)
@@ -86,95 +80,51 @@ class Teacher:
         server = f"{self._key}: the server at {self.root}"
         if not models:
             raise UserError(f"{server} was not ready after {ready_timeout:.0f} s: {trouble}")
+        self.model = self.model or models[0]
         if self.model not in models:
             raise UserError(f"{server} serves {', '.join(models)}, not {self.model}")
         logger.info("teacher at {}: {}", self.root, self.model)
         if isinstance(self.config, TeacherConfig):
             try:
                 await self.score([1, 2, 3])
-            except Refused as error:
-                lacking = f"does not give prompt_logprobs, as vLLM does ({error})"
-                raise UserError(f"{server} {lacking}: it cannot be a teacher") from error
-            except TeacherTrouble as error:
-                raise UserError(f"{self._key}: {error}") from error
-
-    def _note_models(self, answer: dict[str, Any]) -> list[str]:
-        """Take the model's name and context from a server's list. Returns all names. An adapter has its base's context.
-
-        Raises:
-            Refused: it is no list of models.
-        """
-        try:
-            models = {str(row["id"]): dict(row) for row in answer["data"]}
-        except (KeyError, TypeError, ValueError) as error:
-            raise Refused(f"it lists no models: {error!r}") from error
-        self.model, self._listed = self.model or next(iter(models), ""), True
-        model = models.get(self.model, {})
-        length = model.get("max_model_len") or models.get(str(model.get("parent")), {}).get("max_model_len")
-        self.context = length if isinstance(length, int) and length > 0 else None
-        return list(models)
+            except TeacherError as error:
+                raise UserError(
+                    f"{server} cannot be a teacher, which gives prompt_logprobs as vLLM does: {error}"
+                ) from error
 
     async def score(self, tokens: Sequence[int], hint: Sequence[int] = ()) -> "array[float]":
         """Return the log-probability of each of T tokens given those before it, (T,).
 
-        The first one's is 0 unless there is a hint: nothing predicts it. If the server reports its context length, only
-        the leading tokens that fit are scored; one position is reserved for the sampled token.
+        The first one's is 0 unless there is a hint: nothing predicts it.
 
         Args:
             hint: Tokens that are read before.
 
         Raises:
-            TeacherTrouble: the server does not answer, after `max_attempts` tries.
-            Refused: it refuses the request, its answer holds no such numbers, or not even one token fits.
+            TeacherError: the server does not answer in time, refuses the request, or gives no such numbers.
             UserError: it does not take the key.
         """
+        prompt = [*hint, *tokens]
+        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         async with self.slots:
-            if not self._listed:  # one of the policy's servers, which nobody has waited for
-                with suppress(Refused):  # it does not list its models
-                    self._note_models(await self._request("models", None))
-                self._listed = True
-            if self.context is not None and self.context - 1 - len(hint) < 1:
-                behind = f" behind a hint of {len(hint)}" if hint else ""
-                raise Refused(f"{self.root} takes {self.context} tokens, which leaves no room{behind}; {_LARGER}")
-            prompt = [*hint, *tokens][: None if self.context is None else self.context - 1]
-            options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-            answer = await self._request("completions", {"model": self.model, "prompt": prompt, **options})
+            answer = await self._request(
+                "completions", {"model": self.model, "prompt": prompt, **options}, self.timeout
+            )
         try:
             rest = zip(prompt[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
             logprobs = [0.0, *(float(entry[str(token)]["logprob"]) for token, entry in rest)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise Refused(f"its answer has none: {error!r}") from error
-        scores = array("f", logprobs[len(hint) :])
-        if not all(map(math.isfinite, scores)):
-            raise Refused(f"{self.root} gives no finite log-probability for each of {len(scores)} tokens")
-        return scores
+            raise TeacherError(Outcome.INVALID, f"its answer has no prompt_logprobs: {error!r}") from error
+        if not all(map(math.isfinite, logprobs)):
+            raise TeacherError(Outcome.INVALID, f"{self.root} gives log-probabilities that are not finite")
+        return array("f", logprobs[len(hint) :])
 
-    @property
-    def max_request_seconds(self) -> float:
-        """Upper bound on the seconds of one scoring request, retries included."""
-        if not isinstance(self.config, TeacherConfig):
-            return 0.0
-        pauses = sum(_BACKOFF_SECONDS * 2**attempt * 1.5 for attempt in range(self.config.max_attempts - 1))
-        return self.config.max_attempts * self.config.timeout + pauses
-
-    async def _request(self, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """Send a request of a teacher that scores, up to `max_attempts` times. Raises as `_once` does."""
-        assert isinstance(self.config, TeacherConfig)
-        for attempt in range(self.config.max_attempts):
-            if attempt:
-                await asyncio.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-            try:
-                return await self._once(route, body, self.config.timeout)
-            except TeacherTrouble as error:
-                trouble = error
-        raise TeacherTrouble(f"{trouble} ({self.config.max_attempts} attempts)")
-
-    async def _once(self, route: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    async def _request(self, route: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
         """Send one request.
 
         Raises:
-            TeacherTrouble: there was no answer, or it reports a fault of the server's side.
-            Refused: the server refuses the request, or answers with something else than a JSON object.
+            TeacherError: there was no answer in time, the server refuses the request or failed, or it answers with
+                something else than a JSON object.
             UserError: it does not take the key.
         """
         try:
@@ -182,18 +132,20 @@ class Teacher:
                 method = "GET" if body is None else "POST"
                 response = await self._http.request(method, f"{self.root}/v1/{route}", json=body, timeout=seconds)
         except (httpx.HTTPError, TimeoutError) as error:
-            raise TeacherTrouble(f"{self.root} did not answer: {error!r}") from error
+            raise TeacherError(Outcome.TEACHER_UNAVAILABLE, f"{self.root} did not answer: {error!r}") from error
         status = response.status_code
         if status in (401, 403):
             refused = f"the server at {self.root} does not take the key in ${self.config.api_key_var}"
             raise UserError(f"{self._key}: {refused}")
         if not response.is_success:
-            trouble = f"{self.root} answers HTTP {status}: {response.text[:200]}"
-            raise TeacherTrouble(trouble) if status >= 500 or status in (408, 429) else Refused(trouble)
+            busy = status >= 500 or status in (408, 429)
+            outcome = Outcome.TEACHER_UNAVAILABLE if busy else Outcome.INVALID
+            raise TeacherError(outcome, f"{self.root} answers HTTP {status}: {response.text[:200]}")
         try:
             return dict(response.json())
         except (TypeError, ValueError) as error:
-            raise Refused(f"it answers something else than a JSON object: {response.text[:100]!r}") from error
+            what = f"{self.root} answers something else than a JSON object: {response.text[:100]!r}"
+            raise TeacherError(Outcome.INVALID, what) from error
 
 
 class Teachers:
@@ -229,12 +181,6 @@ class Teachers:
         """Wait for all of them. See `Teacher.start`."""
         for server in self._servers:
             await server.start(self._config.client.ready_timeout, on_wait)
-            scores = isinstance(server.config, TeacherConfig)
-            if scores and server.context is not None and server.context <= self._config.seq_len:
-                logger.warning(
-                    "the teacher at {} takes {} tokens: of longer sequences only as many are scored and learned; {}",
-                    server.root, server.context, _LARGER,
-                )  # fmt: skip
 
     async def close(self) -> None:
         """Close all connections."""
@@ -248,8 +194,8 @@ class Teachers:
 
     @property
     def max_request_seconds(self) -> float:
-        """Upper bound on the seconds of one request to any of the servers, retries included."""
-        return max((one.max_request_seconds for one in [*self._servers, *self._own.values()]), default=0.0)
+        """Upper bound on the seconds of one request to any of the servers."""
+        return max((one.timeout for one in [*self._servers, *self._own.values()]), default=0.0)
 
     def sampler_slot(self, env: str) -> AbstractAsyncContextManager[None]:
         """Wait until the environment's sampler takes one more episode. The policy's own servers take any."""
@@ -279,8 +225,9 @@ class Teachers:
         Raises:
             UserError: a server does not take the key.
         """
-        own = isinstance(self._config.algorithm_of(env), OPSD)
-        teacher = self._policy_server(server) if own else self._scorers.get(env)
+        teacher = self._scorers.get(env)
+        if isinstance(self._config.algorithm_of(env), OPSD):
+            teacher = self._own.get(server) or self._policy_server(server)
         if not result.ok or teacher is None:
             return
         try:
@@ -288,14 +235,11 @@ class Teachers:
                 tokens = sample.input_ids[: self._config.seq_len]  # no others are trained
                 sample.ref_logprobs = await teacher.score(tokens, sample.hint or ())
                 on_scored()
-        except TeacherTrouble as error:
-            result.outcome, result.message = Outcome.TEACHER_UNAVAILABLE, str(error)
-        except Refused as error:
-            result.outcome, result.message = Outcome.INVALID, f"its teacher: {error}"
+        except TeacherError as error:
+            result.outcome, result.message = error.outcome, f"its teacher: {error}"
 
     def _policy_server(self, server: str) -> Teacher:
-        if server not in self._own:
-            client, model = self._config.client, self._config.model.name
-            config = TeacherConfig(base_url=server, model=model, api_key_var=client.api_key_var, timeout=client.timeout)
-            self._own[server] = Teacher(config, "client")
+        client, model = self._config.client, self._config.model.name
+        config = TeacherConfig(base_url=server, model=model, api_key_var=client.api_key_var, timeout=client.timeout)
+        self._own[server] = Teacher(config, "client")
         return self._own[server]

@@ -6,10 +6,11 @@ import pytest
 from pydantic import ValidationError
 
 from prime_rl.config import OrchestratorConfig
-from prime_rl.config.orchestrator import FilterConfig
+from prime_rl.config.orchestrator import CustomFilter, FilterConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.admission import check_filters, filter_reason, turned_away
+from prime_rl.orchestrator.admission import filter_reason, turned_away
+from prime_rl.orchestrator.algorithms import own_function
 from prime_rl.orchestrator.samples import score_batch
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 
@@ -116,7 +117,7 @@ def test_a_filter_of_ones_own_says_yes_or_no() -> None:
         with pytest.raises(UserError, match=message):
             filter_reason(FilterConfig(custom={"path": f"{__file__}:{function}"}), result([5]), 100)
     with pytest.raises(UserError, match=r"^filters\.custom\.path: .* does not take its arguments: .*'tokens'"):
-        check_filters(FilterConfig(custom={"path": f"{__file__}:shorter_than"}), "filters")
+        own_function(CustomFilter(path=f"{__file__}:shorter_than"), "filters.custom")
 
 
 def algorithm(kind: str, **settings: object) -> dict[str, dict[str, object]]:

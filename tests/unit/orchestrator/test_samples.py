@@ -29,7 +29,7 @@ from prime_rl.config.orchestrator import (  # fmt: skip
     TeacherServer,
 )
 from prime_rl.config.trainer import PolicyLoss
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, Result, SampleTokens, decode, encode
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.metrics import Tally, distribution, step_metrics
@@ -39,7 +39,7 @@ from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import StepData, collate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl.data import document, grouped, normalize
-from prime_rl.transport.rollouts import Sample, write_batch
+from prime_rl.transport.rollouts import write_batch
 
 TASK = Task("reverse-text", 3, "train/abc")
 
@@ -240,24 +240,6 @@ def test_distillation() -> None:
     assert not made["loss_mask"].any()
     assert not made["logprobs"].any()
     assert made["ce_weight"].tolist() == [float(sampled) for sampled in MASK]
-
-
-@pytest.mark.parametrize("config", [OPD(teacher=TEACHER), OPSD(), GRPO(), Echo(weights={"tool": 0.1})])
-def test_what_was_not_scored_is_not_learned(tmp_path: Path, config: AlgorithmConfig) -> None:
-    """Contract: where the scores end early, sampled tokens behind them have no weight in what needs a score, and the
-    trainer takes that; the ledger and the wire give short scores back as they are."""
-    made = streams(config, scores=5)  # sampled are 3 and 6
-    by_kl = config.component == "ref_kl"
-    assert made["ref_kl_weight" if by_kl else "rl_weight"].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
-    assert made["ref_logprobs"].tolist() == [0.0, *[-0.25] * 4, 0.0, 0.0, 0.0]
-    assert ("ce_weight" in made) == isinstance(config, Echo)
-    sample = Sample("0", "0", "t", "x", [0], sequence().input_ids, temperature=1.0, reward=0.0, **made)
-    write_batch(tmp_path, 0, [sample])  # its streams fit
-    row = STREAMS.index("ref_kl_scale" if by_kl else "rl_scale")
-    assert document(sample, reference=True).streams[row].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
-    assert (streams(config, keep_zero=True, scores=2) is not None) == isinstance(config, Echo)
-    result = EpisodeResult("e", "x", "t", Outcome.OK, samples=[sequence(5)])
-    assert decode(encode(Result(1, result))).episode == result
 
 
 @pytest.mark.parametrize("loss", [{"kl_coef": 0.1}, {"entropy_coef": 0.01}, {"entropy_coef": -0.01}])
