@@ -116,17 +116,11 @@ class Router:
 
     root = "http://router"
 
-    def __init__(self) -> None:
-        self.statuses = {"/v1/sample": 422, "/inference/v1/generate": 422}
-
     async def wait_ready(self, on_wait) -> None:
         await asyncio.sleep(0)
 
     async def answers(self) -> bool:
         return True
-
-    async def status(self, path: str) -> int:
-        return self.statuses[path]
 
 
 class FleetWorld(World):

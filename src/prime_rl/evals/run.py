@@ -272,7 +272,7 @@ async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["token
 
 def connect(config: "EvalConfig", stack: AsyncExitStack) -> ReplicaPool:
     """Make clients of all servers. `stack` closes their connections."""
-    logprob_check = LogprobCheck(any_base=True) if config.logprob_check and config.weights_dir is not None else None
+    logprob_check = LogprobCheck() if config.logprob_check and config.weights_dir is not None else None
 
     def one(root: str) -> InferenceClient:
         stack.push_async_exit(engine := InferenceClient(config.client, root, logprob_check))

@@ -45,10 +45,6 @@ class NoWeightsServed(ServerError):
     """The server says that it cannot say what it serves: nothing but another load mends its weights."""
 
 
-class CannotScore(UserError):
-    """The server does not answer with the log-probabilities of a prompt."""
-
-
 @dataclass(frozen=True)
 class Served:
     """What a server says it serves.
@@ -223,8 +219,8 @@ class InferenceClient:
             engine: Which one is to answer, of a server that has several (None: any).
 
         Raises:
-            CannotScore: the server refuses, or answers without them.
-            ServerError: it did not answer, or failed.
+            ServerError: it did not answer, failed, or answered without them.
+            UserError: it refused.
         """
         body = {
             "token_ids": list(tokens),
@@ -234,31 +230,14 @@ class InferenceClient:
             # Right after an update all that is in flight waits to be computed anew. Where the server goes by priority, this does not wait behind it.
             "priority": -1,
         }
-        try:
-            which = {} if engine is None else {"X-data-parallel-rank": str(engine)}  # vLLM's own header
-            answer = await self._call("POST", "/inference/v1/generate", body, headers=which)
-        except ServerError:
-            raise
-        except UserError as error:
-            raise CannotScore(str(error)) from error
+        which = {} if engine is None else {"X-data-parallel-rank": str(engine)}  # vLLM's own header
+        answer = await self._call("POST", "/inference/v1/generate", body, headers=which)
         try:
             entries = answer["prompt_logprobs"][1:]
             logprobs = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries, strict=True)]
             return [math.nan if logprob is None else float(logprob) for logprob in logprobs]  # JSON has no NaN
         except (KeyError, TypeError, ValueError) as error:
-            raise CannotScore(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
-
-    async def status(self, path: str) -> int:
-        """The HTTP status of an empty request: whether there is such a route at all.
-
-        Raises:
-            ServerError: there was no answer.
-        """
-        try:
-            response = await self._http.post(path, json={}, timeout=_PROBE_TIMEOUT_SECONDS)
-        except httpx.TransportError as error:
-            raise ServerError(f"{self.root} did not answer POST {path}: {error!r}") from error
-        return response.status_code
+            raise ServerError(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
 
     async def _trouble(self, seconds_left: float, path: str = _HEALTH) -> str | None:
         """Why the server does not answer well; None if it does. Takes hardly longer than the seconds that are left."""

@@ -7,12 +7,12 @@ failed load.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loguru import logger
 
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import CannotScore, InferenceClient, NoWeightsServed, Served, ServerError
+from prime_rl.fleet.client import InferenceClient, NoWeightsServed, Served, ServerError
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import LogprobReference, WeightsManifest, version_dir, weights_manifest
@@ -52,55 +52,47 @@ def compare(server: Sequence[float], trainer: Sequence[float]) -> Difference:
     return Difference(sum(differences) / len(differences), max(differences))
 
 
-def tolerance_from_base(base: Difference) -> Difference | None:
-    """Return the tolerance of a server by its difference on the base weights; None if that is too large to be noise."""
-    if not base.mean <= WORST_MEAN:
-        return None
+OFF = "(logprob_check = false switches this off)"
+Score = tuple[Sequence[float], Sequence[float]]  # of one engine: the trainer's log-probabilities, the server's
+
+
+def tolerance_from_base(base: Difference) -> Difference:
+    """Return the tolerance of a server by its difference on the base weights."""
     return Difference(max(FACTOR * base.mean, LEAST_MEAN), max(FACTOR * base.largest, LEAST_LARGEST))
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities of one version's fixed prompt: the trainer's and a server's."""
-
-    trainer: Sequence[float]
-    server: Sequence[float]
-
-
-def is_unchanged(before: Scores, now: Scores) -> bool:
+def is_unchanged(before: Score, now: Score) -> bool:
     """Return whether a server's numbers are unchanged to the last digit although the trainer's have changed.
 
     One step changes the numbers by less than the tolerance: only this finds weights that were silently not replaced.
     """
-    moved = compare(now.trainer, before.trainer).mean > MOVED_MEAN
-    return moved and list(now.server) == list(before.server)
+    return compare(now[0], before[0]).mean > MOVED_MEAN and list(now[1]) == list(before[1])
 
 
-async def score(client: InferenceClient, reference: LogprobReference, engines: int) -> tuple[list[Scores], Difference]:
+async def score(client: InferenceClient, reference: LogprobReference, engines: int) -> tuple[list[Score], Difference]:
     """Score the prompt on each data-parallel engine behind a server. Return the scores and the largest differences.
-
-    Raises:
-        CannotScore, ServerError: as `InferenceClient.score` does.
-    """
+    Raises as `InferenceClient.score`."""
     numbers: Sequence[int | None] = range(engines) if engines > 1 else [None]
-    scores = [Scores(reference.logprobs, await client.score(reference.tokens, number)) for number in numbers]
-    differences = [compare(each.server, each.trainer) for each in scores]
+    scores: list[Score] = [(reference.logprobs, await client.score(reference.tokens, number)) for number in numbers]
+    differences = [compare(server, trainer) for trainer, server in scores]
     return scores, Difference(max(each.mean for each in differences), max(each.largest for each in differences))
 
 
+@dataclass
+class Calibration:
+    """Of one server process: its boot, its tolerance (None: there is nothing to check it by), and its last scores."""
+
+    boot: str
+    tolerance: Difference | None = None
+    scores: list[Score] = field(default_factory=list)
+
+
 class LogprobCheck:
-    """Calibrates and checks the servers of a run; a tolerance holds until a server is started again.
+    """Calibrates and checks the servers of a run; a tolerance holds until a server is started again."""
 
-    Args:
-        any_base: Servers may hold another base model than the run's: those are checked by hashes alone.
-    """
-
-    def __init__(self, any_base: bool = False) -> None:
-        self._any_base = any_base
-        # By address: the server's boot, and its tolerance (None: it cannot be checked).
-        self._tolerances: dict[str, tuple[str, Difference | None]] = {}
-        self._scores: dict[str, list[Scores]] = {}  # of what each computed last, engine by engine
-        self._said: set[str] = set()
+    def __init__(self) -> None:
+        self._calibrations: dict[str, Calibration] = {}  # by address
+        self._said = False
 
     async def prepare(self, client: InferenceClient, weights: WeightsManifest) -> None:
         """Calibrate the tolerance of a server before it loads `weights`, once for each server process.
@@ -110,47 +102,39 @@ class LogprobCheck:
         Raises:
             LogprobCheckFailed: it computes something else.
             ServerError: it did not answer, or version 0 cannot be read.
+            UserError: it holds another base model.
         """
-        known = client.root in self._tolerances
+        known = self._calibrations.get(client.root)
         try:
             served: Served | None = await client.served()
         except NoWeightsServed:
             if known:
                 return  # a load mends it; `check` sees whether it was started again
             served = None
-        if known and served is not None and self._tolerances[client.root][0] == served.boot:
+        if known and served is not None and known.boot == served.boot:
             return
-        self._tolerances.pop(client.root, None)
         base = _base_of(weights)
-        if weights.reference is None or base is None or base.reference is None:
-            which = "version 0, on which they would be calibrated" if weights.reference else "the version that is loaded"  # fmt: skip
-            self._say_once(f"servers are checked by hashes alone: there are no log-probabilities of the fixed prompt in {which}")  # fmt: skip
+        if base is None or weights.reference is None or base.reference is None:
+            if not self._said:
+                self._said = True
+                logger.warning("servers are checked by hashes alone: a version has no log-probabilities of the fixed prompt")  # fmt: skip
             if served is not None:
-                self._tolerances[client.root] = served.boot, None
+                self._calibrations[client.root] = Calibration(served.boot)
             return
         if served is None or not served.holds(base):
-            try:
-                served = await client.load_weights(base)
-            except UserError as error:
-                if isinstance(error, ServerError) or not self._any_base or served is None:
-                    raise
-                self._say_once("servers are checked by hashes alone", str(error))
-                self._tolerances[client.root] = served.boot, None
-                return
+            served = await client.load_weights(base)
         try:
             scores, difference = await score(client, base.reference, served.engines)
-        except CannotScore as error:
-            logger.warning("{} is checked by hashes alone: {}", client.root, error)
-            self._tolerances[client.root] = served.boot, None
-            return
-        tolerance = tolerance_from_base(difference)
-        if tolerance is None:
+        except UserError as error:
+            raise LogprobCheckFailed(f"{client.root} does not score the fixed prompt {OFF}: {error}") from error
+        if not difference.mean <= WORST_MEAN:
             raise LogprobCheckFailed(
                 f"the server at {client.root} does not compute the trainer's model: on the base weights the log-probabilities of the "
-                f"fixed prompt differ by {difference}; a mean difference above {WORST_MEAN:g} nat cannot be numerical noise (logprob_check = false switches this off)"
+                f"fixed prompt differ by {difference}; a mean difference above {WORST_MEAN:g} nat cannot be numerical noise {OFF}"
             )
+        tolerance = tolerance_from_base(difference)
         logger.info("{}: log-probabilities differ by {} on the base weights; the tolerance is {}", client.root, difference, tolerance)  # fmt: skip
-        self._tolerances[client.root], self._scores[client.root] = (served.boot, tolerance), scores
+        self._calibrations[client.root] = Calibration(served.boot, tolerance, scores)
 
     async def check(self, client: InferenceClient, weights: WeightsManifest, served: Served) -> None:
         """Check a server that has loaded `weights`, and reports what is `served`.
@@ -159,38 +143,35 @@ class LogprobCheck:
             LogprobCheckFailed: it computes something else, or does not answer any more.
             ServerError: it was started again meanwhile.
         """
-        if weights.reference is None or client.root not in self._tolerances:
+        known = self._calibrations.get(client.root)
+        if weights.reference is None or known is None:
             return
-        boot, tolerance = self._tolerances[client.root]
-        if boot != served.boot:
+        if known.boot != served.boot:
             raise ServerError(
                 f"the server at {client.root} was started again while it loaded version {weights.version}"
             )
-        if tolerance is None:
+        if known.tolerance is None:
             return
         claim = f"the server at {client.root} says it serves version {weights.version} ({weights.hash[:12]}) but"
         try:
             scores, difference = await score(client, weights.reference, served.engines)
-        except (CannotScore, ServerError) as error:  # it could answer when it was calibrated
+        except UserError as error:
             raise LogprobCheckFailed(f"{claim} does not score the fixed prompt: {error}") from error
-        if not difference.within(tolerance):
+        why = ""
+        if not difference.within(known.tolerance):
+            why = f"differ from the trainer's by {difference}; the tolerance is {known.tolerance}"
+        elif any(map(is_unchanged, known.scores, scores)):
+            why = "are the very same as before"
+        if why:
             raise LogprobCheckFailed(
-                f"{claim} does not compute it: its log-probabilities of the fixed prompt differ from the trainer's by {difference}; "
-                f"the tolerance is {tolerance} (logprob_check = false switches this off)"
+                f"{claim} does not compute it: its log-probabilities of the fixed prompt {why} {OFF}"
             )
-        before = self._scores[client.root]
-        if any(is_unchanged(one, other) for one, other in zip(before, scores, strict=True)):
-            raise LogprobCheckFailed(f"{claim} does not compute it: its log-probabilities of the fixed prompt are the very same as before (logprob_check = false switches this off)")  # fmt: skip
-        self._scores[client.root] = scores
+        known.scores = scores
 
     def tolerance(self, root: str) -> Difference | None:
         """Return the tolerance of the server at this address; None if it has none."""
-        return self._tolerances.get(root, ("", None))[1]
-
-    def _say_once(self, what: str, details: str = "") -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning("{}", f"{what}: {details}" if details else what)
+        known = self._calibrations.get(root)
+        return None if known is None else known.tolerance
 
 
 def _base_of(weights: WeightsManifest) -> WeightsManifest | None:

@@ -20,6 +20,7 @@ from prime_rl.errors import UserError
 from prime_rl.fleet.client import Served
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.router import ServerClient
+from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import WeightsManifest
 
 RESTARTED, FAILED_CHECK = "the server was restarted", "the server failed its logprob check"
@@ -48,11 +49,10 @@ class Replica:
         silent: How many times in a row it did not answer.
         failures: Consecutive failed episodes there; those that fail together count once.
         failed_loads: How many loads failed since it was ready last.
-        released: Whether it has left, and was verified for all that it sampled.
         trouble: Why it is still quarantined.
         mismatch: Why it failed its last verification; empty if it passed.
         loaded: The last version that it loaded.
-        loading: The version that it is loading.
+        loading: The version that it is loading, if it is.
     """
 
     client: ServerClient
@@ -63,11 +63,10 @@ class Replica:
     silent: int = 0
     failures: int = 0
     failed_loads: int = 0
-    released: bool = False
     trouble: str = ""
     mismatch: str = ""
     loaded: Served | None = None
-    loading: Served | None = None
+    loading: int | None = None
     _load_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -92,8 +91,7 @@ class Replica:
         """
         before = self.loaded
         self._load_ended.clear()
-        if manifest is not None:
-            self.loading = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
+        self.loading = BASE if manifest is None else manifest.version
         try:
             self.loaded = await (self.client.reload() if manifest is None else self.client.update(manifest))
         except LogprobCheckFailed:
@@ -108,20 +106,22 @@ class Replica:
             self.unverified.clear()
 
     async def verify(self) -> bool:
-        """True if the server answers, has not restarted and has served only the weights it loaded, or if it was verified when it left.
+        """True if the server answers, has not restarted and has served only the weights it loaded.
 
-        During an update it may report the new version already: the answer then waits for the end of the load.
+        During an update it may report the new version already: it is asked again once the load has ended.
         """
-        if self.released:
-            return True
-        try:
-            served = await self.client.served()
-        except UserError:
-            served = None
-        if served is not None and replace(served, loads="") == self.loading and served != self.loaded:
+        served = await self._served()
+        if self.loading is not None and served != self.loaded:
             await self._load_ended.wait()  # bounded: the requests that a load consists of are
+            served = await self._served()
         self.mismatch = self._find_mismatch(served)
         return not self.mismatch
+
+    async def _served(self) -> Served | None:
+        try:
+            return await self.client.served()
+        except UserError:
+            return None
 
     def _find_mismatch(self, served: Served | None) -> str:
         """Why this report (None: there was none) does not verify the server; empty if it does."""
@@ -167,7 +167,7 @@ class ReplicaPool:
     @property
     def loading(self) -> int | None:
         """The version that a ready replica is loading now, if one is."""
-        return next((replica.loading.version for replica in self.ready if replica.loading is not None), None)
+        return next((replica.loading for replica in self.ready if replica.loading is not None), None)
 
     def where(self) -> str:
         """For the log, where there are several servers: on how many of them."""

@@ -5,11 +5,8 @@ verifications and logprob checks go to each backend's own address, never through
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from loguru import logger
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import InferenceClient, Served, ServerError
@@ -19,14 +16,11 @@ from prime_rl.transport.weights import WeightsManifest
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
 
-# Either is enough: environments use the first one that there is.
-TOKEN_ROUTES = ("/v1/sample", "/inference/v1/generate")
 NO_VERSION = -1  # reported while servers disagree; never a real version
-_NO_SUCH_ROUTE = (404, 405, 501)
 
 
 class RouterClient:
-    """One client for a router and the servers behind it.
+    """One client for a router and the servers behind it. Its methods raise what a single server's do.
 
     Args:
         router: What episodes are sent to.
@@ -35,83 +29,38 @@ class RouterClient:
 
     def __init__(self, router: InferenceClient, backends: Sequence[InferenceClient]) -> None:
         self._router, self._backends = router, backends
-        self._updating = asyncio.Lock()  # bounded: held for the requests of an update; backends may differ meanwhile
-        self._reported = ""  # the last difference between them
-        self._passes_tokens = False
 
     @property
     def root(self) -> str:
         return self._router.root
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
-        """Wait until all backends and the router are healthy.
-
-        Raises:
-            UserError: one of them did not come up in time, or the router passes no token route on.
-        """
-        await _all(each.wait_ready(on_wait) for each in (*self._backends, self._router))
-        if not self._passes_tokens:
-            try:
-                statuses = [await self._router.status(path) for path in TOKEN_ROUTES]
-            except ServerError:  # it was healthy just now: asked again when it is waited for again
-                return
-            if all(status in _NO_SUCH_ROUTE for status in statuses):
-                raise UserError(f"the router at {self.root} forwards neither {' nor '.join(TOKEN_ROUTES)}: rollouts need token ids")  # fmt: skip
-            self._passes_tokens = True
+        """Wait until all backends and the router are healthy."""
+        await asyncio.gather(*(each.wait_ready(on_wait) for each in (*self._backends, self._router)))
 
     async def answers(self) -> bool:
         """Whether all of them are healthy now."""
-        return all(await _all(each.answers() for each in (*self._backends, self._router)))
+        return all(await asyncio.gather(*(each.answers() for each in (*self._backends, self._router))))
 
     async def served(self) -> Served:
         """Return what all backends serve; `NO_VERSION` where they serve different weights, which an update ends. `boot` and
-        `loads` change with those of any backend.
-
-        Raises:
-            UserError: as a single server's.
-        """
-        answers = await self._ask()
-        if _differ(answers) and self._updating.locked():
-            async with self._updating:
-                answers = await self._ask()
-        if not _differ(answers):
-            return _joined(answers)
-        each = zip(self._backends, answers, strict=True)
-        listed = ", ".join(f"{backend.root} version {one.version} ({one.hash[:12]})" for backend, one in each)
-        if listed != self._reported:
-            self._reported = listed
-            logger.warning("the servers behind {} serve different weights: {}", self.root, listed)
-        return replace(_joined(answers), version=NO_VERSION, hash="")
+        `loads` change with those of any backend."""
+        return _joined(await asyncio.gather(*(backend.served() for backend in self._backends)))
 
     async def update(self, weights: WeightsManifest) -> Served:
-        """Have all backends load a committed version and verify it, at the same time.
-
-        Raises:
-            LogprobCheckFailed: one of them computes something else.
-            UserError: one of them rejected it.
-            ServerError: one of them failed; the others may serve it already, which `served` says.
-        """
-        async with self._updating:
-            outcomes = await asyncio.gather(
-                *(backend.update(weights) for backend in self._backends), return_exceptions=True
-            )
+        """Have all backends load a committed version and verify it, at the same time. Of several
+        errors a failed logprob check or a rejection is raised before a server's failure."""
+        updates = (backend.update(weights) for backend in self._backends)
+        outcomes = await asyncio.gather(*updates, return_exceptions=True)  # bounded: by the requests' deadlines
         if errors := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
-            raise max(errors, key=_severity)
+            raise min(errors, key=_order)
         return _joined([outcome for outcome in outcomes if isinstance(outcome, Served)])
 
     async def reload(self) -> Served:
-        """Have all backends load their base weights again.
-
-        Raises:
-            UserError: as a single server's.
-        """
-        return _joined(await _all(backend.reload() for backend in self._backends))
-
-    async def _ask(self) -> list[Served]:
-        return await _all(backend.served() for backend in self._backends)
+        """Have all backends load their base weights again."""
+        return _joined(await asyncio.gather(*(backend.reload() for backend in self._backends)))
 
 
-T = TypeVar("T")
 ServerClient = InferenceClient | RouterClient
 
 
@@ -122,28 +71,21 @@ def connect_all(config: "ClientConfig", connect: Callable[[str], InferenceClient
     return [RouterClient(connect(config.api_roots[0]), [connect(root) for root in config.admin_roots])]
 
 
-async def _all(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all. Where one fails the others are cancelled, and the most severe error (`_severity`) is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(request) for request in requests]
-    except BaseExceptionGroup as errors:
-        raise max(errors.exceptions, key=_severity) from errors
-    return [task.result() for task in tasks]  # bounded: the group has awaited them
-
-
-def _differ(answers: Sequence[Served]) -> bool:
-    return len({(one.version, one.hash) for one in answers}) > 1
+def _order(error: BaseException) -> int:
+    if not isinstance(error, UserError):
+        return 0  # a bug
+    return 1 if isinstance(error, LogprobCheckFailed) or not isinstance(error, ServerError) else 2
 
 
 def _joined(answers: Sequence[Served]) -> Served:
     """One answer for all: its times are the slowest's, its models those that each of them knows (None where none says any)."""
     first = answers[0]
+    agree = all((one.version, one.hash) == (first.version, first.hash) for one in answers)
     phases = {phase for one in answers for phase in one.seconds}
     models = [one.models for one in answers if one.models is not None]
     return Served(
-        first.version,
-        first.hash,
+        first.version if agree else NO_VERSION,
+        first.hash if agree else "",
         "+".join(one.boot for one in answers),
         any(one.leaving for one in answers),
         sum(one.engines for one in answers),
@@ -151,14 +93,3 @@ def _joined(answers: Sequence[Served]) -> Served:
         tuple(name for name in models[0] if all(name in one for one in models)) if models else None,
         "+".join(one.loads for one in answers),
     )
-
-
-def _severity(error: BaseException) -> int:
-    """Of several backends' errors the one with the highest is raised: a bug of ours, a failed logprob check, a rejection, a server's error.
-
-    `weight_sync._worst` puts a rejection first, as nothing mends it. Here a failed logprob check precedes it: one error
-    stands for all backends, and only that one tells `Replica.load` that reports of this replica prove nothing.
-    """
-    if not isinstance(error, UserError):
-        return 3
-    return 2 if isinstance(error, LogprobCheckFailed) else 0 if isinstance(error, ServerError) else 1

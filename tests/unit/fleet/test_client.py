@@ -13,7 +13,7 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig, how_to_start
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import CannotScore, InferenceClient, NoWeightsServed, Served, ServerError, VersionNotSent
+from prime_rl.fleet.client import InferenceClient, NoWeightsServed, Served, ServerError, VersionNotSent
 from prime_rl.transport.weights import WeightsManifest
 
 
@@ -142,23 +142,10 @@ async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(ser
     assert bodies[0]["priority"] < 0  # before all that waits
 
 
-@pytest.mark.parametrize(
-    ("status", "body"),
-    [
-        (200, {"choices": []}),
-        (200, {"prompt_logprobs": None}),
-        (200, {"prompt_logprobs": [None, {"8": {"logprob": -1.0}}]}),
-        (200, {"prompt_logprobs": [None]}),
-        (400, {"error": {"message": "no"}}),
-        (404, {}),
-    ],
-)
-async def test_a_server_that_does_not_score_prompts_is_told_from_one_that_failed(server, engine, status, body):
-    server.answers["POST", "/inference/v1/generate"] = status, body
-    with pytest.raises(CannotScore):
-        await engine.score([9, 7])
-    server.answers["POST", "/inference/v1/generate"] = 500, {}
-    with pytest.raises(ServerError):
+@pytest.mark.parametrize("logprobs", [None, [None, {"8": {"logprob": -1.0}}], [None]])
+async def test_an_answer_without_the_prompts_log_probabilities_is_an_error(server, engine, logprobs):
+    server.answers["POST", "/inference/v1/generate"] = 200, {"prompt_logprobs": logprobs}
+    with pytest.raises(ServerError, match="without log-probabilities"):
         await engine.score([9, 7])
 
 

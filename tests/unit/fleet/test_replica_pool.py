@@ -119,7 +119,7 @@ async def test_a_server_that_served_other_weights_for_a_while_fails_its_verifica
     assert not await replica.verify()
     assert replica.mismatch == "the server loaded weights that others gave it, then version 1 again"
 
-    replica.client.now, replica.loading = Served(2, "b", "boot", loads="2"), Served(2, "b", "boot")
+    replica.client.now, replica.loading = Served(2, "b", "boot", loads="2"), 2
     verifying = asyncio.create_task(replica.verify())
     await asyncio.sleep(0.01)
     assert not verifying.done()
