@@ -1,8 +1,8 @@
 """No orphans: a child is ended with its descendants, and kills its process group once its launcher is gone.
 
-The launcher holds the write end of a pipe and passes the read end to every child. The kernel closes the write end
-whatever way the launcher dies, and the children see end of file; those that are stopped by a signal it wakes first.
-Standard library only: environment workers import this from their own virtual environments.
+The launcher names itself in the environment of every child, which watches it from then on, however deep it is below;
+children that are stopped by a signal are woken by the kernel first. Standard library only: environment workers import
+this from their own virtual environments.
 """
 
 import ctypes
@@ -10,47 +10,29 @@ import os
 import runpy
 import select
 import signal
-import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Self
+from typing import IO
 
 from prime_rl import processes
+from prime_rl.processes import ProcessId
 
-ENV = "PRIMERL_LIFELINE_FD"
+ENV = "PRIMERL_LAUNCHER"  # "pid:start time" of the process to watch
 _MARK = "PRIMERL_TREE_"
 _PR_SET_PDEATHSIG = 1
 
 
-class Lifeline:
-    """Parent side. `Popen(…, pass_fds=line.pass_fds, env={**env, **line.env}, start_new_session=True)`.
-
-    The pipe lives as long as this object: keep a reference for as long as the children shall live.
-    """
-
-    def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe()  # neither is inherited unless passed
-        self.pass_fds: tuple[int, ...] = (self._read_fd,)
-        # The inode tells the pipe from an unrelated file that got the same number in a grandchild.
-        self.env: dict[str, str] = {ENV: f"{self._read_fd}:{os.fstat(self._read_fd).st_ino}"}
-
-    def close(self) -> None:
-        """Cut the line: every process that still watches it is killed together with its group."""
-        for fd in (self._write_fd, self._read_fd):
-            os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+def variable() -> dict[str, str]:
+    """Return the variable by which children watch this process."""
+    itself = processes.me()
+    return {ENV: f"{itself.pid}:{itself.started}"}
 
 
 class Child:
-    """A process with all that it starts: in a session of its own, under the lifeline. What is spawned is spawned here.
+    """A process with all that it starts: in a session of its own, watching this process. What is spawned is spawned here.
 
     It and all below it have a variable of its own in their environment, by which `reap` finds daemons, too.
 
@@ -58,9 +40,7 @@ class Child:
         survivors: What SIGKILL did not end in time; known once it is reaped.
     """
 
-    def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], lifeline: Lifeline, output: int | IO[bytes]
-    ) -> None:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], output: int | IO[bytes]) -> None:
         """Start it; `output` takes its standard output and error.
 
         Raises:
@@ -73,12 +53,11 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**env, **lifeline.env, mark: "1"},
-            pass_fds=lifeline.pass_fds,
+            env={**env, **variable(), mark: "1"},
             start_new_session=True,  # Ctrl-C reaches only us: we decide who is signalled, and how
         )
         self.pid = self._popen.pid
-        self.survivors: list[processes.ProcessId] = []
+        self.survivors: list[ProcessId] = []
 
     @property
     def running(self) -> bool:
@@ -116,16 +95,11 @@ class Child:
 def watch() -> None:
     """Child side, first thing in every `main()`: SIGKILL the own process group once the launcher is gone.
 
-    Does nothing without a launcher. A grandchild that inherited the variable but not the pipe (torchrun's ranks,
-    environment workers) follows its parent instead, which is itself watched.
+    Does nothing without a launcher.
     """
-    value = os.environ.get(ENV)
-    if not value:
-        return
-    fd_text, _, inode_text = value.partition(":")
-    has_pipe = fd_text.isdigit() and inode_text.isdigit() and _is_pipe(int(fd_text), int(inode_text))
-    watched = int(fd_text) if has_pipe else os.pidfd_open(os.getppid())
-    _end_with(watched, lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
+    if value := os.environ.get(ENV):
+        pid, _, started = value.partition(":")
+        _end_with(ProcessId(int(pid), int(started)), lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
 
 
 def follow(pid: int) -> bool:
@@ -134,9 +108,9 @@ def follow(pid: int) -> bool:
     Returns:
         Whether `pid` is followed: not on another host, where the number means something else.
     """
-    if pid not in ancestors():
+    if (ancestor := processes.identify(pid)) is None or pid not in ancestors():
         return False
-    _end_with(os.pidfd_open(pid), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    _end_with(ancestor, lambda: os.kill(os.getpid(), signal.SIGKILL))
     return True
 
 
@@ -148,34 +122,27 @@ def ancestors() -> list[int]:
     return pids
 
 
-def _end_with(watched: int, kill: Callable[[], None]) -> None:
-    """Kill once `watched` is at its end: a pidfd whose process is gone, or a pipe that nobody holds open any more."""
+def _end_with(watched: ProcessId, kill: Callable[[], None]) -> None:
+    """Call `kill` once `watched` is gone."""
+    try:
+        descriptor = os.pidfd_open(watched.pid)
+    except ProcessLookupError:
+        descriptor = -1
+    if descriptor < 0 or not processes.is_alive(watched):  # the pid may be another process's by now
+        print(f"error: the process that started this one (pid {watched.pid}) is gone", file=sys.stderr, flush=True)
+        kill()
 
     def await_end() -> None:
         end = select.poll()
-        end.register(watched, select.POLLIN)
+        end.register(descriptor, select.POLLIN)
         end.poll()  # bounded: a daemon thread, it ends with the process
         kill()
 
-    _wake_without_parent()
-    threading.Thread(target=await_end, name="lifeline", daemon=True).start()
-
-
-def _wake_without_parent() -> None:
-    """Have the kernel wake this process when its parent dies: one that is stopped by a signal then could not watch.
-
-    Not kill it: then nobody would kill the rest of its group. (For the kernel the parent is the thread that started it; when that ends
-    early, waking does no harm.)
-    """
+    # One that is stopped by a signal could not watch: have the kernel wake it when its parent dies. Not kill it: then
+    # nobody would kill the rest of its group. (For the kernel the parent is the thread that started it; when that ends
+    # early, waking does no harm.)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
-
-
-def _is_pipe(fd: int, inode: int) -> bool:
-    try:
-        info = os.fstat(fd)
-    except OSError:
-        return False
-    return stat.S_ISFIFO(info.st_mode) and info.st_ino == inode
+    threading.Thread(target=await_end, name="lifeline", daemon=True).start()
 
 
 def main() -> None:

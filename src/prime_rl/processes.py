@@ -1,7 +1,6 @@
 """Identify processes, walk process trees and end whatever was spawned, by /proc (Linux).
 
-A process belongs to another by descent, by process group, or by a mark in the environment it was started with: a daemon
-keeps that after its parents are gone. Standard library only: environment workers import this from their own virtual environments.
+Standard library only: environment workers import this from their own virtual environments.
 """
 
 import os
@@ -92,46 +91,28 @@ def boot_id() -> str:
 
 def descendants(pid: int, processes: Table) -> list[ProcessInfo]:
     """Return every process below `pid`, in any process group or session."""
-    return [processes[each] for each in _below([pid], processes) if each != pid]
+    return [processes[each] for each in _below({pid}, processes) - {pid}]
 
 
-def family(pid: int, processes: Table) -> set[int]:
-    """Return the pids of a process, its descendants, its process group and their descendants."""
-    return _below([each for each, process in processes.items() if pid in (each, process.group)], processes)
-
-
-def _below(pids: Iterable[int], processes: Table) -> set[int]:
-    """These and all below them."""
-    children: dict[int, list[int]] = {}
-    for pid, process in processes.items():
-        children.setdefault(process.parent, []).append(pid)
-    queue, below = list(pids), set()
-    while queue:
-        pid = queue.pop()
-        if pid not in below:
-            below.add(pid)
-            queue += children.get(pid, [])
-    return below
-
-
-def marked(mark: str, pids: Iterable[int]) -> set[int]:
-    """Return those that were started with the variable `mark` ("NAME=value") in their environment."""
-    own = set()
-    for pid in pids:
-        with suppress(OSError):  # ended meanwhile, or another user's
-            if mark.encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                own.add(pid)
+def _below(pids: set[int], processes: Table) -> set[int]:
+    """Return these and all below them."""
+    own = pids
+    while more := {pid for pid, process in processes.items() if process.parent in own} - own:
+        own = own | more
     return own
 
 
 def kill_family(pid: int, mark: str) -> set[ProcessInfo]:
-    """SIGKILL a process and all that belongs to it, by descent, group or mark. Return what was killed, perhaps not dead yet."""
+    """SIGKILL a process and all that belongs to it. Return what was killed, perhaps not dead yet.
+
+    Others belong to it by descent, by process group, or by the variable `mark` ("NAME=value") in their environment: a
+    daemon keeps that after its parents are gone.
+    """
     killed: dict[ProcessId, ProcessInfo] = {}
     for _ in range(_KILL_ROUNDS):
         processes = table()
-        own = family(pid, processes)
-        own = (own | marked(mark, processes.keys() - own)) - {os.getpid()}
-        if not own:
+        roots = {each for each, process in processes.items() if pid in (each, process.group) or _is_marked(each, mark)}
+        if not (own := _below(roots, processes) - {os.getpid()}):
             break
         for each in own:
             killed.setdefault(processes[each].id, processes[each])
@@ -139,17 +120,18 @@ def kill_family(pid: int, mark: str) -> set[ProcessInfo]:
     return set(killed.values())
 
 
+def _is_marked(pid: int, mark: str) -> bool:
+    with suppress(OSError):  # ended meanwhile, or another user's
+        return mark.encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    return False
+
+
 def await_death(killed: Iterable[ProcessInfo]) -> list[ProcessId]:
     """Wait, within bounds, until killed processes have freed memory, GPUs and ports. Return those that are not gone."""
     dying = [process.id for process in killed]
+    subject, owner = "end of killed processes", "the kernel"
     with suppress(WaitTimeout):
-        wait(
-            lambda: not any(map(is_alive, dying)),
-            subject="end of killed processes",
-            owner="the kernel",
-            seconds=DEATH_SECONDS,
-            poll=0.05,
-        )
+        wait(lambda: not any(map(is_alive, dying)), subject=subject, owner=owner, seconds=DEATH_SECONDS, poll=0.05)
     return [process for process in dying if is_alive(process)]
 
 
@@ -164,10 +146,8 @@ def describe_exit(status: int) -> str:
     """Say how a process ended that should not have, in words that follow its name. `status`: negative for a signal."""
     if status >= 0:
         return f"failed with exit status {status}" if status else "ended too early"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:  # a real-time signal
-        return f"was killed by signal {-status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-status, f'signal {-status}')}"
 
 
 def backoff_seconds(failures: int, first: float, longest: float) -> float:

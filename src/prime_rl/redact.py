@@ -21,10 +21,9 @@ _USER = re.compile(r"(\w+://)?.+@", re.DOTALL)
 
 def is_secret(name: str, value: object = "") -> bool:
     """Whether a variable or setting of this name (`HF_TOKEN`), or whose value is a URL with a password, holds a secret."""
-    named = _SECRET_NAME.search(name) is not None
     # A proxy's password is needed to get anywhere; it opens nothing else.
     in_url = isinstance(value, str) and not name.lower().endswith("_proxy") and _URL_WITH_PASSWORD.search(value)
-    return named or bool(in_url)
+    return bool(in_url or _SECRET_NAME.search(name))
 
 
 def key_in(table: Mapping[str, Any], place: str = "") -> str | None:
@@ -42,11 +41,6 @@ def key_in(table: Mapping[str, Any], place: str = "") -> str | None:
     return None
 
 
-def has_password(url: str) -> bool:
-    """Whether a URL carries a password (`http://user:password@host`)."""
-    return _URL_WITH_PASSWORD.search(url) is not None
-
-
 def without_password(url: str) -> str:
     """A URL, with or without a scheme, cut before its last `@`, where a password may be: for what others get to see."""
     return _USER.sub(r"\1", url)
@@ -54,14 +48,13 @@ def without_password(url: str) -> str:
 
 def redacted(table: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a nested table in which text under the names of secrets is replaced: for what others get to see."""
-    return {name: _shown(str(name), value) for name, value in table.items()}
 
+    def shown(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return redacted(value)
+        if isinstance(value, list | tuple):
+            return [shown(name, item) for item in value]
+        is_hidden = isinstance(value, str) and value and not name.endswith("_var") and is_secret(name, value)
+        return HIDDEN if is_hidden else value
 
-def _shown(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return redacted(value)
-    if isinstance(value, list | tuple):
-        return [_shown(name, item) for item in value]
-    names_a_variable = name.endswith("_var")
-    secret = isinstance(value, str) and value and not names_a_variable and is_secret(name, value)
-    return HIDDEN if secret else value
+    return {name: shown(str(name), value) for name, value in table.items()}

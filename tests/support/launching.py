@@ -98,7 +98,7 @@ elif kind == "drains":
     signal.signal(signal.SIGINT, finish)
     sleep_forever()
 elif kind == "stubborn":
-    status().phase("working")
+    status()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sleep_forever()

@@ -3,15 +3,17 @@
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from prime_rl.lifeline import Lifeline
+from prime_rl import lifeline
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -35,7 +37,6 @@ class Command:
     ) -> None:
         self.name = name
         self.log = log
-        self._line = Lifeline()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -43,8 +44,7 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=cwd,
-                env={**inherited(), "OMP_NUM_THREADS": "1", **self._line.env, **(env or {})},
-                pass_fds=self._line.pass_fds,
+                env={**inherited(), "OMP_NUM_THREADS": "1", **lifeline.variable(), **(env or {})},
                 start_new_session=True,
             )
 
@@ -65,7 +65,8 @@ class Command:
 
     def close(self) -> None:
         """Kill the whole group."""
-        self._line.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
     def __enter__(self) -> Self:

@@ -1,32 +1,86 @@
-"""Which processes belong to another, and their end."""
+"""No orphans: who watches its launcher dies with it; which processes belong to another, and their end."""
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
-from prime_rl.processes import ProcessId, ProcessInfo, family, identify, kill_family, table
+import pytest
+
+from prime_rl import lifeline
+from prime_rl.processes import ProcessId, ProcessInfo, descendants, identify, kill_family, table
 from prime_rl.wait import wait
 
+SLEEP = "import time; print('up', flush=True); time.sleep(600)"
+WATCH = f"from prime_rl import lifeline; lifeline.watch(); {SLEEP}"
+# Starts WATCH through a process in between, as torchrun starts ranks: in a session of its own. Prints its pid.
+AGENT = f"""
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", {WATCH!r}], start_new_session=True, stdout=subprocess.PIPE)
+rank.stdout.readline()
+print(rank.pid, flush=True)
+rank.wait()
+"""
+LAUNCHER = f"""
+import os, subprocess, sys
+from prime_rl import lifeline
+child = subprocess.Popen([sys.executable, "-c", {AGENT!r}], env=os.environ | lifeline.variable())
+child.wait()
+"""
+DIRECT = AGENT.replace("start_new_session=True", "start_new_session=True, env=os.environ | lifeline.variable()")
+DIRECT = f"import os; from prime_rl import lifeline{DIRECT}"
+FOLLOWER = f"import sys; from prime_rl.lifeline import follow; assert follow(int(sys.argv[1])); {SLEEP}"
+FOLLOWED = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {FOLLOWER!r}, str(os.getpid())], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
 
-def process(parent: int, group: int) -> ProcessInfo:
-    return ProcessInfo(ProcessId(1, 1), parent, group, False, 1 << 20)
+
+def gone(pid: int) -> bool:
+    return wait(lambda: identify(pid) is None, subject="its end", owner="the kernel", seconds=60) is True
 
 
-def test_a_family_by_hand() -> None:
-    """By descent, also into other groups; by group, also where the parent is gone; not strangers."""
-    processes = {
-        1: process(0, 1),
-        10: process(1, 10),  # the worker
-        11: process(10, 10),
-        12: process(11, 12),  # a session of its own
-        13: process(1, 10),  # its parent is gone
-        14: process(13, 14),
-        20: process(1, 20),
-        21: process(20, 20),
-    }
-    assert family(10, processes) == {10, 11, 12, 13, 14}
-    del processes[10]
-    assert family(10, processes) == {11, 12, 13, 14}
+@pytest.mark.parametrize(("code", "is_stopped"), [(LAUNCHER, False), (FOLLOWED, False), (DIRECT, True)])
+def test_who_watches_a_process_ends_with_it(code: str, is_stopped: bool) -> None:
+    """SIGKILL of the launcher ends a rank below it and a child that is stopped; of a server, its engine."""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    if is_stopped:
+        os.kill(child, signal.SIGSTOP)
+    parent.kill()
+    parent.wait(30)
+    assert gone(child)
+    with suppress(ProcessLookupError):  # what was in between, and watches nothing
+        os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_strangers_are_not_followed() -> None:
+    """What is no ancestor (another host's process) is not followed; a launcher that is gone already ends the child."""
+    assert os.getppid() in lifeline.ancestors()
+    assert not lifeline.follow(os.getpid())
+    assert not lifeline.follow(2**22 + 1)
+    late = {**os.environ, lifeline.ENV: f"{os.getpid()}:1"}  # its pid is another process's now
+    done = subprocess.run([sys.executable, "-c", WATCH], env=late, start_new_session=True, capture_output=True, text=True)  # fmt: skip
+    assert (done.returncode, "is gone" in done.stderr) == (-signal.SIGKILL, True)
+
+
+def test_module_runs_under_the_watch() -> None:
+    """`python -m prime_rl.lifeline -m module args` runs the module as __main__ with its own arguments."""
+    command = [sys.executable, "-m", "prime_rl.lifeline", "-m", "json.tool", "--compact"]
+    out = subprocess.run(command, input='{"a": 1}', capture_output=True, text=True)
+    assert (out.returncode, out.stdout.strip()) == (0, '{"a":1}')
+
+
+def test_descendants() -> None:
+    """By descent, also into other groups; not strangers."""
+    parents = {1: 0, 10: 1, 11: 10, 12: 11, 20: 1, 21: 20}
+    processes = {pid: ProcessInfo(ProcessId(pid, 1), parent, pid, False, 1) for pid, parent in parents.items()}
+    assert {each.id.pid for each in descendants(10, processes)} == {11, 12}
 
 
 DAEMON = "import os,sys,time; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(1000)"
@@ -44,5 +98,4 @@ def test_a_daemon_is_found_by_its_mark() -> None:
     assert kill_family(nobody, "PRIMERL_TEST=another") == set()
     assert daemon in table()
     assert [process.id.pid for process in kill_family(nobody, f"PRIMERL_TEST={mark}")] == [daemon]
-    # A killed process takes a moment to end.
-    wait(lambda: identify(daemon) is None, subject="the daemon's end", owner="the kernel", seconds=30.0)
+    assert gone(daemon)

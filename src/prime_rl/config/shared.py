@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import BaseConfig, Checks, Problem, Section, conflict, option
-from prime_rl.redact import has_password, key_in, without_password
+from prime_rl.redact import is_secret, key_in, without_password
 
 WARM_UP = 3  # the trainer's steps that are not counted: they compile, for the first shape that comes and then for any
 TRAINER_STEPS = WARM_UP + 5
@@ -108,7 +108,7 @@ class RecoverableRun(RunConfig):
 def _is_address(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{without_password(url)!r} does not start with http:// or https://")
-    if has_password(url):
+    if is_secret("", url):
         raise ValueError(
             "holds a password, which would be written and shown: put the key into the variable api_key_var"
         )

@@ -29,7 +29,6 @@ from prime_rl.envs import protocol, worker_process
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.envs.worker_process import Worker, WorkerState, passed_on, worker_variables
 from prime_rl.errors import UserError
-from prime_rl.lifeline import Lifeline
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
 WATCH_SECONDS = 0.1
@@ -190,7 +189,6 @@ class EnvPool:
             UserError: not found, failing to import or load, bad arguments, no chat template, not ready in time.
         """
         self._start_timeout = timeout
-        self._lifeline = self._exit_stack.enter_context(Lifeline())
         self._directory = Path(tempfile.mkdtemp(prefix="prime-envs-"))  # short: socket paths are limited to 107 bytes
         self._exit_stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
         # What a Python of its own finds of ours: prime_rl, and nothing else.
@@ -410,7 +408,7 @@ class EnvPool:
         setup.write_bytes(protocol.encode(own.setup))
         try:
             worker = worker_process.spawn(
-                identity, own.config.name, self._address, python, variables, lifeline=self._lifeline, log=own.log,
+                identity, own.config.name, self._address, python, variables, log=own.log,
                 setup=setup, page=self._directory / f"{number}.page",
             )  # fmt: skip
         except OSError as error:

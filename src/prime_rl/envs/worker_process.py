@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from prime_rl import processes
 from prime_rl.envs.attribution import PAGE_BYTES
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Heartbeat
-from prime_rl.lifeline import Child, Lifeline
+from prime_rl.lifeline import Child
 from prime_rl.redact import is_secret
 from prime_rl.wait import WaitTimeout, wait_async
 
@@ -125,7 +125,7 @@ class Worker:
 
 def spawn(
     identity: str, env: str, address: str, python: str | None, variables: Mapping[str, str], *,
-    lifeline: Lifeline, log: Path, setup: Path, page: Path,
+    log: Path, setup: Path, page: Path,
 ) -> Worker:  # fmt: skip
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
     page.write_bytes(bytes(PAGE_BYTES))
@@ -135,4 +135,4 @@ def spawn(
         *("--setup", str(setup), "--page", str(page)),
     ]
     with log.open("ab") as output:
-        return Worker(identity, env, Child(argv, variables, lifeline, output), page)
+        return Worker(identity, env, Child(argv, variables, output), page)

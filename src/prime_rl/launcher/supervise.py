@@ -19,7 +19,7 @@ from pathlib import Path
 from prime_rl.config import RLConfig, child_env
 from prime_rl.launcher.plan import RECOVER, ProcessSpec
 from prime_rl.launcher.rundir import forget_status, newest_step
-from prime_rl.lifeline import Child, Lifeline
+from prime_rl.lifeline import Child
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, say_for, unless_full
 from prime_rl.processes import backoff_seconds, describe_exit, send, table
@@ -116,14 +116,14 @@ class SupervisedChild:
         self.state, self.due, self.was_ready = ChildState.PENDING, 0.0, False
         self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
 
-    def start(self, lifeline: Lifeline, environ: Mapping[str, str], now: float = 0.0) -> None:
+    def start(self, environ: Mapping[str, str], now: float = 0.0) -> None:
         """Start an incarnation."""
         # Children read complete files: a setting meant for `rl` may name nothing in theirs.
         env = {**child_env(environ, RLConfig), **self.spec.env}
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log.open("ab") as log:
             self._log_start = log.tell()  # bytes that earlier incarnations wrote
-            self.process = Child([*self.spec.argv, *self.options], env, lifeline, log)
+            self.process = Child([*self.spec.argv, *self.options], env, log)
         self.state, self.began, self.watched_since = ChildState.STARTING, now, time.time()
 
     @property
@@ -203,11 +203,10 @@ class Supervisor:
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
-            with Lifeline() as lifeline:
-                try:
-                    return self._loop(lifeline)
-                finally:
-                    self._stop_all()
+            try:
+                return self._loop()
+            finally:
+                self._stop_all()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -223,7 +222,7 @@ class Supervisor:
             self._interrupts += 1
         self._interrupted_at = now
 
-    def _loop(self, lifeline: Lifeline) -> RunOutcome:
+    def _loop(self) -> RunOutcome:
         last = time.time()
         while True:  # bounded: as long as the run; every process is watched for stalls
             gap, last = time.time() - last, time.time()
@@ -235,7 +234,7 @@ class Supervisor:
                 # A server that never serves ends the run, or is stopped.
                 may_start = all(other.was_ready or other.state is ChildState.ENDED for other in awaited)
                 if child.state is ChildState.PENDING and self._now >= child.due and may_start:
-                    child.start(lifeline, self._environ, self._now)
+                    child.start(self._environ, self._now)
             if (outcome := self._look()) is not None:
                 return outcome
             self._tick()

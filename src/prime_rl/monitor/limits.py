@@ -41,7 +41,7 @@ class LimitName(StrEnum):
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of a window's time, from 0 to 1: five of the trainer's, four of the engines'.
+    """Shares of a window's time, from 0 to 1: four of the trainer's, two of the engines', one of a worker's.
 
     Args:
         waited: The trainer waited for a batch.
@@ -50,7 +50,6 @@ class Shares:
         read: The trainer waited for a batch that was committed to be read and packed.
         idle: No episode was in flight.
         paused: The engines generated nothing while they loaded weights.
-        travelled: A version was being published, staged or loaded, beside other work or not.
         cpu: What the busiest environment worker used of a core; 0 where it is not known.
     """
 
@@ -60,7 +59,6 @@ class Shares:
     read: float = 0.0
     idle: float = 0.0
     paused: float = 0.0
-    travelled: float = 0.0
     cpu: float = 0.0
 
     @property
@@ -72,12 +70,6 @@ class Shares:
     def sampled(self) -> float:
         """Episodes were in flight and the engines were not paused."""
         return max(1.0 - self.idle - self.paused, 0.0)
-
-    @property
-    def synced(self) -> float:
-        """One side stood still for a version. Idle engines wait for it only where the trainer is not still making it."""
-        transit = self.idle + self.paused - self.trained - self.saved - self.read
-        return max(self.publish, self.paused, min(self.travelled, max(transit, 0.0)))
 
 
 @dataclass(frozen=True)
@@ -102,8 +94,9 @@ def limit_of(shares: Shares) -> Limit:
     if sampled >= FULL and not worker_bound:
         reason = "both sides are busy" if trained >= FULL else f"trainer waits {1 - trained:.0%}"
         return Limit(LimitName.GENERATION, sampled, reason)
+    synced = max(shares.publish, shares.paused)
     causes = (
-        Limit(LimitName.WEIGHT_SYNC, shares.synced, f"versions hold a side up for {shares.synced:.0%}"),
+        Limit(LimitName.WEIGHT_SYNC, synced, f"versions hold a side up for {synced:.0%}"),
         Limit(LimitName.CHECKPOINTS, shares.saved, f"saving stops the trainer for {shares.saved:.0%}"),
         Limit(LimitName.DATA, shares.read, f"the trainer waits {shares.read:.0%} to read batches"),
         Limit(LimitName.WORKERS, sampled * worker_bound, f"the busiest uses {shares.cpu:.0%} of a core"),
@@ -126,7 +119,6 @@ def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | N
         return None
     # Servers that do not say how long they paused may have done so all the time.
     paused = sum(row.get("time/update_pause", row.get("time/update_weights", 0.0)) for row in orchestrator)
-    publishing = sum(value for row in trainer for key, value in row.items() if key.startswith("time/export_"))
     busiest = sum(row.get("workers/cpu", 0.0) * row.get("time/step", 0.0) for row in orchestrator)
 
     def share(seconds: float, of: float) -> float:
@@ -139,7 +131,6 @@ def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | N
         read=share(total(trainer, "time/read_batch"), training),
         idle=share(total(orchestrator, "time/idle"), making),
         paused=share(paused, making),
-        travelled=share(publishing + total(orchestrator, "time/update_weights"), making),
         cpu=share(busiest, making),
     )
 

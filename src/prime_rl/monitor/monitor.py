@@ -66,27 +66,25 @@ class JsonLines:
         self.path = path
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            self._size = path.read_bytes().rfind(b"\n") + 1
-            os.ftruncate(self._file, self._size)
+            self._file = path.open("ab", buffering=0)
+            self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a line, which survives a kill. Raises UserError if the disk is full."""
-        left = line = (json.dumps(row) + "\n").encode()
+        line, size = (json.dumps(row) + "\n").encode(), os.fstat(self._file.fileno()).st_size
         with disk_errors(self.path, "the lines before are kept"):
             try:
-                while left:
-                    left = left[os.write(self._file, left) :]
+                while line:
+                    line = line[self._file.write(line) :]
             except OSError:
-                os.ftruncate(self._file, self._size)
+                self._file.truncate(size)
                 raise
-        self._size += len(line)
 
     def close(self) -> None:
         """Make the file durable."""
         with disk_errors(self.path, "a power cut may undo the last lines"):
-            os.fsync(self._file)
-        os.close(self._file)
+            os.fsync(self._file.fileno())
+        self._file.close()
 
 
 def _wandb_run(settings: "WandbConfig", output_dir: Path, process: str, run_config: dict[str, Any]) -> Any:
@@ -106,35 +104,27 @@ def _wandb_run(settings: "WandbConfig", output_dir: Path, process: str, run_conf
             job_type=process,
             settings=wandb.Settings(console="off"),
         )
-    except wandb.errors.Error as error:
+    except (wandb.errors.Error, ValueError) as error:  # ValueError: wrong WANDB_… variables
         raise UserError(f"W&B did not start: {error}; {_WAYS_ON}") from error
     # A resumed run repeats steps: with a step metric of our own W&B accepts them (its own counter only grows).
     run.define_metric("*", step_metric="step")
     return run
 
 
-def _has_login(url: str) -> bool:
-    """Whether `wandb login` has left a key for this server."""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(str(urlsplit(url).hostname)) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
 def check_wandb(*configs: "WandbConfig | None") -> None:
-    """Raise UserError where one of these uploads to W&B, which has no key. Asks neither W&B's server nor the user."""
+    """Raise UserError where one of these uploads to W&B, which has no key: of a variable, or of `wandb login`."""
     if all(config is None or config.offline for config in configs):
         return
-    import wandb
-
+    if os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
+        return
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return
+    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname
     try:
-        settings = wandb.setup().settings
-    except ValueError as error:
-        raise UserError(f"W&B's settings (WANDB_… variables) are wrong: {' '.join(str(error).split())}") from error
-    wandb.teardown()  # its service, which children would use instead of their own
-    offline = settings.mode in ("offline", "dryrun", "disabled")  # $WANDB_MODE, or `wandb offline`
-    logged_in = any(map(_has_login, (settings.base_url, "https://api.wandb.ai")))
-    if not (offline or settings.api_key or settings.identity_token_file or logged_in):
+        logins = netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        logins = {}
+    if not any("wandb" in host or host == own for host in logins):
         raise UserError(f"W&B has no key: {_WAYS_ON}")
 
 

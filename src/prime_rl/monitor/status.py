@@ -26,8 +26,7 @@ HEARTBEAT_SECONDS = 2.0
 # Without a sign: a launcher may wait for a minute before it starts a trainer again, which then imports torch.
 GONE_SECONDS = 180.0
 WAITS_FOR_US_SECONDS = 10.0  # a trainer that was asked to stop as well looks up within a second
-_SAY_WAIT_SECONDS = 5.0  # from when the console hears of a wait: the first for each owner,
-_SAY_LATER_WAIT_SECONDS = 30.0  # and later ones, which are common between steps
+_SAY_WAIT_SECONDS = 10.0  # from when the log hears of a wait
 _MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but times
 # The disk is full, fails or is away; or somebody's directory is under the file's name.
 _TOLERATED = (
@@ -89,21 +88,17 @@ class Status:
     """Writer side. Changes are written at once, other calls at most five times a second. Any thread may call.
 
     A process has one status under each name: a second object for it goes on where the first one was.
-
-    Args:
-        of: Whom the status is of, where that is not the process that writes it.
     """
 
-    def __init__(self, output_dir: Path, process: str, of: ProcessId | None = None) -> None:
+    def __init__(self, output_dir: Path, process: str) -> None:
         # Resolved: by it the one before is known, however it was written.
         self._path = status_path(output_dir.resolve(), process)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        now, own, host = time.time(), of or me(), socket.gethostname()
+        now, own, host = time.time(), me(), socket.gethostname()
         self._status = ProcessStatus(
             process, own.pid, "starting", None, now, now, None, None, now, None, host, own.started
         )
         self._say_wait = 0.0  # when to say it next
-        self._owners: set[str] = set()  # who was waited for long enough to be named
         self._last_write = 0.0
         # Reentrant: a signal handler may call while the same thread is inside.
         self._lock = threading.RLock()  # bounded: held for the write of one small file
@@ -149,7 +144,7 @@ class Status:
             changed = current is None or (current.subject, current.owner) != (subject, owner)
             if changed:
                 current = Waiting(subject, owner, now, now + deadline_seconds)
-                self._say_wait = now + (_SAY_LATER_WAIT_SECONDS if owner in self._owners else _SAY_WAIT_SECONDS)
+                self._say_wait = now + _SAY_WAIT_SECONDS
             self._update(changed, waiting=current)
 
     def done(self, outcome: str) -> None:
@@ -174,7 +169,6 @@ class Status:
         now, wait = time.time(), self._status.waiting
         if wait is None or now < self._say_wait or "." in self._status.process:
             return
-        self._owners.add(wait.owner)
         waited = now - wait.since
         self._say_wait = now + max(waited, 60.0)
         logger.info(
@@ -270,9 +264,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 class TrainerWatch:
     """Follow the trainer's status file, to see when the trainer has ended.
 
-    Times are of this process's clock: heartbeats are compared with each other only.
-
     Args:
+        monotonic: This process's clock: heartbeats, which are another host's times, are compared with each other only.
         processes: Names of the statuses; of several the one that beat last counts.
     """
 
@@ -294,14 +287,13 @@ class TrainerWatch:
         too, but not where all is being stopped.
         """
         statuses = [status for path in self._paths if (status := read_record(ProcessStatus, path)) is not None]
-        trainer = max(statuses, key=lambda status: status.heartbeat, default=None)
-        now = self._monotonic()
-        sign = None if trainer is None else (trainer.pid, trainer.heartbeat)
+        trainer, now = max(statuses, key=lambda status: status.heartbeat, default=None), self._monotonic()
+        sign = trainer and (trainer.pid, trainer.heartbeat)
         if sign != self._sign:
             self._sign, self._sign_at = sign, now
-        waiting = None if trainer is None else trainer.waiting
-        if not (asked_to_stop and waiting is not None and waiting.owner == "orchestrator"):
+        waits_for_us = trainer and trainer.waiting and trainer.waiting.owner == "orchestrator"
+        if not (asked_to_stop and waits_for_us):
             self._idle_at = now
-        outcome = "" if trainer is None else trainer.outcome or ""
+        outcome = (trainer and trainer.outcome) or ""
         done = outcome in ("finished", "stopped") or (asked_to_stop and outcome.startswith("failed"))
         return done or now - self._sign_at > GONE_SECONDS or now - self._idle_at > WAITS_FOR_US_SECONDS

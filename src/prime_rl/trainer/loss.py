@@ -11,6 +11,7 @@ only one vector [M] travels. A log ratio or an entropy beyond 22 counts as 22, s
 make the sums infinite.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import UserError
-from prime_rl.importing import load_function, takes
+from prime_rl.importing import load_function
 from prime_rl.trainer import policy_losses
 from prime_rl.trainer.lm_head import MAXIMA
 from prime_rl.trainer.policy_losses import Sequences
@@ -241,7 +242,7 @@ def _policy_loss(config: "LossConfig") -> tuple[Callable[..., tuple[Tensor, Tens
     """The policy loss, and whether it couples the tokens of a sequence: then it takes `sequences`."""
     if config.type == "custom":
         function = load_function(config.path, config.args, positional=3, key="loss.path", offered=("sequences",))
-        coupled = takes(function, "sequences")
+        coupled = "sequences" in inspect.signature(function).parameters
         of_tokens = partial(_custom, function, config.path, config.args)
         _try_out(of_tokens, config.path, coupled)
         return of_tokens, coupled

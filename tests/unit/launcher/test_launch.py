@@ -51,7 +51,6 @@ def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
 
 def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: also by a dry run, whose plan is one that would start; and nothing is written."""
-    pytest.importorskip("wandb").teardown()  # it reads the variables once
     for name in ("WANDB_API_KEY", "WANDB_MODE", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))

@@ -22,7 +22,8 @@ from prime_rl.launcher.rundir import (
     refuse_results,
 )
 from prime_rl.monitor import Status, read_status
-from prime_rl.processes import ProcessId, boot_id, identify
+from prime_rl.monitor.status import status_path
+from prime_rl.processes import boot_id, identify
 from prime_rl.transport.settings import check_and_commit
 from prime_rl.transport.weights import link_files
 from support import partners
@@ -171,7 +172,9 @@ def test_what_a_server_and_an_eval_measured_is_no_earlier_run(tmp_path: Path) ->
     for name in ("inference", "eval"):
         (tmp_path / "metrics" / f"{name}.jsonl").write_text("{}\n")
     (tmp_path / "evals" / "rt" / "api").mkdir(parents=True)
-    Status(tmp_path, "eval", of=ProcessId(os.getpid(), 1)).close()  # killed: its pid is another process's now
+    Status(tmp_path, "eval").close()
+    path = status_path(tmp_path, "eval")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "started": 1}))  # its pid is another process's now
     refuse_results(tmp_path)
     with cleaned(tmp_path, "rl", keep_evals=True):
         assert read_status(tmp_path) == {}, "no wait of a process that is gone is shown"

@@ -9,7 +9,6 @@ import pytest
 
 from prime_rl.launcher.plan import ProcessSpec
 from prime_rl.launcher.supervise import RestartPolicy, SupervisedChild, stall_reason
-from prime_rl.lifeline import Lifeline
 from prime_rl.monitor.status import ProcessStatus, Waiting
 from prime_rl.wait import wait
 
@@ -79,10 +78,9 @@ def test_last_words(tmp_path: Path, printed: str, last: list[str]) -> None:
     log = tmp_path / "log"
     log.write_text("error: of an earlier incarnation\n")
     spec = ProcessSpec("trainer", (sys.executable, "-c", f"print({printed!r})"), log)
-    with Lifeline() as lifeline:
-        child = SupervisedChild(spec)
-        child.start(lifeline, os.environ)
-        wait(lambda: child.process.status is not None, subject="end", owner="the child", seconds=60.0)
-        child.process.reap()
+    child = SupervisedChild(spec)
+    child.start(os.environ)
+    wait(lambda: child.process.status is not None, subject="end", owner="the child", seconds=60.0)
+    child.process.reap()
     assert child.process.status == 0
     assert child.last_words() == last

@@ -28,19 +28,11 @@ SITUATIONS = {
     "two GPUs, nothing else measured": (
         Shares(waited=0.74, idle=0.55, paused=0.1), LimitName.PIPELINE, 0.65, "engines sample 35%, trainer 26%",
     ),
-    "two GPUs, versions travel long": (
-        Shares(waited=0.74, idle=0.55, paused=0.1, travelled=0.45), LimitName.WEIGHT_SYNC, 0.39, "for 39%",
-    ),
-    "two GPUs, versions travel beside other work": (
-        Shares(waited=0.74, idle=0.55, paused=0.1, travelled=0.15), LimitName.PIPELINE, 0.65, "neither side",
-    ),
     "two GPUs, one worker": (
-        Shares(waited=0.74, idle=0.55, paused=0.1, travelled=0.15, cpu=0.33), LimitName.WORKERS, 0.35, "33% of a core",
+        Shares(waited=0.74, idle=0.55, paused=0.1, cpu=0.33), LimitName.WORKERS, 0.35, "33% of a core",
     ),
-    # One H100 for both: 0.65 s of 2.82 for recovery checkpoints, 0.45 for exports, versions on their way most of the time.
     "one GPU": (
-        Shares(waited=0.5, publish=0.16, saved=0.23, idle=0.45, paused=0.16, travelled=0.6),
-        LimitName.WEIGHT_SYNC, 0.27, "versions",
+        Shares(waited=0.5, publish=0.16, saved=0.23, idle=0.45, paused=0.16), LimitName.CHECKPOINTS, 0.23, "for 23%",
     ),
     "checkpoints": (Shares(waited=0.1, saved=0.3, idle=0.5), LimitName.CHECKPOINTS, 0.3, "for 30%"),
     "reading batches": (Shares(read=0.4, idle=0.45), LimitName.DATA, 0.4, "40% to read"),
@@ -69,7 +61,7 @@ def any_shares(draw: st.DrawFn) -> Shares:
     waited, publish, saved, read, rest, idle, paused, sampled = (draw(SHARE) for _ in range(8))
     trainer, engines = max(waited + publish + saved + read + rest, 1e-6), max(idle + paused + sampled, 1e-6)
     of_trainer = (each / trainer for each in (waited, publish, saved, read))
-    return Shares(*of_trainer, idle / engines, paused / engines, draw(SHARE), draw(SHARE))
+    return Shares(*of_trainer, idle / engines, paused / engines, draw(SHARE))
 
 
 @given(any_shares())
@@ -102,7 +94,7 @@ def test_shares_are_of_all_steps_together() -> None:
     short = {"time/step": 2.0, "time/idle": 2.0, "workers/cpu": 0.6}, {"time/step": 2.0, "time/wait_for_batch": 2.0}
     assert shares_of([orchestrator, short[0]], [trainer, short[1]]) == Shares(
         waited=pytest.approx(4 / 12), publish=pytest.approx(0.5 / 12), saved=pytest.approx(1 / 12), read=pytest.approx(1 / 12),
-        idle=pytest.approx(6 / 12), paused=pytest.approx(0.5 / 12), travelled=pytest.approx(3.5 / 12), cpu=pytest.approx(0.1),
+        idle=pytest.approx(6 / 12), paused=pytest.approx(0.5 / 12), cpu=pytest.approx(0.1),
     )  # fmt: skip
 
 

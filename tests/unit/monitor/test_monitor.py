@@ -7,6 +7,8 @@ import json
 import math
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -108,7 +110,7 @@ logging.getLogger("vllm.core").info("engine"); logging.getLogger("vllm.core").de
 
 @pytest.mark.parametrize("level", ["debug", "info", "error"])
 def test_environment_workers_write_such_lines(level: str) -> None:
-    """Without loguru, which their Python need not have; a library that uses it writes the same. `log.level` holds; libraries say little."""
+    """Without loguru, which their Python need not have. `log.level` holds; libraries say little."""
     code = f"""
 import logging, sys
 from prime_rl.envs import worker
@@ -117,13 +119,11 @@ worker._set_up_logging("{level}")
 for name in ("prime_rl.envs.renderer", "library"):
     for severity in ("debug", "info", "warning", "error"):
         getattr(logging.getLogger(name), severity)(severity)
-from loguru import logger
-logger.error("error")
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     own = (severities := ["debug", "info", "warning", "error"])[severities.index(level) :]
     others = own if level == "debug" else [each for each in own if each in ("warning", "error")]
-    said = [("prime_rl.envs.renderer", own), ("library", others), ("__main__", ["error"])]
+    said = [("prime_rl.envs.renderer", own), ("library", others)]
     expected = [f"{each.upper():<7} {name}: {each}" for name, severities in said for each in severities]
     assert [re.sub(f"^{DATED} ", "", line) for line in done.stderr.splitlines()] == expected
 
@@ -172,29 +172,24 @@ def test_metrics_lines(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
-def test_a_short_write_is_completed_and_a_full_disk_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
     """The disk fills up in the middle of a line: half a line is removed, and the row after it is whole."""
     path = metrics_path(tmp_path, "trainer")
     monitor = Monitor(tmp_path, "trainer", MonitorConfig(), {})
-    real, room = os.write, [10]
-
-    def write(fd: int, data: bytes) -> int:
-        if not room[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        taken = real(fd, data[: room[0]])
-        room[0] -= taken
-        return taken
-
-    monkeypatch.setattr(os, "write", write)
-    for _ in range(2):
-        with pytest.raises(UserError, match=f"disk full while writing {path}: the lines before are kept"):
-            monitor.log(0, {"loss": 1.0})
-    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:7]))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # room for half a line
+        for _ in range(2):
+            with pytest.raises(UserError, match=f"{path}.*: the lines before are kept"):
+                monitor.log(0, {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
     monitor.log(0, {"loss": 2.0})
-    monitor.log(1, {"loss": 3.0})
     monitor.close()
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(0, 2.0), (1, 3.0)]
-    assert len(path.read_text().splitlines()) == 2
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(0, 2.0)]
+    assert len(path.read_text().splitlines()) == 1
 
 
 def test_status_says_phase_step_and_wait(tmp_path: Path) -> None:
@@ -246,7 +241,7 @@ def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: py
 def test_a_long_wait_is_said_and_repeated_sparingly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: pytest.LogCaptureFixture
 ) -> None:
-    """Contract: a process that waits for somebody who was never started names both within seconds; other ranks keep silent."""
+    """Contract: a process that waits for somebody who was never started names both after ten seconds; other ranks keep silent."""
     clock = [1000.0]
     monkeypatch.setattr("prime_rl.monitor.status.time.time", lambda: clock[0])
     monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 3600.0)  # the beats are those below
@@ -259,8 +254,8 @@ def test_a_long_wait_is_said_and_repeated_sparingly(
             status._say()
         if len(heard.messages) > len(said):
             said.append(seconds)
-    assert said == [5, 65, 130, 260]
-    assert heard.messages[0] == f"waiting for weights/step_0 from trainer in {tmp_path}: 5 s (at most 600 s)"
+    assert said == [10, 70, 140, 280]
+    assert heard.messages[0] == f"waiting for weights/step_0 from trainer in {tmp_path}: 10 s (at most 600 s)"
     main.close()
     other.close()
 
@@ -341,21 +336,18 @@ def test_a_damaged_or_foreign_status_is_none(tmp_path: Path, text: str | bytes) 
         ({}, f"machine api.wandb.ai login user password {'k' * 40}", None),
         ({"WANDB_API_KEY": "k" * 40}, None, None),
         ({"WANDB_MODE": "offline"}, None, None),
-        ({"WANDB_MODE": "off"}, None, "settings .* are wrong: .*mode.* 'online', 'offline'"),
     ],
 )
 def test_wandb_without_a_key_is_found_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], login: str | None, error: str | None
 ) -> None:
     """Contract: who uploads has a key where W&B itself looks for it, or gets one line; offline needs none."""
-    wandb = pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    for name, value in ({"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)} | variables).items():
+    for name, value in ({"NETRC": str(tmp_path / "netrc")} | variables).items():
         monkeypatch.setenv(name, value)
     if login is not None:
         (tmp_path / "netrc").write_text(login)
-    wandb.teardown()  # it reads the variables once
     with pytest.raises(UserError, match=error) if error else nullcontext():
         check_wandb(None, WandbConfig())
     check_wandb(None, WandbConfig(offline=True))
