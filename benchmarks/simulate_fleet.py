@@ -254,7 +254,7 @@ class Simulation:
         while (batch := self.meter.of("batches", self.scheduler.ready_batch)) is not None:
             scored = self.meter.of("scoring", score_batch, batch, self.config, {"simulated": 1.0}, {})
             self.meter.of(
-                "metrics", step_metrics, batch, scored, self.tally, Counts(), seconds=1.0, updating=self.fleet.pause, update_phases={}, several=False,
+                "metrics", step_metrics, batch, scored, self.tally, Counts(), seconds=1.0, updates=(self.fleet.pause, {}), several=False,
             )  # fmt: skip
             self.tally = Tally()
             ages = [batch.step - finished.first for group in batch.groups for finished in group.finished]

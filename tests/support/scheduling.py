@@ -18,7 +18,6 @@ from prime_rl.orchestrator.scheduler import (
     Drop,
     Dropped,
     Event,
-    Finished,
     Issued,
     Limits,
     Opened,
@@ -52,7 +51,7 @@ class Counted(Scheduler[Any]):
     ) -> None:
         self.issued, self.trained, self.dropped = 0, 0, Counter[str]()
         self.discards: list[tuple[int, str, str]] = []
-        self.open: dict[int, set[str]] = {}  # verified and finished episodes by group
+        self.open: dict[int, set[str]] = {}  # issued episodes that have not ended, by group
         self.standing: list[int] = []  # groups that are neither in a batch nor discarded
         self._store = emit
         super().__init__(limits, tasks or endless_tasks(), emit=self.count, **kwargs)
@@ -61,9 +60,8 @@ class Counted(Scheduler[Any]):
         match event:
             case Opened(group):
                 self.standing.append(group)
-            case Issued():
+            case Issued(start):
                 self.issued += 1
-            case Finished(start):
                 self.open.setdefault(start.group, set()).add(start.episode)
             case Dropped(start, reason):
                 self.open.get(start.group, set()).discard(start.episode)

@@ -6,8 +6,13 @@ from typing import NamedTuple
 from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport.settings import LEDGER
 
-_STATES = ["trained", "batched", "finished", "issued", "dropped"]  # in this order
-_NAMES = {"batched": "in a batch", "issued": "in flight"}
+# Counts of an environment: all episodes that were issued, then by where they are.
+_OUTCOMES = """
+    SELECT env, 'issued' AS outcome, count FROM issued
+    UNION ALL SELECT env, CASE state
+        WHEN 'issued' THEN 'in flight' WHEN 'batched' THEN 'in a batch' WHEN 'dropped' THEN 'dropped: ' || reason
+        ELSE state END, COUNT(*)
+    FROM outcomes GROUP BY 1, 2 ORDER BY 1, 3 DESC, 2 DESC"""
 _FAULTS = {
     "unaccounted for": """
         SELECT env || printf(': %+d episodes are', issued.count - COUNT(outcomes.id)) AS difference
@@ -27,20 +32,10 @@ _FAULTS = {
 }
 
 
-class OutcomeRow(NamedTuple):
-    """The episodes (attempts) of one environment that ended the same way, and means where values are known."""
-
-    env: str
-    name: str  # "issued" (all of them), "trained", "in a batch", "finished", "in flight", or "dropped: <reason>"
-    episodes: int
-    output_tokens: float | None = None
-    reward: float | None = None
-
-
 class AuditReport(NamedTuple):
-    """The audit of a run. `faults`: where the ledger contradicts itself."""
+    """The audit of a run: environment, outcome and number of episodes; and where the ledger contradicts itself."""
 
-    outcomes: list[OutcomeRow]
+    outcomes: list[tuple[str, str, int]]
     faults: list[str]
 
 
@@ -52,29 +47,16 @@ def audit(run_dir: Path) -> AuditReport:
     """
     with open_copy(run_dir / LEDGER) as db:
         findings = [(count, fault) for fault, query in _FAULTS.items() for (count,) in db.execute(query)]
-        rows = [OutcomeRow(env, "issued", count) for env, count in db.execute("SELECT env, count FROM issued")]
-        query = "SELECT env, state, reason, COUNT(*), AVG(output_tokens), AVG(reward) FROM outcomes GROUP BY 1, 2, 3"
-        for env, state, reason, *values in sorted(db.execute(query), key=lambda row: _STATES.index(row[1])):
-            name = _NAMES.get(state, state) + (f": {reason}" if reason else "")
-            rows.append(OutcomeRow(env, name, *values))
         faults = [f"{count} {fault}" for count, fault in findings if count]
-        return AuditReport(sorted(rows, key=lambda row: row.env), faults)
+        return AuditReport(db.execute(_OUTCOMES).fetchall(), faults)
 
 
 def audit_text(run_dir: Path) -> str:
     """Audit a run; returns a table. Raises as `audit` does."""
     report = audit(run_dir)
-    table = [("environment", "outcome", "episodes", "mean length", "mean reward")]
-    for row in report.outcomes:
-        length = "-" if row.output_tokens is None else f"{row.output_tokens:.1f}"
-        reward = "-" if row.reward is None else f"{row.reward:.4f}"
-        table.append((row.env, row.name, f"{row.episodes:,}", length, reward))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [f"Episodes of {run_dir} (attempts; length: sampled tokens)"]
-    for env, outcome, *numbers in table:
-        cells = [env.ljust(widths[0]), outcome.ljust(widths[1])]
-        cells += [number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True)]
-        lines.append("  " + "  ".join(cells))
+    lines = [f"Episodes of {run_dir} (attempts)"]
+    width = max((len(env) for env, _, _ in report.outcomes), default=0)
+    lines += [f"  {env:<{width}}  {outcome:<18}  {count:>9,}" for env, outcome, count in report.outcomes]
     if report.faults:
         lines += ["NOT CONSERVED, the ledger contradicts itself:", *(f"  {fault}" for fault in report.faults)]
     else:

@@ -5,8 +5,8 @@ one rename. A checkpoint's part is a copy of it, made whenever the trainer's par
 checkpoints has to be remembered over a crash.
 """
 
-import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,7 @@ from loguru import logger
 
 from prime_rl.errors import UserError
 from prime_rl.transport import checkpoints
-from prime_rl.transport.commit import (
-    MANIFEST,
-    CommitError,
-    disk_errors,
-    list_steps,
-    read_manifest,
-    stage,
-)
+from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, read_manifest, stage
 from prime_rl.transport.incarnations import run_id
 from prime_rl.transport.protocol import first_missing_batch, joinable
 from prime_rl.transport.settings import suggestions
@@ -31,7 +24,6 @@ if TYPE_CHECKING:
     from prime_rl.config.shared import CkptConfig
 
 PART: checkpoints.Part = "orchestrator"
-STATE_FILE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -88,20 +80,20 @@ def resume_point(
     asked, rollouts = ckpt.resume_step if ckpt is not None else None, output_dir / "rollouts"
     if asked is None and not recover:
         return ResumePoint()
-    batches, version = list_steps(rollouts), 0
-    if recover and (asked is None or asked in batches):
-        start, state = min(batches, default=0), OrchestratorState()
-    else:
-        assert asked is not None
-        root = checkpoints_root(output_dir, ckpt)
-        start = checkpoints.choose_step(root, asked, PART, None if recover else max_steps)
-        state, version = read_part(root, start), 0 if recover else start
-    step = first_missing_batch(batches, start)
-    if step > start:
-        try:
-            state = read_state(rollouts, step - 1)
-        except CommitError as error:
-            raise UserError(f"cannot go on from step {step}: the batch before it is damaged ({error})") from error
+    batches, version, state = list_steps(rollouts), 0, OrchestratorState()
+    try:
+        if recover and (asked is None or asked in batches):
+            start = min(batches, default=0)
+        else:
+            assert asked is not None
+            root = checkpoints_root(output_dir, ckpt)
+            start = checkpoints.choose_step(root, asked, PART, None if recover else max_steps)
+            state, version = read_state(checkpoints.part_dir(root, start, PART)), 0 if recover else start
+        step = first_missing_batch(batches, start)
+        if step > start:
+            state = read_state(rollouts / f"step_{step - 1}")
+    except CommitError as error:
+        raise UserError(f"cannot go on with this run: {error}") from error
     return ResumePoint(step, version, resumed=not recover, recovered=recover, state=state)
 
 
@@ -127,27 +119,18 @@ def refuse_other_seed(progress: ResumePoint, seed: int) -> None:
         raise UserError(f"{began}: tasks would be repeated and left out; give --seed {progress.state.seed}")
 
 
-def read_state(rollouts: Path, step: int) -> OrchestratorState:
-    """Read the state after the batch of `step`.
+def read_state(directory: Path) -> OrchestratorState:
+    """Read the state in a batch, or in this process's part of a checkpoint.
 
     Raises:
-        CommitError: the batch is not committed, or its manifest says nothing of a state.
+        CommitError: it is not committed, or its manifest says nothing of a state that this version knows.
     """
-    directory = rollouts / f"step_{step}"
-    return _state(read_manifest(directory).extra.get("state"), directory / MANIFEST)
-
-
-def read_part(root: Path, step: int) -> OrchestratorState:
-    """Read the state in this process's part of checkpoint `step`.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    path = checkpoints.part_dir(root, step, PART) / STATE_FILE
     try:
-        return _state(json.loads(path.read_bytes()), path)
-    except (CommitError, OSError, ValueError) as error:
-        raise UserError(f"cannot resume from step {step}: {error}") from error
+        return OrchestratorState(**read_manifest(directory).extra["state"])
+    except (KeyError, TypeError) as error:
+        raise CommitError(
+            f"{directory} has no state of the orchestrator: another version wrote it ({error})"
+        ) from error
 
 
 class JointCheckpoints:
@@ -156,11 +139,10 @@ class JointCheckpoints:
     def __init__(self, output_dir: Path, ckpt: "CkptConfig | None") -> None:
         self.root = checkpoints_root(output_dir, ckpt)
         self.rollouts = output_dir / "rollouts"
-        self._keep = ckpt.keep if ckpt is not None else None
-        self._keep_interval = ckpt.keep_interval if ckpt is not None else None
+        self._keep = (None, None) if ckpt is None else (ckpt.keep, ckpt.keep_interval)
         # The trainer may be reading it, while a later one that it is about to give up still stands.
         self._resumed = () if ckpt is None or ckpt.resume_step is None else (ckpt.resume_step,)
-        self._hopeless: set[int] = set()
+        self._single: set[int] = set()  # without a batch before them
         # An earlier incarnation may have died before it removed something. After a resume, checkpoints about to be
         # superseded may still exist: do not prune before the next checkpoint.
         self._untidy = not self._resumed
@@ -171,51 +153,32 @@ class JointCheckpoints:
         Raises:
             UserError: the disk is full.
         """
-        joined = [step for step in self._waiting(incarnations) if self._join(step)]
+        run = run_id(self.rollouts.parent)
+        waiting: dict[int, int] = {}  # the incarnation that saved each
+        complete = {*checkpoints.complete_steps(self.root), *self._single}
+        for step in set(checkpoints.steps_with(self.root, "trainer")) - complete:
+            with suppress(CommitError):  # superseded since it was listed
+                manifest = read_manifest(checkpoints.part_dir(self.root, step, "trainer"))
+                if manifest.extra.get("run", run) == run:  # else of a run that shares the place
+                    waiting[step] = checkpoints.saved_by(manifest, max(incarnations, default=0))
+        joined = [step for step in joinable(waiting, incarnations) if self._join(step)]
         if joined or self._untidy:
             self._untidy = False
-            run = run_id(self.rollouts.parent)
-            checkpoints.remove_expendable(self.root, self._keep, self._keep_interval, self._resumed, run)
+            checkpoints.remove_expendable(self.root, *self._keep, self._resumed, run)
         return joined
 
-    def _waiting(self, incarnations: Mapping[int, int]) -> list[int]:
-        """Steps with a trainer part of the current lineage and no joint manifest."""
-        complete = {*checkpoints.complete_steps(self.root), *self._hopeless}
-        parts, run = {}, run_id(self.rollouts.parent)
-        for step in checkpoints.steps_with(self.root, "trainer"):
-            if step not in complete:
-                try:
-                    manifest = read_manifest(checkpoints.part_dir(self.root, step, "trainer"))
-                except CommitError:  # set aside since it was listed
-                    continue
-                if manifest.extra.get("run", run) != run:  # a run that shares the place
-                    continue
-                parts[step] = checkpoints.saved_by(manifest, max(incarnations, default=0))
-        return joinable(parts, incarnations)
-
     def _join(self, step: int) -> bool:
+        part = checkpoints.part_dir(self.root, step, PART)
         try:
-            part = checkpoints.part_dir(self.root, step, PART)
-            state = read_state(self.rollouts, step - 1)
+            state = read_state(self.rollouts / f"step_{step - 1}")
             if not (part / MANIFEST).is_file():
-                with stage(part, step=step, producer=PART) as directory, disk_errors(directory):
-                    (directory / STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
+                with stage(part, step=step, producer=PART, extra={"state": asdict(state)}):
+                    pass
             checkpoints.join(self.root, step, checkpoints.BOTH_PARTS, PART)
         except (CommitError, FileNotFoundError) as error:
-            if checkpoints.part_dir(self.root, step, "trainer").is_dir():  # else it was set aside meanwhile
-                self._hopeless.add(step)
+            if checkpoints.part_dir(self.root, step, "trainer").is_dir():  # else it was superseded meanwhile
+                self._single.add(step)
                 logger.warning("checkpoint {} stays without the orchestrator's part: {}", step, error)
             return False
         logger.info("checkpoint {} is complete", step)
         return True
-
-
-def _state(data: object, path: Path) -> OrchestratorState:
-    if not isinstance(data, dict):
-        raise CommitError(f"{path} contains no orchestrator state: another version wrote it")
-    try:
-        return OrchestratorState(**data)
-    except TypeError as error:
-        raise CommitError(
-            f"{path} has a state of the orchestrator that this version does not know ({error})"
-        ) from error

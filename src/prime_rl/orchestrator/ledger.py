@@ -26,7 +26,6 @@ from loguru import logger
 from prime_rl import faults
 from prime_rl.envs.protocol import EpisodeResult, pack_episode, unpack_episode
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.checkpoint import ResumePoint, refuse_other_seed
 from prime_rl.orchestrator.scheduler import (
     Batched,
@@ -74,7 +73,7 @@ CREATE TABLE episodes (
     group_number INTEGER NOT NULL, number INTEGER NOT NULL, attempt INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'batched', 'dropped')),
     reason TEXT, detail TEXT NOT NULL DEFAULT '', retried INTEGER NOT NULL DEFAULT 0, step INTEGER,
-    version INTEGER, incarnation INTEGER, first INTEGER, last INTEGER, reward REAL, output_tokens INTEGER,
+    version INTEGER, incarnation INTEGER, first INTEGER, last INTEGER,
     id TEXT GENERATED ALWAYS AS (group_number || '.' || number || '.' || attempt) VIRTUAL,
     PRIMARY KEY (group_number, number, attempt)
 ) WITHOUT ROWID;
@@ -82,7 +81,7 @@ CREATE TABLE results (id TEXT PRIMARY KEY, data BLOB NOT NULL);
 CREATE VIEW outcomes AS
     SELECT env, id, IIF(
         e.state = 'batched' AND e.step < (SELECT value FROM meta WHERE key = 'version'), 'trained', e.state
-    ) AS state, COALESCE(reason, '') AS reason, e.step, output_tokens, reward
+    ) AS state, COALESCE(reason, '') AS reason, e.step
     FROM episodes e JOIN groups g ON g.number = group_number;
 INSERT INTO meta VALUES ('format', {FORMAT}), ('version', 0);
 COMMIT;
@@ -95,7 +94,7 @@ _ISSUE = """
 _REISSUE = f"UPDATE episodes SET version = ?, incarnation = ? WHERE {_KEY} AND state = 'issued'"
 _COUNT_ISSUED = "INSERT INTO issued VALUES (?, 1) ON CONFLICT (env) DO UPDATE SET count = count + 1"
 _FINISH = f"""
-    UPDATE episodes SET state = 'finished', incarnation = ?, first = ?, last = ?, reward = ?, output_tokens = ?
+    UPDATE episodes SET state = 'finished', incarnation = ?, first = ?, last = ?
     WHERE {_KEY} AND state = 'issued'"""
 # An episode that has ended needs neither its tokens nor its incarnation any more.
 _END = "UPDATE episodes SET state = ?, step = ?, reason = ?, detail = ?, retried = ?, incarnation = NULL"
@@ -276,8 +275,7 @@ class Ledger:
                     self._change(event, _ISSUE, *start.key, start.version, incarnation)
                     self._update(_COUNT_ISSUED, start.task.env)
             case Finished(start, first, last, result, incarnation):
-                values = (incarnation, first, last, result.reward, output_tokens(result))
-                self._change(event, _FINISH, *values, *start.key)
+                self._change(event, _FINISH, incarnation, first, last, *start.key)
                 data = msgpack.packb(pack_episode(result))
                 self._update("INSERT OR REPLACE INTO results VALUES (?, ?)", start.episode, data)
             case Dropped(start, reason, detail, retried):
@@ -285,8 +283,7 @@ class Ledger:
                 self._change(event, unbatched, "dropped", None, reason, detail, retried, *start.key)
                 self._update("DELETE FROM results WHERE id = ?", start.episode)
             case Discarded(group, reason, detail):
-                of_group = f"{_END} WHERE group_number = ? AND state = 'finished'"
-                self._update(of_group, "dropped", None, reason, detail, False, group)
+                self._drop_open(group, reason, detail)
                 self._close_group(event, group, "discarded", None)
             case Batched(step, groups):
                 for name, (state, why) in _outcomes(event).items():
@@ -302,6 +299,10 @@ class Ledger:
     def _change(self, event: Event, statement: str, *values: object) -> None:
         if self._update(statement, *values) != 1:
             raise UserError(f"{_FAULT}: {event} does not follow what {self.path.name} holds")
+
+    def _drop_open(self, group: int, reason: Drop, detail: str) -> None:
+        of_group = f"{_END} WHERE group_number = ? AND state IN ('issued', 'finished')"
+        self._update(of_group, "dropped", None, reason, detail, False, group)
 
     def _close_group(self, event: Event, group: int, state: str, step: int | None) -> None:
         close = "UPDATE groups SET state = ?, step = ? WHERE number = ? AND state = 'open'"
@@ -408,9 +409,8 @@ class Ledger:
                 self._update(_COUNT_ISSUED, batch.groups[_key(name)[0]].env)
             self._update(f"UPDATE episodes SET state = 'finished' WHERE {_KEY}", *_key(name))
         self._apply(batch)
-        end = ("dropped", None, Drop.CANCELLED, f"the batch of step {batch.step} was committed without it", False)
         for number in batch.groups:
-            self._update(f"{_END} WHERE group_number = ? AND state IN ('issued', 'finished')", *end, number)
+            self._drop_open(number, Drop.CANCELLED, f"the batch of step {batch.step} was committed without it")
 
     def _store_version(self, version: int) -> None:
         self._update("UPDATE meta SET value = ? WHERE key = 'version'", version)
@@ -545,17 +545,15 @@ def _file_errors(path: Path) -> Iterator[None]:
             yield
     except sqlite3.Error as error:
         match (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF:
-            case sqlite3.SQLITE_FULL:
-                what = f"disk full while writing {path}: nothing was committed; free space and start again"
             case sqlite3.SQLITE_BUSY:
                 limit = f"more than {_BUSY_SECONDS:.0f} s"
                 what = f"{path} is locked by another program for {limit}: end it (readers copy the file first)"
-            case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM | sqlite3.SQLITE_CANTOPEN:
-                what = f"cannot read or write {path} ({error}): check the disk and the permissions, then start again"
             case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
                 what = _damaged(path, str(error))
-            case _:
+            case sqlite3.SQLITE_ERROR | sqlite3.SQLITE_CONSTRAINT | sqlite3.SQLITE_MISUSE:  # faults of this file
                 raise
+            case _:
+                what = f"cannot read or write {path} ({error}): check disk and permissions; nothing was committed"
         raise UserError(what) from error
 
 

@@ -40,8 +40,7 @@ def step_metrics(
     now: Counts,
     *,
     seconds: float,
-    updating: float,
-    update_phases: Mapping[str, float],
+    updates: tuple[float, Mapping[str, float]],
     several: bool,
 ) -> dict[str, float]:
     """Metrics of one step, before it is committed.
@@ -49,9 +48,8 @@ def step_metrics(
     Args:
         now: Without this batch.
         seconds: Since the step before.
-        updating: Seconds of these that the engines took to load weights, most of it while they went on generating.
-        update_phases: The same time by phase, as reported by the servers (`time/update_pause`: nothing was generated),
-            and `time/update_verify`, until the logprob check was done.
+        updates: Seconds of these that the engines took to load weights, most of it while they went on generating; and
+            by phase, as the servers report them (`time/update_pause`: nothing was generated).
         several: Whether the run trains on several environments: then each that has finished episodes has distributions
             of its own.
 
@@ -76,10 +74,10 @@ def step_metrics(
         "progress/tokens": float(sum(len(sample.input_ids) for sample in scored.samples)),
         "perf/throughput": tally.output_tokens / max(seconds, 1e-9),
         "time/step": seconds,
-        "time/update_weights": updating,
+        "time/update_weights": updates[0],
         "time/idle": tally.seconds_idle,
     }
-    metrics |= {f"time/update_{phase}": taken for phase, taken in update_phases.items()}
+    metrics |= {f"time/update_{phase}": taken for phase, taken in updates[1].items()}
     metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.details.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in failures.items()}
     metrics |= _distributions(batch.groups, scored)
@@ -145,23 +143,20 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, 
     }
     metrics = {f"{name}{env}": share for name, share in _solved([_rewards(group) for group in groups]).items()}
     for name, values in quantities.items():
-        metrics |= _prefixed(f"{name}{env}/", distribution(values))
+        metrics |= {f"{name}{env}/{statistic}": value for statistic, value in distribution(values).items()}
     return metrics
 
 
 def _own_metrics(groups: Sequence[Group[EpisodeResult]], env: str) -> dict[str, float]:
     """What an environment itself reports: rewards of its agents, of its reward functions, and its metrics."""
-    by_agent, own = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    own = defaultdict[str, list[float]](list)
     for result in (episode.result for group in groups for episode in group.finished):
         for part in result.parts:
-            by_agent[part.agent].append(part.reward)
+            own[f"{env}/{part.agent}/reward/mean"].append(part.reward)
         for kind, values in (("rewards", result.rewards), ("metrics", result.metrics)):
             for name, value in values.items():
                 own[f"{env}/{kind}/{name}/mean"].append(value)
-    metrics = {name: _mean(values) for name, values in sorted(own.items())}
-    for agent, rewards in sorted(by_agent.items()):
-        metrics |= _prefixed(f"{env}/{agent}/reward/", distribution(rewards))
-    return metrics
+    return {name: _mean(values) for name, values in sorted(own.items())}
 
 
 def _finished(counts: Counts) -> int:
@@ -179,10 +174,6 @@ def _solved(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     solved = _mean([min(values) >= 1.0 for values in rewards])
     unsolved = _mean([max(values) <= 0.0 for values in rewards])
     return {"solved_all": solved, "solved_none": unsolved, "solved_some": 1.0 - solved - unsolved}
-
-
-def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _WAKE_SECONDS = 1.0
 _QUIET_SECONDS = 15.0
-FLUSH_SECONDS = 1.0  # the least time between two flushes of the ledger within a step
+FLUSH_SECONDS = 1.0  # between two flushes of the ledger within a step
 _LAUNCHED_AT_ONCE = 64  # ten thousand in one turn of the event loop would hold it up for a third of a second
 FULL_COLLECTION_SECONDS = 600.0  # between two full garbage collections
 _ERROR_WINDOW = 256
@@ -107,7 +107,6 @@ class Orchestrator:
         self._gated_since: float | None = None
         self._failure: BaseException | None = None
         self._algorithm_state = self.progress.state.algorithm  # after the last committed batch
-        self._flushed = time.monotonic()
         self._saving = asyncio.Lock()  # bounded: its holders write, and ask the engines, which has a timeout
 
     async def run(self) -> None:
@@ -356,13 +355,12 @@ class Orchestrator:
             return  # it shows its own
         if (loading := self.fleet.loading) is not None:
             servers = ", ".join(replica.name for replica in self.fleet.ready)
-            subject, owner = f"version {loading} to be loaded", f"inference at {servers}"
-            self.status.waiting(subject, owner, self.config.client.timeout)
+            timeout = self.config.client.timeout
+            self.status.waiting(f"version {loading} to be loaded", f"inference at {servers}", timeout)
         elif quiet > _QUIET_SECONDS:
-            subject = f"one of {self.scheduler.in_flight} episodes to end"
+            owners = ", ".join(["inference", "environments", *self.teachers.names])
             seconds = self.config.rollout_timeout + self.teachers.max_request_seconds
-            *owners, last = ["inference", "environments", *self.teachers.names]
-            self.status.waiting(subject, f"{', '.join(owners)} and {last}", seconds)
+            self.status.waiting(f"one of {self.scheduler.in_flight} episodes to end", owners, seconds)
         else:
             self.status.phase("making rollouts")
 
@@ -390,7 +388,6 @@ class Orchestrator:
                 return True
             batched = batch.committed(scored.trained, scored.filtered, scored.truncated, scored.details)
             metrics = await self._commit(batch, scored, batched)
-            self._algorithm_state = scored.state
             self.scheduler.advance(batched)
         self.status.step(self.scheduler.step)
         logger.info(
@@ -415,7 +412,7 @@ class Orchestrator:
         pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
         metrics = self._step_metrics(batch, scored, counts) | group_metrics(groups) | self.curriculum.metrics()
         self.monitor.log(batch.step, metrics)
-        self.tally = Tally(counts)
+        self.tally, self._algorithm_state = Tally(counts), scored.state
         state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, pools)
         extra = batch_extra(batched) | {"state": asdict(state)}
         names = [env.name for env in self.config.environments]
@@ -426,16 +423,14 @@ class Orchestrator:
         now = time.monotonic()
         if not self._running:
             self._count_idle(now)
-        updating, phases = self.weight_sync.take_times()
-        seconds, several = now - self._step_began, len(self.config.environments) > 1
         metrics = step_metrics(
-            batch, scored, self.tally, counts, seconds=seconds, updating=updating, update_phases=phases, several=several
-        )
-        metrics["workers/cpu"] = self.pool.busiest
-        if (limit := self.limits.look()) is not None:
-            metrics[limit.name.metric] = limit.share
+            batch, scored, self.tally, counts,
+            seconds=now - self._step_began, updates=self.weight_sync.take_times(),
+            several=len(self.config.environments) > 1,
+        )  # fmt: skip
         self._step_began = now
-        return metrics
+        metrics["workers/cpu"] = self.pool.busiest
+        return metrics | ({} if (limit := self.limits.look()) is None else {limit.name.metric: limit.share})
 
     def _count_idle(self, now: float) -> None:
         """Count the time since the last episode of this step ended: nothing was in flight."""
@@ -449,12 +444,8 @@ class Orchestrator:
             UserError: one is, or the disk is full.
         """
         held = self.scheduler.held
-        await self._flush_ledger()
-        return await asyncio.to_thread(self.ledger.check, held)
-
-    async def _flush_ledger(self) -> None:
-        self._flushed = time.monotonic()
         await asyncio.to_thread(self.ledger.flush, self.ledger.unwritten)
+        return await asyncio.to_thread(self.ledger.check, held)
 
     # -- between steps ------------------------------------------------------------------------------------------------
 
@@ -462,18 +453,17 @@ class Orchestrator:
         """Mark what is trained, save what has finished, complete checkpoints. Until it is cancelled."""
         while True:  # bounded: the run cancels it at its end
             await self._save()
-            await asyncio.sleep(FLUSH_SECONDS / 2)
+            await asyncio.sleep(FLUSH_SECONDS)
 
-    async def _save(self, last: bool = False) -> None:
+    async def _save(self) -> None:
         published = self.weight_sync.published
         async with self._saving:
             if published.newest is not None and not self.scheduler.must_go_back:
                 self.ledger.trained_through(published.newest)
-            if last or time.monotonic() - self._flushed >= FLUSH_SECONDS:
-                async with self.weight_sync.batch_lock:
-                    if self.scheduler.unverified() and not self.weight_sync.no_replica_ready:
-                        await self.weight_sync.verify()
-                    await (self._check_ledger() if last else self._flush_ledger())
+            async with self.weight_sync.batch_lock:
+                if self.scheduler.unverified() and not self.weight_sync.no_replica_ready:
+                    await self.weight_sync.verify()
+                await asyncio.to_thread(self.ledger.flush, self.ledger.unwritten)
             await asyncio.to_thread(self.checkpoints.join, dict(published.incarnations))
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -485,11 +475,8 @@ class Orchestrator:
         """
         if self.scheduler.done:
             self.cancel([start.episode for start in self.scheduler.abandon()])
-        ended = False
-        while not ended:  # `_next_event` and `_trainer_end` have deadlines
-            while self.config.trainer and not self.stopping:
-                if self._served_to_the_end and not self.evaluations.running:  # the interval may have led to one
-                    break
+        while True:  # bounded: `_next_event` and `_trainer_end` have deadlines
+            while self.config.trainer and not (self.stopping or self._served_to_the_end):
                 await self._next_event()
             if not self.stopping and self.evaluations.due_at_end(self.scheduler.version):
                 await self._evaluate()
@@ -498,8 +485,10 @@ class Orchestrator:
                 logger.info("no trainer: {} batches committed on the base model (version 0)", self.scheduler.step)
                 break
             await self._trainer_end()
-            ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new incarnation meanwhile
-        await self._save(last=True)
+            if self.stopping or self._served_to_the_end:  # else the trainer has begun a new incarnation meanwhile
+                break
+        await self._save()
+        await self._check_ledger()
         if self._failure is not None:
             raise self._failure
         await self.weight_sync.close()
@@ -507,9 +496,10 @@ class Orchestrator:
 
     @property
     def _served_to_the_end(self) -> bool:
-        """Whether the last version is served: for the final evaluation, and for whoever uses a server that stays up."""
+        """Whether the last version is served and no longer evaluated: users of a server that stays up find it there."""
         last = min(self.scheduler.step, self.config.max_steps or self.scheduler.step)  # of batches beyond the end
-        return self.scheduler.version >= last and not self.scheduler.must_go_back
+        served = self.scheduler.version >= last and not self.scheduler.must_go_back
+        return served and not self.evaluations.running
 
     async def _trainer_end(self) -> None:
         """Wait until the trainer has ended: it saves once more, and its part is joined before this process ends."""

@@ -58,9 +58,6 @@ class State(StrEnum):
     RETRY = "retry"  # was running when an earlier orchestrator ended: the same attempt starts again
 
 
-_HELD = (State.RUNNING, State.FINISHED, State.RETRY)  # issued, neither dropped nor in a batch
-
-
 class Drop(StrEnum):
     """Why an episode was not trained."""
 
@@ -219,7 +216,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Discarded:
-    """A group left without a batch: its finished episodes are dropped."""
+    """A group left without a batch: what was finished or in flight of it is dropped."""
 
     group: int
     reason: Drop
@@ -320,7 +317,7 @@ class Scheduler(Generic[Result]):
             if not self._may_start(bisect_left(list(self._groups), group.number)):  # the servers went back
                 return None
         else:
-            if not self._may_open():
+            if not self._may_start(len(self._groups)):
                 return None
             if (paced := self.paced_until()) is not None and paced > now:
                 self.opens_at = paced
@@ -333,11 +330,6 @@ class Scheduler(Generic[Result]):
         self._set(group, slot.number, State.RUNNING)
         self._emit(Issued(start, self.incarnation))
         return start
-
-    def _may_open(self) -> bool:
-        """Whether a group opened now would be for a step that `max_steps` and the served version allow."""
-        position, last = len(self._groups), self.limits.max_steps
-        return (last is None or self._planned_step(position) < last) and self._may_start(position)
 
     def paced_until(self) -> float | None:
         """Earliest time at which the next group may be opened; None: at any time.
@@ -355,12 +347,10 @@ class Scheduler(Generic[Result]):
         seconds = min(later - earlier for later, earlier in pairwise(turns))
         return opened[-batch] + PACE * seconds / (level + 1)
 
-    def _planned_step(self, position: int) -> int:
-        """The step that the group at `position` among those in no batch will be trained at."""
-        return planned_step(self.step, position, self.limits.groups_per_batch)
-
     def _may_start(self, position: int) -> bool:
-        return may_start(self._planned_step(position), self.version, self.limits.async_level)
+        """Whether `max_steps` and the served version allow the step of the group at `position` among those in no batch."""
+        step, last = planned_step(self.step, position, self.limits.groups_per_batch), self.limits.max_steps
+        return (last is None or step < last) and may_start(step, self.version, self.limits.async_level)
 
     def _open(self, now: float) -> Group[Result]:
         slots = {number: GroupSlot(number) for number in range(self.limits.group_size)}
@@ -558,16 +548,9 @@ class Scheduler(Generic[Result]):
 
     def abandon(self) -> list[Start]:
         """End the run for good: what is in no batch will be in none. Returns what the loop is to cancel."""
-        running = list(self._running.values())
+        running, self._running = list(self._running.values()), {}
         for group in list(self._groups.values()):
-            for slot in group.slots.values():
-                if slot.state in _HELD:
-                    start = Start(group.number, slot.number, slot.attempt, group.task, self.version)
-                    self._emit(Dropped(start, Drop.CANCELLED))
-            group.finished.clear()
             self._discard(group, Drop.CANCELLED, "the run ended")
-        self._running.clear()
-        self._unverified.clear()
         return running
 
     @property
@@ -583,7 +566,8 @@ class Scheduler(Generic[Result]):
     @property
     def held(self) -> int:
         """Episodes that were issued and are neither dropped nor in a committed batch."""
-        return sum(slot.state in _HELD for group in self._groups.values() for slot in group.slots.values())
+        held = (State.RUNNING, State.FINISHED, State.RETRY)
+        return sum(slot.state in held for group in self._groups.values() for slot in group.slots.values())
 
     # -- the groups ---------------------------------------------------------------------------------------------------
 

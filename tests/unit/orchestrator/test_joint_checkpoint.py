@@ -9,7 +9,7 @@ from prime_rl.orchestrator.checkpoint import (
     JointCheckpoints,
     OrchestratorState,
     ResumePoint,
-    read_part,
+    read_state,
     refuse_used,
     resume_point,
 )
@@ -53,7 +53,7 @@ def test_a_run_goes_on_after_the_batches_that_are_committed(tmp_path):
         assert not progress.fresh
     with pytest.raises(UserError, match="resume_step 3: not in"):
         resume_point(tmp_path, CkptConfig(resume_step=3))
-    (tmp_path / "checkpoints" / "step_2" / "orchestrator" / "state.json").write_text("{")
+    (tmp_path / "checkpoints" / "step_2" / "orchestrator" / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="cannot resume from step 2"):
         resume_point(tmp_path, CkptConfig(resume_step=2))
 
@@ -107,7 +107,8 @@ def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):
     assert joint.join({0: 0}) == [2, 4]
     assert joint.join({0: 0}) == []
     assert sorted(path.name for path in (root / "step_2").iterdir()) == ["manifest.json", "orchestrator", "trainer"]
-    assert (read_part(root, 2).step, read_part(root, 2).groups_opened) == (2, 20)
+    state = read_state(checkpoints.part_dir(root, 2, PART))
+    assert (state.step, state.groups_opened) == (2, 20)
     for part in checkpoints.BOTH_PARTS:
         checkpoints.check(root, 2, part)
 

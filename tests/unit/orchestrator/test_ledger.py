@@ -203,7 +203,7 @@ def test_a_full_disk_or_a_lock_loses_nothing(path, ledger, monkeypatch):
     second = open_group(ledger, 1)
     for name in second:
         ledger.finished(name, result=an_episode(sampled=50_000))
-    with pytest.raises(UserError, match="disk full while writing .*ledger.sqlite: nothing was committed"):
+    with pytest.raises(UserError, match=r"ledger.sqlite \(database or disk is full\).* nothing was committed"):
         ledger.flush()
     assert dump(path) == before
     ledger.batched(0, first, [], [], [0])

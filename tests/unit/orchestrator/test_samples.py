@@ -271,7 +271,7 @@ def metrics_of(*groups: list[Finished[EpisodeResult]], envs: str = "", failures:
     names = sorted({group.task.env for group in one.groups})
     config = OrchestratorConfig(environments=[{"id": env} for env in names], batch_size=4, rollouts_per_example=2)
     scored = score_batch(one, config, dict.fromkeys(names, 1.0), {})
-    return step_metrics(one, scored, Tally(), now, seconds=1.0, updating=0.0, update_phases={}, several=len(names) > 1)
+    return step_metrics(one, scored, Tally(), now, seconds=1.0, updates=(0.0, {}), several=len(names) > 1)
 
 
 def rewarded(*rewards: float, sampled: int = 3, filtered: str = "") -> list[Finished[EpisodeResult]]:

@@ -128,7 +128,7 @@ def drawn(world: World) -> list[tuple[int, int, str, int | None]]:
 
 def states(world: World) -> list[tuple[dict, dict]]:
     """Difficulty pools, and what the algorithm remembers, after every step."""
-    found = [read_state(world.directory / "rollouts", step) for step in range(STEPS)]
+    found = [read_state(world.directory / "rollouts" / f"step_{step}") for step in range(STEPS)]
     return [(one.curriculum, one.algorithm) for one in found]
 
 
