@@ -6,6 +6,7 @@ verifications and logprob checks go to each backend's own address, never through
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prime_rl.errors import UserError
@@ -78,18 +79,15 @@ def _order(error: BaseException) -> int:
 
 
 def _joined(answers: Sequence[Served]) -> Served:
-    """One answer for all: its times are the slowest's, its models those that each of them knows (None where none says any)."""
-    first = answers[0]
+    """One answer for all: its times are the slowest's, its models those that each of them knows."""
+    first, known = answers[0], [one.models for one in answers if one.models is not None]
     agree = all((one.version, one.hash) == (first.version, first.hash) for one in answers)
-    phases = {phase for one in answers for phase in one.seconds}
-    models = [one.models for one in answers if one.models is not None]
-    return Served(
-        first.version if agree else NO_VERSION,
-        first.hash if agree else "",
-        "+".join(one.boot for one in answers),
-        any(one.leaving for one in answers),
-        sum(one.engines for one in answers),
-        {phase: max(one.seconds.get(phase, 0.0) for one in answers) for phase in phases},
-        tuple(name for name in models[0] if all(name in one for one in models)) if models else None,
-        "+".join(one.loads for one in answers),
+    return replace(
+        first if agree else replace(first, version=NO_VERSION, hash=""),
+        boot="+".join(one.boot for one in answers),
+        loads="+".join(one.loads for one in answers),
+        leaving=any(one.leaving for one in answers),
+        engines=sum(one.engines for one in answers),
+        seconds={phase: max(one.seconds.get(phase, 0.0) for one in answers) for phase in first.seconds},
+        models=tuple(name for name in known[0] if all(name in models for models in known)) if known else None,
     )

@@ -8,11 +8,8 @@ import errno
 import json
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from loguru import logger
 
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
@@ -20,10 +17,8 @@ from prime_rl.inference.compat import Engine
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import INDEX, no_tensors_message, read_header
 
-_CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _GIB = 1 << 30
-_CACHED_TOKENS = 1 << 20  # in float32; twice as many in 16 bits
-_CACHE_BYTES = 4 << 30
+_TINY_GIB, _TINY_CACHE_GIB = 0.1, 4.0
 
 
 def check(config: InferenceConfig, engine: Engine, host: str) -> None:
@@ -38,8 +33,6 @@ def check(config: InferenceConfig, engine: Engine, host: str) -> None:
     model = local_model(config.model.name)
     if model is not None:
         check_model(model, needs_weights=config.vllm.get("load_format") != "dummy")
-        if config.model.chat_template is None and not has_chat_template(model):
-            logger.warning("{} has no chat template: /v1/chat/completions will refuse requests", model)
     if not config.headless:
         check_port(host, config.server.port)
 
@@ -54,28 +47,19 @@ def local_model(name: str) -> Path | None:
     return None
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """What a model needs of a GPU's memory, in GiB."""
-
-    weights: float
-    sequence: float | None = None  # KV cache of the longest sequence, in 16 bits; None where the config does not say
-    cache: float | None = None  # KV cache that is enough for a tiny model; None for others
-
-
-def model_size(name: str, max_model_len: int | None = None) -> ModelSize | None:
-    """Return the sizes of a model; None for one that is not, or not wholly, on this host yet."""
+def weights_gib(name: str) -> float | None:
+    """Return the size of a model's weights in GiB; None for one that is not, or not wholly, on this host yet."""
     directory = local_model(name) or _cached_model(name)
     if directory is None or not (directory / "config.json").is_file():
         return None
     files = [directory / file for file in _indexed(directory) or {"model.safetensors"}]
-    if not all(file.is_file() for file in files):
-        return None
-    values, tiny = cache_values(directory), tiny_cache_bytes(directory)
-    length = max_model_len or _text_config(directory).get("max_position_embeddings")
-    sequence = None if values is None or length is None else 2 * values * length / _GIB
-    weights = sum(file.stat().st_size for file in files) / _GIB
-    return ModelSize(weights, sequence, None if tiny is None else tiny / _GIB)
+    return sum(file.stat().st_size for file in files) / _GIB if all(file.is_file() for file in files) else None
+
+
+def tiny_cache_gib(weights: float | None) -> float | None:
+    """Return the size to which a tiny model's cache is limited; None for other models. In all of a GPU's memory it would
+    have millions of blocks, which vLLM visits at its start and with every update of the weights (some 60 ns each)."""
+    return _TINY_CACHE_GIB if weights is not None and weights < _TINY_GIB else None
 
 
 def _cached_model(name: str) -> Path | None:
@@ -90,22 +74,9 @@ def _cached_model(name: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _text_config(model: Path) -> dict[str, Any]:
-    config = read_json(model / "config.json")
-    return dict(config.get("text_config", config))
-
-
 def _indexed(model: Path) -> set[str]:
     """The files that a model's index lists; none without an index."""
     return set(read_json(model / INDEX).get("weight_map", {}).values()) if (model / INDEX).is_file() else set()
-
-
-def tiny_cache_bytes(model: Path) -> int | None:
-    """Return the size to which a tiny model's cache is limited; None for other models. In all of a GPU's memory it would
-    have millions of blocks, which vLLM visits at its start and with every update of the weights (some 60 ns each)."""
-    values = cache_values(model)
-    size = None if values is None else values * 4 * _CACHED_TOKENS
-    return size if size is not None and size <= _CACHE_BYTES else None
 
 
 def check_model(model: Path, needs_weights: bool = True) -> None:
@@ -123,28 +94,6 @@ def check_model(model: Path, needs_weights: bool = True) -> None:
             read_header(file)
         except CommitError as error:
             raise UserError(str(error)) from error
-
-
-def cache_values(model: Path) -> int | None:
-    """Return how many numbers a model's cache holds per token; None where not every layer keeps all keys and values, or
-    the config does not say."""
-    text = _text_config(model)
-    whole = set(text.get("layer_types") or ["full_attention"]) == {"full_attention"}
-    special = text.get("kv_lora_rank") or (text.get("sliding_window") and text.get("use_sliding_window", True))
-    special = special or any(key.startswith(("mamba", "attn_layer", "hybrid", "ssm", "multi_query")) for key in text)
-    if special or not whole or not text.keys() >= {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"}:
-        return None
-    heads = text["num_attention_heads"]
-    head = text.get("head_dim") or text["hidden_size"] // heads
-    return int(2 * text["num_hidden_layers"] * (text["num_key_value_heads"] or heads) * head)
-
-
-def has_chat_template(model: Path) -> bool:
-    """Return whether a local model's tokenizer has a chat template, which only the chat route needs."""
-    if any((model / name).exists() for name in _CHAT_TEMPLATE_FILES):
-        return True
-    tokenizer = model / "tokenizer_config.json"
-    return tokenizer.exists() and bool(read_json(tokenizer).get("chat_template"))
 
 
 _held_ports: list[socket.socket] = []  # until this process ends

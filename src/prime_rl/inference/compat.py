@@ -269,12 +269,6 @@ class AllEngines:
         return [rank["answer"] for rank in ranks]
 
 
-async def label_weights(engine: Engine, client: Any, version: int) -> None:
-    """Set the version that responses and metrics of vLLM's name; 0.26 has no such label."""
-    if engine.version != EARLIER:
-        await client.update_weight_version(str(version))
-
-
 def adapters(state: Any) -> list[str]:
     """Return the names of the LoRA adapters in a server's application state."""
     models = getattr(state, "openai_serving_models", None)  # not before vLLM serves

@@ -21,13 +21,6 @@ ASK_SECONDS = 2.0  # between two questions; the engine answers one in about a mi
 LOOK_SECONDS = 0.25  # between two looks at what costs nothing: whether the engine has ended, whether it has answered
 GRACE_SECONDS = 2.0  # for requests in flight to get their error before this process ends
 
-_died = False
-
-
-def engine_died() -> bool:
-    """Return whether the engine of this process has died."""
-    return _died
-
 
 async def watch_engine(
     client: Any,
@@ -63,23 +56,10 @@ async def watch_engine(
             handlers.append(note_stop)
             signal.signal(number, note_stop)
 
-    def note_death() -> bool:
-        """Whether the engine is dead. A client that was asked to stop counts as errored, too, but its engine is not dead."""
-        global _died
-        dead = bool(client.errored) and not stopping
-        if dead and not _died:
-            _died = True
-            logger.error("the engine died; its own last words are above")
-            status.done("failed: the engine died")
-        return dead
-
     question, due = None, 0.0
     try:
-        while True:  # bounded: ends with the server's event loop
+        while stopping or not client.errored:  # bounded: ends with the server's event loop
             watch_signals()
-            if note_death():
-                await asyncio.sleep(GRACE_SECONDS)
-                end()
             if question is not None and question.done():
                 if question.exception() is None:
                     status.progress()
@@ -87,5 +67,10 @@ async def watch_engine(
             if question is None and time.monotonic() >= due:  # one question at a time, however long it takes
                 question = asyncio.create_task(client.collective_rpc("prime_served"))
             await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(GRACE_SECONDS)
     finally:
-        note_death()  # vLLM may have noticed first, and be ending the loop
+        # vLLM may have noticed first, and be ending the loop. After a stop its client counts as errored, too.
+        if client.errored and not stopping:
+            logger.error("the engine died; its own last words are above")
+            status.done("failed: the engine died")
+            end()

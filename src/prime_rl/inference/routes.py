@@ -24,7 +24,6 @@ import secrets
 import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -243,7 +242,7 @@ class PrimeRoutes:
         context = self._context
         assert context is not None, "the engine was started by our server"
         sys.setswitchinterval(TURN_SECONDS)
-        config, engine = context.config, compat.require_engine()
+        config = context.config
         model_config, engines = engine_client.model_config, args.data_parallel_size
         status = Status(config.output_dir, config.process)
         state.prime_leaving = False
@@ -251,7 +250,6 @@ class PrimeRoutes:
             compat.AllEngines(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),
             roots=AllowedRoots(config.weights_root, config.weights_tmpfs),
-            label=partial(compat.label_weights, engine, engine_client),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
             on_device=config.stage_on_device,

@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
 from prime_rl.importing import quick_imports
-from prime_rl.inference import checks, compat, engine_watch
-from prime_rl.inference.checks import gpu_count, local_model, read_json, tiny_cache_bytes
+from prime_rl.inference import checks, compat
+from prime_rl.inference.checks import gpu_count, local_model, read_json, tiny_cache_gib, weights_gib
 from prime_rl.monitor import Status, log
 from prime_rl.redact import is_secret
 from prime_rl.transport.settings import check_and_commit, dry_path
@@ -116,8 +116,6 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
         # vLLM and its engine process have printed their tracebacks above; this is the line to read first.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(f"vLLM stopped: {' '.join(lines[:2]) or type(error).__name__}") from error
-    if engine_watch.engine_died():
-        raise UserError("vLLM stopped: its engine died")
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
@@ -218,10 +216,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         flags["max_model_len"] = config.max_model_len or "auto"
         # vLLM sets a request's generator back after a chunk, which CPU generators cannot do: a seed kills the engine.
         flags["enable_chunked_prefill"] = False
-    elif config.kv_cache_gib is not None:
-        flags["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
-    elif model is not None:
-        flags["kv_cache_memory_bytes"] = tiny_cache_bytes(model)
+    elif cache := config.kv_cache_gib or (model and tiny_cache_gib(weights_gib(config.model.name))):
+        flags["kv_cache_memory_bytes"] = int(cache * (1 << 30))
     if config.deterministic:
         # One sequence at a time, computed the same way whatever came before: equal seeds give equal tokens.
         flags |= {"max_num_seqs": 1, "enable_chunked_prefill": False, "enable_prefix_caching": False}

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +72,6 @@ class WeightService:
 
     Args:
         engine: Answers for all of the `engines` data-parallel engines behind this server.
-        label: Called with the version after a change, before generation goes on.
         tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
         status: Shows a change under way, during which the engine does not answer, with its deadline.
         on_device: The workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
@@ -81,13 +80,13 @@ class WeightService:
     """
 
     def __init__(
-        self, engine: AllEngines, base: Path, roots: AllowedRoots, label: Callable[[int], Awaitable[None]], *,
+        self, engine: AllEngines, base: Path, roots: AllowedRoots, *,
         tied: bool = False, status: Status | None = None, on_device: bool = True,
         servers_on_host: int = 1, engines: int = 1, fixed: str | None = None,
     ) -> None:  # fmt: skip
         self._engine, self.engines, self._fixed = engine, engines, fixed
         self._base, self._tied, self._roots = base, tied, roots
-        self._label, self._status = label, status
+        self._status = status
         self._stage_options = servers_on_host, on_device
         self._staged = False  # the workers may hold something
         self._least_staging: float | None = None  # seconds, of all versions until now
@@ -237,13 +236,7 @@ class WeightService:
                 self._broken = None
                 self._loads += 1
                 self._staged = False  # freed with it: another call would wait for the first step, the longest
-                try:
-                    async with asyncio.timeout(ANSWER_SECONDS):
-                        await self._label(version)
-                except TimeoutError:
-                    logger.warning("the engine did not take the label of version {}", version)
-                finally:
-                    await self._resume_if_usable()
+                await self._resume_if_usable()
         finally:
             if self._status is not None:
                 self._status.phase("serving")

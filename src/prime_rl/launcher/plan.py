@@ -21,7 +21,7 @@ from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
-from prime_rl.inference.checks import ModelSize, gpu_count, model_size
+from prime_rl.inference.checks import gpu_count, tiny_cache_gib, weights_gib
 
 RECOVER = "--recover"  # makes a job go on from what is committed
 _SHARED_GPU_FRACTION = 0.4  # of a GPU's memory, where it is shared and nothing is said
@@ -77,22 +77,22 @@ class HostResources:
 
     Attributes:
         gpu_gib: Memory of the smallest GPU; None where nobody can say.
-        model: Sizes of the model that is served; None for one that is not on this host, or without GPUs.
+        weights_gib: Size of the served model's files; None for one that is not on this host, or without GPUs.
     """
 
     gpus: Sequence[str]
     cores: int
     environ: Mapping[str, str]
     gpu_gib: float | None = None
-    model: ModelSize | None = None
+    weights_gib: float | None = None
 
     @classmethod
     def of_this_host(cls, inference: InferenceConfig | None) -> Self:
         """Look at this host. Raises UserError where the NVIDIA driver hangs."""
-        gpus, gpu_gib, model = visible_gpus(os.environ), None, None
+        gpus, gpu_gib, weights = visible_gpus(os.environ), None, None
         if inference is not None and gpus and (gpu_gib := _memory_gib(gpus)) is not None:
-            model = model_size(inference.model.name, inference.max_model_len)
-        return cls(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, model)
+            weights = weights_gib(inference.model.name)
+        return cls(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, weights)
 
 
 @dataclass(frozen=True)
@@ -332,8 +332,8 @@ def _memory(
 ) -> tuple[float | None, float | None, float | None]:
     """Return `utilization`, `cache_gib` and `training_gib` (see `Layout`) where `engines` servers use each GPU."""
     share, cache, limit = inference.gpu_memory_utilization, inference.kv_cache_gib, None
-    total, model, vllm = machine.gpu_gib, machine.model, {name.replace("-", "_") for name in inference.vllm}
-    weights = model.weights / (inference.tensor_parallel_size * inference.pipeline_parallel_size) if model else None
+    total, filed, vllm = machine.gpu_gib, machine.weights_gib, {name.replace("-", "_") for name in inference.vllm}
+    weights = filed and filed / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
     if config.share_gpus:
         share = share or _SHARED_GPU_FRACTION
         limit = _left_to_train(share, config.trainer.model.memory_limit, total)
@@ -347,10 +347,10 @@ def _memory(
     # Files say how large 16-bit weights are. Room for a staged copy of a single server is in the trainer's plan.
     as_filed = inference.model.dtype in _SIXTEEN_BITS and inference.quantization is None
     chosen = cache is not None or vllm & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
-    if as_filed and not chosen and total and model and weights:
+    if as_filed and not chosen and total and weights:
         room = share * total - weights * (2 if engines > 1 else 1) - _ENGINE_GIB
-        if room >= max(_LEAST_CACHE_GIB, model.sequence or 0.0):
-            cache = round(min(room, model.cache or room), 1)
+        if room >= _LEAST_CACHE_GIB:
+            cache = round(min(room, tiny_cache_gib(filed) or room), 1)
     return share, cache, limit
 
 

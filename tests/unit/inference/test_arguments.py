@@ -1,6 +1,5 @@
 """The config as vLLM's command line and environment."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +81,15 @@ def test_what_a_server_is_started_with(
 
 def test_a_tiny_models_cache_is_limited(tmp_path: Path) -> None:
     """Contract: on a GPU, where vLLM would visit millions of blocks with every update; a larger model's is vLLM's own choice, as is what `[vllm]` says."""
-    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
-    def size(engine: compat.Engine = CUDA, more: dict[str, Any] = NONE, **settings: Any) -> str | None:
-        (tmp_path / "config.json").write_text(json.dumps(shape | more))
+    def size(megabytes: int, engine: compat.Engine = CUDA, **settings: Any) -> str | None:
+        (tmp_path / "config.json").write_text("{}")
+        with open(tmp_path / "model.safetensors", "wb") as file:
+            file.truncate(megabytes << 20)
         return flags(engine, model={"name": str(tmp_path)}, **settings).get("--kv-cache-memory-bytes")
 
-    assert size() == str(2 * 3 * 2 * 32 * 4 << 20)
-    assert size(vllm={"kv-cache-memory-bytes": 7}) == "7"
-    assert size(CPU) is None
-    for other in ({"num_hidden_layers": 28}, {"kv_lora_rank": 512}, {"layer_types": ["linear_attention"]}):
-        assert size(more=other) is None
+    assert (size(100), size(110), size(100, CPU)) == (str(4 << 30), None, None)
+    assert size(100, vllm={"kv-cache-memory-bytes": 7}) == "7"
 
 
 def test_fp8_of_unquantized_weights(tmp_path: Path) -> None:

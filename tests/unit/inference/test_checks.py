@@ -19,7 +19,6 @@ from prime_rl.inference.server import plugin_context, prepare_environment
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
 PORT = 10**6 + os.getpid()  # no real one: only the name is held, and tests run beside one another
-SHAPE = {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}  # 64 KiB a token
 
 
 @pytest.fixture
@@ -69,20 +68,18 @@ def test_broken_models_are_named(model: Path) -> None:
 def test_the_size_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: known only where every file is on this host, also in a cache of the hub; files that are not loaded do not count; a name that the hub
     would refuse is left to what loads it."""
-    (model / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 28, "max_position_embeddings": 40960}))
     (model / "consolidated.safetensors").write_bytes(bytes(4096))
     gib = (model / "model.safetensors").stat().st_size / (1 << 30)
-    assert checks.model_size(str(model)) == checks.ModelSize(gib, 4.375)
-    assert checks.model_size(str(model), 1024) == checks.ModelSize(gib, 4.375 / 40)
+    assert checks.weights_gib(str(model)) == gib
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(model / "config.json"))
-    assert checks.model_size("org/name") == checks.model_size(str(model))
+    assert checks.weights_gib("org/name") == checks.weights_gib(str(model))
     index = {"weight_map": {"a": "1.safetensors", "b": "model.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert checks.model_size(str(model)) is None
+    assert checks.weights_gib(str(model)) is None
     (model / "1.safetensors").symlink_to(model / "gone")
-    assert checks.model_size(str(model)) is None
+    assert checks.weights_gib(str(model)) is None
     monkeypatch.undo()
-    assert checks.model_size("a/b c") is None
+    assert checks.weights_gib("a/b c") is None
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prime_rl.inference import engine_watch
-from prime_rl.inference.engine_watch import engine_died, watch_engine
+from prime_rl.inference.engine_watch import watch_engine
 from prime_rl.monitor.status import Status, read_status
 
 
@@ -37,7 +37,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_watch, "ASK_SECONDS", 0.02)
     monkeypatch.setattr(engine_watch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(engine_watch, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(engine_watch, "_died", False)
     monkeypatch.setattr("prime_rl.monitor.status._MIN_INTERVAL_SECONDS", 0.0)
 
 
@@ -81,7 +80,6 @@ async def test_answers_are_progress_and_silence_is_not(tmp_path: Path) -> None:
         assert (engine.asked, progress(tmp_path)) == (asked + 1, before)
         engine.alive.set()
         await until(lambda: progress(tmp_path) > before)
-    assert not engine_died()
 
 
 @pytest.mark.parametrize("seen", ["with a question open", "between two", "by vLLM first"])
@@ -95,7 +93,7 @@ async def test_a_death_ends_the_process(tmp_path: Path, seen: str) -> None:
         engine.errored = True
         if seen != "by vLLM first":
             await until(lambda: bool(ended))
-    assert engine_died()
+    assert ended
     assert read_status(tmp_path)["inference"].outcome == "failed: the engine died"
 
 
@@ -115,4 +113,3 @@ async def test_a_stop_is_no_death(tmp_path: Path) -> None:
         engine.errored = True
         await asyncio.sleep(0.1)
     assert (ended, asked) == ([], [True]), "however often it is asked"
-    assert not engine_died()

@@ -111,10 +111,7 @@ def engine() -> FakeEngine:
 
 
 def make(engine: FakeEngine, base: Path, root: Path | None, **options: Any) -> WeightService:
-    async def label(version: int) -> None:
-        engine.calls.append(("label", version))
-
-    return WeightService(engine, base, AllowedRoots(root), label, **options)  # type: ignore[arg-type]
+    return WeightService(engine, base, AllowedRoots(root), **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -133,14 +130,14 @@ UPDATE = ["prime_stage", "pause", "prime_load"]
 
 
 async def test_an_update(engine: FakeEngine, service: WeightService, root: Path) -> None:
-    """Contract: stage, pause, load, label, resume, in this order. The engine is paused only once every worker has read the
+    """Contract: stage, pause, load, resume, in this order. The engine is paused only once every worker has read the
     version; the answer says what took how long. The load is counted, also one of what is served already."""
     asked: list[list[Any]] = []
     engine.when_asked = lambda: asked.append(list(engine.calls))
     engine.staging = [[READY, READING], [READY, READING], [READY, READY | {"place": "device"}]]
     directory = commit(root, 1)
     change = await service.update(str(directory), 1)
-    assert engine.calls == [*UPDATE, ("label", 1), "resume"]
+    assert engine.calls == [*UPDATE, "resume"]
     assert asked == [["prime_stage"]] * 3
     assert change.place == "host"
     assert set(change.seconds) == {"check", "stage", "stop", "load", "pause"}

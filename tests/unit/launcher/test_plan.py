@@ -8,7 +8,6 @@ import pytest
 
 from prime_rl.config import RLConfig
 from prime_rl.errors import UserError
-from prime_rl.inference.checks import ModelSize
 from prime_rl.launcher import plan
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, visible_gpus
 
@@ -21,14 +20,14 @@ def planned(
     *,
     cores: int = 16,
     gib: float | None = None,
-    model: ModelSize | None = None,
+    weights: float | None = None,
     environ: dict[str, str] | None = None,
     **shared: Any,
 ) -> Plan:
     """The plan of a run on a host; `inference` None: its server runs already."""
     sections = {"orchestrator": {"environments": [{"id": "reverse-text"}]}, "inference": inference, **shared}
     names = [str(index) for index in range(gpus)] if isinstance(gpus, int) else gpus
-    return make_plan(RLConfig.model_validate(sections), HostResources(names, cores, environ or {}, gib, model))
+    return make_plan(RLConfig.model_validate(sections), HostResources(names, cores, environ or {}, gib, weights))
 
 
 def gpus_of(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -93,7 +92,7 @@ def test_one_gpu_trains_and_serves() -> None:
     assert section(made, "inference").gpu_memory_utilization == 0.25
     assert section(made, "trainer").model.memory_limit == 55.0
     assert [process.after_ready for process in made.processes] == [(), ("inference",), ()]
-    known = planned(1, **shared, model=ModelSize(8.0))
+    known = planned(1, **shared, weights=8.0)
     assert section(known, "inference").kv_cache_gib == 10.0  # of 20 GiB 8 are for weights and 2 for the engine
     assert not any(process.after_ready for process in known.processes)
     for transport, published in (("auto", True), ("memory", True), ("filesystem", False)):
@@ -107,7 +106,7 @@ def test_one_gpu_trains_and_serves() -> None:
 def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float) -> None:
     """Each gets half of the memory, and all start at once."""
     own = {"share_gpus": True} if share else {"inference_gpus": 1}
-    made = planned(2 - share, gib=80.0, model=ModelSize(1.2, sequence=4.0), inference_servers=2, **own)
+    made = planned(2 - share, gib=80.0, weights=1.2, inference_servers=2, **own)
     trains = ("0",) if share else ("1",)
     assert gpus_of(made) == {"inference": ("0",), "inference-1": ("0",), "trainer": trains, "orchestrator": ()}
     assert [server.url for server in made.servers] == ["http://localhost:8000", "http://localhost:8001"]
@@ -120,8 +119,7 @@ def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float) 
 @pytest.mark.parametrize(
     "given",
     [
-        {"model": None},
-        {"model": ModelSize(1.2, sequence=40.0)},
+        {"weights": None},
         {"inference": {"model": {"dtype": "float32"}}},
         {"inference": {"quantization": "fp8"}},
         {"inference": {"gpu_memory_utilization": 0.1}},
@@ -131,7 +129,7 @@ def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float) 
 def test_two_servers_whose_memory_is_not_known(given: Settings) -> None:
     """Where they would not fit, or nobody knows whether they would, the cache has to be given."""
     with pytest.raises(UserError, match=r"2 servers on a GPU .* give inference.kv_cache_gib"):
-        planned(2, **{"gib": 80.0, "model": ModelSize(1.2), "inference_servers": 2, "inference_gpus": 1, **given})
+        planned(2, **{"gib": 80.0, "weights": 1.2, "inference_servers": 2, "inference_gpus": 1, **given})
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ def test_two_servers_whose_memory_is_not_known(given: Settings) -> None:
 )
 def test_a_server_leaves_room_to_stage_a_version(weights: float, inference: Settings, share: float | None) -> None:
     """On its GPU, if vLLM's own choice would not; unless the user has chosen, or too little would be left to serve."""
-    made = planned(2, inference, gib=80.0, model=ModelSize(weights))
+    made = planned(2, inference, gib=80.0, weights=weights)
     assert section(made, "inference").gpu_memory_utilization == (None if share is None else pytest.approx(share))
 
 
