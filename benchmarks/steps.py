@@ -129,7 +129,12 @@ def model_source(model: str, layers: int | None = None) -> Source:
     """Random weights of a model's shape, or of its first layers."""
     if model in TINY:
         return Source(model, copy.deepcopy(TINY[model]), None)
-    return find_model(f"Qwen/Qwen3-{model}", random_weights=True, layers=layers)
+    source = find_model(f"Qwen/Qwen3-{model}", random_weights=True)
+    if layers is not None:
+        source.config.num_hidden_layers = layers
+        if kinds := getattr(source.config, "layer_types", None):
+            source.config.layer_types = kinds[:layers]
+    return source
 
 
 def write_random_model(directory: Path, model: str, layers: int | None = None) -> None:
@@ -264,7 +269,7 @@ class Bench:
         Raises:
             UserError: the GPU's memory does not suffice.
         """
-        with memory.watched(self.policy.memory, self.world.device):
+        with memory.watched(self.policy.memory):
             self._step()
 
     def _step(self) -> None:
@@ -286,7 +291,7 @@ class Bench:
         moments = begun, graded, now(world.device)
         ideal = perf.ideal_seconds(perf.flops(self.matmul, self.width, batch.lengths), world)
         known, sums_norm = {"time/wait_for_batch": waited}, sum_on_device(world, sums, norm)
-        row = StepMetrics(step, sums_norm, moments, self.recipe.names(batch), known, batch.tokens, ideal)
+        row = StepMetrics(step, sums_norm, moments, self.recipe.names, known, batch.tokens, ideal)
         self.rows.put(row)
         if self.case.export:
             self.versions.publish(step + 1, row.read)

@@ -38,6 +38,7 @@ REMOVED: dict[str, tuple[str, Any]] = {
     "log_samples_interval": ("all rollouts are in `rollouts/`", ANY),
     "max_attempts": ("an episode that a teacher did not score is made again", ANY),
     "match_rms": ("updates always have the size of AdamW's", True),
+    "model.layers": ("for fewer layers give the directory of a config.json that says so", None),
     "no_canary": ("write --no-logprob-check", ANY),
     "no_stage_weights": ("new weights are staged wherever there is memory for them", ANY),
     "normal_weight": ("give easy_weight and hard_weight relative to 1", 1.0),

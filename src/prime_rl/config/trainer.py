@@ -238,7 +238,6 @@ class TrainerModel(ModelConfig):
     head_chunk: PositiveInt | None = option(None, "Tokens whose logits exist at the same time (None: as many as fit).")
     reshard_after_forward: bool | None = option(None, "Free gathered parameters until backward (None: as memory asks).")
     dp_replicate: PositiveInt = option(1, "Groups of ranks, each of which shards a whole copy (HSDP).")
-    layers: PositiveInt | None = option(None, "Layers of a model with random weights (None: its own number).")
 
 
 class ExportConfig(Section):

@@ -1,10 +1,9 @@
 """The loss of a token, and what an RL step measures of its loss tokens.
 
 A policy loss (`policy_losses.py`) and the components beside it are each weighted by a stream of their own. Everything
-that depends on the algorithm arrives as per-token streams; a loss is a pure function of them. `STREAMS` names the rows of
-the streams tensor of RL batches; `environment` is for metrics alone. The `*_scale` rows already hold weight / (the
-component's denominator in the whole step, over all ranks), so that summing is averaging: no rank and no micro-batch needs
-to know about the others.
+that depends on the algorithm arrives as per-token streams; a loss is a pure function of them. `STREAMS` names the rows
+of the streams tensor of RL batches. The `*_scale` rows already hold weight / (the component's denominator in the whole
+step, over all ranks), so that summing is averaging: no rank and no micro-batch needs to know about the others.
 
 Metrics are sums over tokens, and few maxima, so chunks, micro-batches and ranks are put together by `lm_head.add_up`, and
 only one vector [M] travels. A log ratio or an entropy beyond 22 counts as 22, so that one ratio that overflows does not
@@ -13,13 +12,11 @@ make the sums infinite.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,21 +31,15 @@ if TYPE_CHECKING:
     from prime_rl.trainer.lm_head import TokenLoss
 
 
-# Environments with metrics of their own; part of the compiled loss, which a step's own number would recompile.
-SLOTS = 16
-
 _MOST = 22.0  # hardly any log ratio of a sampled token is beyond, and no entropy
 
 # Sums over the tokens of a component, on the loss mask or off it.
 _COMPONENTS = ("ref_kl_tokens", "ref_kl", "nll_tokens", "nll")
-# Sets of tokens beside the loss mask's of each slot: of those in the policy loss, and in the loss towards a reference.
-_GROUPS = ("kept", "dropped", "ref_kept", "ref_dropped")
+# Sets of tokens: the loss mask's, those in the policy loss, and in the loss towards a reference.
+_GROUPS = ("mask", "kept", "dropped", "ref_kept", "ref_dropped")
 _VALUES = ("entropy", "mismatch_kl", "mismatch_kl_k1", "importance_ratio")
-# Tokens in the policy loss, and those of them that it drops: less probable than to their sampler, or not; of positive or
-# negative advantage.
-_COUNTS = ("acting", "low", "high", "positive", "negative")
-# Each set has a row of the table: its number of tokens, sums of values, counts.
-_TABLE = (SLOTS + len(_GROUPS), 1 + len(_VALUES) + len(_COUNTS))
+# Dropped tokens that are less probable than to their sampler, or not; of positive or negative advantage.
+_COUNTS = ("low", "high", "positive", "negative")
 
 
 def mismatch_kl(log_ratio: Tensor) -> Tensor:
@@ -66,32 +57,28 @@ def token_sums(
     old: Tensor,
     advantage: Tensor,
     mask: Tensor,
-    environment: Tensor,
     policy: Acted,
     reference: Acted,
 ) -> Tensor:
-    """The sums over the tokens of `mask`, all [N]: the table, flat, and the largest of each value.
+    """The number of tokens and the sums of values over each of the groups, flat; the counts; the largest of each value.
 
     Args:
-        environment: The slot of each token's environment; those beyond the last share it.
         policy: What the policy loss acts on; of these, tokens of `mask` count.
         reference: What the loss towards a reference (`ref_kl`) acts on, on the mask or off it.
     """
     entropy, log_ratio = _clamped(entropy), _clamped(logprob - old)
     mask = mask.to(log_ratio.dtype)
-    slot = environment.long().clamp(0, SLOTS - 1)
-    of_slot = (slot == torch.arange(SLOTS, device=slot.device)[:, None]) * mask
     acting, dropped = policy[0] * mask, policy[0] * policy[1] * mask
     parts = [dropped * part for part in (log_ratio < 0, log_ratio >= 0, advantage > 0, advantage < 0)]
     pulled = [(reference[0] & ~reference[1]).to(mask.dtype), (reference[0] & reference[1]).to(mask.dtype)]
-    groups = torch.cat([of_slot, torch.stack([acting - dropped, dropped, *pulled])])
+    groups = torch.stack([mask, acting - dropped, dropped, *pulled])
     # The ratio is near 1, so its squares would cancel: its distance from 1 is added up.
     values = torch.stack([entropy, mismatch_kl(log_ratio), -log_ratio, torch.expm1(log_ratio)])
-    columns = torch.cat([torch.ones_like(mask)[None], values, torch.stack([acting, *parts])])
+    columns = torch.cat([torch.ones_like(mask)[None], values])
     # The last column stands for no tokens.
     largest = torch.where(mask > 0, values, -torch.inf)
     largest = torch.cat([largest, largest.new_full((len(_VALUES), 1), -torch.inf)], 1)
-    return torch.cat([(groups @ columns.t()).flatten(), largest.amax(1)])
+    return torch.cat([(groups @ columns.t()).flatten(), torch.stack(parts).sum(1), largest.amax(1)])
 
 
 def _clamped(values: Tensor) -> Tensor:
@@ -106,75 +93,46 @@ def component_sums(divergence: Tensor, pulled: Tensor, logprob: Tensor, imitated
     return torch.stack([pulled.sum(), apart.sum(), imitated.sum(), -torch.where(imitated, logprob, 0.0).sum()])
 
 
-def describe(environments: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+def describe(sums: Sequence[float]) -> dict[str, float]:
     """Name the metrics of an RL step from its sums over all ranks: its loss, `component_sums`, `token_sums`.
 
-    A mean over no tokens is left out. Environments have metrics of their own where there are several.
-
-    Args:
-        environments: The run's, in the order of their slots. Of more than slots, those in the last slot have none.
+    A mean over no tokens is left out.
     """
-    numbers = np.asarray(sums, dtype=np.float64)
-    (loss, *components), table, largest = np.split(numbers, [1 + len(_COMPONENTS), len(numbers) - MAXIMA])
-    rows = table.reshape(_TABLE)
-    whole = rows[:SLOTS].sum(0)
-    group = dict(zip(_GROUPS, rows[SLOTS:], strict=True))
-    column = 1 + _VALUES.index("mismatch_kl")
-
+    numbers = iter(sums)
+    loss, ref_kl_tokens, ref_kl_sum, nll_tokens, nll = (next(numbers) for _ in range(1 + len(_COMPONENTS)))
+    groups = {name: [next(numbers) for _ in ("tokens", *_VALUES)] for name in _GROUPS}
+    low, high, positive, negative = (next(numbers) for _ in _COUNTS)
     metrics = {"loss/mean": float(loss)}  # divided by the global count already
-    metrics |= _of_tokens(whole, {"entropy": "entropy/all", "mismatch_kl": "mismatch_kl/all"})
-    if whole[0]:
-        for value, number in zip(_VALUES, largest.tolist(), strict=True):
-            name = f"{value}/all" if value in ("entropy", "mismatch_kl") else value
-            metrics[f"{name}/max"] = number + (value == "importance_ratio")
-        # The two means that the console shows, and one relative to the other.
+    tokens, *totals = groups["mask"]
+    for value, total, largest in zip(_VALUES, totals, numbers, strict=True) if tokens else ():
+        name = f"{value}/all" if value in ("entropy", "mismatch_kl") else value
+        offset = value == "importance_ratio"  # of which the distance from 1 is added up
+        metrics |= {f"{name}/mean": offset + total / tokens, f"{name}/max": offset + largest}
+    if tokens:  # the two means that the console shows, and one relative to the other
         entropy, mismatch = metrics["entropy/all/mean"], metrics["mismatch_kl/all/mean"]
         metrics |= {"entropy/mean": entropy, "mismatch_kl/mean": mismatch}
         metrics |= {"kl_ent_ratio/mean": mismatch / entropy} if entropy > 0 else {}
-    if len(environments) > 1:
-        for slot, name in enumerate(environments[: SLOTS if len(environments) <= SLOTS else SLOTS - 1]):
-            metrics |= _of_tokens(rows[slot], {value: f"{value}/{name}" for value in _VALUES}, f"/{name}")
-    ref_kl_tokens, ref_kl_sum, nll_tokens, nll = components
-    kept, dropped, kept_ref, dropped_ref = (group[name] for name in _GROUPS)
-    return metrics | _means(
-        {
-            "masked_mismatch_kl": (dropped[column], dropped[0]),
-            "unmasked_mismatch_kl": (kept[column], kept[0]),
-            "ref_kl": (ref_kl_sum, ref_kl_tokens),
-            "nll": (nll, nll_tokens),
-            "ref_kl/is_masked": (dropped_ref[0], kept_ref[0] + dropped_ref[0]),
-            "ref_kl/masked_mismatch_kl": (dropped_ref[column], dropped_ref[0]),
-            "ref_kl/unmasked_mismatch_kl": (kept_ref[column], kept_ref[0]),
-        }
-    )
-
-
-def _of_tokens(row: npt.NDArray[np.float64], names: Mapping[str, str], suffix: str = "") -> dict[str, float]:
-    """The means of a row of the table: of values, under `names` where they differ, and, with `suffix`, of the tokens in the
-    policy loss the fraction that it drops, in all and by whether their probability fell or rose; of these the fraction
-    with positive and negative advantages."""
-    tokens, (acting, low, high, positive, negative) = row[0], row[-len(_COUNTS) :].tolist()
-    ones = {"importance_ratio": tokens}  # its distance from 1 is added up
+    counts = {name: row[0] for name, row in groups.items()}
+    mismatches = {name: row[1 + _VALUES.index("mismatch_kl")] for name, row in groups.items()}
+    dropped, acting = counts["dropped"], counts["kept"] + counts["dropped"]
     fractions = {
-        names.get(value, value): (ones.get(value, 0) + total, tokens)
-        for value, total in zip(_VALUES, row[1 : 1 + len(_VALUES)].tolist(), strict=True)
+        "masked_mismatch_kl": (mismatches["dropped"], dropped),
+        "unmasked_mismatch_kl": (mismatches["kept"], counts["kept"]),
+        "is_masked": (dropped, acting),
+        "is_masked_low": (low, acting),
+        "is_masked_high": (high, acting),
+        "masked_advantage_positive": (positive, dropped),
+        "masked_advantage_negative": (negative, dropped),
+        "ref_kl": (ref_kl_sum, ref_kl_tokens),
+        "nll": (nll, nll_tokens),
+        "ref_kl/is_masked": (counts["ref_dropped"], counts["ref_kept"] + counts["ref_dropped"]),
+        "ref_kl/masked_mismatch_kl": (mismatches["ref_dropped"], counts["ref_dropped"]),
+        "ref_kl/unmasked_mismatch_kl": (mismatches["ref_kept"], counts["ref_kept"]),
     }
-    fractions |= {
-        f"is_masked{suffix}": (low + high, acting),
-        f"is_masked_low{suffix}": (low, acting),
-        f"is_masked_high{suffix}": (high, acting),
-        f"masked_advantage_positive{suffix}": (positive, low + high),
-        f"masked_advantage_negative{suffix}": (negative, low + high),
-    }
-    return _means(fractions)
+    return metrics | {f"{name}/mean": part / count for name, (part, count) in fractions.items() if count > 0}
 
 
-def _means(fractions: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Each sum divided by its count, without those over no tokens."""
-    return {f"{name}/mean": float(part / count) for name, (part, count) in fractions.items() if count > 0}
-
-
-STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "environment", "rl_scale", "ce_scale", "ref_kl_scale")
+STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "rl_scale", "ce_scale", "ref_kl_scale")
 
 # By type: (logprob, sampler's logprob, advantage, config[, sequences]) -> (loss per token [N], dropped from the policy gradient [N] bool)
 _POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -216,7 +174,7 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
     def loss_of(
         logprob: Tensor, entropy: Tensor, streams: Tensor, sequences: Sequences | None = None
     ) -> tuple[Tensor, Tensor]:
-        mask, old, advantage, reference, environment, rl_scale, ce_scale, ref_kl_scale = streams.unbind()
+        mask, old, advantage, reference, rl_scale, ce_scale, ref_kl_scale = streams.unbind()
         rl, dropped = policy_loss(logprob, old, advantage, **({} if sequences is None else {"sequences": sequences}))
         if config.kl_coef:
             defined = torch.where(rl_scale != 0, reference, logprob.detach())  # other tokens may have none
@@ -232,7 +190,7 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
             k3 = torch.expm1(reference - logprob) + logprob - reference
             components = component_sums(k3, pulled, logprob, ce_scale != 0)
             acted = (rl_scale != 0, dropped), (ref_kl_scale != 0, ref_kl_drops(logprob, old))
-            sums = token_sums(logprob, entropy, old, advantage, mask, environment, *acted)
+            sums = token_sums(logprob, entropy, old, advantage, mask, *acted)
             return loss, torch.cat([loss[None], components, sums])
 
     return SequenceLoss(loss_of) if coupled else loss_of

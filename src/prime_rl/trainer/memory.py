@@ -6,7 +6,6 @@ leanest.
 """
 
 import os
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.trainer.activations import LAG, LEVELS
 from prime_rl.trainer.parallel import World, gather
-from prime_rl.trainer.source import attention_heads
+from prime_rl.trainer.source import attention_heads, one_line
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import OptimConfig, Recompute, TrainerModel
@@ -413,24 +412,36 @@ def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
     """What was chosen, and what it takes."""
     assert plan.job is not None
     assert plan.budget is not None
-    shape, job, settings = plan.shape, plan.job, plan.settings
-    estimated = estimate(shape, job, settings)
+    settings, estimated = plan.settings, estimate(plan.shape, plan.job, plan.settings)
     limit = "memory_limit" if config.memory_limit is not None else "free"
-    text = [
-        f"memory: {_gib(estimated.total * (1 + RESERVE))} of {_gib(plan.budget)} GiB ({limit}) for {job.tokens:,} tokens "
-        f"a micro-batch; {settings}",
-        f"estimated peak, in {estimated.moment}: {listed(estimated.parts)}, reserve {_gib(estimated.total * RESERVE)} GiB",
-    ]
+    text = (
+        f"memory: {_gib(estimated.total * (1 + RESERVE))} of {_gib(plan.budget)} GiB ({limit}) for {plan.job.tokens:,} "
+        f"tokens a micro-batch; {settings}; estimated peak, in {estimated.moment}: {_listed(estimated)}"
+    )
     if settings.offloaded:
-        text.append(f"{_gib(offloaded_bytes(shape, job, settings))} GiB of activations offloaded to host memory")
+        text += f"; {_gib(offloaded_bytes(plan.shape, plan.job, settings))} GiB of activations offloaded to host memory"
     if not _fits(estimated, plan.budget):
-        text.append(f"too little, if the estimate holds; {_remedies(plan)}")
-    return "; ".join(text)
+        text += f"; too little, if the estimate holds: {_remedies(plan)}"
+    return text
 
 
-def listed(parts: dict[str, int]) -> str:
+@contextmanager
+def watched(plan: MemoryPlan) -> Iterator[None]:
+    """Explain running out of the GPU's memory: raise UserError that says what took it, and what takes less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        text = f"the GPU is out of memory: {one_line(error)}"
+        if plan.job is not None:
+            estimated = estimate(plan.shape, plan.job, plan.settings)
+            text += f"; a step's estimate is {_gib(estimated.total)} GiB, most of it in {estimated.moment}: "
+            text += f"{_listed(estimated)}; {_remedies(plan)}"
+        raise UserError(text) from error
+
+
+def _listed(estimated: Estimate) -> str:
     """The parts of an estimate and their GiB, the largest first."""
-    largest = sorted(parts.items(), key=lambda part: -part[1])
+    largest = sorted(estimated.parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {_gib(size)}" for name, size in largest if size)
 
 
@@ -438,47 +449,16 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
-# ---- out of memory
-
-
-@contextmanager
-def watched(plan: MemoryPlan, device: torch.device) -> Iterator[None]:
-    """Explain running out of the GPU's memory: raise UserError that says what took it, and what would help."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise explain_oom(error, plan, device) from error
-
-
-def explain_oom(error: BaseException, plan: MemoryPlan, device: torch.device) -> UserError:
-    """An out-of-memory error in words that help."""
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-    stats, (free, total) = torch.cuda.memory_stats(device), torch.cuda.mem_get_info(device)
-    allocated, reserved = (stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved"))
-    text = [
-        "the GPU is out of memory" + (f" ({asked[1]} more were asked for)" if asked else ""),
-        f"tensors take {_gib(allocated)} GiB (at most {_gib(stats['allocated_bytes.all.peak'])}), torch holds "
-        f"{_gib(reserved)} of {_gib(total)} GiB, {_gib(max(total - free - reserved, 0))} are taken by others and by "
-        "the driver",
-    ]
-    if plan.job is not None:
-        estimated = estimate(plan.shape, plan.job, plan.settings)
-        size, parts = _gib(estimated.total), listed(estimated.parts)
-        text.append(f"a step's estimate is {size} GiB, most of it in {estimated.moment}: {parts}")
-        text.append(_remedies(plan))
-    return UserError("; ".join(text))
-
-
 def _remedies(plan: MemoryPlan) -> str:
     """What takes less memory and is not done yet."""
     assert plan.job is not None
     settings = plan.settings
-    changes = [
-        ("--model.activation-checkpointing full", set(settings.levels) != {"full"}),
-        ("--model.reshard-after-forward true", not settings.reshard),
-        ("--model.activation-offload true", not settings.offloaded),
-        ("--optim.offload true", plan.job.state_bytes > 0),
-        ("fewer tokens a micro-batch (seq_len)", True),
-        ("more GPUs", True),
-    ]
-    return f"what takes less: {', '.join(change for change, is_open in changes if is_open)}"
+    changes = {
+        "--model.activation-checkpointing full": set(settings.levels) != {"full"},
+        "--model.reshard-after-forward true": not settings.reshard,
+        "--model.activation-offload true": not settings.offloaded,
+        "--optim.offload true": plan.job.state_bytes > 0,
+        "fewer tokens a micro-batch (seq_len)": True,
+        "more GPUs": True,
+    }
+    return f"what takes less: {', '.join(change for change, is_open in changes.items() if is_open)}"

@@ -208,7 +208,6 @@ class StepData:
         lengths: Tokens of each of all ranks' samples.
         samples: Samples, or rows of a dataset, that the step takes from the source: a resumed run goes on after them.
         metrics: For the step's row.
-        environments: Of the whole run, in the order of their places in streams.
         groups: For each micro-batch the index of each document's group in the step, where `normalize` needs it.
         group_count: Groups of the step, over all ranks.
     """
@@ -217,7 +216,6 @@ class StepData:
     lengths: list[int]
     samples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    environments: list[str] = field(default_factory=list)
     groups: list[Ints] = field(default_factory=list)
     group_count: int = 0
 

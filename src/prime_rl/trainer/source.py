@@ -49,40 +49,19 @@ class Source:
 
 def locate_model(config: "TrainerModel", world: World, *, random_weights: bool) -> Source:
     """`find_model` on every rank, rank 0 first: it downloads what is missing."""
-    trust = config.trust_remote_code
-    find = partial(
-        find_model, config.name, trust_remote_code=trust, random_weights=random_weights, layers=config.layers
-    )
+    find = partial(find_model, config.name, config.trust_remote_code, random_weights)
     on_main(world, lambda: find().name)
     return agree(world, find)
 
 
-def find_model(
-    name: str, *, trust_remote_code: bool = False, random_weights: bool = False, layers: int | None = None
-) -> Source:
+def find_model(name: str, trust_remote_code: bool = False, random_weights: bool = False) -> Source:
     """Locate a model: a local directory, or a hub name (downloaded into the hub's cache).
 
     Args:
         random_weights: The weights may be missing (fake data). A directory's own are used; nothing is downloaded.
-        layers: How many of its layers to build, where the weights are random.
 
-    Raises UserError if it is not found or no model directory, or if `layers` is of a model that has weights.
+    Raises UserError if it is not found or no model directory.
     """
-    if layers is None:
-        return _find(name, trust_remote_code, random_weights)
-    source = _find(name, trust_remote_code, random_weights) if random_weights else None
-    if source is None or source.directory is not None:
-        raise UserError(f"model.layers needs random weights: fake data, and a model without files, unlike {name}")
-    text: Any = source.config.get_text_config()
-    if layers > text.num_hidden_layers:
-        raise UserError(f"model.layers {layers} is more than the {text.num_hidden_layers} layers of {name}")
-    text.num_hidden_layers = layers
-    if kinds := getattr(text, "layer_types", None):
-        text.layer_types = kinds[:layers]
-    return source
-
-
-def _find(name: str, trust_remote_code: bool, random_weights: bool) -> Source:
     directory = Path(name).expanduser()
     if not directory.is_dir():
         if directory.exists():

@@ -27,7 +27,6 @@ from prime_rl.trainer.packing import (
     Document,
     MicroBatch,
     OnWait,
-    StepData,
     StepSource,
     collate,
     pads_to,
@@ -61,7 +60,7 @@ class Recipe:
 
     tokens: int
     loss: TokenLoss | SequenceLoss
-    names: Callable[[StepData], Named]
+    names: Named
     open_data: Callable[[World, Source, OnWait], StepSource]
     served: TrainerConfig | None = None
     weights: WeightsConfig | None = None
@@ -151,7 +150,7 @@ def run(
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
     rows = exit_stack.enter_context(MetricRows(report, world.device))
-    exit_stack.enter_context(watched(policy.memory, world.device))
+    exit_stack.enter_context(watched(policy.memory))
     if served is not None and policy.compiled:  # the servers are loading meanwhile
         report.phase("compiling")
         warm_up(policy, recipe.loss, served, world, vocabulary, pads_to(world.device))
@@ -197,7 +196,7 @@ def run(
         }
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
         sums_norm = sum_on_device(world, sums, norm)
-        row = StepMetrics(step, sums_norm, moments, recipe.names(batch), known, batch.tokens, ideal)
+        row = StepMetrics(step, sums_norm, moments, recipe.names, known, batch.tokens, ideal)
         rows.put(row)
 
         kind, weights, saving = checkpoints.due(step + 1), None, 0.0

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.config.trainer import AdamW, Recompute, TrainerModel
+from prime_rl.errors import UserError
 from prime_rl.trainer import attention, memory, moe
 from prime_rl.trainer.activations import LAG, LEVELS, checkpoint_layers, wide_products
 from prime_rl.trainer.memory import (
@@ -262,20 +263,13 @@ def test_host_memory_of_offloading(planned: Callable[..., MemoryPlan]) -> None:
 # ---- out of memory
 
 
-def test_out_of_memory_in_words(shapes: dict[str, Shape], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line: what is taken, by the estimate by which parts, the largest first, and what takes less."""
-    gib = {
-        "allocated_bytes.all.current": 130.0,
-        "allocated_bytes.all.peak": 137.25,
-        "reserved_bytes.all.current": 138.0,
-    }
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {key: value * GIB for key, value in gib.items()})
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, 140 * GIB))
+def test_out_of_memory_in_words(shapes: dict[str, Shape]) -> None:
+    """One line: what torch says, what is taken by the estimate, the largest part first, and what takes less."""
     plan = MemoryPlan(everywhere(shapes["4B"], "none"), shapes["4B"], Job(16384), 139 * GIB)
-    torch_says = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has …")
-    text = str(memory.explain_oom(torch_says, plan, torch.device("cuda")))
-    assert text.startswith("the GPU is out of memory (2.50 GiB more were asked for); ")
-    assert "tensors take 130.0 GiB (at most 137.2), torch holds 138.0 of 140.0 GiB, 1.5 are taken by others" in text
+    with pytest.raises(UserError) as caught, memory.watched(plan):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.\nGPU 0 has …")
+    text = str(caught.value)
+    assert text.startswith("the GPU is out of memory: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has …; ")
     assert (
         "activations 60.4, optimizer states 30.0, fp32 weights 15.0, gradients 15.0, gathered weights 7.5, head" in text
     )

@@ -83,11 +83,10 @@ class RolloutData(StepSource):
         rows = dict(zip(wanted, batch.rows(wanted), strict=True))
         for sample in rows.values():
             check_tokens(sample, self.vocabulary)
-        environments, reference = batch.environments, self.config.loss.kl_coef > 0
-        documents = {i: document(row, environments.index(row.env), reference) for i, row in rows.items()}
+        documents = {i: document(row, self.config.loss.kl_coef > 0) for i, row in rows.items()}
         lengths = batch.lengths.tolist()
         batches = micro_batches(mine, documents, len(STREAMS), self.world.device)
-        data = StepData(batches, lengths, len(lengths), environments=environments)
+        data = StepData(batches, lengths, len(lengths))
         return grouped(data, batch.group_ids(), mine) if self.config.loss.normalization == "group" else data
 
 
@@ -150,14 +149,13 @@ def check_tokens(sample: Sample, vocabulary: int) -> None:
         )
 
 
-def document(sample: Sample, environment: int = 0, reference: bool = False) -> Document:
+def document(sample: Sample, reference: bool = False) -> Document:
     """A sample's tokens and streams, in the order of `STREAMS`. The scale rows hold the bare weights still.
 
     Without weight streams every token of the loss mask belongs to the RL component with weight 1; a cross-entropy or
     reference-KL weight makes any token belong to that component, on the mask or off it.
 
     Args:
-        environment: Its place among the run's environments.
         reference: RL tokens need the log-probabilities of a reference model.
 
     Raises UserError if they are needed and missing.
@@ -175,8 +173,7 @@ def document(sample: Sample, environment: int = 0, reference: bool = False) -> D
         raise UserError(f"sample {sample.sample_id} has ref_kl_weight but no ref_logprobs")
     if reference and rl.any() and sample.ref_logprobs is None:
         raise UserError(f"sample {sample.sample_id} has no ref_logprobs, which loss.kl_coef needs")
-    place = np.full_like(zeros, environment)
-    rows = (mask, sample.logprobs, sample.advantages, stream(sample.ref_logprobs, zeros), place, rl, ce, ref_kl)
+    rows = (mask, sample.logprobs, sample.advantages, stream(sample.ref_logprobs, zeros), rl, ce, ref_kl)
     streams = np.stack([np.asarray(row, dtype=np.float32) for row in rows])
     trained = mask | (ce != 0) | (ref_kl != 0)
     return Document(np.asarray(sample.input_ids, dtype=np.int64), trained, float(sample.temperature), streams)

@@ -28,7 +28,7 @@ def make_recipe(config: TrainerConfig) -> Recipe:
     return Recipe(
         tokens=config.seq_len,
         loss=make_loss(config.loss),
-        names=lambda batch: partial(describe, batch.environments),
+        names=describe,
         open_data=partial(RolloutData if config.data.fake is None else FakeSamples, config),
         served=config if config.data.fake is None else None,
         # Fake data trains a model that nobody serves: its versions need neither a tmpfs nor an interval.

@@ -23,7 +23,7 @@ def make_recipe(config: SFTConfig) -> Recipe:
     return Recipe(
         tokens=config.data.seq_len * config.data.micro_batch_size,
         loss=cross_entropy,
-        names=lambda batch: means,
+        names=means,
         open_data=partial(RowData if config.data.fake is None else FakeRows, config),
     )
 
