@@ -99,7 +99,6 @@ def run_step(ledger: Ledger, rollouts: Path, step: int, flushes: int) -> dict[st
         write_batch(rollouts, step, samples, batch_extra(event))
     with clock.part("record"):
         ledger.record(event)
-        ledger.trained_through(step)
     with clock.part("flush after"):
         ledger.flush()
     return clock.parts

@@ -123,18 +123,18 @@ def _ledger(run: Path, max_steps: int) -> Iterator[str]:
         return
     with open_ledger(run) as database:
         issued = dict(database.execute("SELECT env, count FROM issued"))
-        rows = database.execute("SELECT id, state, reason, step FROM outcomes").fetchall()
+        rows = database.execute("SELECT id, state, reason, step FROM episodes").fetchall()
         stored = database.execute("SELECT COUNT(*) FROM results").fetchone()[0]
     if sum(issued.values()) != len(rows):
         yield f"the ledger counts {issued} issued episodes and tells of {len(rows)}"
-    if open_rows := sorted(f"{id_} {state}" for id_, state, _, _ in rows if state not in ("trained", "dropped")):
+    if open_rows := sorted(f"{id_} {state}" for id_, state, _, _ in rows if state not in ("batched", "dropped")):
         yield f"the ledger has episodes that did not end: {open_rows}"
     if odd := sorted({str(reason) for _, state, reason, _ in rows if state == "dropped"} - REASONS):
         yield f"the ledger has drops for {odd}"
     if stored:
         yield f"the ledger still holds the tokens of {stored} episodes"
     for step in range(max_steps):
-        told = {id_ for id_, state, _, at in rows if state == "trained" and at == step}
+        told = {id_ for id_, state, _, at in rows if state == "batched" and at == step}
         try:
             trained = {
                 name.rpartition(".")[0] for name in read_manifest(run / "rollouts" / f"step_{step}").extra["samples"]
@@ -151,7 +151,7 @@ def account(run: Path) -> dict[str, int]:
         return {}
     with open_ledger(run) as database:
         issued = database.execute("SELECT SUM(count) FROM issued").fetchone()[0]
-        ended = "SELECT state || IIF(reason = '', '', ': ' || reason), COUNT(*) FROM outcomes GROUP BY 1 ORDER BY 1"
+        ended = "SELECT COALESCE(reason, state), COUNT(*) FROM episodes GROUP BY 1 ORDER BY 1"
         return {"issued": issued, **dict(database.execute(ended).fetchall())}
 
 

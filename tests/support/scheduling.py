@@ -192,8 +192,6 @@ class World:
             self.versions[self.newest + 1] = max(self.incarnations)
 
     def serve(self) -> None:
-        if self.ledger is not None:
-            self.ledger.trained_through(self.newest)
         if self.newest > self.scheduler.version and not self.scheduler.must_go_back:
             self.forget(self.scheduler.serve(self.newest))
 
@@ -208,8 +206,6 @@ class World:
         """The orchestrator notices a new incarnation."""
         back_to = self.trainer_dies()
         self.forget(self.scheduler.begin_incarnation(max(self.incarnations), self.incarnations))
-        if self.ledger is not None:
-            self.ledger.rewound(back_to)
         if self.scheduler.must_go_back:
             self.scheduler.go_back(back_to)
 

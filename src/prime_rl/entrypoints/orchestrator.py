@@ -7,11 +7,12 @@ from prime_rl import faults
 from prime_rl.config import OrchestratorConfig, write_toml
 from prime_rl.entrypoints import run_command, show
 from prime_rl.envs.venv import prepare
+from prime_rl.launcher.console import Console
 from prime_rl.launcher.preflight import check_environment, check_model
-from prime_rl.launcher.rundir import as_benchmark, cleaned
+from prime_rl.launcher.rundir import as_benchmark, cleaned, refuse_results
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.orchestrator.checkpoint import refuse_used, resume_point
+from prime_rl.orchestrator.checkpoint import resume_point
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.settings import check_and_commit
 
@@ -29,9 +30,9 @@ def run(config: OrchestratorConfig) -> None:
         config = as_benchmark(config)
     for env in config.all_environments():
         check_environment(env)
-    if not (config.dry_run or config.bench or config.clean):
-        progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
-        refuse_used(config.output_dir, progress)  # before that run's own config is written over
+    keeps = not (config.dry_run or config.bench or config.clean)
+    if keeps and resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover).fresh:
+        refuse_results(config.output_dir)  # before that run's own config is written over
     if config.dry_run:
         names = ", ".join(f"{env.name} (workers: {env.workers})" for env in config.environments)
         show(
@@ -51,6 +52,8 @@ def run(config: OrchestratorConfig) -> None:
     from prime_rl.orchestrator.orchestrator import orchestrate
 
     asyncio.run(orchestrate(config))
+    if config.bench:
+        print("\n".join(Console(config.output_dir, None, bench=True).bench_table()))
 
 
 if __name__ == "__main__":

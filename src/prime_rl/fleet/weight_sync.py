@@ -213,7 +213,6 @@ class WeightSync:
         logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
         if not self.scheduler.must_go_back:
             self._write_lease(incarnation.number, served)
-        self._loop.ledger.rewound(incarnation.start)
 
     async def _serve(self) -> None:
         """Have every ready replica load the newest version: a newer one, or where the trainer gave up what is served the

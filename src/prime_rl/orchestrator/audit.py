@@ -4,19 +4,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prime_rl.orchestrator.ledger import open_copy
+from prime_rl.transport.incarnations import read_incarnations, read_versions
+from prime_rl.transport.protocol import newest_version
 from prime_rl.transport.settings import LEDGER
 
 # Counts of an environment: all episodes that were issued, then by where they are.
 _OUTCOMES = """
     SELECT env, 'issued' AS outcome, count FROM issued
-    UNION ALL SELECT env, CASE state
-        WHEN 'issued' THEN 'in flight' WHEN 'batched' THEN 'in a batch' WHEN 'dropped' THEN 'dropped: ' || reason
-        ELSE state END, COUNT(*)
-    FROM outcomes GROUP BY 1, 2 ORDER BY 1, 3 DESC, 2 DESC"""
+    UNION ALL SELECT env, CASE e.state
+        WHEN 'issued' THEN 'in flight' WHEN 'batched' THEN IIF(e.step < ?, 'trained', 'in a batch')
+        WHEN 'dropped' THEN 'dropped: ' || reason ELSE e.state END, COUNT(*)
+    FROM episodes e JOIN groups g ON g.number = group_number GROUP BY 1, 2 ORDER BY 1, 3 DESC, 2 DESC"""
 _FAULTS = {
     "unaccounted for": """
-        SELECT env || printf(': %+d episodes are', issued.count - COUNT(outcomes.id)) AS difference
-        FROM issued LEFT JOIN outcomes USING (env) GROUP BY env HAVING issued.count != COUNT(outcomes.id)""",
+        SELECT i.env || printf(': %+d episodes are', i.count - COUNT(e.id))
+        FROM issued i LEFT JOIN groups g ON g.env = i.env LEFT JOIN episodes e ON e.group_number = g.number
+        GROUP BY i.env HAVING i.count != COUNT(e.id)""",
     "episodes in flight, or waiting for a batch, in groups that are closed": """
         SELECT COUNT(*) FROM episodes e JOIN groups g ON g.number = group_number
         WHERE g.state != 'open' AND e.state IN ('issued', 'finished')""",
@@ -48,7 +51,8 @@ def audit(run_dir: Path) -> AuditReport:
     with open_copy(run_dir / LEDGER) as db:
         findings = [(count, fault) for fault, query in _FAULTS.items() for (count,) in db.execute(query)]
         faults = [f"{count} {fault}" for count, fault in findings if count]
-        return AuditReport(db.execute(_OUTCOMES).fetchall(), faults)
+        newest = newest_version(read_versions(run_dir / "weights"), read_incarnations(run_dir))
+        return AuditReport(db.execute(_OUTCOMES, (newest or 0,)).fetchall(), faults)
 
 
 def audit_text(run_dir: Path) -> str:

@@ -18,7 +18,6 @@ from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, read_manifest, stage
 from prime_rl.transport.incarnations import run_id
 from prime_rl.transport.protocol import first_missing_batch, joinable
-from prime_rl.transport.settings import suggestions
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import CkptConfig
@@ -100,16 +99,6 @@ def resume_point(
 def checkpoints_root(output_dir: Path, ckpt: "CkptConfig | None") -> Path:
     """Return the directory of the run's checkpoints."""
     return ((ckpt and ckpt.output_dir) or output_dir) / "checkpoints"
-
-
-def refuse_used(output_dir: Path, progress: ResumePoint) -> None:
-    """Raise UserError where a fresh run would mix its batches with those of an earlier one."""
-    if not progress.fresh:
-        return
-    for name, first in (("rollouts", 0), ("weights", 1)):  # a trainer that is up already has committed version 0
-        if steps := [step for step in list_steps(output_dir / name) if step >= first]:
-            ways = suggestions(output_dir, saved=bool(list_steps(output_dir / "checkpoints")))
-            raise UserError(f"{output_dir / name} holds steps {steps[0]}-{steps[-1]} of an earlier run: {ways}")
 
 
 def refuse_other_seed(progress: ResumePoint, seed: int) -> None:

@@ -1,7 +1,7 @@
 """The ledger: every episode from its issue to its end, in `ledger.sqlite` of the run directory.
 
 It is the only count of episodes there is. An episode `group.number.attempt` is *issued*, then *finished* or *dropped*;
-a finished one is *batched* with the batch that holds it, and *trained* once the version after that step is committed.
+a finished one is *batched* with the batch that holds it: trained, once the version after that step is committed.
 `record` only keeps an event; `flush` applies all that were recorded in one transaction, and refuses what cannot have
 happened. The rename of `rollouts/step_n` is the commit of a batch; its manifest lists the episodes in it, and
 `reconcile` brings the ledger to what the manifests say. The tokens of a finished episode are stored until its batch is
@@ -59,7 +59,7 @@ _BUSY_SECONDS = 10.0
 _FAULT = "episodes are lost or counted twice, so the run stops (a fault of prime-rl)"
 
 # 16 KiB pages: tokens of an episode lie in few overflow pages. `issued` counts independently of the rows, as a
-# cross-check. `version` is the newest version of the trainer: batches of earlier steps are trained.
+# cross-check.
 _SCHEMA = f"""
 PRAGMA page_size = 16384;
 BEGIN;
@@ -78,12 +78,7 @@ CREATE TABLE episodes (
     PRIMARY KEY (group_number, number, attempt)
 ) WITHOUT ROWID;
 CREATE TABLE results (id TEXT PRIMARY KEY, data BLOB NOT NULL);
-CREATE VIEW outcomes AS
-    SELECT env, id, IIF(
-        e.state = 'batched' AND e.step < (SELECT value FROM meta WHERE key = 'version'), 'trained', e.state
-    ) AS state, COALESCE(reason, '') AS reason, e.step
-    FROM episodes e JOIN groups g ON g.number = group_number;
-INSERT INTO meta VALUES ('format', {FORMAT}), ('version', 0);
+INSERT INTO meta VALUES ('format', {FORMAT});
 COMMIT;
 """
 _KEY = "group_number = ? AND number = ? AND attempt = ?"
@@ -91,7 +86,6 @@ _OPEN_GROUP = "INTO groups VALUES (?, ?, ?, ?, 'open', NULL)"
 _ISSUE = """
     INSERT OR IGNORE INTO episodes (group_number, number, attempt, state, version, incarnation)
     SELECT ?1, ?2, ?3, 'issued', ?4, ?5 WHERE EXISTS (SELECT 1 FROM groups WHERE number = ?1 AND state = 'open')"""
-_REISSUE = f"UPDATE episodes SET version = ?, incarnation = ? WHERE {_KEY} AND state = 'issued'"
 _COUNT_ISSUED = "INSERT INTO issued VALUES (?, 1) ON CONFLICT (env) DO UPDATE SET count = count + 1"
 _FINISH = f"""
     UPDATE episodes SET state = 'finished', incarnation = ?, first = ?, last = ?
@@ -115,24 +109,21 @@ class Counts:
     issued: int = 0
     in_flight: int = 0  # issued, not ended
     finished: int = 0  # ended with a result, not in a batch yet
-    batched: int = 0  # in a committed batch that is not trained yet
-    trained: int = 0
+    batched: int = 0  # in a committed batch
     dropped: dict[str, int] = field(default_factory=dict)  # by reason; reasons that never occurred are left out
 
     @property
     def difference(self) -> int:
         """Issued minus accounted-for episodes; 0 if none is lost or counted twice."""
-        return self.issued - (self.trained + sum(self.dropped.values()) + self.in_flight + self.finished + self.batched)
+        return self.issued - (self.batched + sum(self.dropped.values()) + self.in_flight + self.finished)
 
 
 def read_counts(db: sqlite3.Connection) -> Counts:
     """Count all episodes: `issued` as counted when they were issued, the rest as the rows say."""
-    query = "SELECT state, reason, COUNT(*) FROM outcomes GROUP BY 1, 2 ORDER BY 1, 2"
-    rows = {(state, reason): count for state, reason, count in db.execute(query)}
+    rows = dict(db.execute("SELECT COALESCE(reason, state), COUNT(*) FROM episodes GROUP BY 1 ORDER BY 1").fetchall())
+    in_flight, finished, batched = (rows.pop(name, 0) for name in ("issued", "finished", "batched"))
     (issued,) = db.execute("SELECT COALESCE(SUM(count), 0) FROM issued").fetchone()
-    states = {name: rows.get((name, ""), 0) for name in ("finished", "batched", "trained")}
-    dropped = {reason: count for (state, reason), count in rows.items() if state == "dropped"}
-    return Counts(issued, in_flight=rows.get(("issued", ""), 0), dropped=dropped, **states)
+    return Counts(issued, in_flight, finished, batched, dropped=rows)
 
 
 def batch_extra(event: Batched) -> dict[str, Any]:
@@ -206,9 +197,7 @@ class Ledger:
             self._db.execute("PRAGMA secure_delete = OFF")  # freed tokens need not be overwritten
             self._db.execute("PRAGMA cache_size = -131072")  # KiB: a step's changes stay in memory until the commit …
             self._db.execute("PRAGMA cache_spill = OFF")  # … so that until then only the journal is written
-            (version,) = self._db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
             stack.pop_all()
-        self._version = self._stored_version = version
 
     def close(self) -> None:
         """Close the file. What was not flushed is lost."""
@@ -224,14 +213,6 @@ class Ledger:
         """Events that were recorded and not flushed."""
         return len(self._events)
 
-    def trained_through(self, version: int) -> None:
-        """Mark the batches of steps below `version` trained: it is committed, and of the current lineage."""
-        self._version = max(self._version, version)
-
-    def rewound(self, step: int) -> None:
-        """Mark the batches from `step` on batched, not trained: a new incarnation of the trainer trains them again."""
-        self._version = min(self._version, step)
-
     def flush(self, count: int | None = None) -> None:
         """Write the first `count` unwritten events, or all so far, in one transaction.
 
@@ -242,13 +223,11 @@ class Ledger:
                 they contradict what is written.
         """
         with self._lock:
-            events, version = self._events[:count], self._version
-            if not events and version == self._stored_version:
+            if not (events := self._events[:count]):
                 return
             with self._transaction():
                 for event in events:
                     self._apply(event)
-                self._store_version(version)
             del self._events[: len(events)]
 
     @contextmanager
@@ -271,9 +250,8 @@ class Ledger:
             case Opened(group, task):
                 self._change(event, f"INSERT OR IGNORE {_OPEN_GROUP}", group, task.env, task.index, task.task_id)
             case Issued(start, incarnation):
-                if not self._update(_REISSUE, start.version, incarnation, *start.key):
-                    self._change(event, _ISSUE, *start.key, start.version, incarnation)
-                    self._update(_COUNT_ISSUED, start.task.env)
+                self._change(event, _ISSUE, *start.key, start.version, incarnation)
+                self._update(_COUNT_ISSUED, start.task.env)
             case Finished(start, first, last, result, incarnation):
                 self._change(event, _FINISH, incarnation, first, last, *start.key)
                 data = msgpack.packb(pack_episode(result))
@@ -342,7 +320,7 @@ class Ledger:
             return self._db.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM groups").fetchone()[0]
 
     def open_groups(self, group_size: int) -> list[Group[EpisodeResult]]:
-        """Read the open groups in the order of opening. What was in flight is started again, same attempt."""
+        """Read the open groups in the order of opening, once the ledger is reconciled."""
         groups: dict[int, Group[EpisodeResult]] = {}
         with _file_errors(self.path), self._lock:
             for opened, env, index, task_id, number, *episode in self._db.execute(_OPEN_GROUPS):
@@ -352,9 +330,7 @@ class Ledger:
                     continue
                 attempt, state, retried, version, incarnation, first, last, data = episode
                 slot = group.slots[number] = GroupSlot(number, attempt)  # the latest attempt comes last
-                if state == "issued":
-                    slot.state = State.RETRY
-                elif state == "finished":
+                if state == "finished":
                     start = Start(opened, number, attempt, group.task, version)
                     if data is None:
                         raise UserError(_damaged(self.path, f"the tokens of episode {start.episode} are missing"))
@@ -373,10 +349,11 @@ class Ledger:
     def reconcile(self, batches: Sequence[Batched], version: int) -> list[str]:
         """Make the ledger agree with the committed batches. Call it at start, before `open_groups`.
 
+        What was in flight counts as never issued: it will be, under the same name.
+
         Args:
             batches: All batches in the run directory (`read_batches`), by step.
-            version: The newest committed version of the current lineage: steps below it are trained, later ones will
-                be trained again.
+            version: The newest committed version of the current lineage: batches of steps below it may be pruned.
 
         Returns:
             What had to be mended, for the log; empty when ledger and manifests agree.
@@ -384,8 +361,6 @@ class Ledger:
         mended: list[str] = []
         with self._lock, self._transaction():
             known = {step for (step,) in self._db.execute("SELECT step FROM groups WHERE state = 'batched'")}
-            if batches and not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone():
-                mended.append("the ledger was lost: it counts no episodes but those of the batches that stand")
             for batch in batches:
                 if batch.step not in known:
                     self._adopt(batch)
@@ -396,8 +371,11 @@ class Ledger:
                     count = self._update(f"{_END} WHERE state = 'batched' AND step = ?", *end, gone)
                     self._update("UPDATE groups SET state = 'discarded' WHERE state = 'batched' AND step = ?", gone)
                     mended.append(f"the batch of step {gone} is gone: {count} episodes of it are dropped")
-            self._store_version(version)
-        self._version = version
+            in_flight = (
+                "SELECT COUNT(*) FROM groups g JOIN episodes e ON g.number = group_number AND e.state = 'issued'"
+            )
+            self._update(f"UPDATE issued SET count = count - ({in_flight} WHERE g.env = issued.env)")
+            self._update("DELETE FROM episodes WHERE state = 'issued'")
         return mended
 
     def _adopt(self, batch: Batched) -> None:
@@ -411,10 +389,6 @@ class Ledger:
         self._apply(batch)
         for number in batch.groups:
             self._drop_open(number, Drop.CANCELLED, f"the batch of step {batch.step} was committed without it")
-
-    def _store_version(self, version: int) -> None:
-        self._update("UPDATE meta SET value = ? WHERE key = 'version'", version)
-        self._stored_version = version
 
 
 # -- going on with a run -----------------------------------------------------------------------------------------------
@@ -477,10 +451,7 @@ def restore(
     scheduler.restore(groups)
     if groups:
         finished = sum(len(group.finished) for group in groups)
-        retried = sum(slot.state is State.RETRY for group in groups for slot in group.slots.values())
-        logger.info(
-            "{} open groups go on, with {} finished episodes; {} are started again", len(groups), finished, retried
-        )
+        logger.info("{} open groups go on, with {} finished episodes", len(groups), finished)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

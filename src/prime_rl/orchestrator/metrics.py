@@ -103,18 +103,6 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return metrics | {f"made/{name}": share for name, share in _solved(rewards).items()}
 
 
-def bench_table(rows: list[dict[str, float]]) -> str:
-    """Throughput of generation: the mean over steps but the first, which warms the engine up."""
-    timed = rows[1:] or rows
-    seconds = sum(row["time/step"] for row in timed) / len(timed)
-    tokens = sum(row["perf/throughput"] * row["time/step"] for row in timed) / len(timed)
-    rollouts = sum(row["progress/samples"] for row in timed) / len(timed)
-    return (
-        f"{'steps':>8}{'rollouts/s':>14}{'tokens/s':>12}{'step time s':>14}\n"
-        f"{len(timed):>8}{rollouts / seconds:>14.1f}{tokens / seconds:>12.0f}{seconds:>14.3f}"
-    )
-
-
 def distribution(values: Sequence[float]) -> dict[str, float]:
     """Mean, population standard deviation, extremes and percentiles of finite values; nothing of none."""
     if not values:
@@ -162,7 +150,7 @@ def _own_metrics(groups: Sequence[Group[EpisodeResult]], env: str) -> dict[str, 
 def _finished(counts: Counts) -> int:
     """All episodes that ended with a result and were not too old; the commit of a batch does not change it."""
     left_out = sum(counts.dropped.get(reason, 0) for reason in (Drop.FILTERED, Drop.TRUNCATED))
-    return counts.finished + counts.batched + counts.trained + left_out
+    return counts.finished + counts.batched + left_out
 
 
 def _rewards(group: Group[EpisodeResult]) -> list[float]:

@@ -33,15 +33,14 @@ from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, cancel_tasks
 from prime_rl.fleet.router import ServerClient, connect_all
 from prime_rl.fleet.weight_sync import WeightSync
-from prime_rl.monitor import Monitor, Status, read_metrics
+from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.limits import LimitWatch
-from prime_rl.monitor.monitor import metrics_path
 from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator.admission import Admission, output_tokens
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
 from prime_rl.orchestrator.evaluation import Evaluations, eval_environments, eval_worker
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_ledger, restore
-from prime_rl.orchestrator.metrics import Tally, bench_table, group_metrics, score, step_metrics
+from prime_rl.orchestrator.metrics import Tally, group_metrics, score, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
@@ -450,21 +449,18 @@ class Orchestrator:
     # -- between steps ------------------------------------------------------------------------------------------------
 
     async def _keep_ledger(self) -> None:
-        """Mark what is trained, save what has finished, complete checkpoints. Until it is cancelled."""
+        """Save what has finished, complete checkpoints. Until it is cancelled."""
         while True:  # bounded: the run cancels it at its end
             await self._save()
             await asyncio.sleep(FLUSH_SECONDS)
 
     async def _save(self) -> None:
-        published = self.weight_sync.published
         async with self._saving:
-            if published.newest is not None and not self.scheduler.must_go_back:
-                self.ledger.trained_through(published.newest)
             async with self.weight_sync.batch_lock:
                 if self.scheduler.unverified() and not self.weight_sync.no_replica_ready:
                     await self.weight_sync.verify()
                 await asyncio.to_thread(self.ledger.flush, self.ledger.unwritten)
-            await asyncio.to_thread(self.checkpoints.join, dict(published.incarnations))
+            await asyncio.to_thread(self.checkpoints.join, dict(self.weight_sync.published.incarnations))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -577,8 +573,6 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
                 run_config = config.model_copy(update={**alone, "recover": False})
             orchestrator = Orchestrator(run_config, pool, servers, status, monitor, teachers)
             await orchestrator.run()
-            if config.bench:
-                print(bench_table(read_metrics(metrics_path(config.output_dir, "orchestrator"))))
         status.done("stopped" if orchestrator.stopping else "finished")
     except* (UserError, CommitError) as group:
         error: BaseException = group

@@ -55,7 +55,6 @@ class State(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"  # with a result
     FAILED = "failed"  # without a result, and no attempt is left
-    RETRY = "retry"  # was running when an earlier orchestrator ended: the same attempt starts again
 
 
 class Drop(StrEnum):
@@ -152,9 +151,8 @@ class Group(Generic[Result]):
 
     @property
     def next_slot(self) -> GroupSlot | None:
-        """The slot to start next: one that an earlier orchestrator had started before one that is new."""
-        startable = [slot for slot in self.slots.values() if slot.state in (State.RETRY, State.PENDING)]
-        return min(startable, key=lambda slot: slot.state is State.PENDING, default=None)
+        """The slot to start next."""
+        return next((slot for slot in self.slots.values() if slot.state is State.PENDING), None)
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Issued:
-    """An episode started, in incarnation `incarnation` of the trainer. A later orchestrator may issue it again."""
+    """An episode started, in incarnation `incarnation` of the trainer."""
 
     start: Start
     incarnation: int
@@ -437,13 +435,9 @@ class Scheduler(Generic[Result]):
         def superseded(first: int, last: int, made_in: int) -> bool:
             return not may_batch(first, last, made_in, incarnations)
 
+        finished = [one for group in self._groups.values() for one in group.finished]
         running = self._retry(
-            [
-                one
-                for group in self._groups.values()
-                for one in group.finished
-                if superseded(one.first, one.last, one.incarnation)
-            ],
+            [one for one in finished if superseded(one.first, one.last, one.incarnation)],
             [one for one in self._running.values() if superseded(one.version, self.announced, self.incarnation)],
             f"version given up in incarnation {incarnation}",
         )
@@ -566,8 +560,7 @@ class Scheduler(Generic[Result]):
     @property
     def held(self) -> int:
         """Episodes that were issued and are neither dropped nor in a committed batch."""
-        held = (State.RUNNING, State.FINISHED, State.RETRY)
-        return sum(slot.state in held for group in self._groups.values() for slot in group.slots.values())
+        return len(self._running) + sum(len(group.finished) for group in self._groups.values())
 
     # -- the groups ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import pytest
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.audit import audit, audit_text
 from support.ledgers import ScriptedLedger, an_episode, finish_group, open_group
+from support.scripted import World
 
 
 @pytest.fixture
@@ -27,7 +28,9 @@ def test_the_account_by_environment_and_reason(tmp_path):
         ledger.dropped(other[0], "timeout")
         ledger.finished(other[1], result=an_episode(1.0))
         ledger.batched(step, [*names, other[1]], [], [], [2 * step, 2 * step + 1])
-    ledger.trained_through(19)
+    world = World(tmp_path)
+    world.trainer.live(0, 0)
+    world.trainer.commit(19)
     open_group(ledger, 40, env="math")
     ledger.flush()
     assert audit(tmp_path).faults == []
@@ -67,7 +70,6 @@ def test_a_ledger_that_contradicts_itself_is_told(tmp_path, ledger, damage, mess
     """Conservation and exactly-once are checked on the rows, not believed."""
     ledger.batched(0, finish_group(ledger, 0), [], [], [0])
     finish_group(ledger, 1)
-    ledger.trained_through(1)
     ledger.flush()
     ledger.close()
     with closing(sqlite3.connect(ledger.path, isolation_level=None)) as db:

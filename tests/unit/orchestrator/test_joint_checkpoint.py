@@ -10,11 +10,9 @@ from prime_rl.orchestrator.checkpoint import (
     OrchestratorState,
     ResumePoint,
     read_state,
-    refuse_used,
     resume_point,
 )
 from prime_rl.transport import checkpoints
-from prime_rl.transport.commit import stage
 from support.scripted import ScriptedTrainer, commit_batch
 
 
@@ -78,18 +76,6 @@ def test_after_a_crash_everything_committed_counts(tmp_path):
     progress = resume_point(tmp_path, None, recover=True)
     assert where(progress) == (6, 60, 0)
     assert progress.recovered
-
-
-def test_a_used_directory_is_refused_unless_it_is_gone_on_with(tmp_path):
-    """A fresh run never mixes its batches and versions with those of another."""
-    commit_batches(tmp_path, 0)
-    with pytest.raises(UserError, match="holds steps 0-0 of an earlier run"):
-        refuse_used(tmp_path, ResumePoint())
-    refuse_used(tmp_path, ResumePoint(recovered=True))
-    with stage(tmp_path / "other" / "weights" / "step_1", step=1, producer="trainer"):
-        pass
-    with pytest.raises(UserError, match=r"weights holds steps 1-1 of an earlier run: remove it with --clean"):
-        refuse_used(tmp_path / "other", ResumePoint())
 
 
 def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):
