@@ -82,16 +82,21 @@ class EvalResults:
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
-    def open(self, directory: Path, settings: Mapping[str, Any], clean: bool = False) -> None:
+    def open(self, directory: Path, settings: Mapping[str, Any], clean: bool = False, replace: bool = False) -> None:
         """Go on with the results in `directory`, or begin anew with `clean`. Needs `close`.
+
+        Args:
+            settings: What the results depend on; `weights` is the hash of the policy.
+            replace: Begin anew as well where the results are of other weights.
 
         Raises:
             UserError: they were made with other settings, or are damaged.
         """
-        if clean and directory.is_dir():
-            shutil.rmtree(directory)
-        settings = _flat(settings)
-        before = read_settings(directory) or settings
+        path, settings = directory / SETTINGS, _flat(settings)
+        before = json.loads(path.read_bytes()) if path.exists() else settings
+        if clean or (replace and before["weights"] != settings["weights"]):
+            shutil.rmtree(directory, ignore_errors=True)
+            before = settings
         for key in sorted(before.keys() | settings.keys()):
             old, new = (json.dumps(table.get(key)) for table in (before, settings))
             if old != new:
@@ -100,7 +105,7 @@ class EvalResults:
                     "go back to that, give another --output-dir, or make them anew with --clean"
                 )
         self._file = JsonLines(directory / RESULTS)
-        write_atomically(directory / SETTINGS, json.dumps(settings, indent=1).encode())
+        write_atomically(path, json.dumps(settings, indent=1).encode())
         for number, line in enumerate(self._file.path.read_bytes().splitlines(), 1):
             try:
                 self._take(json.loads(line))
@@ -274,21 +279,6 @@ def alone(directory: Path) -> Iterator[None]:
         yield
 
 
-def read_settings(directory: Path) -> dict[str, Any] | None:
-    """Return what the results in `directory` were made with, by dotted names; None where there are none.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    path = directory / SETTINGS
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read ({error}): make the results anew with --clean") from error
-
-
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in settings.items():
@@ -300,14 +290,20 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_report(results: Sequence[EvalResults], skipped: Mapping[int, str], config: "EvalConfig") -> Path:
-    """Write `report.json` in place of an earlier one. `skipped`: versions that were not evaluated, and why."""
+    """Write `report.json`, and keep what an earlier command has reported of other environments and policies.
+
+    Args:
+        skipped: Versions that were not evaluated, and why.
+    """
+    path = config.output_dir / "evals" / REPORT
+    earlier = json.loads(path.read_bytes())["results"] if path.exists() and not config.clean else []
+    entries = {(one["environment"], one["policy"]): one for one in [*earlier, *(each.summary() for each in results)]}
     report = {
         "model": config.model.name,
         "solved_at": config.solved_at,
-        "results": [each.summary() for each in results],
+        "results": sorted(entries.values(), key=lambda entry: entry["version"]),
         "skipped": {str(version): why for version, why in sorted(skipped.items())},
     }
-    path = config.output_dir / "evals" / REPORT
     write_atomically(path, (json.dumps(report, indent=1) + "\n").encode())
     return path
 

@@ -16,7 +16,7 @@ from prime_rl.config.shared import is_own_host
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
-from prime_rl.evals.results import EvalPlan, EvalResults, alone, read_settings, report_table, write_report
+from prime_rl.evals.results import EvalPlan, EvalResults, alone, report_table, write_report
 from prime_rl.evals.runner import EvalRunner, KeyRejected, tasks_of
 from prime_rl.evals.versions import EvalPolicy, EvalVersions, OnWait
 from prime_rl.fleet.client import InferenceClient, ServerError
@@ -24,7 +24,6 @@ from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Monitor, Status
-from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease
 from prime_rl.transport.protocol import BASE
 from prime_rl.wait import within
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from prime_rl.config.eval import EvalEnv
 
 LINE_SECONDS = 10.0  # between two lines of progress
-_FRUITLESS_PASSES = 3
 RESTORE_SECONDS = 120.0
 
 
@@ -119,12 +117,6 @@ class Evaluation:
         if servers is None or config.weights_dir is None:
             await self._evaluate(EvalPolicy("api", BASE), servers)
             return
-        if config.follow and not config.clean:  # versions may have been removed since an earlier command
-            for env in config.environments:
-                for version in list_steps(self._directory(env)):
-                    settings = read_settings(self._directory(env) / f"step_{version}")
-                    if version != BASE and settings is not None:
-                        self._open(env, EvalPolicy(f"step_{version}", version, settings["weights"])).close()
         try:
             async for policy in self._versions.policies(self._status.waiting):
                 try:
@@ -149,21 +141,13 @@ class Evaluation:
             if done := sum(len(results.done) for results in opened):
                 total = sum(len(results.attempts) for results in opened)
                 logger.info("{}: {} of {} attempts are there already", policy.name, done, total)
-            passes = 0  # in a row, of which nothing came
-            while passes < _FRUITLESS_PASSES and not all(
-                results.done.issuperset(results.attempts) for results in opened
-            ):
-                before = sum(len(results.done) for results in opened)
-                await self._run(policy, opened, servers)
-                passes = passes + 1 if sum(len(results.done) for results in opened) == before else 0
-                if servers is not None and not servers.fleet.ready:
-                    policy = await servers.serve(policy)
+            await self._run(policy, opened, servers)
         finally:
             for results in opened:
                 results.close()
-        if passes == _FRUITLESS_PASSES:
-            names = self._config.client.servers
-            raise UserError(f"{names} did not go on serving {policy.name}, {passes} times: is it another run's?")
+        if servers is not None and not servers.fleet.ready:
+            lost = f"{self._config.client.servers} no longer serve {policy.name}"
+            raise UserError(f"{lost}: were they started again, or given other weights by another run? {self.kept()}")
         for results in opened:
             self._monitor.log(policy.version, results.logged())
             logger.info("{}: {}, {:.1f} s", policy.name, results.line(), results.seconds)
@@ -186,13 +170,11 @@ class Evaluation:
             runner.on_lost, runner.superseded = servers.lose, lambda: not fleet.ready
         await runner.run()
 
-    def _directory(self, env: "EvalEnv") -> Path:
-        return self._config.output_dir / "evals" / env.name.replace("/", "--")
-
     def _open(self, env: "EvalEnv", policy: EvalPolicy) -> EvalResults:
         """The results of an environment by a policy, in its directory. What is not set for the environment is as set
         for all."""
-        config, directory = self._config, self._directory(env) / policy.name
+        config = self._config
+        directory = config.output_dir / "evals" / env.name.replace("/", "--") / policy.name
         sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
         attempts = env.rollouts_per_example or config.rollouts_per_example
         wanted = config.num_examples if env.num_examples is None else env.num_examples
@@ -212,9 +194,7 @@ class Evaluation:
             plan, tasks_of(self._pool, plan), policy.version, policy.name, policy.hash, config.solved_at
         )
         # While versions are followed, another incarnation of the trainer may have replaced the one with this number.
-        before = (read_settings(directory) or settings)["weights"]
-        replaced = config.follow and policy.version != BASE and before != policy.hash
-        results.open(directory, settings, clean=config.clean or replaced)
+        results.open(directory, settings, config.clean, replace=config.follow and policy.version != BASE)
         self._results[env.name, policy.name] = results
         return results
 
@@ -297,11 +277,10 @@ class EvalServers:
         healthy = await self.fleet.wait_ready(self._on_wait)
         await asyncio.gather(*(self._load(replica, policy) for replica in healthy))
         served = {replica.name: loaded for replica in healthy if (loaded := replica.loaded) is not None}
-        version, hash_ = next((one.version, one.hash) for one in served.values())
-        known = not policy.hash or (policy.version, policy.hash) == (version, hash_)
-        if version == NO_VERSION or not known or len({(one.version, one.hash) for one in served.values()}) > 1:
+        (version, hash_), *others = {(one.version, one.hash) for one in served.values()}
+        if others or version == NO_VERSION:
             listed = ", ".join(f"{name} version {one.version} ({one.hash[:12]})" for name, one in served.items())
-            raise UserError(f"the servers do not serve the same weights, or no longer {policy.name}: {listed}")
+            raise UserError(f"the servers do not serve the same weights: {listed}")
         for replica in self.fleet.replicas:
             if replica in healthy:
                 self.fleet.move(replica, ReplicaState.READY)

@@ -8,7 +8,6 @@ from loguru import logger
 from prime_rl.envs.pool import EnvPool
 from prime_rl.evals.results import EvalPlan, EvalResults
 from prime_rl.evals.runner import EvalRunner, tasks_of
-from prime_rl.fleet.replicas import Replica
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.transport.protocol import valid
@@ -119,7 +118,8 @@ class Evaluations:
                 await EvalRunner(
                     self._pool, every, seed=self.config.seed,
                     max_concurrent=self.config.most_in_flight,
-                    timeout=self.config.rollout_timeout, fleet=weight_sync.pool, on_lost=self._lose,
+                    timeout=self.config.rollout_timeout, fleet=weight_sync.pool,
+                    on_lost=lambda replica: weight_sync.quarantine(replica, "it failed its verification"),
                     superseded=self._superseded,
                     show=lambda done, total: self._status.phase(f"{phase}: {done}/{total}"),
                 ).run()  # fmt: skip
@@ -133,9 +133,6 @@ class Evaluations:
 
     def _superseded(self) -> bool:
         return self._weight_sync.newer_version_waiting or self._weight_sync.scheduler.must_go_back
-
-    def _lose(self, replica: Replica) -> None:
-        self._weight_sync.quarantine(replica, "it failed its verification")
 
     def _log(self, results: EvalResults) -> None:
         env, incarnation = results.plan.env, self._weight_sync.scheduler.incarnation

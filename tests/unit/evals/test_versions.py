@@ -197,7 +197,8 @@ async def test_following_again_reports_what_was_evaluated_before_and_removed_sin
     commit(world, 15)
     run.done("finished")
     world.pool.before = lambda *_: None
-    assert await followed(world) == ["step_0", "step_5", "step_10", "step_15"]
+    assert await followed(world) == ["step_0", "step_15"]
+    assert [line.split()[1] for line in report(world).splitlines()[1:]] == ["step_0", "step_5", "step_10", "step_15"]
     assert len(world.pool.made) == 11 + 4  # the third of version 10, and version 15
     assert re.search(r"step_10 +4 \(incomplete\)", report(world))
 
