@@ -146,8 +146,8 @@ class Evaluation:
             for results in opened:
                 results.close()
         if servers is not None and not servers.fleet.ready:
-            lost = f"{self._config.client.servers} no longer serve {policy.name}"
-            raise UserError(f"{lost}: were they started again, or given other weights by another run? {self.kept()}")
+            reason = f"{self._config.client.servers} no longer serve {policy.name}"
+            raise UserError(f"{reason}: were they started again, or given other weights by another run? {self.kept()}")
         for results in opened:
             self._monitor.log(policy.version, results.logged())
             logger.info("{}: {}, {:.1f} s", policy.name, results.line(), results.seconds)

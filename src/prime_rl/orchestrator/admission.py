@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from loguru import logger
 
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import EpisodeResult, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.algorithms import attempts, carries_signal, missing_rewards, own_function
+from prime_rl.orchestrator.algorithms import attempts, carries_signal, own_function
 from prime_rl.orchestrator.scheduler import Group
 from prime_rl.transport.rollouts import as_array
 
@@ -48,14 +48,9 @@ class Admission:
         self._turned_away: Counter[str] = Counter()  # groups in a row, by reason
 
     def apply_filters(self, env: str, result: EpisodeResult) -> None:
-        """Mark an episode that a filter leaves out, and fail one that the algorithm cannot use."""
-        if not result.ok:
-            return
-        algorithm = self._config.algorithm_of(env)
-        if why := next(filter(None, (missing_rewards(algorithm, one) for one in attempts(result).values())), ""):
-            result.outcome, result.message, result.samples = Outcome.INVALID, why, []
-            return
-        result.filtered = filter_reason(self._config.filters_of(env), result, self._config.seq_len)
+        """Mark an episode that a filter leaves out."""
+        if result.ok:
+            result.filtered = filter_reason(self._config.filters_of(env), result, self._config.seq_len)
 
     def gate(self, group: Group[EpisodeResult]) -> str | None:
         """Return why a complete group is turned away, or None.
@@ -84,14 +79,12 @@ class Admission:
         Raises:
             UserError: too many in a row were like that.
         """
-        equal = "all rewards of each group were equal"
-        reasons = f"{', '.join(sorted(why))} left episodes out, of the others {equal}" if why else equal
+        reasons = ", ".join(sorted(why) or ["all rewards of each group were equal"])
         logger.warning("step {}: the batch carries no learning signal ({}); collecting another one", step, reasons)
         self.empty_batches += 1
         if self.empty_batches >= _MAX_EMPTY_BATCHES:
-            raise UserError(
-                f"{_MAX_EMPTY_BATCHES} batches in a row carried no learning signal ({reasons}): {_HOPELESS}"
-            )
+            count = f"{_MAX_EMPTY_BATCHES} batches in a row"
+            raise UserError(f"{count} carried no learning signal ({reasons}): {_HOPELESS}")
 
 
 def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:

@@ -118,16 +118,6 @@ def carries_signal(config: "AlgorithmConfig", group: Sequence[Attempt]) -> bool:
     return any(values[0])
 
 
-def missing_rewards(config: "AlgorithmConfig", attempt: Attempt) -> str:
-    """Return what the algorithm needs and the attempt does not have, "" where it has all."""
-    if config.type != "gdpo":
-        return ""
-    if not attempt.rewards:
-        return "gdpo needs rewards of single functions, and the environment gives none"
-    missing, known = sorted(config.weights.keys() - attempt.rewards.keys()), ", ".join(sorted(attempt.rewards))
-    return f"gdpo needs a reward {missing[0]!r}, and the environment gives {known}" if missing else ""
-
-
 def own_function(config: "CustomAlgorithm | CustomFilter", key: str) -> Callable[..., Any]:
     """Load a function of the user's own, once. `key`: the setting that names it, for errors.
 
@@ -276,14 +266,21 @@ def gdpo(groups: Groups, config: "GDPO", state: dict[str, Any]) -> list[list[flo
     normalized over the batch.
 
     Adding rewards up before they are normalized, as GRPO does, gives different combinations of them the same advantage.
-    Every attempt has all rewards: `missing_rewards` names those that have not.
+    A reward that the environment gave to others of the group alone is 0.
+
+    Raises:
+        UserError: it gave none of the group a reward that is to be weighed.
     """
     sums = []
     for group in groups:
-        names = config.weights or dict.fromkeys(sorted(set.intersection(*(set(one.rewards) for one in group))), 1.0)
+        names = sorted({name for attempt in group for name in attempt.rewards})
+        weights = config.weights or dict.fromkeys(names, 1.0)
+        if not weights or not weights.keys() <= set(names):
+            wanted, known = (", ".join(some) or "none" for some in (sorted(weights), names))
+            raise UserError(f"gdpo needs rewards of single functions ({wanted}), and the environment gives {known}")
         total = [0.0] * len(group)
-        for name, weight in names.items():
-            (values,) = scaled([centred([attempt.rewards[name] for attempt in group])])
+        for name, weight in weights.items():
+            (values,) = scaled([centred([attempt.rewards.get(name, 0.0) for attempt in group])])
             total = [before + weight * value for before, value in zip(total, values, strict=True)]
         sums.append(total)
     return scaled(sums)

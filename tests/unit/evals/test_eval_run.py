@@ -201,22 +201,6 @@ async def test_reports_and_metrics(world):
     assert rows[-1]["eval/env/pass@2"] == second["metrics"]["pass@2"]
 
 
-async def test_two_commands_do_not_disturb_each_other(world):
-    """Contract: the second one into a directory ends before the servers are given anything for it, also one that is to begin anew."""
-    commit(world, 0, 5)
-    others = []
-
-    def before(env, task, number):
-        if number == 6:
-            others.append(asyncio.ensure_future(world.run(weights_dir=world.weights, clean=True)))
-
-    world.pool.before = before
-    await world.run(weights_dir=world.weights, max_concurrent=1, rollouts_per_example=3)
-    with pytest.raises(UserError, match="another evaluation is writing to"):
-        await others[0]
-    assert (world.server.reloads, len(world.server.updates), len(world.pool.made)) == (2, 1, 24)
-
-
 @pytest.mark.parametrize("follow", [False, True], ids=["for its server", "for a version"])
 async def test_nothing_is_left_of_a_command_that_is_interrupted_while_it_waits(world, follow):
     """Contract: its status says that it was stopped, so that a later `rl` in this directory shows no wait; no version is held for it any more."""

@@ -2,7 +2,6 @@
 choice of attempts."""
 
 import itertools
-import json
 import math
 
 import pytest
@@ -57,24 +56,6 @@ def test_what_was_added_is_read_again(tmp_path):
     made = opened(tmp_path)
     assert (made.rows["0", 1]["reward"], made.input_tokens, made.output_tokens) == (0.5, 30, 12)
     made.close()
-
-
-@pytest.mark.parametrize("cut", [1, 10, 60])
-def test_half_a_line_of_a_killed_writer_is_dropped(tmp_path, cut):
-    made = opened(tmp_path)
-    for attempt in range(2):
-        made.add(attempt, result())
-    made.close()
-    path = tmp_path / "results.jsonl"
-    path.write_bytes(path.read_bytes()[:-cut])
-    made = opened(tmp_path)
-    assert set(made.rows) == {("0", 0)}
-    made.add(1, result(0.25))
-    made.close()
-    assert [json.loads(line)["reward"] for line in path.read_text().splitlines()] == [1.0, 0.25]
-    path.write_text("nonsense\n" + path.read_text())
-    with pytest.raises(UserError, match=r"line 1 of .* is damaged"):
-        opened(tmp_path)
 
 
 def test_neither_other_settings_nor_another_command_go_on_with_it(tmp_path):

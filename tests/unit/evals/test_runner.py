@@ -1,9 +1,6 @@
 """Attempts are made as often as they have to be, and no longer than their version counts; who is behind an address."""
 
 import asyncio
-import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import httpx
@@ -138,21 +135,6 @@ def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():
     assert wire == {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "max_tokens": 9}
     assert wire_sampling(SamplingConfig(seeded=True), 17, 100)["seed"] == 17
     assert wire_sampling(SamplingConfig(), 17, 100)["max_tokens"] == 100
-
-
-def test_an_evaluation_without_a_server_fails(tmp_path):
-    """The command itself: an error with address and deadline, and an exit status."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"  # nobody listens there any more
-    command = [
-        *(sys.executable, "-m", "prime_rl.entrypoints.eval", "--environment-ids", "reverse-text"),
-        *("--client.base-url", url, "--client.ready-timeout", "1", "--output-dir", str(tmp_path)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: no inference server at {url} after 1 s (client.base_url, client.ready_timeout): ")  # fmt: skip
-    port = url.rpartition(":")[2]
-    assert done.stderr.rstrip().endswith(f"`uv run inference --model.name MODEL --server.port {port}` starts one")
 
 
 # -- who is behind an address ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 from collections import Counter
 from collections.abc import Iterator
 
@@ -115,20 +114,6 @@ def test_a_run_goes_on_from_its_state() -> None:
     assert again.state() == whole.state()
     with pytest.raises(UserError, match="difficulty pools of env"):
         again.load({"env": {"0": 0.5}})
-
-
-def test_a_manifest_holds_little_of_many_tasks() -> None:
-    """Contract: what every batch's manifest says of the pools is some two bits a task and a third more for its text."""
-    pools, again = (Pools(tasks("env", 20_001), CurriculumConfig(), "0/env") for _ in range(2))
-    assert len(json.dumps(pools.state())) < 300
-    chance = random.Random(0)
-    for index in chance.sample(range(20_001), 15_000):
-        pools.observe(index, chance.choice([0.0, 0.5, 1.0]))
-    kept = json.dumps(pools.state())
-    assert len(kept) < 9_000
-    again.load(json.loads(kept))
-    assert again.state() == pools.state()
-    assert [again.draw() for _ in range(100)] == [pools.draw() for _ in range(100)]
 
 
 def test_tasks_that_came_and_went() -> None:

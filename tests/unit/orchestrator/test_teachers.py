@@ -2,8 +2,6 @@
 runs with teachers around a scripted engine."""
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,11 +15,10 @@ from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import TeacherConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator import orchestrator as loop
 from prime_rl.orchestrator import teachers
 from prime_rl.orchestrator.teachers import Teacher, TeacherError, Teachers
-from support.scripted import World, follow, fresh, until
+from support.scripted import World, follow, fresh
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -183,18 +180,6 @@ async def test_an_episode_gets_its_scores_or_is_none(kind: str) -> None:
         await made.close()
 
 
-async def test_teachers_are_shared_where_all_their_settings_are_equal() -> None:
-    """Contract: limits hold for the environments that asked for them."""
-    kinds = [
-        {"id": name, "algorithm": {"type": "opd", "teacher": {"base_url": "http://t", "max_concurrent": most}}}
-        for name, most in (("a", 3), ("b", 5), ("c", 3))
-    ]
-    made = Teachers(OrchestratorConfig(environments=kinds))
-    assert made._scorers["a"] is made._scorers["c"]
-    assert [server.config.max_concurrent for server in made._servers] == [3, 5]
-    await made.close()
-
-
 # -- runs: what waits for teachers, how long, and who is told ----------------------------------------------------------
 
 
@@ -258,24 +243,8 @@ async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkey
     assert orchestrator.tally.before.dropped == {}
     assert len(succeeded) >= 8
     owner, seconds = next((owner, seconds) for owner, seconds in waits if owner.startswith("inference, "))
-    assert owner == "inference, environments and the teacher at http://teacher"
+    assert owner == "inference, environments, the teacher at http://teacher"
     assert seconds > 120.0
-
-
-async def test_a_signal_while_teachers_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: it ends at once, with a last word."""
-    monkeypatch.setattr(loop, "spare_collector", lambda: None)
-    world = World(tmp_path, algorithm={"type": "sft", "teacher": {"base_url": "http://127.0.0.1:9"}})
-    run = asyncio.create_task(loop.orchestrate(world.config))
-    try:
-        await until(lambda: (said := read_status(tmp_path).get("orchestrator")) and said.waiting, run=run)
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(run, 60.0)
-    finally:
-        for one in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(one)
-    assert read_status(tmp_path)["orchestrator"].outcome == "stopped"
 
 
 async def test_a_teacher_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
