@@ -34,7 +34,7 @@ from prime_rl.trainer.parallel import close_world, init_world
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_copy import WeightCopy
 from prime_rl.trainer.weight_publisher import write_version
 from prime_rl.transport.weights import (
     WeightsManifest,
@@ -58,8 +58,9 @@ def write_model(directory: Path, model: str, layers: int | None, sharpness: floa
     with torch.no_grad():
         dict(named_parameters(policy))["model.norm.weight"].fill_(sharpness)
     source.config.architectures = [type(policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
-    staging = RowCopies(policy, world, torch.bfloat16)
-    write_version(staging, staging.copy(), source, world, directory, version=0, incarnation=0)
+    copies = WeightCopy(policy, world, torch.bfloat16)
+    copies.copy().finish()
+    write_version(copies, source, directory, version=0, incarnation=0)
     for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
         shutil.copy(path, directory)
     close_world()
@@ -84,10 +85,9 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
         handed.append(time.perf_counter() - began)
         reference = scored()
         done.append(time.perf_counter() - began)
-    staging = RowCopies(policy, world, torch.bfloat16)
-    write_version(
-        staging, staging.copy(), source, world, version_dir(root, 1), version=1, incarnation=0, reference=reference
-    )
+    copies = WeightCopy(policy, world, torch.bfloat16)
+    copies.copy().finish()
+    write_version(copies, source, version_dir(root, 1), version=1, incarnation=0, reference=reference)
     close_world()
     return {
         "trainer_host_seconds": statistics.median(handed[1:]),

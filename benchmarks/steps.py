@@ -286,7 +286,6 @@ class Bench:
         sums = forward_backward(self.policy, batch.batches, self.recipe.loss, world)
         graded = now(world.device)
         self.rows.flush()
-        self.versions.before_update()
         norm = optimizer_step(self.policy, self.optimizer, lr, config.optim.max_norm)
         moments = begun, graded, now(world.device)
         ideal = perf.ideal_seconds(perf.flops(self.matmul, self.width, batch.lengths), world)
@@ -295,7 +294,6 @@ class Bench:
         self.rows.put(row)
         if self.case.export:
             self.versions.publish(step + 1, row.read)
-            self.versions.prune(list)
         self.lengths.append(batch.lengths)
         self.number += 1
 

@@ -36,7 +36,7 @@ from prime_rl.config.trainer import TrainerModel, WeightsConfig
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_copy import WeightCopy
 from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
 from prime_rl.transport.commit import prune
 from prime_rl.transport.weights import version_dir
@@ -44,7 +44,6 @@ from prime_rl.transport.weights import version_dir
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from conftest import InferenceServer, launch_server
 
-MEMORY = Path("/dev/shm")
 QUIET_SECONDS = 2.0  # before each version: what generation is like undisturbed
 CANARY = {
     "token_ids": [*range(1, 65)],
@@ -55,7 +54,7 @@ AFTER_SECONDS = 1.0  # after each, in which the first tokens of the new weights 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `0.6B layers=4 on=tmpfs in_flight=64 syncs=5`. `on` is disk, tmpfs, or memory: from the trainer's, not by files."""
+    """One row: `0.6B layers=4 on=disk in_flight=64 syncs=5`. `on` is disk, or memory: from the trainer's, not by files."""
 
     name: str
     model: str
@@ -75,8 +74,8 @@ def parse_case(text: str) -> Case:
     given = dict(part.split("=", 1) for part in rest)
     on = given.pop("on", "disk")
     known = {"layers", "in_flight", "watched", "tokens", "syncs", "priority", "tp"}
-    if on not in ("disk", "tmpfs", "memory") or given.keys() - known:
-        raise ValueError(f"{text!r}: on is disk, tmpfs or memory; the others are {', '.join(sorted(known))}")
+    if on not in ("disk", "memory") or given.keys() - known:
+        raise ValueError(f"{text!r}: on is disk or memory; the others are {', '.join(sorted(known))}")
     return Case(
         " ".join(part for part in text.split() if not part.startswith("syncs=")),  # how often is not what
         model,
@@ -131,15 +130,16 @@ class Writer:
 
     def write_base(self, directory: Path) -> None:
         """The model that the server starts with."""
-        copies = RowCopies(self.policy, self.world, torch.bfloat16)
-        write_version(copies, copies.copy(), self.source, self.world, directory, version=0, incarnation=0)
+        copies = WeightCopy(self.policy, self.world, torch.bfloat16)
+        copies.copy().finish()
+        write_version(copies, self.source, directory, version=0, incarnation=0)
 
     def open(self, root: Path) -> None:
         """Publish in `root/weights` from now on."""
         self.bytes = sum(parameter.numel() * 2 for parameter in self.policy.parameters())
         self._publisher = WeightPublisher(
             root, self.policy, self.source, self.world, torch.bfloat16,
-            weights=WeightsConfig(transport="memory", host="127.0.0.1"), memory=self._memory,
+            weights=WeightsConfig(transport="memory", host="127.0.0.1"), memory=self._memory, gpu=True,
             on_committed=lambda version, times: self._times.update(times),
         )  # fmt: skip
         self._publisher.open(0)
@@ -185,7 +185,7 @@ def measure_together(cases: Sequence[Case], device: str, scratch: Path) -> Itera
 
 def measure(case: Case, writer: Writer, running: InferenceServer, scratch: Path, first: int) -> dict[str, Any]:
     """All of a case: its row. Its versions are numbered from `first` on."""
-    root = Path(tempfile.mkdtemp(prefix="weight_sync-", dir=MEMORY if case.on == "tmpfs" else scratch))
+    root = Path(tempfile.mkdtemp(prefix="weight_sync-", dir=scratch))
     try:
         writer.open(root)
         with load(case, running, scratch / "arrivals.npz") as arrived:
@@ -328,7 +328,7 @@ def main() -> None:
         action="append",
         type=parse_case,
         required=True,
-        help='e.g. "0.6B on=tmpfs in_flight=64"; may be repeated; neighbours of one model share a server',
+        help='e.g. "0.6B on=memory in_flight=64"; may be repeated; neighbours of one model share a server',
     )
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk")

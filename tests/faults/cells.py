@@ -68,10 +68,9 @@ def points() -> list[Point]:
     """Every point of every process, each at one telling place of the run of four steps."""
     keeps_one: Settings = {"ckpt": {"keep": 1}}
     asynchronous: Settings = {"ckpt": {"save_async": True}}
-    # What is kept of it is brought to the disk in the end: version 3, since 2 and 4 go with checkpoints, and so have been there from the beginning.
     in_memory: Settings = {
         "recovery_interval": 2,
-        "trainer": {"weights": {"keep": 2, "tmpfs": "/dev/shm"}},
+        "trainer": {"weights": {"keep": 2, "transport": "memory", "host": "127.0.0.1", "save_interval": 3}},
     }
     return [
         Point("trainer", "incarnation:*"),

@@ -23,7 +23,6 @@ from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.report import Report
 from prime_rl.trainer.rl.train import train
 from prime_rl.trainer.training_state import HostCopy, State
-from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.weights import verify_weights
@@ -113,22 +112,15 @@ class Watch:
 
 @pytest.fixture(scope="session")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch]:
-    """A run of six steps, watched. Copying a version takes longer than the step after it would, did that not wait."""
+    """A run of six steps, watched."""
     output_dir = tmp_path_factory.mktemp("whole")
     write_rollouts(output_dir)
-    cast = RowCopies._cast
-
-    def slow(copies: RowCopies, *arguments: Any) -> None:
-        torch.cuda._sleep(100_000_000)  # cycles: some 0.05 s, on the stream that copies
-        cast(copies, *arguments)
-
     torch._dynamo.reset()
     counters.clear()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         watch = Watch(patch, caught)
-        patch.setattr(RowCopies, "_cast", slow)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             train(config(output_dir, model))

@@ -53,10 +53,10 @@ def server(inference_server: InferenceServer) -> Iterator[InferenceServer]:
     inference_server.reset()
 
 
-def check_base_update_reload(server: InferenceServer, prompt: list[int], tmpfs: Path | None = None) -> None:
+def check_base_update_reload(server: InferenceServer, prompt: list[int]) -> None:
     assert difference(server, prompt, server.model) <= TOLERANCE
     before = sample(server, prompt, temperature=0.0)
-    directory = commit(server.weights_root, 11, server.model, perturbed(server.model), tmpfs=tmpfs)
+    directory = commit(server.weights_root, 11, server.model, perturbed(server.model))
 
     before_update = served(server)
     response = update(server, directory, 11)
@@ -83,12 +83,10 @@ def check_base_update_reload(server: InferenceServer, prompt: list[int], tmpfs: 
     assert (base["version"], base["hash"]) == (0, version_hash(hash_directory(server.model)))
 
 
-def test_logprobs_equal_transformers_and_follow_updates(
-    server: InferenceServer, chat_prompt: list[int], tmp_path: Path
-) -> None:
+def test_logprobs_equal_transformers_and_follow_updates(server: InferenceServer, chat_prompt: list[int]) -> None:
     """Contract: the engine computes what the trainer computes, before and after an update of a model with a tied head (CPU
-    packs that head separately); an update, whose tensors may lie in a tmpfs, changes what is served; a reload restores it to the bit."""
-    check_base_update_reload(server, chat_prompt, tmp_path)
+    packs that head separately); an update changes what is served; a reload restores it to the bit."""
+    check_base_update_reload(server, chat_prompt)
     status = read_status(server.output_dir)["inference"]
     assert (status.phase, status.pid) == ("serving", server.pid)
     assert [entry["id"] for entry in server.get("/v1/models").json()["data"]] == [str(server.model)]
@@ -285,7 +283,7 @@ def test_versions_from_the_trainers_memory(server: InferenceServer, tmp_path: Pa
         was = served(server)
         wrong = update(server, trainer.publish(921, tensors, config=config, spoil=True), 921)
         assert (wrong.status_code, "the previous weights go on" in wrong.text) == (424, True), wrong.text
-        address = trainer.publisher.address(fallback=False)
+        address = trainer.publisher.address()
         stranger = replace(address, token="0" * 32)
         response = update(server, trainer.publish(923, tensors, config=config, address=stranger), 923)
         assert (response.status_code, served(server)) == (424, was)

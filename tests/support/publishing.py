@@ -48,7 +48,7 @@ class PublishingTrainer:
             buffer[ranges[next(reversed(ranges))][0]] ^= 1
         if buffer.is_cuda:
             torch.cuda.synchronize()
-        address = address or self.publisher.address(fallback=False)
+        address = address or self.publisher.address()
         entries = {name: TensorEntry("", entry.dtype, entry.shape, "", found[name]) for name, entry in entries.items()}
         extra = manifest_extra(version, self.incarnation, entries, publisher=address)
         self.publisher.offer(version, self.incarnation, extra["hash"], size)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import InferenceServer
 from prime_rl.transport.commit import stage
-from prime_rl.transport.weights import hash_directory, link_files, manifest_extra, version_dir
+from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir
 
 TOLERANCE = 1e-4  # float32 on both sides; another order of summation is all that may differ
 TOKENS = 48
@@ -44,15 +44,12 @@ def commit(
     tensors: dict[str, torch.Tensor],
     *,
     spoil: str | None = None,
-    tmpfs: Path | None = None,
 ) -> Path:
-    """Commit `tensors` as a trainer does. `spoil` damages the files before the commit, so that the manifest agrees. With `tmpfs` they lie there."""
+    """Commit `tensors` as a trainer does. `spoil` damages the files before the commit, so that the manifest agrees."""
     directory = version_dir(root, version)
     extra: dict[str, Any] = {}
     with stage(directory, step=version, producer="trainer", extra=extra) as tmp:
         (tmp / "config.json").write_bytes((model / "config.json").read_bytes())
-        if tmpfs is not None:
-            link_files(tmp, tmpfs, ["model.safetensors"])
         save_file(tensors, tmp / "model.safetensors", {"format": "pt"})
         if spoil == "trailing":
             with open(tmp / "model.safetensors", "ab") as file:

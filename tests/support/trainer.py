@@ -26,7 +26,6 @@ from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import weights_manifest
@@ -172,14 +171,6 @@ def write_rollouts(output_dir: Path, steps: int, samples: tuple[int, ...] = (6,)
     for step, batch in enumerate(batches):
         write_batch(output_dir / "rollouts", step, batch)
     return batches
-
-
-def prune(
-    incarnation: WeightPublisher, async_level: int, keep: int | None, checkpoints: Callable[[], list[int]]
-) -> None:
-    """As a run with these settings."""
-    incarnation.async_level, incarnation.config = async_level, incarnation.config.model_copy(update={"keep": keep})
-    incarnation.prune(checkpoints)
 
 
 def make_config(output_dir: Path, model: Path, **settings: object) -> TrainerConfig:

@@ -16,32 +16,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from prime_rl import faults
 from prime_rl.config.trainer import TrainerModel, WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.faults import Fault
-from prime_rl.trainer import weight_copy, weight_publisher
+from prime_rl.trainer import weight_copy
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world, on_main
+from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weight_copy import RowCopies
-from prime_rl.trainer.weight_publisher import WeightPublisher, write_version
+from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import read_versions
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from support.forking import fork_ranks
 from support.publishing import received
-from support.trainer import prune
 
 SECONDS = 150
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "filesystem": {},
-    "tmpfs": {"keep": 7},
     "memory": {"transport": "memory", "host": "127.0.0.1", "timeout": 20.0},
 }
 
@@ -66,7 +64,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @dataclass
 class Run:
-    """A run directory, a tmpfs, and a policy that each version changes."""
+    """A run directory, and a policy that each version changes."""
 
     root: Path
     policy: Policy
@@ -76,10 +74,6 @@ class Run:
     @property
     def weights(self) -> Path:
         return self.root / "run" / "weights"
-
-    @property
-    def tmpfs(self) -> Path:
-        return self.root / "tmpfs"
 
     def incarnation(self, start: int = 0, **options: Any) -> WeightPublisher:
         made = self.make()
@@ -95,30 +89,18 @@ class Run:
             incarnation.settle()
         return {version: weights_manifest(self.weights / f"step_{version}").hash for version in versions}
 
-    def held(self) -> list[str]:
-        """What lies in the tmpfs."""
-        return sorted(path.name for path in self.tmpfs.glob("prime-rl-*"))
-
-    def linked(self) -> set[str]:
-        """To what of it versions have links."""
-        return {path.readlink().parent.name for path in self.weights.glob("*/*") if path.is_symlink()}
-
     def check_whole(self) -> None:
-        """Everything that stands under a final name is what its manifest says, and the tmpfs holds no more."""
+        """Everything that stands under a final name is what its manifest says."""
         for version in read_versions(self.weights):
             directory = self.weights / f"step_{version}"
             if weights_manifest(directory).publisher is None:
                 verify_weights(directory)
-        assert set(self.held()) >= self.linked()
 
 
 @contextmanager
 def open_run(transport: str, world: World, policy: Policy, model: Path, root: Path, /, **more: Any) -> Iterator[Run]:
-    """In `root`; its incarnations are closed in the end."""
-    source, options = find_model(str(model)), {**TRANSPORTS.get(transport, {}), **more}
-    (root / "tmpfs").mkdir(exist_ok=True)
-    if transport == "tmpfs":
-        options["tmpfs"] = root / "tmpfs"
+    """In `root`; it keeps all versions unless `keep` says otherwise. Its incarnations are closed in the end."""
+    source, options = find_model(str(model)), {"keep": None, **TRANSPORTS.get(transport, {}), **more}
     settings: dict[str, Any] = {"weights": WeightsConfig(**options), "memory": "transport" in options}
     make = partial(WeightPublisher, root / "run", policy, source, world, torch.bfloat16, timeout=60, **settings)
     run = Run(root, policy, make)
@@ -134,10 +116,6 @@ def open_run(transport: str, world: World, policy: Policy, model: Path, root: Pa
 # Of the plain transport tests/faults kills all there is.
 POINTS = {
     "filesystem": ["rename:weights/step_3"],
-    "tmpfs": [
-        *("rename:weights/step_3", "prune:weights/step_1", "pruned:weights/step_1"),
-        *("lasting:weights/step_4", "lasts:weights/step_4"),
-    ],
     "memory": [
         *("rename:weights/step_3", "lasting:weights/step_2", "lasts:weights/step_2"),
         "renamed:weights/step_4/manifest.json",
@@ -149,10 +127,8 @@ def whole_incarnation(run: Run) -> None:
     """What trainers do: versions of both kinds, removing, an end."""
     incarnation = run.incarnation()
     run.train(incarnation, range(1, 5), durable=(2,))
-    prune(incarnation, 0, 0, lambda: [2])
-    incarnation.settle()
     incarnation.ensure(4, durable=True)
-    incarnation.finish(lambda: [2])
+    incarnation.finish()
 
 
 def go_on(run: Run) -> None:
@@ -162,7 +138,6 @@ def go_on(run: Run) -> None:
     run.train(run.incarnation(newest), range(newest + 1, newest + 3))
     run.check_whole()
     assert list_steps(run.weights)[-2:] == [newest + 1, newest + 2]
-    assert set(run.held()) == run.linked()
     assert [path.name for path in run.weights.iterdir() if path.name.startswith(".")] == []
 
 
@@ -175,7 +150,6 @@ def through_a_full_disk(run: Run) -> None:
     run.train(incarnation, range(3, 4))
     run.check_whole()
     assert list_steps(run.weights) == [0, 1, 3]
-    assert set(run.held()) == run.linked()
 
 
 def live(story: Callable[[Run], None], transport: str, model: str, root: Path, fault: Fault | None) -> int:
@@ -220,61 +194,57 @@ def killed(transport: str, model: str, root: str) -> None:
 
 
 def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -> None:
-    """An incarnation of a rank, on a host of its own. Rank 0 compares what the ranks write by themselves of the base
-    with its files, and then each version with what they write of it."""
+    """An incarnation of a rank. Rank 0 compares the base with its files, and each version with what torch gathers."""
     torch.set_num_threads(1)
     weight_copy.FILE_BYTES = 60_000  # several files
     world, source, run = init_world(device, 60, replicas), find_model(model), Path(root)
-    weight_publisher.boot_id = lambda: f"host of rank {world.rank}"
     config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none", dp_replicate=replicas)
     policy = build_policy(source, config, world)
     make = partial(WeightPublisher, policy=policy, source=source, world=world, dtype=torch.bfloat16)
-    if kind == "filesystem" and world.size > 1:
-        refused = make(run / "tmpfs", weights=WeightsConfig(tmpfs=run))
-        with pytest.raises(UserError, match="is the memory of one host"):
-            refused.open(0)
-        refused.close()
-    written = RowCopies(policy, world, torch.bfloat16)
 
-    def write(version: int) -> Path:
-        right = version_dir(run, version)
-        write_version(written, written.copy(), source, world, right, version=version, incarnation=0)
-        return right
+    def whole() -> dict[str, torch.Tensor]:
+        """The policy's weights, as torch gathers them."""
+        tensors = {}
+        for stored in stored_tensors(policy):
+            parameter, expert = stored.parameter, stored.expert
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            full = full.detach() if expert is None else full.detach()[expert.index, expert.rows]
+            tensors[stored.name] = full.bfloat16().cpu().clone()
+        return tensors
 
     base = {name: tensor.bfloat16() for name, tensor in tensors_of(Path(model)).items()}
-    right = write(0)
-    on_main(world, lambda: assert_equal(tensors_of(right), base))
-    weights = WeightsConfig(transport=kind, host="127.0.0.1", timeout=60.0)
+    assert_equal(whole(), base)
+    weights = WeightsConfig(transport=kind, host="127.0.0.1", timeout=60.0, keep=None)
     publisher = make(run / "run", timeout=60, weights=weights, memory=kind == "memory")
     publisher.open(0)
     change(policy)
+    right: dict[int, dict[str, torch.Tensor]] = {}
     for version in range(1, 4):
-        right, directory = write(version), version_dir(run / "run" / "weights", version)
+        right[version], directory = whole(), version_dir(run / "run" / "weights", version)
         if device == "cuda":
             torch.cuda._sleep(100_000_000)  # cycles: the copy is enqueued some 0.05 s before it happens
         publisher.publish(version, durable=version == 2)
         if version < 3:  # at once: a version is the weights at the time it was published
-            publisher.before_update()
             change(policy)
         publisher.settle(everything=False)  # committed; files may still be written beside the next version
-        on_main(world, lambda: check(directory, right))  # noqa: B023
+        on_main(world, lambda: check(directory, right[version]))  # noqa: B023
     publisher.ensure(3, durable=True)
     publisher.settle()
     for version in (2, 3):
-        directory, right = version_dir(run / "run" / "weights", version), version_dir(run, version)
+        directory = version_dir(run / "run" / "weights", version)
         assert weights_manifest(directory).publisher is None
-        on_main(world, lambda: check(directory, right))  # noqa: B023
+        on_main(world, lambda: check(directory, right[version]))  # noqa: B023
     assert not list(run.glob("**/.*")), "nothing is left of what was under way"
     publisher.close()
     close_world()
 
 
-def check(directory: Path, right: Path) -> None:
-    """What is there, or received, is by its own bytes what `right` holds."""
+def check(directory: Path, right: dict[str, torch.Tensor]) -> None:
+    """What is there, or received, is by its own bytes `right`."""
     in_files = weights_manifest(directory).publisher is None
     if in_files:
         verify_weights(directory)
-    assert_equal(tensors_of(directory) if in_files else received(directory), tensors_of(right))
+    assert_equal(tensors_of(directory) if in_files else received(directory), right)
 
 
 def ranks(runs: str) -> None:

@@ -115,9 +115,9 @@ def test_cases_are_read() -> None:
     assert case.settings == {"memory_limit": "80"}
     config = steps.make_config(case, "cpu", Path("unused"))
     assert (config.model.memory_limit, config.optim.lr) == (80, 1e-3)
-    case = weight_sync.parse_case("0.6B layers=4 on=tmpfs syncs=2")
-    assert (case.model, case.layers, case.on, case.syncs) == ("0.6B", 4, "tmpfs", 2)
-    assert case.name == "0.6B layers=4 on=tmpfs"
+    case = weight_sync.parse_case("0.6B layers=4 on=memory syncs=2")
+    assert (case.model, case.layers, case.on, case.syncs) == ("0.6B", 4, "memory", 2)
+    assert case.name == "0.6B layers=4 on=memory"
     for wrong in ("0.6B on=paper", "0.6B by=nccl", "0.6B color=red"):
         with pytest.raises(ValueError):
             weight_sync.parse_case(wrong)

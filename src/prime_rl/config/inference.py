@@ -50,7 +50,6 @@ class InferenceConfig(BaseConfig):
         None,
         "Only directory that weights are loaded from (None: any committed version).",
     )
-    weights_tmpfs: Path | None = option(None, "Directory in memory that tensors may lie in, too (set by `rl`).")
     stage_on_device: bool = option(
         True,
         "New weights may be staged in the GPU's memory, not only in the host's (set by `rl`).",

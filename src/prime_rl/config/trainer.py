@@ -1,6 +1,5 @@
 """Settings of the RL trainer, most of which SFT has as well: optimizers, losses, model, weights."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -254,21 +253,10 @@ class WeightsConfig(ExportConfig):
     transport: Literal["auto", "filesystem", "memory"] = option(
         "auto", "How servers get a version: files, or the trainer's memory (auto: memory from a GPU, else files)."
     )
-    tmpfs: Path | None = option(
-        None, "Directory in memory, such as /dev/shm, for files (None: the disk); of the host of the whole run."
-    )
     host: str | None = option(None, "Address that servers reach the trainer at (None: its default route).")
     port: NonNegativeInt = option(0, "Port there that servers ask at, for memory (0: any).")
     timeout: PositiveFloat = option(30.0, "Seconds without progress after which a transfer from memory fails.")
     shares_gpu: bool = option(False, "A server on the trainer's GPU keeps a copy there, too (rl --share-gpus says so).")
-
-    def checks(self) -> Checks:
-        if self.tmpfs is not None:
-            none_fits = f"<keep> None keeps all versions, which {self.tmpfs} has no room for: say how many"
-            yield conflict(self.keep is None, none_fits, "tmpfs")
-            yield conflict(
-                self.transport == "memory", "<tmpfs> is for files, and <transport> memory writes none for servers"
-            )
 
 
 class FakeData(Section):

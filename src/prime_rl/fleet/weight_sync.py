@@ -35,9 +35,7 @@ from prime_rl.fleet.replicas import (
 )
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.incarnations import read_files_request, request_files
 from prime_rl.transport.protocol import BASE, continues_from, first_lease, lease_after_load, lease_before_load
-from prime_rl.transport.weights import UNREACHABLE
 from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
@@ -342,15 +340,8 @@ class WeightSync:
                 raise error
 
     def _note_unsent(self, version: int, error: VersionNotSent) -> None:
-        """The trainer owes this version, a newer one or its next incarnation. A trainer that cannot reach a server is asked
-        once an incarnation, under `weights.transport = "auto"`, to go on with files."""
-        incarnation, seconds = self.published.incarnation.number, self.config.weights_timeout
-        if UNREACHABLE in str(error):
-            with suppress(CommitError):  # removed meanwhile
-                publisher = self.published.manifest(version).publisher
-                asked = read_files_request(self.config.output_dir, incarnation) is not None
-                if publisher is not None and publisher.fallback and not asked:
-                    request_files(self.config.output_dir, incarnation, str(error))
+        """The trainer owes this version, a newer one or its next incarnation."""
+        seconds = self.config.weights_timeout
         if self._unsent_since is None:
             logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
             self._unsent_since = time.monotonic()

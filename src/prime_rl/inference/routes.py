@@ -249,7 +249,7 @@ class PrimeRoutes:
         state.prime_service = service = WeightService(
             compat.AllEngines(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),
-            roots=AllowedRoots(config.weights_root, config.weights_tmpfs),
+            roots=AllowedRoots(config.weights_root),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
             on_device=config.stage_on_device,

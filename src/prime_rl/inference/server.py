@@ -276,7 +276,7 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     allowed = os.environ["VLLM_PLUGINS"].split(",")
     if compat.PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, compat.PLUGIN]))
-    paths = {name: getattr(config, name) for name in ("output_dir", "weights_root", "weights_tmpfs")}
+    paths = {name: getattr(config, name) for name in ("output_dir", "weights_root")}
     absolute = {name: path and path.expanduser().resolve() for name, path in paths.items()}
     context = PluginContext(config.model_copy(update={**absolute, "api_key": None}), os.getpid())
     os.environ[_CONTEXT] = TypeAdapter(PluginContext).dump_json(context).decode()

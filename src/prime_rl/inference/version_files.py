@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from prime_rl import faults
-from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, read_file, read_manifest, tmpfs_dirs
+from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, read_file, read_manifest
 from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, verify_small_files, weights_manifest
 
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
@@ -33,10 +33,9 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class AllowedRoots:
-    """Where versions may lie: below `root` (None: any committed version that this host sees), their files below `tmpfs`."""
+    """Where versions may lie: below `root`; None: any committed version that this host sees."""
 
     root: Path | None
-    tmpfs: Path | None = None
 
     def check(self, weight_dir: str, version: int) -> WeightsManifest:
         """Check everything of a version except the tensors' bytes. Rejected if it lies outside the root (403), or is not
@@ -80,14 +79,13 @@ class AllowedRoots:
 
     def _check_files(self, directory: Path, names: Iterable[str]) -> None:
         """Check that these files, and those that are read for their names, lie in `directory`. A link may lead anywhere
-        below the roots, or, without a root, into `directory` or where the trainer keeps its files in a tmpfs."""
-        beside = tmpfs_dirs(directory) if self.root is None else {self.tmpfs}
-        roots = [root.resolve() for root in (self.root or directory, *beside) if root is not None]
+        below the root, or, without a root, into `directory`."""
+        root = (self.root or directory).resolve()
         for name in {*names, INDEX, *(path.name for path in directory.glob("*.safetensors"))}:
             path = directory / name
             real_path = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
             inside = path.parent == directory and name not in ("", "..")
-            if not inside or not any(real_path.is_relative_to(root) for root in roots):
+            if not inside or not real_path.is_relative_to(root):
                 raise Rejected(403, f"{path} is outside {(self.root and f'the weights root {self.root}') or directory}")
 
 

@@ -22,7 +22,6 @@ from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import checkpoints_root, refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
 from prime_rl.transport.settings import dry_path
-from prime_rl.transport.weights import check_writable
 from prime_rl.wait import WaitTimeout, wait
 
 _PORT_SECONDS = 3.0
@@ -170,8 +169,6 @@ def _check(config: RLConfig) -> None:
         guarded_host(config.inference)
     else:
         preflight.check_key(config.orchestrator.client)
-    if (tmpfs := config.trainer.weights.tmpfs) is not None:
-        check_writable(tmpfs)
     orchestrator = config.orchestrator
     progress = resume_point(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
     refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing

@@ -188,10 +188,9 @@ def _sections(config: RLConfig, layout: Layout, servers: Mapping[str, ServerSpec
     if inference is None:
         return sections
     # What is free on a shared GPU is the trainer's. It leaves room for a server's copy only where it publishes there.
-    published = trainer.weights.transport != "filesystem" and trainer.weights.tmpfs is None
+    published = trainer.weights.transport != "filesystem"
     common = {
         "weights_root": inference.weights_root or config.output_dir / "weights",
-        "weights_tmpfs": inference.weights_tmpfs or trainer.weights.tmpfs,
         "servers_on_host": len(servers),
         "kv_cache_gib": layout.cache_gib,
         "gpu_memory_utilization": layout.utilization,

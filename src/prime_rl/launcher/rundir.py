@@ -15,7 +15,7 @@ from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConf
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_record, unless_full, write_record
 from prime_rl.processes import ProcessId, boot_id, is_alive, me
-from prime_rl.transport.commit import list_steps, remove, tmpfs_dirs
+from prime_rl.transport.commit import list_steps
 from prime_rl.transport.settings import LEDGER, running_processes, suggestions
 from prime_rl.wait import wait
 
@@ -180,8 +180,6 @@ def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False)
             if (name in _BY_PROCESS and owner in kept) or path.name == f"{writer}.log":
                 continue
             if path.is_dir() and not path.is_symlink():
-                for held in tmpfs_dirs(path):
-                    remove(held)
                 shutil.rmtree(path)
             else:
                 path.unlink()

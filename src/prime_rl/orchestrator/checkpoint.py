@@ -16,7 +16,6 @@ from loguru import logger
 from prime_rl.errors import UserError
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, read_manifest, stage
-from prime_rl.transport.incarnations import run_id
 from prime_rl.transport.protocol import first_missing_batch, joinable
 
 if TYPE_CHECKING:
@@ -142,18 +141,16 @@ class JointCheckpoints:
         Raises:
             UserError: the disk is full.
         """
-        run = run_id(self.rollouts.parent)
         waiting: dict[int, int] = {}  # the incarnation that saved each
         complete = {*checkpoints.complete_steps(self.root), *self._single}
         for step in set(checkpoints.steps_with(self.root, "trainer")) - complete:
             with suppress(CommitError):  # superseded since it was listed
                 manifest = read_manifest(checkpoints.part_dir(self.root, step, "trainer"))
-                if manifest.extra.get("run", run) == run:  # else of a run that shares the place
-                    waiting[step] = checkpoints.saved_by(manifest, max(incarnations, default=0))
+                waiting[step] = checkpoints.saved_by(manifest, max(incarnations, default=0))
         joined = [step for step in joinable(waiting, incarnations) if self._join(step)]
         if joined or self._untidy:
             self._untidy = False
-            checkpoints.remove_expendable(self.root, *self._keep, self._resumed, run)
+            checkpoints.remove_expendable(self.root, *self._keep, self._resumed)
         return joined
 
     def _join(self, step: int) -> bool:

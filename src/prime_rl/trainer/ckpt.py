@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,7 +27,6 @@ from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport import checkpoints, incarnations
 from prime_rl.transport.commit import (
-    CommitError,
     Stage,
     clean_stages,
     list_steps,
@@ -38,9 +36,9 @@ from prime_rl.transport.commit import (
     subject_of,
     supersede,
 )
-from prime_rl.transport.protocol import current_incarnation, superseded_to_keep
+from prime_rl.transport.protocol import current_incarnation
 from prime_rl.transport.settings import suggestions
-from prime_rl.transport.weights import hash_directory, is_lost, version_dir, version_hash, weights_manifest
+from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
 from prime_rl.wait import LEAST_POLL_SECONDS, wait
 
 if TYPE_CHECKING:
@@ -101,7 +99,6 @@ class Checkpoints:
         self.resumed: Path | None = None  # the state that this run resumes from
         self.base: str | None = None  # hash of the base model
         self.incarnation = 0
-        self.run: str | None = None  # tells this run's states from those of others
         self._timeout = config.dist_timeout
         self._pending: tuple[Path, Future[None]] | None = None
         self._reservation: Future[None] | None = None
@@ -152,12 +149,10 @@ class Checkpoints:
 
     def begin(self, versions: WeightPublisher, start: int) -> None:
         """Open an incarnation that goes on from step `start`, and rename or remove what it supersedes."""
-        by_hand = not self.recover and self.resumed is not None
-        self.incarnation, self.base = versions.open(
-            start, keep_superseded=by_hand or self.resumed is None, saved_by=on_main(self.world, self._saved_by)
-        )
-        self.run = on_main(self.world, lambda: incarnations.run_id(self.output_dir))
-        on_main(self.world, lambda: self._supersede_after(start))
+        # The newest is kept where nobody can be sure that it will be made again: `start` may have been asked for by mistake.
+        keep = not self.recover or self.resumed is None
+        self.incarnation, self.base = versions.open(start, keep_superseded=keep)
+        on_main(self.world, lambda: self._supersede_after(start, keep))
         if self.recovery_interval is not None or self._in_background("checkpoint"):
             self._reservation = self._thread.submit(self._copy.reserve, self._state())
         self._scheduled = start + _FIRST_RECOVERY_STEPS
@@ -256,10 +251,9 @@ class Checkpoints:
         """At the end of a run: save a last checkpoint unless this step has one, with nothing left under way."""
         self.settle()
         final = self._final(progress.step, "checkpoint")
-        # Nothing is added to the checkpoint that the run began with: it may be another run's.
-        if self.config is None or progress.step == 0 or final == self.resumed:
+        if self.config is None or progress.step == 0:
             return
-        if progress.step not in on_main(self.world, self._own):
+        if progress.step not in on_main(self.world, lambda: checkpoints.steps_with(self.root, PART)):
             self._write(self._state(), _rng(self.world.device), progress, final)
 
     def close(self) -> None:
@@ -282,13 +276,9 @@ class Checkpoints:
 
     # ---- what to resume from, on rank 0
 
-    def _own(self) -> list[int]:
-        saved = checkpoints.steps_with(self.root, PART)
-        return [step for step in saved if checkpoints.belongs(self.root, step, self.run)]
-
     def _choose(self, marked_finished: bool) -> tuple[str | None, bool]:
         resume = None if self.config is None else self.config.resume_step
-        refuse_foreign(self.weights, self.root)
+        refuse_foreign(self.weights)
         if self.recover and (resume is None or self._recover_decides(resume)):
             is_finished = marked_finished and self.max_steps in list_steps(self.weights)
             if is_finished and self.config is None:
@@ -297,6 +287,12 @@ class Checkpoints:
             return newest, is_finished and newest == str(self._final(self.max_steps or 0, "checkpoint"))
         if resume is not None:
             step = checkpoints.choose_step(self.root, resume, PART, self.max_steps)
+            later = [other for other in checkpoints.steps_with(self.root, PART) if other > step]
+            if later and not incarnations.read_incarnations(self.output_dir):
+                raise UserError(
+                    f"{self.root} has later checkpoints, of another run (up to step_{later[-1]}): to branch off, copy "
+                    f"step_{step} into a checkpoints directory of this run's own"
+                )
             return str(self._final(step, "checkpoint")), False
         refuse_earlier(self.output_dir, self.root, recover=self._recoverable)
         return None, False
@@ -317,8 +313,7 @@ class Checkpoints:
 
     def _newest_whole(self) -> str | None:
         opened, damaged = incarnations.read_incarnations(self.output_dir), []
-        run = incarnations.run_id(self.output_dir)
-        for step, directory, problem in checkpoints.recoverable(self.root, self.recovery, opened, run):
+        for step, directory, problem in checkpoints.recoverable(self.root, self.recovery, opened):
             if problem is None:
                 logger.info("recovering from {}, after {} updates", subject_of(directory), step)
                 return str(directory)
@@ -353,34 +348,19 @@ class Checkpoints:
                     f"{directory} belongs to another base model than {source.name}: give the model.name it began with"
                 )
 
-    def _saved_by(self) -> list[int]:
-        """The incarnations that saved the existing states; nobody resumes from a damaged one."""
-        directories = [self._final(step, "checkpoint") for step in self._own()]
-        directories += [self._final(step, "recovery checkpoint") for step in list_steps(self.recovery)]
-        numbers = set()
-        for directory in directories:
-            with suppress(CommitError):
-                numbers.add(checkpoints.saved_by(read_manifest(directory)))
-        return sorted(numbers)
-
-    def _supersede_after(self, start: int) -> None:
+    def _supersede_after(self, start: int, keep: bool) -> None:
         checkpoints.clean(self.root, PART)
-        for path in checkpoints.supersede_after(self.root, start, self.incarnation, self.run):
+        for path in checkpoints.supersede_after(self.root, start, self.incarnation):
             logger.warning("a checkpoint beyond step {} is superseded; it was moved to {}", start, path)
         clean_stages(self.recovery)
-        # The newest recovery checkpoint beyond `start` is kept where somebody asked for `start`: perhaps by mistake.
-        saved = {}
-        for step in list_steps(self.recovery):
-            with suppress(CommitError):  # a damaged one is not worth keeping
-                if step > start:
-                    saved[step] = checkpoints.saved_by(read_manifest(self._final(step, "recovery checkpoint")))
-        newest = superseded_to_keep(saved, incarnations.keeping_incarnations(self.output_dir))
-        if newest is not None:
-            renamed = supersede(self._final(newest, "recovery checkpoint"), self.incarnation)
-            if renamed is not None:
-                logger.warning("the recovery checkpoint of step {} is superseded; it was moved to {}", newest, renamed)
+        later = [step for step in list_steps(self.recovery) if step > start]
+        if keep and later:
+            renamed = supersede(self._final(later[-1], "recovery checkpoint"), self.incarnation)
+            logger.warning("the recovery checkpoint of step {} is superseded; it was moved to {}", later[-1], renamed)
         self._remove_recovery_but(max((step for step in list_steps(self.recovery) if step <= start), default=None))
-        if self.alone() and start in self._own():  # where a crash came between part and joint manifest
+        if self.alone() and start in checkpoints.steps_with(
+            self.root, PART
+        ):  # where a crash came between part and joint manifest
             checkpoints.join(self.root, start, checkpoints.TRAINER_ONLY, PART)
 
     # ---- writing
@@ -409,16 +389,9 @@ class Checkpoints:
         """Write and commit `state`, in any thread. Rank 0 hashes its files within `dist_timeout`; the others wait."""
         began, world = time.monotonic(), self._background
         self._copy.synchronize()
-        if final.name == PART:
-            on_main(world, lambda: self._refuse_another_runs(progress.step, final))
         nonce = broadcast(world, secrets.token_hex(8))
         stage = agree(world, lambda: Stage(final, nonce))
-        extra = {
-            "progress": asdict(progress),
-            "incarnation": self.incarnation,
-            "base": self.base,
-            "run": self.run,
-        }
+        extra = {"progress": asdict(progress), "incarnation": self.incarnation, "base": self.base}
         try:
             training_state.save(state, stage.path / _STATE, world, rng)
             on_main(world, lambda: self._await_dependencies(progress.step, final, dependencies_committed))
@@ -429,13 +402,6 @@ class Checkpoints:
             raise
         on_main(world, lambda: self._tidy(progress.step, final))
         self._writing = time.monotonic() - began
-
-    def _refuse_another_runs(self, step: int, final: Path) -> None:
-        if not checkpoints.belongs(self.root, step, self.run):
-            raise UserError(
-                f"{final} is a checkpoint of another run ({checkpoints.run_of(final)}; this one is {self.run}): give each "
-                "run its own ckpt.output_dir, then go on with --recover"
-            )
 
     def _await_dependencies(self, step: int, final: Path, dependencies_committed: Callable[[], bool]) -> None:
         wait(
@@ -457,7 +423,7 @@ class Checkpoints:
             self._remove_recovery_but(step)
         elif self.alone() and self.config is not None:
             checkpoints.join(self.root, step, checkpoints.TRAINER_ONLY, PART)
-            checkpoints.remove_expendable(self.root, self.config.keep, self.config.keep_interval, run=self.run)
+            checkpoints.remove_expendable(self.root, self.config.keep, self.config.keep_interval)
 
     def _remove_recovery_but(self, kept: int | None) -> None:
         for step in list_steps(self.recovery):
@@ -475,11 +441,10 @@ def refuse_earlier(output_dir: Path, root: Path, *, recover: bool) -> None:
             raise UserError(f"{directory} holds {what} of an earlier run (up to step_{steps[-1]}): {ways}")
 
 
-def refuse_foreign(weights_dir: Path, root: Path) -> None:
-    """Raise UserError where a directory has the name of a version or checkpoint but is none: nothing is mixed into it."""
+def refuse_foreign(weights_dir: Path) -> None:
+    """Raise UserError where a directory has the name of a version but is none: nothing is mixed into it."""
     ours = incarnations.read_versions(weights_dir)
-    unread = [version_dir(weights_dir, version) for version in list_steps(weights_dir) if version not in ours]
-    if others := [*(path for path in unread if not is_lost(path)), *checkpoints.foreign(root)]:
+    if others := [version_dir(weights_dir, version) for version in list_steps(weights_dir) if version not in ours]:
         raise UserError(f"{others[0]} was not made by this program, or is damaged: move it out of the run directory")
 
 

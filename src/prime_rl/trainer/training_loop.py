@@ -138,7 +138,9 @@ def run(
         scorer=scorer,
         weights=recipe.weights,
         memory=served is not None and uses_memory(served.weights, world),
+        gpu=served is not None,
         async_level=async_level,
+        needed=checkpoints.needed,
         on_committed=lambda version, times: report.more_metrics(version - 1, times),
     )
     exit_stack.callback(versions.close)
@@ -178,7 +180,6 @@ def run(
         sums = forward_backward(policy, batch.batches, recipe.loss, world)
         graded = now(world.device)
         rows.flush()  # of the step before: the device has this one's forward and backward to go on with
-        versions.before_update()
         checkpoints.before_update()
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
         moments = begun, graded, now(world.device)
@@ -204,7 +205,6 @@ def run(
             weights = config.output_dir / "weights"
             durable = checkpoints.will_need(step + 1, async_level) or step + 1 == config.max_steps
             versions.publish(step + 1, row.read, durable=durable)
-            versions.prune(checkpoints.needed)
         if kind is not None:
             report.phase(f"saving a {kind}")
             started = time.perf_counter()
@@ -224,7 +224,7 @@ def run(
             versions.ensure(step, durable=True)
             written = f"; weights in {version_dir(config.output_dir / 'weights', step)}"
         checkpoints.finish(progress)
-        versions.finish(checkpoints.needed)
+        versions.finish()
     elif world.is_main:  # it alone keeps the rows
         report.text(bench_table(report.history, world))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")

@@ -2,7 +2,7 @@
 
 A part is a committed directory (`step_N/trainer`, `step_N/orchestrator`). The owner of the joint manifest writes
 `step_N/manifest.json` once every part is there; only then is the checkpoint complete. A part without its partner is never
-chosen by itself. Several runs may save their checkpoints under one root; each leaves the others' alone.
+chosen by itself.
 """
 
 import json
@@ -28,7 +28,7 @@ from prime_rl.transport.commit import (
     verify,
     write_atomically,
 )
-from prime_rl.transport.protocol import current_incarnation, expendable_checkpoints, resume_step, valid
+from prime_rl.transport.protocol import expendable_checkpoints, resume_step, valid
 
 Part = Literal["trainer", "orchestrator"]
 TRAINER_ONLY: tuple[Part, ...] = ("trainer",)  # sft, fake data, a trainer without an orchestrator
@@ -48,27 +48,6 @@ def steps_with(root: Path, part: Part) -> list[int]:
 def complete_steps(root: Path) -> list[int]:
     """Return the steps whose joint manifest is there, ascending."""
     return [step for step in list_steps(root) if (step_dir(root, step) / MANIFEST).is_file()]
-
-
-def foreign(root: Path) -> list[Path]:
-    """Return `step_N` directories with content but no part of ours; we never write there."""
-    without_parts = sorted(set(list_steps(root)).difference(*(steps_with(root, part) for part in BOTH_PARTS)))
-    directories = [step_dir(root, step) for step in without_parts]
-    return [path for path in directories if any(not inside.name.startswith(".") for inside in path.iterdir())]
-
-
-def run_of(directory: Path) -> str | None:
-    """Return the run that saved a state (`incarnations.run_id`); None if its manifest does not say."""
-    try:
-        run = read_manifest(directory).extra.get("run")
-    except CommitError:
-        return None
-    return run if isinstance(run, str) else None
-
-
-def belongs(root: Path, step: int, run: str | None) -> bool:
-    """Whether checkpoint `step` is of this run; without a run id it counts as ours."""
-    return run is None or run_of(part_dir(root, step, "trainer")) in (None, run)
 
 
 def saved_by(state: Manifest, default: int = 0) -> int:
@@ -150,41 +129,37 @@ def check(root: Path, step: int, part: Part) -> None:
 
 
 def remove_expendable(
-    root: Path, keep: int | None, keep_interval: int | None, in_progress: Collection[int] = (), run: str | None = None
+    root: Path, keep: int | None, keep_interval: int | None, in_progress: Collection[int] = ()
 ) -> list[int]:
     """Remove complete checkpoints beyond `keep`, and parts without partner older than the newest complete one.
 
     Args:
-        run: The run whose checkpoints these are; those of others count for nothing and stay.
         in_progress: Steps that are being saved, or resumed from.
 
     Returns:
         The steps that were removed.
     """
-    own, complete = _own_steps(root, run), set(complete_steps(root))
-    complete_own = [step for step in own if step in complete]
-    expendable = {*expendable_checkpoints(complete_own, keep, keep_interval)}
-    expendable |= {step for step in own if step not in complete and complete_own and step < complete_own[-1]}
+    complete = complete_steps(root)
+    expendable = {*expendable_checkpoints(complete, keep, keep_interval)}
+    expendable |= {step for step in _steps(root) if complete and step < complete[-1]}.difference(complete)
     removed = sorted(expendable.difference(in_progress))
     for step in removed:
         prune(step_dir(root, step))
     return removed
 
 
-def supersede_after(root: Path, step: int, incarnation: int, run: str | None = None) -> list[Path]:
-    """Rename `run`'s checkpoints after `step`, where `incarnation` starts: they are superseded. Return their new paths.
+def supersede_after(root: Path, step: int, incarnation: int) -> list[Path]:
+    """Rename the checkpoints after `step`, where `incarnation` starts: they are superseded. Return their new paths.
 
     They are not deleted, in case `step` was a mistake. Either process may call it, more than once.
     """
-    later = [number for number in _own_steps(root, run) if number > step]
-    renamed = [supersede(step_dir(root, number), incarnation) for number in later]
+    renamed = [supersede(step_dir(root, number), incarnation) for number in _steps(root) if number > step]
     return [path for path in renamed if path is not None]  # None: the other process was first
 
 
-def _own_steps(root: Path, run: str | None) -> list[int]:
-    """Return the steps of `run` that hold a part, ascending."""
-    steps = {step for part in BOTH_PARTS for step in steps_with(root, part)}
-    return sorted(step for step in steps if belongs(root, step, run))
+def _steps(root: Path) -> list[int]:
+    """Return the steps that hold a part, ascending."""
+    return sorted({step for part in BOTH_PARTS for step in steps_with(root, part)})
 
 
 def clean(root: Path, part: Part) -> None:
@@ -197,16 +172,12 @@ def clean(root: Path, part: Part) -> None:
     clean_stages(root)
 
 
-def recoverable(
-    root: Path, recovery: Path, incarnations: Mapping[int, int], run: str | None = None
-) -> Iterator[tuple[int, Path, str | None]]:
+def recoverable(root: Path, recovery: Path, incarnations: Mapping[int, int]) -> Iterator[tuple[int, Path, str | None]]:
     """Yield committed states that a trainer may recover from, newest first: parts of checkpoints, and recovery checkpoints.
 
-    States that a later incarnation superseded are left out, and those of other runs, except the one that the present
-    history went on from.
+    States that a later incarnation superseded are left out.
 
     Args:
-        run: The run that recovers.
         recovery: The directory of the recovery checkpoints.
         incarnations: The trainer's incarnations and the steps they started from.
 
@@ -218,14 +189,9 @@ def recoverable(
     """
     states = [(step, part_dir(root, step, "trainer")) for step in steps_with(root, "trainer")]
     states += [(step, step_dir(recovery, step)) for step in list_steps(recovery)]
-    start = current_incarnation(incarnations).start
     for step, directory in sorted(states, reverse=True):
-        other_run = run is not None and run_of(directory) not in (None, run)
-        if other_run and not step == start > 0:
-            continue
         try:
-            made_by = saved_by(read_manifest(directory), max(incarnations, default=0))
-            if other_run or valid(step, made_by, incarnations):
+            if valid(step, saved_by(read_manifest(directory), max(incarnations, default=0)), incarnations):
                 verify(directory)
                 yield step, directory, None
         except FormatError as error:

@@ -13,7 +13,6 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +29,7 @@ MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20  # at most; 100,000 tensors take half of it
 UNSYNCED_BYTES = 64 << 20
 """Of a large file, in the page cache at most: on ext4 any other fsync waits until these are written."""
-TMPFS_PREFIX = "prime-rl-"  # of directories in a tmpfs
 _CHUNK = 1 << 22
-_REMOVERS = 4  # threads; more would take time from those that write
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_007` is not ours
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -249,8 +246,7 @@ def verify(directory: Path, *, hashes: bool = True, manifest: Manifest | None = 
             if hashes and hash_file(path) != expected["xxh3"]:
                 raise CommitError(f"{path} does not match the manifest's hash")
         except FileNotFoundError as error:
-            where = f" in {path.readlink().parent} on this host" if path.is_symlink() else ""
-            raise CommitError(f"{path} is missing{where}, though the manifest lists it") from error
+            raise CommitError(f"{path} is missing, though the manifest lists it") from error
         except OSError as error:
             raise CommitError(f"{path} cannot be read: {error.strerror}") from error
     return manifest
@@ -382,42 +378,16 @@ def clean_stages(parent: Path, name: str = "") -> None:
             remove(parent / entry.name)
 
 
-def tmpfs_prefix(root: Path) -> str:
-    """Return the prefix of a root's directories in a tmpfs.
-
-    It has the root's device and inode, so a copied run gets another.
-    """
-    stat = root.stat()
-    return f"{TMPFS_PREFIX}{stat.st_dev:x}-{stat.st_ino:x}-"
-
-
-def tmpfs_dirs(directory: Path) -> set[Path]:
-    """Return the directories in a tmpfs to which the links in a version's directory lead."""
-    targets = {path.readlink().parent for path in directory.iterdir() if path.is_symlink()}
-    return {target for target in targets if target.name.startswith(tmpfs_prefix(directory.parent))}
-
-
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a directory with the tmpfs directories it links to. Failures are logged."""
-
-    def unlink(file: os.DirEntry[str]) -> None:
-        with suppress(OSError):  # rmtree tries again
-            if file.is_symlink() or not file.is_dir():
-                os.unlink(file.path)
-
+    """Remove a file, a link, or a directory. Failures are logged."""
     try:
         if path.is_symlink() or not path.is_dir():
             path.unlink()
-            return
-        for directory in tmpfs_dirs(path):
-            remove(directory)
-        # One thread frees the memory that holds the files of a tmpfs at no more than about 15 GB/s.
-        with ThreadPoolExecutor(_REMOVERS, thread_name_prefix="remove") as threads:  # bounded: as rmtree would be
-            list(threads.map(unlink, _entries(path)))
-        shutil.rmtree(path)
+        else:
+            shutil.rmtree(path)
     except FileNotFoundError:
         pass
-    except (OSError, UserError) as error:
+    except OSError as error:
         logger.warning("{} cannot be removed: {}", path, error)
 
 

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import UNREACHABLE, PublisherAddress, TensorEntry, WeightsManifest
+from prime_rl.transport.weights import PublisherAddress, TensorEntry, WeightsManifest
 
 DTYPES = {  # by their names in safetensors
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -232,9 +232,9 @@ class Publisher:
             raise UserError(f"weights cannot be published at {where}: see trainer.weights.host and port") from error
         threading.Thread(target=self._accept, name="publisher", daemon=True).start()
 
-    def address(self, *, fallback: bool) -> PublisherAddress:
+    def address(self) -> PublisherAddress:
         """This publisher, as a version's manifest names it."""
-        return PublisherAddress(self._host, self._socket.getsockname()[1], self._token, self._timeout, fallback)
+        return PublisherAddress(self._host, self._socket.getsockname()[1], self._token, self._timeout)
 
     def offer(self, version: int, incarnation: int, digest: str, size: int) -> None:
         """Let workers ask for the version in the buffer, which must not change until `withdraw`."""
@@ -416,7 +416,10 @@ class Subscriber:
             channel = self._channel = Channel(socket.create_connection((host, port), address.timeout), address.timeout)
         except OSError as error:
             why = error.strerror or error
-            raise ExchangeError(f"{socket.gethostname()} {UNREACHABLE} at {host}:{port} ({why})") from error
+            raise ExchangeError(
+                f"{socket.gethostname()} does not reach the trainer's publisher at {host}:{port} ({why}): "
+                'set trainer.weights.host, or trainer.weights.transport to "filesystem"'
+            ) from error
         try:
             hello = channel.receive()
             if hello.get("protocol") != PROTOCOL:

@@ -5,27 +5,23 @@ follows a run, each commit in `leases/<reader>.json` what they may still read.
 """
 
 import json
-import secrets
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
+from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import (
     MANIFEST,
     CommitError,
     clean_stages,
     list_steps,
-    read_manifest,
     step_dir,
     write_atomically,
 )
-from prime_rl.transport.protocol import BASE, Lease
-from prime_rl.transport.weights import is_lost, weights_manifest
+from prime_rl.transport.protocol import Lease
+from prime_rl.transport.weights import weights_manifest
 
 ORCHESTRATOR, EVAL = "orchestrator", "eval"
 """Readers of versions, each with a lease of its own."""
-_FILES_REQUEST = "files_wanted.json"  # in `weights/`
 
 Seen = dict[tuple[int, int, int], int]
 """The incarnation that a manifest names, by version, inode and time of the manifest."""
@@ -39,69 +35,24 @@ def read_incarnations(output_dir: Path) -> dict[int, int]:
     Raises:
         CommitError: an incarnation file is damaged. They are renamed into place, so something other than us wrote it.
     """
-    return {incarnation: table["step"] for incarnation, table in _read_files(output_dir).items()}
-
-
-def keeping_incarnations(output_dir: Path) -> dict[int, int]:
-    """Return the incarnations that keep the newest version they supersede, and the steps they started from."""
-    tables = _read_files(output_dir)
-    return {incarnation: table["step"] for incarnation, table in tables.items() if table.get("spares") is True}
-
-
-def _read_files(output_dir: Path) -> dict[int, dict[str, Any]]:
     incarnations = {}
     for path in (output_dir / "incarnations").glob("*.json"):
         if path.stem.isdigit():
             try:
-                table = json.loads(path.read_bytes())
-                incarnations[int(path.stem)] = {**table, "step": int(table["step"])}
+                incarnations[int(path.stem)] = int(json.loads(path.read_bytes())["step"])
             except (ValueError, KeyError, TypeError) as error:
                 raise CommitError(f"{path} cannot be read: {error}") from error
     return dict(sorted(incarnations.items()))
 
 
-def run_id(output_dir: Path) -> str | None:
-    """Return what distinguishes this run from others that save their checkpoints in the same place.
-
-    Every incarnation file holds it; it is the nonce of the base model's version, if there is one. None before both.
-    """
-    for table in _read_files(output_dir).values():
-        if isinstance(run := table.get("run"), str):
-            return run
-    try:
-        return read_manifest(step_dir(output_dir / "weights", BASE)).nonce
-    except CommitError:
-        return None
-
-
-def next_incarnation(output_dir: Path, saved_by: Collection[int] = ()) -> int:
-    """Return the number of a new incarnation: one more than the highest number in the run directory.
-
-    Incarnation files may have been lost, so versions and leases count, too.
-
-    Args:
-        saved_by: The incarnations that saved the training states.
-    """
-    made_by = {incarnation for version, incarnation in read_versions(output_dir / "weights").items() if version != BASE}
-    held = {lease.incarnation for lease in leases(output_dir)}
-    return 1 + max({*read_incarnations(output_dir), *made_by, *held, *saved_by}, default=-1)
-
-
-def open_incarnation(
-    output_dir: Path, start: int, *, keep_superseded: bool = False, saved_by: Collection[int] = ()
-) -> int:
-    """Commit a new incarnation that starts from step `start` and return its number. Only the trainer does so.
-
-    Args:
-        keep_superseded: Keep the newest of what it supersedes, since nobody can be sure that it will be made again.
-        saved_by: The incarnations that saved the training states.
-    """
+def open_incarnation(output_dir: Path, start: int) -> int:
+    """Commit a new incarnation that starts from step `start` and return its number. Only the trainer does so."""
     directory = output_dir / "incarnations"
     directory.mkdir(parents=True, exist_ok=True)
     clean_stages(directory)
-    incarnation = next_incarnation(output_dir, saved_by)
-    table = {"step": start, "spares": keep_superseded, "run": run_id(output_dir) or secrets.token_hex(8)}
-    write_atomically(directory / f"{incarnation}.json", json.dumps(table).encode())
+    incarnation = 1 + max(read_incarnations(output_dir), default=-1)
+    faults.point(f"incarnation:{incarnation}")
+    write_atomically(directory / f"{incarnation}.json", json.dumps({"step": start}).encode())
     return incarnation
 
 
@@ -121,7 +72,7 @@ def refuse_if_superseded(output_dir: Path, incarnation: int) -> None:
 def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
     """Return every committed version, and the incarnation that made it.
 
-    One that is removed or damaged meanwhile, or lost with its host's memory, is left out.
+    One that is removed or damaged meanwhile is left out.
 
     Args:
         seen: Filled with what was read; a caller that looks often keeps one, so that each manifest is read once.
@@ -134,8 +85,7 @@ def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]
             key = version, stat.st_ino, stat.st_mtime_ns
             if key not in seen:
                 seen[key] = weights_manifest(directory).incarnation
-            if not is_lost(directory):
-                versions[version] = seen[key]
+            versions[version] = seen[key]
         except (CommitError, FileNotFoundError):
             continue
     return versions
@@ -184,21 +134,3 @@ def write_lease(output_dir: Path, lease: Lease, reader: str = ORCHESTRATOR) -> N
 def drop_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> None:
     """Remove a reader's lease: it reads nothing any more."""
     lease_path(output_dir, reader).unlink(missing_ok=True)
-
-
-# ---- files instead of the trainer's memory
-
-
-def request_files(output_dir: Path, incarnation: int, reason: str) -> None:
-    """Have this incarnation of the trainer write versions to files, since servers cannot reach its publisher."""
-    request = {"incarnation": incarnation, "reason": reason}
-    write_atomically(output_dir / "weights" / _FILES_REQUEST, json.dumps(request).encode())
-
-
-def read_files_request(output_dir: Path, incarnation: int) -> str | None:
-    """Return why servers ask this incarnation of the trainer for files; None if they do not."""
-    try:
-        request = json.loads((output_dir / "weights" / _FILES_REQUEST).read_bytes())
-        return str(request["reason"]) if request["incarnation"] == incarnation else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -70,17 +70,6 @@ def superseded_versions(versions: Mapping[int, int], incarnations: Mapping[int, 
     return sorted(versions.keys() - set(valid_versions(versions, incarnations)))
 
 
-def superseded_to_keep(superseded: Mapping[int, int], keepers: Mapping[int, int]) -> int | None:
-    """Return the newest superseded step, if one of `keepers` superseded it; None: nothing is kept.
-
-    Args:
-        superseded: Steps and the incarnations that made them.
-        keepers: Incarnations that were opened by hand or without any state, and their start steps.
-    """
-    newest = max(superseded, default=None)
-    return None if newest is None or valid(newest, superseded[newest], keepers) else newest
-
-
 # ---- what may be sampled and trained
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -21,15 +21,12 @@ import xxhash
 from pydantic import FiniteFloat, TypeAdapter
 
 from prime_rl import faults
-from prime_rl.errors import UserError
 from prime_rl.transport import commit
 from prime_rl.transport.commit import CommitError, Manifest, disk_errors, hash_file, open_file, read_manifest
 
 INDEX = "model.safetensors.index.json"  # if there are several files: which holds which tensor
 HASH_CHUNK_BYTES = 8 << 20  # part of every manifest: other chunks give other hashes
 REFERENCE_TOKENS = 64  # of the fixed prompt
-UNREACHABLE = "does not reach the trainer's publisher"
-"""Part of a server's error when it cannot connect: files may help then (`incarnations.request_files`)."""
 _HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers, too
 
 
@@ -83,14 +80,12 @@ class PublisherAddress:
 
     Attributes:
         timeout: Seconds without progress after which either side ends a transfer.
-        fallback: Servers that cannot reach it may ask for files (`transport = "auto"`).
     """
 
     host: str
     port: int
     token: str = field(repr=False)
     timeout: float
-    fallback: bool = False
 
 
 @dataclass(frozen=True)
@@ -326,14 +321,21 @@ def write_base_version(root: Path, model: Path, reference: LogprobReference | No
     return existing
 
 
-def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
-    """Write a version's tensors, from memory or a tmpfs, into its own directory. Only the trainer does so.
+def file_hashes(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """Return the hash of each file of tensors, which is that of the tensors in it."""
+    by_file: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in tensors.items():
+        by_file.setdefault(entry.file, {})[name] = entry
+    return {file: version_hash(entries) for file, entries in by_file.items()}
+
+
+def make_durable(directory: Path, write: Callable[[Path], Mapping[str, TensorEntry]]) -> None:
+    """Write a version's tensors, from memory, into its own directory. Only the trainer does so.
 
     The manifest is replaced last; until then the version is what it was. Its hash does not change.
 
     Args:
-        write: Writes the safetensors files, their index if there are several, and what else the version lacks, into a
-            directory.
+        write: Writes the files of a model directory, and returns its tensors with their hashes.
     """
     committed = read_manifest(directory)
     manifest = weights_manifest(directory, committed)
@@ -342,14 +344,13 @@ def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(staging, ignore_errors=True)  # left by a trainer that was killed
         staging.mkdir()
         try:
-            write(staging)
-            hashed = hash_directory(staging)
-            for path in staging.iterdir():
-                commit.sync(path)
-            faults.point(f"lasting:{commit.subject_of(directory)}")
-            files = dict(committed.files)
+            hashed = write(staging)
+            hashes, files = file_hashes(hashed), dict(committed.files)
             for path in sorted(staging.iterdir()):
-                files[path.name] = {"size": path.stat().st_size, "xxh3": hash_file(path)}
+                commit.sync(path)
+                files[path.name] = {"size": path.stat().st_size, "xxh3": hashes.get(path.name) or hash_file(path)}
+            faults.point(f"lasting:{commit.subject_of(directory)}")
+            for path in sorted(staging.iterdir()):
                 os.rename(path, directory / path.name)
             commit.sync(directory)
         finally:
@@ -361,53 +362,3 @@ def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
         text = json.dumps(vars(committed) | {"files": files, "extra": extra}, indent=1)
         commit.write_atomically(directory / commit.MANIFEST, text.encode())
     faults.point(f"lasts:{commit.subject_of(directory)}")
-
-
-# ---- in a tmpfs: a version's directory then holds links to its tensors' files, until they are copied over the links
-
-
-def check_tmpfs(tmpfs: Path, root: Path, size: int, available: int, arithmetic: str) -> None:
-    """Raise UserError unless there is room for `size` bytes, counting what versions under `root` hold there already.
-
-    Args:
-        available: Bytes of memory that the host has left.
-        arithmetic: How the size adds up.
-    """
-    check_writable(tmpfs)
-    held = sum(path.stat().st_size for path in tmpfs.glob(f"{commit.tmpfs_prefix(root)}*/*"))
-    free = held + min(shutil.disk_usage(tmpfs).free, available)
-    if size > free:
-        room = f"{tmpfs} has room for {free / 2**30:.2f} GiB"
-        raise UserError(f"weights.tmpfs: {room}, and {size / 2**30:.2f} may be needed: {arithmetic}")
-
-
-def check_writable(tmpfs: Path) -> None:
-    """Raise UserError unless it is a writable directory."""
-    if not (tmpfs.is_dir() and os.access(tmpfs, os.W_OK | os.X_OK)):
-        raise UserError(f"weights.tmpfs: {tmpfs} is not a writable directory")
-
-
-def link_files(stage: Path, tmpfs: Path, names: Iterable[str]) -> None:
-    """Make files written to `stage` land in `tmpfs`, by symlinks."""
-    directory = tmpfs.resolve() / f"{commit.tmpfs_prefix(stage.parent)}{stage.name.lstrip('.')}"
-    with disk_errors(stage):
-        for name in names:  # links first: cleanup finds the tmpfs directory by them
-            (stage / name).symlink_to(directory / name)
-        directory.mkdir()
-
-
-def copy_out_of_tmpfs(directory: Path) -> None:
-    """Verify a version, and copy its tensors from a tmpfs to the disk. Raises CommitError if they are lost or damaged."""
-    files = list(directory.glob("*.safetensors"))
-    if any(path.is_symlink() for path in files):  # recopy all: a kill may have come between two
-        verify_weights(directory)
-        held = commit.tmpfs_dirs(directory)
-        make_durable(directory, lambda stage: [shutil.copyfile(path, stage / path.name) for path in files])
-        for each in held:
-            commit.remove(each)
-
-
-def is_lost(directory: Path) -> bool:
-    """Whether a committed version has dangling links to a tmpfs: the host was restarted, or is another one."""
-    links = [path for path in directory.iterdir() if path.is_symlink() and not path.exists()]
-    return any(path.readlink().parent.name.startswith(commit.TMPFS_PREFIX) for path in links)

@@ -76,12 +76,6 @@ $ rl --max-steps 0 --orchestrator.environment.id x
   max_steps: must be greater than 0, got 0 (--max-steps)
 $ rl --wandb.offline=x --orchestrator.environment.id x
   wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (--wandb.offline)
-$ trainer --weights.keep None --weights.tmpfs /dev/shm
-  weights: keep None keeps all versions, which /dev/shm has no room for: say how many (keep: --weights.keep, tmpfs:
-    --weights.tmpfs)
-$ trainer --weights.transport memory --weights.tmpfs /dev/shm
-  weights: tmpfs is for files, and transport memory writes none for servers (tmpfs: --weights.tmpfs, transport:
-    --weights.transport)
 $ trainer --weights.transport.type process-group
   weights.transport: must be 'auto', 'filesystem' or 'memory', and what was given is malformed
     (--weights.transport.type)

@@ -194,8 +194,6 @@ rl --ckpt --wandb --inference
   trainer.monitor.wandb.project=prime-rl trainer.monitor.wandb.dir=logs trainer.monitor.wandb.name=None
 rl --seed 1
   ckpt=None wandb=None trainer.monitor.wandb=None orchestrator.client.base_url=http://localhost:8000/v1
-trainer --weights.transport filesystem --weights.tmpfs /dev/shm
-  weights.transport=filesystem weights.tmpfs=/dev/shm
 # Micro-batches may be longer than samples.
 rl --trainer.seq-len 4096 --orchestrator.seq-len 1024
   seq_len=None trainer.seq_len=4096 orchestrator.seq_len=1024

@@ -1,7 +1,6 @@
 """Reading a version into memory: the very bytes that were hashed, or nothing. The GPU's part needs one (benchmarks/weight_sync.py)."""
 
 import gc
-import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from prime_rl.inference import staging
 from prime_rl.inference.staging import Staging, WeightsExtension
-from prime_rl.inference.version_files import AllowedRoots, Rejected
 from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, prune, stage
 from prime_rl.transport.exchange import ExchangeError, Subscriber, layout
-from prime_rl.transport.weights import hash_directory, link_files, manifest_extra, version_dir, weights_manifest
+from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 from prime_rl.wait import wait
 
 CPU = torch.device("cpu")
@@ -48,10 +46,9 @@ def begin(directory: Path, **options: Any) -> Staging:
     return Staging(directory, weights_manifest(directory).hash, CPU, Subscriber(), **options)
 
 
-@pytest.mark.parametrize("place", ["disk", "tmpfs"])
-def test_what_is_read_is_what_the_files_hold(request: pytest.FixtureRequest, tmp_path: Path, place: str) -> None:
+def test_what_is_read_is_what_the_files_hold(tmp_path: Path) -> None:
     """Contract: every tensor arrives bit by bit, of every size, across chunks, with its dtype and shape, in the order of the manifest."""
-    directory = commit(tmp_path) if place == "disk" else request.getfixturevalue("in_memory")
+    directory = commit(tmp_path)
     read = begin(directory)
     read.wait(SECONDS)
     expected = {name: tensor for file in FILES for name, tensor in load_file(directory / file).items()}
@@ -195,35 +192,3 @@ def test_dropping_stops_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read.wait(SECONDS)
     assert count == 3
     assert list(read.tensors) == []
-
-
-@pytest.fixture
-def in_memory(tmp_path: Path) -> Path:
-    final, extra = tmp_path / "weights" / "step_5", dict[str, Any]()
-    (tmp_path / "tmpfs").mkdir()
-    with stage(final, step=5, producer="trainer", extra=extra) as tmp:
-        link_files(tmp, tmp_path / "tmpfs", FILES)
-        for file, tensors in FILES.items():
-            save_file(tensors, (tmp / file).readlink())
-        extra |= manifest_extra(5, 0, hash_directory(tmp))
-    return final
-
-
-def test_a_tmpfs_is_allowed_by_name(in_memory: Path, tmp_path: Path) -> None:
-    """Contract: links lead a server no further than it may go; one that does not see the tmpfs says so in a line that names the directory."""
-    allowed = AllowedRoots(in_memory.parent, tmpfs=tmp_path / "tmpfs")
-    for roots in (allowed, AllowedRoots(None)):
-        assert roots.check(str(in_memory), 5).version == 5
-    with pytest.raises(Rejected, match="outside"):
-        AllowedRoots(in_memory.parent).check(str(in_memory), 5)
-    file = (in_memory / "model-1.safetensors").readlink()
-    file.rename(tmp_path / "elsewhere")
-    file.symlink_to(tmp_path / "elsewhere")
-    for roots in (allowed, AllowedRoots(None)):
-        with pytest.raises(Rejected, match="outside"):
-            roots.check(str(in_memory), 5)
-    shutil.rmtree(tmp_path / "tmpfs")
-    with pytest.raises(Rejected, match=r"is missing in .*/tmpfs/prime-rl-.* on this host"):
-        AllowedRoots(None).check(str(in_memory), 5)
-    with pytest.raises((CommitError, FileNotFoundError)):
-        begin(in_memory).wait(SECONDS)

@@ -233,13 +233,13 @@ def test_threads_fit_the_cores(given: Settings, threads: tuple[str | None, str |
 
 def test_sections() -> None:
     """Secrets travel by environment and are not shown; the server loads weights of this run only, wherever they are."""
-    made = planned(inference={"api_key": "s3cret"}, trainer={"weights": {"tmpfs": "/dev/shm"}})
+    made = planned(inference={"api_key": "s3cret"})
     assert env(made, "inference")["VLLM_API_KEY"] == env(made, "orchestrator")["VLLM_API_KEY"] == "s3cret"
     assert "s3cret" not in describe(made)
     assert "VLLM_API_KEY=***" in describe(made)
     assert {path.stem for path in made.configs} == {"rl", "trainer", "orchestrator", "inference"}
     server = section(made, "inference")
-    assert (server.weights_root, server.weights_tmpfs) == (Path("outputs/weights"), Path("/dev/shm"))
+    assert server.weights_root == Path("outputs/weights")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import socket
 import time
 from dataclasses import asdict, replace
@@ -25,7 +24,6 @@ from prime_rl.monitor import Status, read_status
 from prime_rl.monitor.status import status_path
 from prime_rl.processes import boot_id, identify
 from prime_rl.transport.settings import check_and_commit
-from prime_rl.transport.weights import link_files
 from support import partners
 from support.partners import belongs_to
 
@@ -115,22 +113,6 @@ def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None
     with pytest.raises(UserError, match="is a link"):
         clean(tmp_path)
     assert (tmp_path / "elsewhere" / "step_1").exists()
-
-
-@pytest.mark.parametrize("whose", ["its own", "another run's"])
-def test_clean_empties_the_memory_that_no_version_names(tmp_path: Path, whose: str) -> None:
-    """A trainer that was killed before its first version has left links to where in memory its files are; another run's stay."""
-    weights, tmpfs = tmp_path / "run" / "weights", tmp_path / "tmpfs"
-    for path in (weights / ".step_1.tmp-x", tmpfs):
-        path.mkdir(parents=True)
-    link_files(weights / ".step_1.tmp-x", tmpfs, ["model.safetensors"])
-    (weights / ".step_1.tmp-x" / "model.safetensors").write_bytes(b"x")
-    if whose == "another run's":
-        shutil.move(tmp_path / "run", tmp_path / "original")
-        shutil.copytree(tmp_path / "original", tmp_path / "run", symlinks=True)
-    clean(tmp_path / "run")
-    assert len(list(tmpfs.iterdir())) == (whose == "another run's")
-    assert list((tmp_path / "run").rglob("*")) == []
 
 
 def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from unittest.mock import patch
 from prime_rl.transport import protocol
 from prime_rl.transport.protocol import Lease, current_incarnation, may_start, prunable, too_old
 
-from .state import Bounds
+from .model import Bounds
 
 SMALL = Bounds(steps=2)
+SYNCHRONOUS = Bounds(steps=3, async_level=0, crashes=2, drain=False, killed="TO")
 
 
 class Mutant(NamedTuple):
@@ -27,7 +28,7 @@ class Mutant(NamedTuple):
 
 @contextmanager
 def mutated(name: str) -> Iterator[Bounds]:
-    """Put a bug in. Gives the bounds within which the check must find it."""
+    """Put a bug in. Gives the bounds within which the search must find it."""
     with ExitStack() as stack:
         for function, wrong in MUTANTS[name].rules.items():
             stack.enter_context(patch.object(protocol, function, wrong))
@@ -44,33 +45,32 @@ MUTANTS = {
     "lease-ignored": Mutant("pruning ignores the lease", Bounds(steps=2, async_level=0, killed="E"), "pruned",
         {"prunable": lambda *of, lease, **others: prunable(*of, lease=None, **others)}),
     "lease-raised-early": Mutant("the lease is raised before the load ends",
-        Bounds(steps=3, crashes=1, async_level=0, killed="TE"), "pruned"),
-    "lease-of-target": Mutant("the lease of a new incarnation covers what is loaded, not what the engines go back to",
-        Bounds(steps=3, async_level=0, crashes=2, killed="TO"), "pruned",
+        Bounds(replicas=2, steps=3, crashes=1, async_level=0, drain=False, killed="E"), "pruned"),
+    "lease-of-target": Mutant("the lease of a new incarnation leaves out what is still read for a dead orchestrator",
+        SYNCHRONOUS._replace(killed="TOE"), "pruned",
         {"lease_before_load": lambda held, incarnation, version: Lease(incarnation, version)}),
     "look-before-lease": Mutant("the orchestrator chooses a version before it holds a lease",
         Bounds(steps=4, async_level=0, keep_checkpoints=2, drain=False, killed="W"), "pruned"),
-    "lease-of-served": Mutant("the lease is raised to what is served while an engine that joins reads an older version",
-        Bounds(replicas=2, steps=3, crashes=0, interval=3, drain=False), "pruned",
+    "lease-of-served": Mutant("the lease is raised to what is served while another server reads an older version",
+        Bounds(replicas=2, steps=3, async_level=0, interval=3, concurrent=1, drain=False, killed="E"), "pruned",
         {"lease_after_load": lambda incarnation, served, reading: Lease(incarnation, served)}),
     "prune-in-a-new-incarnation": Mutant("pruning goes on before the orchestrator has taken the new incarnation up",
-        Bounds(steps=3, async_level=0, crashes=2, drain=False, killed="TO"), "pruned",
-        {"prunable": prune_in_a_new_incarnation}),
+        SYNCHRONOUS, "pruned", {"prunable": prune_in_a_new_incarnation}),
     "kept-weights-pruned": Mutant("the weights of a kept checkpoint are pruned",
         Bounds(steps=3, crashes=0, async_level=0), "needs",
         {"prunable": lambda *of, checkpoints, **others: prunable(*of, checkpoints=[], **others)}),
     "saving-not-kept": Mutant("the weights of a checkpoint that is being saved are pruned",
         Bounds(steps=3, crashes=0, async_level=0), "needs"),
     "aside-before-incarnation": Mutant("versions are set aside before the new incarnation is committed", SMALL, "pruned"),
-    "given-up-version-served": Mutant("the newest version is served, whichever incarnation made it",
-        SMALL, "which an engine has to load",
+    "superseded-version-served": Mutant("the newest version is served, whichever incarnation made it",
+        SMALL, "which a server has to load",
         {"newest_version": lambda versions, incarnations: max(versions) if incarnations else None}),
-    "nothing-set-aside": Mutant("a new incarnation leaves the versions of given-up incarnations where they are",
+    "nothing-set-aside": Mutant("a new incarnation leaves the versions of superseded incarnations where they are",
         SMALL, "is committed already", {"superseded_versions": lambda versions, incarnations: []}),
     "old-incarnation-goes-on": Mutant("the orchestrator does not notice the trainer's new incarnation", SMALL, "given up"),
-    "old-incarnation-batched": Mutant("finished episodes of a given-up incarnation are kept", SMALL, "given up"),
-    "old-version-kept": Mutant("what is served is gone on with, though the new incarnation gave it up",
-        SMALL, "which an engine has to load"),
+    "old-incarnation-batched": Mutant("finished episodes of a superseded incarnation are kept", SMALL, "given up"),
+    "old-version-kept": Mutant("what is served is gone on with, though the new incarnation superseded it",
+        SMALL, "which a server has to load"),
     "incarnations-not-read-at-cut": Mutant("a batch is cut by the incarnations that were read before", SMALL, "given up"),
     "same-number-not-loaded": Mutant("a new incarnation's version is not loaded where one of that number is served",
         SMALL, "given up"),
@@ -81,33 +81,17 @@ MUTANTS = {
         {"planned_step": lambda step, groups, per_batch: step}),
     "too-old-off-by-one": Mutant("the off-policy bound is off by one", Bounds(steps=3, crashes=0), "sampled by",
         {"too_old": lambda step, first, most: too_old(step - 1, first, most)}),
-    "reissued-ungated": Mutant("episodes that are issued again do not ask the gate",
-        Bounds(steps=2, async_level=0, crashes=2, killed="TO"), "async level"),
-    "engine-without-incarnation": Mutant("the proof compares versions only, so that a restarted engine passes once it "
-        "was given the next version", Bounds(steps=3, killed="R", async_level=1, max_off_policy=2), "something else"),
-    "unproven-batch": Mutant("a batch is cut without a proof of what the engines serve",
-        Bounds(steps=2, killed="R"), "something else"),
-    "unproven-load": Mutant("an engine is given a new incarnation's version without a proof of what it served before",
-        Bounds(steps=3, crashes=2, concurrent=1, drain=False, killed="TR"), "something else"),
     "announced-late": Mutant("a new version is announced after the load instead of before", SMALL, "stamped"),
-    "read-not-checked": Mutant("an engine does not look again whether the directory is the one it verified",
-        SMALL, "read that of incarnation"),
-    "leaver-given-work": Mutant("an engine that is to leave, and stays on its version, is given new episodes",
-        Bounds(replicas=2, steps=2, crashes=0, leaves=1, drain=False), "stamped"),
-    "left-unproven": Mutant("an engine is let go without a proof of what it served",
-        Bounds(replicas=2, steps=2, crashes=1, leaves=1, concurrent=1, drain=False, killed="R"), "something else"),
-    "no-reconcile": Mutant("the ledger is not completed from the manifests at start", SMALL, "accounted for"),
-    "issued-lost": Mutant("episodes that the ledger never saw end are forgotten at start", SMALL, "accounted for"),
+    "read-not-checked": Mutant("a server does not look again whether the directory is the one it verified",
+        SMALL, "read that of"),
     "collect-again": Mutant("the orchestrator collects the last step again", SMALL, "is committed after",
         {"first_missing_batch": lambda batches, start: max(0, len(batches) - 1)}),
     "half-joined": Mutant("the joint manifest is written before both parts stand", SMALL, "only one part"),
-    "resumed-from-removed": Mutant("a later checkpoint, which the trainer is about to give up, makes the one that is "
+    "resumed-from-removed": Mutant("a later checkpoint, which the trainer is about to supersede, makes the one that is "
         "resumed from expendable",
         Bounds(steps=3, async_level=0, interval=1, keep_checkpoints=1, killed="W"), "is removed before"),
     "old-status-believed": Mutant("the trainer's status of the earlier run is believed",
         Bounds(steps=2, interval=1, killed="W"), "no end can be reached"),
     "recovery-removed-first": Mutant("the recovery checkpoint is removed before the newer one is committed",
         Bounds(steps=3, interval=4), "removed before"),
-    "part-missing-at-end": Mutant("a trainer that recovers and is asked to stop at once saves nothing",
-        Bounds(steps=2, interval=4, killed="T"), "joint checkpoint"),
 }  # fmt: skip

@@ -2,10 +2,9 @@
 moment."""
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,14 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_copy import WeightCopy
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, write_version
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, prune
 from prime_rl.transport.exchange import ExchangeError
-from prime_rl.transport.incarnations import drop_lease, read_versions, request_files, write_lease
+from prime_rl.transport.incarnations import drop_lease, write_lease
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait
-from support import trainer as support
 from support.processes import REPOSITORY, Command
 from support.publishing import received
 from support.versions import TRANSPORTS, Run, assert_equal, open_run
@@ -51,13 +49,6 @@ def opened(world: World, make_policy: MakePolicy, tied_model: Path, tmp_path: Pa
 def run(request: pytest.FixtureRequest, opened: Open) -> Iterator[Run]:
     """Each transport."""
     with opened(request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def in_tmpfs(opened: Open) -> Iterator[Run]:
-    """A run that keeps versions in tmpfs."""
-    with opened("tmpfs") as made:
         yield made
 
 
@@ -93,9 +84,9 @@ def test_a_killed_trainer_leaves_what_is_whole(tied_model: Path, tmp_path: Path)
 
 
 def test_what_servers_get_is_what_the_ranks_trained(tmp_path: Path) -> None:
-    """Contract: of three ranks (with three experts), and of two replicas of two ranks each, on as many hosts as ranks,
+    """Contract: of three ranks (with three experts), and of two replicas of two ranks each,
     servers get bit for bit the rows of all; what must outlive the processes is written in full, the base as its files
-    have it; a tmpfs, which is one host's, is refused."""
+    have it."""
     model, env = make_tiny_model(tmp_path / "model", experts=3), {"PYTHONPATH": str(REPOSITORY / "tests")}
     runs = [
         {"ranks": n, "kind": kind, "model": str(model), "root": str(tmp_path / f"{kind}-{n}"), "replicas": replicas}
@@ -136,8 +127,9 @@ def test_transformers_loads_what_was_trained(
             p.to_local().add_(0.001)
     if limit is not None:
         monkeypatch.setattr("prime_rl.trainer.weight_copy.FILE_BYTES", limit)
-    copies = RowCopies(policy, world, dtype)
-    write_version(copies, copies.copy(), find_model(str(directory)), world, final, version=3, incarnation=2)
+    copies = WeightCopy(policy, world, dtype)
+    copies.copy().finish()
+    write_version(copies, find_model(str(directory)), final, version=3, incarnation=2)
     manifest = verify_weights(final)
     assert (manifest.version, manifest.incarnation, manifest.base) == (3, 2, None)
     loaded = load(final)
@@ -168,17 +160,14 @@ def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) 
 
 def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
     """Contract: such a version is a model directory by itself, identified by its tensors and verified by them, however
-    it came there; so is the last one. At the end nothing is in memory, and all that is left is whole. A change of one
+    it came there; so is the last one. All that is left at the end is whole. A change of one
     bit is found."""
     incarnation = run.incarnation()
     hashes = run.train(incarnation, range(1, 5), durable=(2,))
     assert len({*hashes.values()}) == 4
     assert load(run.weights / "step_2") is not None
     incarnation.ensure(4, durable=True)
-    support.prune(incarnation, 1, 0, list)
-    incarnation.finish(list)
-    assert run.held() == []
-    assert {3, 4} <= {*list_steps(run.weights)} <= {0, 2, 3, 4}
+    incarnation.finish()
     assert verify_weights(run.weights / "step_4").hash == hashes[4]
     assert load(run.weights / "step_4") is not None
     file = run.weights / "step_4" / "model.safetensors"
@@ -198,78 +187,8 @@ def test_resume(run: Run) -> None:
     assert load(run.weights / "step_2") is not None
     assert weights_manifest(run.weights / "step_2").hash == hashes[2]
     assert verify_weights(run.weights / "given_up_1_step_4").hash == hashes[4]
-    assert set(run.held()) == run.linked()
     run.incarnation(7)
     assert weights_manifest(run.weights / "step_7").incarnation == 2
-
-
-# ---- tmpfs
-
-
-def test_what_is_damaged_is_made_again(in_tmpfs: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """Contract: an incarnation that goes on from a version whose tensors lie in tmpfs, and are damaged there, commits
-    it again; none is kept that cannot be read."""
-    run = in_tmpfs
-    run.train(run.incarnation(), range(1, 5))
-    for version in (2, 4):
-        path = next(weights_manifest(run.weights / f"step_{version}").files.glob("model.*"))
-        path.write_bytes(path.read_bytes()[:-9])
-    run.incarnation(2, keep_superseded=True)
-    verify_weights(run.weights / "step_2")
-    assert caplog.text.count("cannot be brought to the disk") == 2
-    for kept in run.weights.glob("given_up_*"):
-        verify_weights(kept)
-
-
-def test_after_a_restart_of_the_host(in_tmpfs: Run) -> None:
-    """Contract: versions that were in memory count as not there, the others as there; the next incarnation removes what
-    is left of them."""
-    in_tmpfs.train(in_tmpfs.incarnation(), range(1, 4), durable=(2,))
-    shutil.rmtree(in_tmpfs.tmpfs)
-    in_tmpfs.tmpfs.mkdir()
-    (in_tmpfs.weights / "step_2" / "notes").symlink_to("gone")  # nothing of ours
-    assert [*read_versions(in_tmpfs.weights)] == [0, 2]
-    with pytest.raises(CommitError, match="on this host"):
-        verify_weights(in_tmpfs.weights / "step_3")
-    in_tmpfs.incarnation(2)
-    assert list_steps(in_tmpfs.weights) == [0, 2]
-
-
-def test_only_its_own_is_cleaned(in_tmpfs: Run, tmp_path: Path) -> None:
-    """Contract: an incarnation removes what a dead one left in memory, and nothing of another run: not of a copy of
-    this one either."""
-    first = in_tmpfs.incarnation()
-    in_tmpfs.train(first, range(1, 4))
-    own = in_tmpfs.held()
-    prefix = own[0].partition("step_")[0]
-    shutil.copytree(in_tmpfs.tmpfs / own[0], in_tmpfs.tmpfs / f"{prefix}step_9.tmp-x")  # no version has links to it
-    shutil.copytree(in_tmpfs.tmpfs / own[0], in_tmpfs.tmpfs / "prime-rl-1-2-step_9.tmp-x")
-    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
-    copy = WeightPublisher(
-        tmp_path / "copy", in_tmpfs.policy, first.source, first.world, torch.bfloat16, weights=first.config
-    )
-    with closing(copy):
-        copy.open(1)
-    assert set(in_tmpfs.held()) > set(own)
-    in_tmpfs.incarnation(2)
-    assert {*in_tmpfs.held()} - in_tmpfs.linked() == {"prime-rl-1-2-step_9.tmp-x"}
-
-
-def test_room_is_checked_before_anything_is_begun(in_tmpfs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a run that may not fit is refused, with the arithmetic; one that fits exactly is not. What the run
-    holds there already counts."""
-    incarnation = in_tmpfs.incarnation()
-    in_tmpfs.train(incarnation, range(1, 4))
-    held = sum(path.stat().st_size for path in in_tmpfs.tmpfs.glob("*/*"))
-    assert isinstance(incarnation._copies, RowCopies)
-    needed = 9 * sum(slot.size for slot in incarnation._copies.slots.values())
-    available = "prime_rl.trainer.weight_publisher.available_bytes"
-    monkeypatch.setattr(available, lambda: needed - held - 1)
-    with pytest.raises(UserError, match=r"may be needed: 9 versions \(the newest, async_level 0, keep 7, and one"):
-        in_tmpfs.incarnation(3)
-    monkeypatch.setattr(available, lambda: needed - held)
-    in_tmpfs.train(in_tmpfs.incarnation(3), range(4, 5))
-    assert len(list((in_tmpfs.root / "run" / "incarnations").iterdir())) == 2
 
 
 # ---- memory
@@ -310,32 +229,13 @@ def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pyt
 
 def test_versions_of_an_interval_are_kept_for_good(opened: Open) -> None:
     """Contract: `weights.save_interval`; however versions get to servers, these have files and are never pruned."""
-    with opened("memory", save_interval=2) as run:
+    with opened("memory", save_interval=2, keep=0) as run:
         incarnation = run.incarnation()
-        run.train(incarnation, range(1, 8))
-        support.prune(incarnation, 0, 0, list)
-        incarnation.settle()
+        for version in range(1, 8):
+            run.train(incarnation, range(version, version + 1))
         assert list_steps(run.weights) == [0, 2, 4, 6, 7]
         for version in (2, 4, 6):
             verify_weights(run.weights / f"step_{version}")
-
-
-def test_servers_that_cannot_reach_the_publisher_get_files(opened: Open) -> None:
-    """Contract: under `auto` the version that they wait for is written, though the loop stands still, and every later
-    one; a call to a dead incarnation counts for nothing."""
-    with opened("auto", transport="auto", host="127.0.0.1") as run:
-        incarnation = run.incarnation()
-        request_files(run.root / "run", 7, "of another incarnation")
-        run.train(incarnation, range(1, 2))
-        assert weights_manifest(run.weights / "step_1").publisher is not None
-        request_files(run.root / "run", incarnation.incarnation, "no route")
-        wait(
-            lambda: weights_manifest(run.weights / "step_1").publisher is None,
-            subject="files", owner="the publisher", seconds=60, poll=0.05,
-        )  # fmt: skip
-        verify_weights(run.weights / "step_1")
-        run.train(incarnation, range(2, 3))
-        verify_weights(run.weights / "step_2")
 
 
 # ---- beside the loop
@@ -352,14 +252,20 @@ def steps(publisher: WeightPublisher) -> list[int]:
     return list_steps(publisher.root)
 
 
+def keeping(publisher: WeightPublisher, keep: int | None) -> WeightPublisher:
+    """As in a run with this setting and async level 1."""
+    publisher.async_level, publisher.config = 1, publisher.config.model_copy(update={"keep": keep})
+    return publisher
+
+
 def test_prune(publisher: WeightPublisher) -> None:
     """The base, what sampling ahead needs, what checkpoints need, and what the orchestrator holds a lease on stay."""
     for version in range(1, 7):
         publisher.publish(version)
 
     def after(keep: int | None, *checkpoints: int) -> list[int]:
-        support.prune(publisher, 1, keep, lambda: [*checkpoints])
-        publisher.settle()
+        keeping(publisher, keep)._needed = lambda: checkpoints
+        publisher.finish()
         return steps(publisher)
 
     assert after(None) == [0, 1, 2, 3, 4, 5, 6]
@@ -378,7 +284,7 @@ def refuse() -> None:
 def test_weights_may_change_meanwhile(publisher: WeightPublisher) -> None:
     """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written.
     Waiting for a version has an end, which says what was waited for; what is being written is not written over."""
-    parameter, name = publisher._copies.tensors[0].parameter, publisher._copies.tensors[0].name
+    parameter, name = publisher._copies.stored[0].parameter, publisher._copies.stored[0].name
     may_go_on = threading.Event()
     at_the_time = parameter.full_tensor().detach().bfloat16().clone()
     publisher.publish(1, lambda: may_go_on.wait(10))
@@ -414,15 +320,14 @@ def test_a_failure_is_heard_once(publisher: WeightPublisher) -> None:
 @pytest.fixture
 def four_versions(publisher: WeightPublisher) -> WeightPublisher:
     """Beside the base; two of them are superfluous."""
-    publisher.async_level = 1
     for version in range(1, 5):
         publisher.publish(version)
     publisher.settle()
-    return publisher
+    return keeping(publisher, 0)
 
 
 def test_the_next_version_does_not_wait(four_versions: WeightPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While old versions are being removed the next one is committed; the one after it begins when that is over."""
+    """While old versions are being removed the next ones are committed; who waits for the removal hears that it is late."""
     began, may_go_on = threading.Event(), threading.Event()
 
     def slow(directory: Path) -> None:
@@ -432,24 +337,24 @@ def test_the_next_version_does_not_wait(four_versions: WeightPublisher, monkeypa
 
     monkeypatch.setattr(weight_publisher, "prune", slow)
     try:
-        four_versions.prune(list)
-        assert began.wait(60)
         four_versions.publish(5)
-        wait(lambda: 5 in steps(four_versions), subject="weights/step_5", owner="the thread", seconds=60, poll=0.05)
-        assert steps(four_versions) == [0, 1, 2, 3, 4, 5]
-        four_versions.prune(list)
-        four_versions._pruner.timeout = 0.05
-        with pytest.raises(UserError, match="no end of removing old versions from the thread that removes them"):
-            four_versions.publish(6)
+        assert began.wait(60)
+        four_versions.publish(6)
+        wait(lambda: 6 in steps(four_versions), subject="weights/step_6", owner="the thread", seconds=60, poll=0.05)
+        assert steps(four_versions) == [0, 1, 2, 3, 4, 5, 6]
+        four_versions._disk.timeout = 0.05
+        with pytest.raises(
+            UserError, match="no end of removing old versions from the thread that writes and removes them"
+        ):
+            four_versions.settle()
     finally:
-        four_versions._pruner.timeout = 60
+        four_versions._disk.timeout = 60
         may_go_on.set()
-    four_versions.publish(6)
-    four_versions.settle()
-    assert steps(four_versions) == [0, 4, 5, 6]
+    four_versions.finish()
+    assert steps(four_versions) == [0, 5, 6]
 
 
-@pytest.mark.parametrize("hear", [lambda it: it.publish(5), lambda it: it.settle()], ids=["publish", "settle"])
+@pytest.mark.parametrize("hear", [lambda it: it.publish(6), lambda it: it.settle()], ids=["publish", "settle"])
 def test_a_failure_to_prune_is_heard(
     hear: Callable[[WeightPublisher], None], four_versions: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,21 +365,20 @@ def test_a_failure_to_prune_is_heard(
 
     with monkeypatch.context() as context:
         context.setattr(weight_publisher, "prune", failing)
-        four_versions.prune(list)
-        ((_, failed),) = four_versions._pruner.tasks
-        assert failed.exception(timeout=60) is not None
+        four_versions.publish(5)
+        for thread in (four_versions._committer, four_versions._disk):
+            ((_, future),) = thread.tasks
+            future.exception(timeout=60)
     with pytest.raises(UserError, match="the file system fails at .*step_1"):
         hear(four_versions)
-    four_versions.publish(5)
-    four_versions.prune(list)
+    four_versions.publish(6)
     four_versions.settle()
-    assert steps(four_versions) == [0, 4, 5]
+    assert steps(four_versions) == [0, 5, 6]
 
 
 def test_nothing_is_removed_for_a_version_that_failed(four_versions: WeightPublisher) -> None:
     """What the version under way would make superfluous stays where it is not committed."""
     four_versions.publish(5, refuse)
-    four_versions.prune(list)
     with pytest.raises(UserError, match="not finite"):
         four_versions.settle()
     four_versions.settle()

@@ -125,17 +125,13 @@ def test_superseded_checkpoints_are_not_deleted(root: Path) -> None:
 
 
 def test_foreign_directories_are_left_alone(root: Path) -> None:
-    """A directory under a checkpoint's name without any part is never chosen, moved or removed, and it is reported."""
-    (root / "step_1").mkdir()
-    (root / "step_1" / "notes.txt").write_text("mine")
+    """A directory under a checkpoint's name without any part is never chosen, moved or removed."""
     (root / "step_9" / "trainer").mkdir(parents=True)
     (root / "step_9" / "trainer" / "weights.bin").write_text("theirs")
-    assert checkpoints.foreign(root) == [root / "step_1", root / "step_9"]
     assert checkpoints.choose_step(root, -1, "trainer") == 4
     checkpoints.clean(root, "trainer")
     checkpoints.remove_expendable(root, 1, None)
     checkpoints.supersede_after(root, 0, incarnation=1)
-    assert (root / "step_1" / "notes.txt").read_text() == "mine"
     assert (root / "step_9" / "trainer" / "weights.bin").read_text() == "theirs"
 
 
@@ -193,18 +189,3 @@ def test_who_owns_the_joint_manifest(tmp_path: Path) -> None:
     (tmp_path / "status").mkdir()
     (tmp_path / "status" / "orchestrator.json").write_text("{}")
     assert not checkpoints.trainer_is_alone(tmp_path)
-
-
-def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
-    """In a shared place nothing of another run is removed, moved, counted or recovered from; but the state a run went on from is its own."""
-    root, recovery = tmp_path / "checkpoints", tmp_path / "recovery"
-    for step, run in ((1, "ours"), (2, "theirs"), (3, "ours"), (4, "theirs"), (6, "theirs")):
-        with stage(checkpoints.part_dir(root, step, "trainer"), step=step, producer="test", extra={"run": run}):
-            pass
-        if step < 6:
-            checkpoints.join(root, step, TRAINER_ONLY, "test")
-    assert checkpoints.remove_expendable(root, 1, None, run="ours") == [1]
-    assert [step for step, _, _ in checkpoints.recoverable(root, recovery, {0: 0}, "ours")] == [3]
-    assert [step for step, _, _ in checkpoints.recoverable(root, recovery, {0: 2}, "ours")] == [3, 2]
-    assert [path.name for path in checkpoints.supersede_after(root, 2, 1, "ours")] == ["given_up_1_step_3"]
-    assert list_steps(root) == [2, 4, 6]

@@ -63,7 +63,7 @@ def publisher(buffer: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publi
 
 
 def manifest(publisher: Publisher, version: int = 3) -> WeightsManifest:
-    address = publisher.address(fallback=False)
+    address = publisher.address()
     return WeightsManifest(version, 0, "hash", TENSORS, None, Path("weights"), publisher=address)
 
 
@@ -111,7 +111,7 @@ def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher: Publishe
     """Contract: who does not know the token gets nothing, and it is written nowhere; of a connection that fails both addresses are named."""
     with pytest.raises(ExchangeError, match="does not know this token: another run's trainer"):
         receive(at(publisher, token="another"))
-    assert publisher.address(fallback=False).token not in repr(manifest(publisher))
+    assert publisher.address().token not in repr(manifest(publisher))
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     message = f"{socket.gethostname()} does not reach the trainer's publisher at 127.0.0.1:{port}"
@@ -126,7 +126,7 @@ def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher: Publishe
 def test_strangers_disturb_nobody(words: bytes, publisher: Publisher, buffer: Tensor) -> None:
     """Contract: neither what one says to the publisher nor that it hangs keeps a worker from its version. Where one answers in the publisher's place
     silence ends at the deadline, anything else at once, each with an error of one line."""
-    with socket.create_connection(("127.0.0.1", publisher.address(fallback=False).port)) as stranger:
+    with socket.create_connection(("127.0.0.1", publisher.address().port)) as stranger:
         stranger.sendall(words)
         assert torch.equal(receive(manifest(publisher)), buffer)
     with socket.create_server(("127.0.0.1", 0)) as stranger, ThreadPoolExecutor(1) as threads:
@@ -187,7 +187,7 @@ def test_a_reader_that_hangs_is_cut_off(publisher: Publisher, held: Held) -> Non
 @pytest.mark.parametrize("answer", [{"proof": "\ud800", "backend": "tcp"}, {"proof": 7}, {"backend": ["tcp"]}, {}])
 def test_a_strange_proof_ends_the_connection(answer: dict[str, object], publisher: Publisher) -> None:
     """Contract: without a traceback in the trainer's log, and other workers are served."""
-    address = publisher.address(fallback=False)
+    address = publisher.address()
     channel = Channel(socket.create_connection((address.host, address.port), SECONDS), SECONDS)
     assert "challenge" in channel.receive()
     channel.send(**answer)

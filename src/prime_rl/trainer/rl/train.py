@@ -31,7 +31,7 @@ def make_recipe(config: TrainerConfig) -> Recipe:
         names=describe,
         open_data=partial(RolloutData if config.data.fake is None else FakeSamples, config),
         served=config if config.data.fake is None else None,
-        # Fake data trains a model that nobody serves: its versions need neither a tmpfs nor an interval.
+        # Fake data trains a model that nobody serves: its versions need no interval.
         weights=config.weights if config.data.fake is None else WeightsConfig(keep=config.weights.keep),
     )
 
