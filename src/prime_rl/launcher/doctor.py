@@ -3,12 +3,10 @@
 One pass over the status files makes a row a process, and notes faults and waits; the diagnosis follows from these.
 """
 
-import json
 import re
 import shutil
 import socket
 import time
-import tomllib
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +19,7 @@ from prime_rl.launcher.console import minutes
 from prime_rl.launcher.supervise import RESTARTS, RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch
-from prime_rl.monitor.status import ProcessStatus, parse_record
+from prime_rl.monitor.status import ProcessStatus
 from prime_rl.processes import ProcessId, is_alive, is_stopped
 from prime_rl.transport import checkpoints
 
@@ -75,7 +73,6 @@ class _Examination:
         self.launcher = "not running"  # it removes its claim when it ends
         if claim is not None:
             self.launcher = _process_state(claim.host, claim.id) if self.launched else _DEAD
-        self.policy = _policy(run)
         jobs = [status for name, status in self.statuses.items() if "." not in name and not _is_server(name)]
         self.finished = bool(jobs) and all(status.outcome == "finished" for status in jobs)
         self.rows = [("run", str(run)), ("launcher", self.launcher)]
@@ -115,7 +112,7 @@ class _Examination:
             self.faults[name] = f"{who}died without a last word {silent:.0f} s ago"
         elif state == _STOPPED:
             self.faults[name] = f"{who}has been stopped (SIGSTOP) for {silent:.0f} s"
-        elif reason := stall_reason(name, status, self.policy, self.now, 0.0, _is_server(name)):
+        elif reason := stall_reason(name, status, RestartPolicy(), self.now, 0.0, _is_server(name)):
             self.faults[name] = reason
         if not rank:
             self.running |= state != _DEAD
@@ -185,15 +182,6 @@ def _progress(run: Path) -> Iterator[tuple[str, str]]:
     yield "disk", f"{shutil.disk_usage(run).free / 2**30:,.1f} GiB free"
     if (limit := LimitWatch(run).look()) is not None:
         yield "speed", str(limit)
-
-
-def _policy(run: Path) -> RestartPolicy:
-    """Return the timeouts that the run was started with."""
-    try:
-        settings = tomllib.loads((run / "configs" / "rl.toml").read_text())
-    except (OSError, ValueError):  # of TOML or of UTF-8
-        settings = {}
-    return parse_record(RestartPolicy, json.dumps(settings, default=str)) or RestartPolicy()
 
 
 def _process_state(host: str, process: ProcessId) -> str:

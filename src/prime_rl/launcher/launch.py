@@ -2,12 +2,9 @@
 
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from prime_rl.config import RLConfig, write_toml
-from prime_rl.config.base import BaseConfig
 from prime_rl.config.loader import say
 from prime_rl.config.shared import how_to_start
 from prime_rl.envs import venv
@@ -34,18 +31,15 @@ def run(config: RLConfig) -> int:
     if config.recover and not rundir.results(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})
-    resolved = resume_at(config)
     if config.slurm is not None:
-        _check(resolved)
+        _check(config)
         if not config.dry_run:
             _check_directory(config)
-        return slurm.submit(resolved)
-    plan = make_plan(resolved, HostResources.of_this_host(config.inference))
-    _check(resolved)
-    # `rl.toml` keeps `resume_step = -1`, which means the newest checkpoint when the file is used again.
-    sections = {path: config if path.stem == "rl" else section for path, section in plan.configs.items()}
+        return slurm.submit(config)
+    plan = make_plan(config, HostResources.of_this_host(config.inference))
+    _check(config)
     if config.dry_run:
-        return _show(config, plan, sections)
+        return _show(config, plan)
     venv.prepare(config.orchestrator.all_environments())
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
@@ -58,12 +52,12 @@ def run(config: RLConfig) -> int:
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
                 pass
-        for path, section in sections.items():
+        for path, section in plan.configs.items():
             write_toml(section, path)
         return _supervise(config, plan, owner).value
 
 
-def _show(config: RLConfig, plan: Plan, sections: Mapping[Path, BaseConfig]) -> int:
+def _show(config: RLConfig, plan: Plan) -> int:
     """Print the plan and write its configs, beside those of a run that the directory holds."""
     problems = [_taken_port(plan)]
     try:
@@ -73,33 +67,12 @@ def _show(config: RLConfig, plan: Plan, sections: Mapping[Path, BaseConfig]) -> 
     for problem in filter(None, problems):
         print(f"note: now a run would be refused: {problem}", file=sys.stderr)
     text = describe(plan)
-    for path, section in sections.items():
+    for path, section in plan.configs.items():
         target = dry_path(config.output_dir, path.stem)
         write_toml(section, target)
         text = text.replace(str(path), str(target))
     say(text)
     return RunOutcome.SUCCESS.value
-
-
-def resume_at(config: RLConfig) -> RLConfig:
-    """Replace `ckpt.resume_step -1` by the number of the newest complete checkpoint, once for all processes.
-
-    Raises:
-        UserError: there is none, or it cannot be resumed from.
-    """
-    ckpt = config.trainer.ckpt
-    if ckpt is None or ckpt.resume_step != -1:
-        return config
-    root = checkpoints_root(config.output_dir, ckpt)
-    step = checkpoints.choose_step(root, -1, "trainer", config.trainer.max_steps)
-    if checkpoints.part_dir(root, step, "orchestrator").exists():
-        checkpoints.check(root, step, "orchestrator")
-    sections = {}
-    for name, section in (("trainer", config.trainer), ("orchestrator", config.orchestrator)):
-        assert section.ckpt is not None
-        resolved = section.ckpt.model_copy(update={"resume_step": step})
-        sections[name] = section.model_copy(update={"ckpt": resolved})
-    return config.model_copy(update=sections)
 
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:

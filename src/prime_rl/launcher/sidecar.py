@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Self
 
 from loguru import logger
@@ -60,50 +60,53 @@ def server_config(config: SFTConfig) -> InferenceConfig | None:
 
 
 class EvalSidecar:
-    """`with EvalSidecar(config) as sidecar: train(config); sidecar.finish()`. Starts nothing without `[eval]`.
+    """`with EvalSidecar(config) as sidecar: train(config); sidecar.finish()`, of a config with `eval`.
 
     A supervisor in a thread of its own restarts what fails; leaving the `with` block ends it with all that it started.
     """
 
     def __init__(self, config: SFTConfig, environ: Mapping[str, str] = os.environ) -> None:
         """Raises UserError: there is no GPU for the server."""
-        self._config = config
+        assert config.eval is not None
+        output_dir, client, self.processes = config.output_dir, config.eval.client, list[ProcessSpec]()
+        configs = {EVAL: eval_config(config), SERVER: server_config(config)}
+        self._output_dir = output_dir
+        self._configs = {output_dir / "configs" / f"{name}.toml": made for name, made in configs.items() if made}
+        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
+        gpus, api_key = _gpus_of_server(config, environ), config.inference and config.inference.api_key
+        for path in self._configs:
+            name, serves = path.stem, path.stem == SERVER
+            variables = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+            placed = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+            variables |= placed if serves and gpus else threads
+            variables |= {"VLLM_API_KEY" if serves else client.api_key_var: api_key} if api_key else {}
+            argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
+            server = ServerSpec(client.servers, client.ready_timeout) if serves else None
+            self.processes.append(
+                ProcessSpec(name, argv, output_dir / "logs" / f"{name}.log", variables, server=server)
+            )
         inherited = child_env(environ, SFTConfig).items()
-        self._environ = {name: value for name, value in inherited if not name.startswith(_TORCHRUN_PREFIXES)}
-        self._gpus = self._gpus_of_server(environ)
-        self._supervisor: Supervisor | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-        self._outcome: Future[RunOutcome] | None = None
+        self.environ = {name: value for name, value in inherited if not name.startswith(_TORCHRUN_PREFIXES)}
+        self._supervisor = Supervisor(
+            self.processes, output_dir, logger.info, policy=RestartPolicy(_MAX_RESTARTS), environ=self.environ
+        )
 
     def __enter__(self) -> Self:
-        output_dir, processes = self._config.output_dir, []
-        if self._config.eval is None:
-            drop_lease(output_dir, EVAL)  # a killed run's: nothing would be removed any more
-            return self
-        Status(output_dir, "sft")  # replaces an earlier run's outcome
+        Status(self._output_dir, "sft")  # replaces an earlier run's outcome
         # Before anything is committed: the evaluation takes seconds to begin.
-        write_lease(output_dir, first_lease(None), EVAL)
-        for name, config in {EVAL: eval_config(self._config), SERVER: server_config(self._config)}.items():
-            if config is None:
-                continue
-            path, log = output_dir / "configs" / f"{name}.toml", output_dir / "logs" / f"{name}.log"
+        write_lease(self._output_dir, first_lease(None), EVAL)
+        for path, config in self._configs.items():
             write_toml(config, path)
-            argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
-            client = self._config.eval.client
-            server = ServerSpec(client.servers, client.ready_timeout) if name == SERVER else None
-            processes.append(ProcessSpec(name, argv, log, self._variables(name), server=server))
-            forget_status(output_dir, name)  # an earlier run's
-            logger.info("starting {} (log: {})", name, log)
-        policy = RestartPolicy(_MAX_RESTARTS)
-        self._supervisor = Supervisor(processes, output_dir, logger.info, policy=policy, environ=self._environ)
-        self._outcome = self._thread.submit(self._supervisor.run, signals=False)
+            forget_status(self._output_dir, path.stem)  # an earlier run's
+            logger.info("starting {} (log: {})", path.stem, self._output_dir / "logs" / f"{path.stem}.log")
+        executor = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        self._outcome = executor.submit(self._supervisor.run, signals=False)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._supervisor is not None and self._outcome is not None:
-            self._supervisor.stop()
-            wait([self._outcome], _STOP_SECONDS)
-            drop_lease(self._config.output_dir, EVAL)  # of one that did not come to its end
+        self._supervisor.stop()
+        wait([self._outcome], _STOP_SECONDS)
+        drop_lease(self._output_dir, EVAL)  # of one that did not come to its end
 
     def finish(self) -> None:
         """Wait, after the training, until its last version is evaluated, unless it was stopped.
@@ -111,48 +114,33 @@ class EvalSidecar:
         Raises:
             UserError: the evaluation failed, or its server is gone; the weights are there.
         """
-        output_dir = self._config.output_dir
-        training = read_status(output_dir).get("sft")
-        stopped = training is not None and training.outcome == "stopped"
-        if self._supervisor is None or self._outcome is None or stopped:
+        training, log = read_status(self._output_dir).get("sft"), self._output_dir / "logs" / f"{EVAL}.log"
+        if training is not None and training.outcome == "stopped":
             return
         # The training's own handler has nothing left to finish.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        log = output_dir / "logs" / f"{EVAL}.log"
         logger.info("training has ended: waiting for the evaluation of its last version (log: {})", log)
-        outcome = self._outcome.result()  # bounded: every process is watched for stalls
-        if outcome is not RunOutcome.SUCCESS:
+        if self._outcome.result() is not RunOutcome.SUCCESS:  # bounded: every process is watched for stalls
             # It follows a run that has ended: it evaluates what is chosen, and the last version, and waits for nothing.
-            configs, failures = output_dir / "configs", "\n".join(self._supervisor.failures)
-            server = f"uv run inference @ {configs / f'{SERVER}.toml'}, and then " if self._config.inference else ""
+            commands = [f"uv run {path.stem} @ {path}" for path in reversed(self._configs)]
+            failures = "\n".join(self._supervisor.failures)
             raise UserError(
-                f"the training is complete, but {failures}\nwhat is missing: {server}uv run eval @ "
-                f"{configs / f'{EVAL}.toml'} (weights: {output_dir / 'weights'})"
+                f"the training is complete, but {failures}\nwhat is missing: {', and then '.join(commands)} "
+                f"(weights: {self._output_dir / 'weights'})"
             )
-        report = output_dir / "evals" / REPORT
+        report = self._output_dir / "evals" / REPORT
         logger.info("evaluated, see {}\n{}", report, report_table(report))
 
-    def _gpus_of_server(self, environ: Mapping[str, str]) -> list[str]:
-        server = server_config(self._config)
-        if server is None or server.device == "cpu" or not (visible := visible_gpus(environ)):
-            return []
-        wanted, ranks = gpus_of_a_server(server), int(environ.get("LOCAL_WORLD_SIZE", 1))
-        if ranks + wanted > len(visible):
-            raise UserError(
-                f"inference needs {wanted} GPU(s) beside the {ranks} that train, and {len(visible)} are visible: "
-                "start a server elsewhere and name it in eval.client.base_url"
-            )
-        return visible[ranks : ranks + wanted]
 
-    def _variables(self, name: str) -> dict[str, str]:
-        assert self._config.eval is not None
-        variables = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if name == SERVER and self._gpus:
-            variables |= {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        else:
-            variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 2))
-        key = None if self._config.inference is None else self._config.inference.api_key
-        if key is not None:
-            variables["VLLM_API_KEY" if name == SERVER else self._config.eval.client.api_key_var] = key
-        return variables
+def _gpus_of_server(config: SFTConfig, environ: Mapping[str, str]) -> list[str]:
+    server = server_config(config)
+    if server is None or server.device == "cpu" or not (names := visible_gpus(environ)):
+        return []
+    wanted, ranks = gpus_of_a_server(server), int(environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks + wanted > len(names):
+        raise UserError(
+            f"inference needs {wanted} GPU(s) beside the {ranks} that train, and {len(names)} are visible: "
+            "start a server elsewhere and name it in eval.client.base_url"
+        )
+    return names[ranks : ranks + wanted]

@@ -26,8 +26,7 @@ from prime_rl.processes import backoff_seconds, describe_exit, send, table
 from prime_rl.wait import WaitTimeout, wait
 
 RESTARTS = "restarts.jsonl"  # in logs/, a line a restart
-_POLL_SECONDS = 0.1
-_STATUS_SECONDS = 0.5  # between two looks at the status files
+_POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 300.0
 _STOP_SECONDS = 15.0
 _ECHO_SECONDS = 0.5
@@ -107,7 +106,7 @@ def stall_reason(
 
 
 class SupervisedChild:
-    """A process through all its incarnations, whose output is appended to one log. Times: see `Supervisor`."""
+    """A process through all its incarnations, whose output is appended to one log."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec, self.server = spec, spec.server
@@ -116,7 +115,7 @@ class SupervisedChild:
         self.state, self.due, self.was_ready = ChildState.PENDING, 0.0, False
         self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
 
-    def start(self, environ: Mapping[str, str], now: float = 0.0) -> None:
+    def start(self, environ: Mapping[str, str]) -> None:
         """Start an incarnation."""
         # Children read complete files: a setting meant for `rl` may name nothing in theirs.
         env = {**child_env(environ, RLConfig), **self.spec.env}
@@ -124,7 +123,7 @@ class SupervisedChild:
         with self.spec.log.open("ab") as log:
             self._log_start = log.tell()  # bytes that earlier incarnations wrote
             self.process = Child([*self.spec.argv, *self.options], env, log)
-        self.state, self.began, self.watched_since = ChildState.STARTING, now, time.time()
+        self.state, self.began, self.watched_since = ChildState.STARTING, time.monotonic(), time.time()
 
     @property
     def running(self) -> bool:
@@ -189,8 +188,6 @@ class Supervisor:
         self._say, self._tick, self._drained = say, tick, drained
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
         self._children = {spec.name: SupervisedChild(spec) for spec in processes}
-        self._now = 0.0  # seconds in which the launcher was looking
-        self._next_look = 0.0
         self._interrupts = 0
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
@@ -203,11 +200,9 @@ class Supervisor:
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
-            try:
-                return self._loop()
-            finally:
-                self._stop_all()
+            return self._loop()
         finally:
+            self._stop_all()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -226,15 +221,14 @@ class Supervisor:
         last = time.time()
         while True:  # bounded: as long as the run; every process is watched for stalls
             gap, last = time.time() - last, time.time()
-            self._now += min(max(gap, 0.0), _MAX_LOOK_SECONDS)
             for child in self._children.values():
                 if child.running and abs(gap) > _MAX_LOOK_SECONDS:
                     child.watched_since = last  # perhaps it was suspended together with us
                 awaited = [self._children[name] for name in child.spec.after_ready]
                 # A server that never serves ends the run, or is stopped.
                 may_start = all(other.was_ready or other.state is ChildState.ENDED for other in awaited)
-                if child.state is ChildState.PENDING and self._now >= child.due and may_start:
-                    child.start(self._environ, self._now)
+                if child.state is ChildState.PENDING and time.monotonic() >= child.due and may_start:
+                    child.start(self._environ)
             if (outcome := self._look()) is not None:
                 return outcome
             self._tick()
@@ -247,7 +241,7 @@ class Supervisor:
             return RunOutcome.INTERRUPTED
         if self._interrupts == 1:
             return self._drain()
-        failures = [*self._failed(), *self._kill_stalled()]
+        failures = list(self._failures())
         if not self._jobs_left() and not any(child.is_job for child, *_ in failures):
             return RunOutcome.SUCCESS
         # Each is reported. Those that may help first: the run goes on without a server where another is started again.
@@ -280,12 +274,12 @@ class Supervisor:
         if child.state is ChildState.STARTING and status is not None and status.ready is not None:
             child.state, child.was_ready = ChildState.READY, True
             if child.server is not None:
-                self._say(f"{child.name} ready in {self._now - child.began:.1f} s ({child.server.url})")
+                self._say(f"{child.name} ready in {time.monotonic() - child.began:.1f} s ({child.server.url})")
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def _failed(self) -> Iterator[_Failure]:
-        """Yield what must not have ended: a job that failed, a service that stopped."""
+    def _failures(self) -> Iterator[_Failure]:
+        """Yield what must not have ended, a job that failed or a service that stopped, and what has stalled."""
         for child, status in self._reap_ended():
             reason, last = describe_exit(status), read_status(self._output_dir).get(child.name)
             if status == 0 and child.is_job:
@@ -296,23 +290,17 @@ class Supervisor:
             # Before it was ready a restart would end with the same line.
             to_correct = status > 0 and not child.was_ready and any(map(_ERROR_LINE.match, child.last_words()))
             yield child, reason, to_correct
-
-    def _kill_stalled(self) -> Iterator[_Failure]:
-        if self._now < self._next_look:
-            return
-        self._next_look = self._now + _STATUS_SECONDS
         now, statuses = time.time(), read_status(self._output_dir)  # a slow file system makes nobody late
         for child in self._running():
             self._note_ready(child, statuses)
-            reason = self._stall_reason(child, statuses, now)
-            if reason is not None:
+            if (stall := self._stall_reason(child, statuses, now)) is not None:
                 self._reap(child)
                 # A server that was never ready, in all the time it may take, will not be.
-                yield child, reason, not child.is_job and not child.was_ready
+                yield child, stall, not child.is_job and not child.was_ready
 
     def _stall_reason(self, child: SupervisedChild, statuses: Mapping[str, ProcessStatus], now: float) -> str | None:
         timeout = self._policy.stall_timeout if child.server is None else child.server.ready_timeout
-        if child.server is not None and child.state is ChildState.STARTING and self._now - child.began > timeout:
+        if child.server is not None and child.state is ChildState.STARTING and time.monotonic() - child.began > timeout:
             return f"is not ready after {timeout:.0f} s"
         if child.is_job and child.name not in statuses and now - child.watched_since > timeout:
             return f"has not reported within {timeout:.0f} s"
@@ -349,7 +337,7 @@ class Supervisor:
             return goes_on
         seconds = backoff_seconds(child.restarts, self._policy.backoff, _MAX_BACKOFF_SECONDS)
         recover = child.was_ready and child.is_job
-        child.state, child.due = ChildState.PENDING, self._now + seconds
+        child.state, child.due = ChildState.PENDING, time.monotonic() + seconds
         child.options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
         forget_status(self._output_dir, name)
         if reason.startswith("failed") and words:
@@ -375,7 +363,7 @@ class Supervisor:
     def _drain(self) -> RunOutcome | None:
         """Ask the jobs to stop, once, and wait for them within bounds."""
         if self._drain_deadline is None:
-            self._drain_deadline = self._now + self._drain_seconds
+            self._drain_deadline = time.monotonic() + self._drain_seconds
             self._say(f"draining: {self._drained()}; interrupt again to stop now")
             for child in self._children.values():
                 if child.state is ChildState.PENDING:
@@ -391,7 +379,7 @@ class Supervisor:
                 say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {reason}")
             if not child.is_job or not stopped:
                 self._report(child, reason)
-        if self._jobs_left() and self._now < self._drain_deadline:
+        if self._jobs_left() and time.monotonic() < self._drain_deadline:
             return None
         if late := ", ".join(child.name for child in self._running() if child.is_job):
             self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")

@@ -237,22 +237,14 @@ def read_status(output_dir: Path) -> dict[str, ProcessStatus]:
 
 
 def read_record(kind: type[_Record], path: Path) -> _Record | None:
-    """Read a dataclass from another process's small JSON file; None where there is none, or as `parse_record`."""
-    try:
-        return parse_record(kind, path.read_bytes())
-    except OSError:
-        return None
-
-
-def parse_record(kind: type[_Record], text: str | bytes) -> _Record | None:
-    """Parse a dataclass from a JSON object; None where the text is damaged (a power cut) or foreign.
+    """Read a dataclass from another process's small JSON file; None where there is none, or a damaged or foreign one.
 
     Fields that it does not know are passed over, those with a default may be missing.
     """
     try:
-        record: _Record = _adapter(cast(Any, kind)).validate_json(text, strict=True)
+        record: _Record = _adapter(cast(Any, kind)).validate_json(path.read_bytes(), strict=True)
         return record
-    except ValidationError:
+    except (OSError, ValidationError):  # ValidationError: of a power cut, or somebody else's
         return None
 
 

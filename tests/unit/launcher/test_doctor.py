@@ -140,7 +140,6 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
     """Processes, waits, what is committed, errors in logs, and the state; nothing in the directory is touched."""
     with Owner(tmp_path):
         (tmp_path / "configs").mkdir()
-        (tmp_path / "configs/rl.toml").write_text("heartbeat_timeout = 5.0\n")
         (tmp_path / "configs/inference.toml").touch()
         (tmp_path / "logs").mkdir()
         (tmp_path / "logs/trainer.log").write_text("12:00:00 INFO    fine\nRuntimeError: out of memory\n")
@@ -149,7 +148,7 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
         trainer = Status(tmp_path, "trainer")
         trainer.step(40)
         trainer.waiting("weights", "inference", 600.0)
-        write_record(status_path(tmp_path, "orchestrator"), status("orchestrator", beat=6.0))
+        write_record(status_path(tmp_path, "orchestrator"), status("orchestrator", beat=61.0))
         before = sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name)
         assert doctor.examine(tmp_path) == 1
         trainer.close()
@@ -161,7 +160,7 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(r"inference +no report\n", out)
     assert "batch 40, version 40, checkpoint -, recovery checkpoint 30" in out
     assert "trainer.log: RuntimeError: out of memory" in out
-    assert "orchestrator has given no sign of life for 6 s" in out.splitlines()[-1], "by the run's own timeout"
+    assert "orchestrator has given no sign of life for 61 s" in out.splitlines()[-1]
 
 
 def test_a_wreck_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +172,5 @@ def test_a_wreck_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "status/trainer.json").write_text(json.dumps([]))
     (tmp_path / "weights").touch()
-    for text in (b'heartbeat_timeout = "long"\nstall_timeout = [1]\n', b"\xff"):
-        (tmp_path / "configs/rl.toml").write_bytes(text)
-        assert doctor.examine(tmp_path) == 0
-    assert capsys.readouterr().out.count("never started") == 3
+    assert doctor.examine(tmp_path) == 0
+    assert capsys.readouterr().out.count("never started") == 2

@@ -10,7 +10,7 @@ from prime_rl.config.inference import ServerConfig
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.launch import drained, policy, resume_at, run, ways_on
+from prime_rl.launcher.launch import drained, policy, run, ways_on
 from prime_rl.orchestrator.checkpoint import OrchestratorState
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
@@ -29,26 +29,6 @@ def save(root: Path, step: int, *parts: str) -> None:
             (path / "state").write_text(part)
 
 
-def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
-    """-1 becomes the number of the newest joint manifest in both sections; a half-saved one is passed over."""
-    given = config(tmp_path, ckpt=CkptConfig(resume_step=-1))
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        resume_at(given)
-    for step in (2, 4):
-        save(tmp_path, step, "trainer", "orchestrator")
-        checkpoints.join(tmp_path / "checkpoints", step, checkpoints.BOTH_PARTS, "orchestrator")
-    save(tmp_path, 6, "trainer")
-    found = resume_at(given)
-    assert found.trainer.ckpt is not None
-    assert found.orchestrator.ckpt is not None
-    assert (found.trainer.ckpt.resume_step, found.orchestrator.ckpt.resume_step) == (4, 4)
-    assert given.trainer.ckpt is not None
-    assert given.trainer.ckpt.resume_step == -1
-    (tmp_path / "checkpoints/step_4/orchestrator/manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot resume from step 4"):
-        resume_at(given)
-
-
 def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: also by a dry run, whose plan is one that would start; and nothing is written."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "VLLM_API_KEY"):
@@ -64,6 +44,7 @@ def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.
         (tmp_path, goes_on, "began with seed 1 and would go on with 2: .*give --seed 1"),
         (tmp_path / "out", open_to_all, "would open the weight routes"),
         (tmp_path / "out", {"wandb": {}}, "W&B has no key: .*uv run wandb login"),
+        (tmp_path / "out", {"ckpt": CkptConfig(resume_step=-1)}, "holds no checkpoint"),
     ):
         with pytest.raises(UserError, match=message):
             run(config(root, **tiny, **given))

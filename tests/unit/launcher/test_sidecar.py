@@ -68,19 +68,22 @@ def test_what_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: GPUs behind the trainer's; neither torchrun's variables (an engine would wait for ranks) nor `sft`'s."""
     monkeypatch.setattr(sidecar, "visible_gpus", lambda environ: ["0", "1", "2"])
     made = config(inference={"tensor_parallel_size": 2})
-    assert EvalSidecar(made, {"LOCAL_WORLD_SIZE": "1"})._gpus == ["1", "2"]
+    variables = {process.name: process.env for process in EvalSidecar(made, {"LOCAL_WORLD_SIZE": "1"}).processes}
+    assert variables["inference"]["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert "CUDA_VISIBLE_DEVICES" not in variables["eval"]
     with pytest.raises(UserError, match=r"needs 2 GPU\(s\) beside the 2 that train, and 3 are visible"):
         EvalSidecar(made, {"LOCAL_WORLD_SIZE": "2"})
     environ = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_PORT": "1", "PATH": "/bin", "PRIME_DATA__SEQ_LEN": "9"}
-    assert EvalSidecar(config(), environ)._environ == {"PATH": "/bin"}
+    assert EvalSidecar(config(), environ).environ == {"PATH": "/bin"}
 
 
-def test_what_a_killed_evaluation_held_is_let_go(tmp_path: Path) -> None:
+def test_what_a_killed_evaluation_held_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: a run that goes on without evaluating removes its versions as if there had been none."""
+    monkeypatch.setattr("prime_rl.trainer.sft.train.train", lambda config: None)
     incarnations.write_lease(tmp_path, Lease(0, 5), incarnations.EVAL)
-    with EvalSidecar(config(eval=None, output_dir=tmp_path), {}) as nothing:
-        nothing.finish()
-        assert incarnations.leases(tmp_path) == []
+    data = {"fake": {"type": "fixed"}}
+    sft.run(config(eval=None, output_dir=tmp_path, model={"name": "owner/model"}, data=data), 0)
+    assert incarnations.leases(tmp_path) == []
 
 
 def test_ctrl_c_while_the_last_version_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
