@@ -171,7 +171,7 @@ async def test_classic_deadline_and_cancellation(world: PoolWorld) -> None:
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (classic(group_weight=1.0), r"reward function 'rank' scores a group of episodes together"),
+        (classic(ranked=True), r"reward function 'rank' scores a group of episodes together"),
         (classic(kinds="two"), r"no argument 'kinds'; did you mean 'kind'\?"),
         (classic(kind="three"), r"failed to load: KeyError: 'three'"),
         (classic(split="tset"), r"argument split is 'tset'"),

@@ -1,11 +1,11 @@
 """Classic verifiers environments (`load_environment(**args)`), as verifiers 0.1.11 to 0.3.1 run them, behind our protocol.
 
-Imported in a worker whose Python environment holds one of these; what needs nothing of it is in `conversation`. The model is asked by our own
-client: what is trained on is what it sent and got, of those replies that are in the trajectory.
+Imported in a worker whose Python environment holds one of these; what needs nothing of it is in `conversation`. The
+model is asked by our own client: what is trained on is what it sent and got, of those replies in the trajectory.
 
-Rubrics score one episode. Functions that score a group of them (`states`, `completions`, …) are left out where their weight is 0 and refused
-where it is not: the episodes of a group may run at different times and in different workers. A function that raises scores 0, as verifiers has it, if
-its weight is 0, and else fails its episode.
+Rubrics score one episode. Functions that score a group of them (`states`, `completions`, …) are refused: the episodes of
+a group may run at different times and in different workers. A function that raises scores 0, as verifiers has it, if its
+weight is 0, and else fails its episode.
 """
 
 import functools
@@ -38,14 +38,14 @@ class ClassicEnv:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        env = f"environment {setup.env_id!r}"
+        name = f"environment {setup.env_id!r}"
         load = vars(ids.import_module(setup.env_id)).get("load_environment")
         if load is None:
-            raise ids.LoadError(f"{env} is not classic: {ids.module_name(setup.env_id)} has no load_environment")
+            raise ids.LoadError(f"{name} is not classic: {ids.module_name(setup.env_id)} has no load_environment")
         args = dict(setup.args)
         split = "train" if "split" in ids.keywords(load) else args.pop("split", "train")
         if split not in ("train", "eval"):
-            raise ids.LoadError(f"{env}: argument split is {split!r}: 'train' or 'eval' is needed")
+            raise ids.LoadError(f"{name}: argument split is {split!r}: 'train' or 'eval' is needed")
         if not ids.takes_any(load):
             ids.check_arguments(setup.env_id, setup.args, sorted({*ids.keywords(load), "split"}))
         # A classic environment takes SIGINT and SIGTERM for itself.
@@ -56,8 +56,8 @@ class ClassicEnv:
                 self._env.build_eval_dataset()
                 if self._env.eval_dataset is None:  # verifiers would take the training tasks in their place
                     raise ids.LoadError(
-                        f'{env} has no tasks of its own for evaluation (split = "eval"): leave the split out to be evaluated on those that it is '
-                        "trained on, or name another environment"
+                        f'{name} has no tasks of its own for evaluation (split = "eval"): leave the split out to be evaluated '
+                        "on those that it is trained on, or name another environment"
                     )
             self._rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
             self.task_ids = ids.unique(
@@ -66,18 +66,19 @@ class ClassicEnv:
         except ids.LoadError:
             raise
         except Exception as error:
-            raise ids.LoadError(f"{env} failed to load: {ids.describe(error)}") from error
+            raise ids.LoadError(f"{name} failed to load: {ids.describe(error)}") from error
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         if not self.task_ids:
-            raise ids.LoadError(f"{env} has no tasks")
+            raise ids.LoadError(f"{name} has no tasks")
         self._weights = _prepare_rubrics(self._env, setup.env_id)
+        nested = list(_nested(self._env, "envs"))
         self._shortened = False  # by `max_turns`, below what the environment itself allows
-        for nested in _nested(self._env, "envs"):
-            if setup.max_turns and isinstance(nested, MultiTurnEnv) and not 0 < nested.max_turns <= setup.max_turns:
-                nested.max_turns, self._shortened = setup.max_turns, True
-        self._client = EngineClient(setup, tools=any(nested.tool_defs for nested in _nested(self._env, "envs")))
+        for env in nested:
+            if setup.max_turns and isinstance(env, MultiTurnEnv) and not 0 < env.max_turns <= setup.max_turns:
+                env.max_turns, self._shortened = setup.max_turns, True
+        self._client = EngineClient(setup, tools=any(env.tool_defs for env in nested))
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,10 +104,8 @@ class ClassicEnv:
             self._judge(result, output, client.state, raised)
         at_limit = client.state.get("stop_condition") == "max_turns_reached"
         result.is_truncated = bool(client.state.get("is_truncated")) or (self._shortened and at_limit)
-        turns = (
-            [client.turns[step["response"].id] for step in client.state.get("trajectory", ())] if result.ok else None
-        )
-        conversation.finish(result, setup, turns)
+        trajectory = [client.turns[step["response"].id] for step in client.state.get("trajectory", ())]
+        conversation.finish(result, setup, trajectory if result.ok else None)
         return result
 
     def _judge(
@@ -154,15 +153,14 @@ class _Client(ClassicClient):  # type: ignore[misc, valid-type]
     ) -> Turn:
         self.state = kwargs.get("state") or self.state  # none where an environment asks on the side
         try:
-            turn = await self.client.reply(prompt, tools)
+            return await self.client.reply(prompt, tools)
         except ContextFull as error:
             raise errors.OverlongPromptError(str(error)) from error
         except CallFailed as error:
             raise errors.ModelError(str(error)) from error
-        return turn
 
     async def raise_from_native_response(self, response: Turn) -> None:
-        """An empty reply is the model's own."""
+        pass  # an empty reply is the model's own
 
     async def from_native_response(self, response: Turn) -> Any:
         name = str(len(self.turns))
@@ -222,29 +220,19 @@ def _nested(whole: Any, parts: str) -> Iterator[Any]:
 
 
 def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
-    """Leave out what scores groups, and have the rest say when it raises. Returns the weights of the reward functions.
-
-    Raises:
-        LoadError: a function that scores a group counts.
-    """
+    """Have reward functions say when they raise. Returns their weights. Raises LoadError: one scores a group."""
     weights: dict[str, float] = {}
     for rubric in [rubric for one in _nested(env, "envs") for rubric in _nested(one.rubric, "rubrics")]:
-        kept = []
         for func, weight in zip(rubric.funcs, rubric.weights, strict=True):
-            if not rubric._is_group_func(func):
-                kept.append((func, weight))
-            elif weight:
+            if rubric._is_group_func(func):
                 raise ids.LoadError(
-                    f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes together, which cannot be had "
-                    "here: score each episode alone, or let an algorithm compare those of a group"
+                    f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes together, "
+                    "which cannot be had here: score each episode alone, or let an algorithm compare those of a group"
                 )
-        rubric.funcs = [_watched(func) if weight else func for func, weight in kept]
-        rubric.weights = [weight for _, weight in kept]
-        weights |= {func.__name__: weight for func, weight in kept}
-        if "rubrics" in vars(rubric):  # one without functions refuses to score
-            rubric.rubrics = [
-                one for one in rubric.rubrics if "rubrics" in vars(one) or not all(map(one._is_group_func, one.funcs))
-            ]
+            weights[func.__name__] = weight
+        rubric.funcs = [
+            _watched(func) if weight else func for func, weight in zip(rubric.funcs, rubric.weights, strict=True)
+        ]
     return weights
 
 

@@ -11,24 +11,23 @@
             if reply is None or reply.text == str(task["number"]):
                 break
             reply = await chat("No. Again.")     # say something, and get the reply to it
-        return {"right": float(reply is not None and reply.text == str(task["number"])), "turns": -0.1 * len(chat.replies)}
+        right = reply is not None and reply.text == str(task["number"])
+        return {"right": float(right), "turns": -0.1 * len(chat.replies)}
 
-A task is a dict. `prompt` is what the user says first, or a list of messages; `system_prompt` comes before it; both may be missing where
-`rollout` speaks for itself. `id` names the task for good, in this run and the next; without one it is named by a hash of what it holds. Every
-other key is the environment's own.
+A task is a dict. `prompt` is what the user says first, or a list of messages; `system_prompt` comes before it; both may
+be missing where `rollout` speaks for itself. `id` names the task for good, in this run and the next; without one it is
+named by a hash of what it holds. Every other key is the environment's own.
 
-`rollout` returns the reward, or a dict of several, whose sum is the reward. What it puts into `chat.metrics` (name → number) is logged and not
-trained on. `await chat(…)` takes text of the user's, a list of messages, or nothing, and gives a `Reply`, or None when the conversation is
-over: its turns are used up (`max_turns`), or the model's context is full. A third name, `tools`, may hold definitions of tools (OpenAI's form): calls
-are in `reply.tool_calls`, and `rollout` answers them with messages of role "tool".
+`rollout` returns the reward, or a dict of several, whose sum is the reward. What it puts into `chat.metrics` (name →
+number) is logged and not trained on. `await chat(…)` takes text of the user's, a list of messages, or nothing, and
+gives a `Reply`, or None when the conversation is over: its turns are used up (`max_turns`), or the model's context is
+full. A third name, `tools`, may hold definitions of tools (OpenAI's form): calls are in `reply.tool_calls`, and
+`rollout` answers them with messages of role "tool".
 
-An environment with something to hold on to is a class instead, named `Environment`: it is made once per worker, with `args`, has `tasks` and
-`rollout`, and may be an asynchronous context manager.
-
-Whatever `rollout` raises is the outcome of that episode. It runs in the worker's event loop: what blocks belongs into `asyncio.to_thread`.
+Whatever `rollout` raises is the outcome of that episode. It runs in the worker's event loop: what blocks belongs into
+`asyncio.to_thread`.
 """
 
-import contextlib
 import copy
 import hashlib
 import inspect
@@ -38,7 +37,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from types import ModuleType
 from typing import Any, Self
 
 from prime_rl.envs import ids
@@ -112,24 +110,19 @@ class PlainEnv:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        module = ids.import_module(setup.env_id)
-        made, self._rollout, self._tasks = _parts(module, setup)
+        module = vars(ids.import_module(setup.env_id))
+        self._rollout, self._tasks = _parts(module, setup)
         self.task_ids = ids.unique(
             str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks
         )
-        self._tools = getattr(made, "tools", None)
+        self._tools = module.get("tools")
         self._client = EngineClient(setup, tools=bool(self._tools))
-        self._made = made
-        self._exit_stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        if isinstance(self._made, contextlib.AbstractAsyncContextManager):
-            await self._exit_stack.enter_async_context(self._made)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()
-        await self._exit_stack.aclose()
 
     async def run(self, run: Run) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
@@ -170,28 +163,22 @@ def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> 
         result.outcome, result.message = Outcome.ERRORED, "rollout returned no reward"
 
 
-def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], list[dict[str, Any]]]:
-    """The object that holds the environment, its `rollout`, and its tasks. Raises LoadError."""
-    factory = vars(module).get("Environment", vars(module).get("tasks"))  # what takes the environment's arguments
-    env = f"environment {setup.env_id!r}"
-    if not (callable(factory) and ids.takes_any(factory)):
-        ids.check_arguments(setup.env_id, setup.args, ids.keywords(factory) if callable(factory) else [])
+def _parts(module: Mapping[str, Any], setup: Setup) -> tuple[Callable[..., Any], list[dict[str, Any]]]:
+    """The `rollout` of a module, and its tasks. Raises LoadError."""
+    env, rollout, tasks = f"environment {setup.env_id!r}", module.get("rollout"), module.get("tasks")
+    if not (callable(tasks) and ids.takes_any(tasks)):
+        ids.check_arguments(setup.env_id, setup.args, ids.keywords(tasks) if callable(tasks) else [])
+    if not inspect.iscoroutinefunction(rollout):
+        raise ids.LoadError(f"{env} needs `async def rollout(task, chat)`")
     try:
-        made = factory(**setup.args) if isinstance(factory, type) else module
-        rollout, tasks = getattr(made, "rollout", None), getattr(made, "tasks", None)
-        if callable(tasks):
-            tasks = tasks(**({} if isinstance(factory, type) else setup.args))
-        loaded = list(itertools.islice(tasks, MAX_TASKS + 1)) if isinstance(tasks, Iterable) else None
+        given = tasks(**setup.args) if callable(tasks) else tasks
+        loaded = list(itertools.islice(given, MAX_TASKS + 1)) if isinstance(given, Iterable) else None
     except Exception as error:
         raise ids.LoadError(f"{env} failed to load: {ids.describe(error)}") from error
     if loaded is None:
         raise ids.LoadError(f"{env}: `tasks` is to be a list of tasks, or a function that gives them")
-    if rollout is None or not inspect.iscoroutinefunction(rollout):
-        raise ids.LoadError(f"{env} needs `async def rollout(task, chat)`")
-    if not loaded:
-        raise ids.LoadError(f"{env} has no tasks")
-    if len(loaded) > MAX_TASKS:
-        raise ids.LoadError(f"{env} has more than {MAX_TASKS} tasks, or never ends")
+    if not 0 < len(loaded) <= MAX_TASKS:
+        raise ids.LoadError(f"{env} has {f'more than {MAX_TASKS}' if loaded else 'no'} tasks")
     for number, task in enumerate(loaded):
         if not isinstance(task, dict):
             raise ids.LoadError(f"{env}: task {number} is a {type(task).__name__}, not a dict")
@@ -199,7 +186,7 @@ def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], l
         listed = isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
         if not (prompt is None or isinstance(prompt, str) or listed):
             raise ids.LoadError(f"{env}: the prompt of task {number} is neither text nor a list of messages")
-    return made, rollout, loaded
+    return rollout, loaded
 
 
 def _key(env_id: str, task: Mapping[str, Any]) -> str:

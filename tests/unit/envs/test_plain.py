@@ -183,32 +183,13 @@ async def test_faults_of_the_environment(
     assert ("Traceback" in capfd.readouterr().err) == (".py:" in result.message)
 
 
-async def test_class_with_resources(model: Path, package: Callable[[str, str], str]) -> None:
-    """A class is made once with the arguments, entered and left."""
-    source = """
-class Environment:
-    closed = 0
-    def __init__(self, word='a'): self.word, self.open = word, False
-    def tasks(self): return [{'prompt': [{'role': 'user', 'content': self.word}]}]
-    async def __aenter__(self): self.open = True
-    async def __aexit__(self, *_): Environment.closed += 1
-    async def rollout(self, task, chat):
-        await chat()
-        return float(self.open)
-"""
-    name = package("plain_class", source)
-    async with FakeEngine(model) as engine:
-        result = await play(engine, setup(name, model, {"word": "b"}))
-    assert (result.reward, result.prompt) == (1.0, "user: b")
-    assert sys.modules[name].Environment.closed == 1
-
-
 @pytest.mark.parametrize(
     ("source", "args", "message"),
     [
         ("tasks = []\nasync def rollout(task, chat): pass", {}, "has no tasks"),
         ("tasks = [1]\nasync def rollout(task, chat): pass", {}, "task 0 is a int, not a dict"),
         ("tasks = [{'prompt': 3}]\nasync def rollout(task, chat): pass", {}, "the prompt of task 0 is neither text"),
+        ("class Environment: pass\nasync def rollout(task, chat): pass", {}, "`tasks` is to be a list"),
         ("tasks = 3\nasync def rollout(task, chat): pass", {}, "`tasks` is to be a list"),
         (HEAD + "def rollout(task, chat): pass", {}, "needs `async def rollout(task, chat)`"),
         ("def tasks(): return 1 / 0\nasync def rollout(task, chat): pass", {}, "failed to load: ZeroDivisionError"),
@@ -230,12 +211,10 @@ def test_what_is_wrong_is_named(
 
 
 def test_tasks(model: Path, package: Callable[[str, str], str]) -> None:
-    """`**kwargs` takes any argument, of a function and of a class. A task without an id is named by what it holds; twice the same are told apart."""
+    """`**kwargs` takes any argument. A task without an id is named by what it holds; twice the same are told apart."""
     end = "async def rollout(task, chat): pass"
     source = f"def tasks(count=1, **more): return [{{'id': key}} for key in more] * count\n{end}"
     assert load(setup(package("plain_kwargs", source), model, {"split": "eval", "count": 2})).task_ids == ["split", "split#2"]  # fmt: skip
-    source = f"class Environment:\n def __init__(self, **more): self.tasks = [{{'id': key}} for key in more]\n {end.replace('(', '(self, ')}"
-    assert load(setup(package("plain_kwargs_class", source), model, {"a": 1})).task_ids == ["a"]
     first = load(setup(package("plain_ids", f"tasks = [{{'prompt': one}} for one in 'aba']\n{end}"), model)).task_ids
     assert load(setup("plain_ids", model)).task_ids == first
     assert (len(set(first)), first[2]) == (3, f"{first[0]}#2")

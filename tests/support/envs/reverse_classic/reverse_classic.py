@@ -38,7 +38,7 @@ class Silent(vf.SingleTurnEnv):
 
 
 def load_environment(
-    kind: str = "one", group_weight: float = 0.0, reward: str = "good", metric: str = "good"
+    kind: str = "one", ranked: bool = False, reward: str = "good", metric: str = "good"
 ) -> vf.Environment:
     def likeness(completion: Any, answer: str, **_: Any) -> float:
         if reward == "raises":
@@ -57,7 +57,7 @@ def load_environment(
     async def rank(states: list[Any], **_: Any) -> list[float]:
         return [float(place) for place, _ in enumerate(states)]
 
-    rubric = vf.Rubric(funcs=[likeness, length, rank], weights=[2.0, 0.0, group_weight])
+    rubric = vf.Rubric(funcs=[likeness, length, *([rank] if ranked else [])], weights=[2.0, 0.0, *[0.0] * ranked])
     rows = [{"question": f"Reverse: {word}", "answer": word[::-1], "info": {"word": word}} for word in WORDS]
     shared: dict[str, Any] = {
         "dataset": Dataset.from_list(rows),
