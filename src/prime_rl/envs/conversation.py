@@ -182,14 +182,11 @@ class EngineClient:
         prompt = None if self.branched else self._extended(turns, messages, history, tools)
         try:
             answer = await self.generate(base_url, messages, tools, prompt, sampling)
-        except PromptRefused as error:
-            raise CallFailed(*classify("ProviderError", str(error), 400)) from error
         except MalformedGenerateResponseError as error:
-            raise CallFailed(Outcome.ENGINE_REFUSED, " ".join(str(error).split())[:1000]) from error
-        except APIStatusError as error:
-            raise CallFailed(*classify("ProviderError", str(error), error.status_code)) from error
-        except APIConnectionError as error:
-            raise CallFailed(*classify("ProviderError", str(error), 503)) from error
+            raise CallFailed(*classify("MalformedGenerateResponseError", str(error))) from error
+        except (PromptRefused, APIStatusError, APIConnectionError) as error:
+            status = 400 if isinstance(error, PromptRefused) else getattr(error, "status_code", 503)
+            raise CallFailed(*classify("ProviderError", str(error), status)) from error
         calls = list(answer["tool_calls"] or [])
         for number, call in enumerate(calls):
             call.id = call.id or f"call_{len(turns)}_{number}"
@@ -277,8 +274,7 @@ class EngineConnection:
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url = base_url
         self._own_route = True
-        self._context: int | None = None
-        self._asked = False  # for it
+        self._context: int | None = None  # 0: it does not say
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
@@ -289,19 +285,16 @@ class EngineConnection:
 
     async def context(self) -> int | None:
         """Tokens of the model's context; None where the server does not say, or does not answer, which shows when it is sampled."""
-        if self._asked:
-            return self._context
-        try:
-            answer = json.loads((await self._request("GET", f"{self.base_url}/models")).content)
+        if self._context is None:
+            try:
+                answer = json.loads((await self._request("GET", f"{self.base_url}/models")).content)
+            except APIConnectionError:
+                return None
+            except APIStatusError:
+                answer = {}
             # All names that a server gives its model, adapters too, are of the same context.
-            lengths = [card.get("max_model_len") for card in answer.get("data") or []]
-            self._context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
-        except APIConnectionError:
-            return None
-        except APIStatusError:  # it has nothing to say
-            pass
-        self._asked = True
-        return self._context
+            self._context = max((card.get("max_model_len") or 0 for card in answer.get("data") or []), default=0)
+        return self._context or None
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> EngineReply:
         headers = (options or {}).get("headers")

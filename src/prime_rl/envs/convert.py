@@ -7,8 +7,9 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
@@ -302,16 +303,6 @@ def parsed_json(text: str) -> Any:
     Raises:
         ValueError: it is none, or nested too deep.
     """
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-    level: list[Any] = [value]
-    for _ in range(MOST_LEVELS):
-        if not (level := [below for one in level for below in _within(one)]):
-            return value
-    raise ValueError(f"nested deeper than {MOST_LEVELS} levels")
-
-
-def _within(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if max(accumulate((char in "[{") - (char in "]}") for char in text), default=0) > MOST_LEVELS:
+        raise ValueError(f"nested deeper than {MOST_LEVELS} levels")
+    return json.loads(text)

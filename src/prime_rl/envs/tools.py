@@ -150,18 +150,17 @@ class ToolRuntime(SubprocessRuntime):
         path.mkdir(parents=True, exist_ok=True)
         return path
 
+    def _is_used(self) -> bool:
+        # Looked for on disk: a view of this runtime (`with_env`) may have made it.
+        return bool(self._background) or (self.info.id is not None and os.path.isdir(self.info.id))
+
     async def teardown(self) -> None:
-        self._forget_unused_directory()
-        await super().teardown()
+        if self._is_used():
+            await super().teardown()
 
     def cleanup(self) -> None:
-        self._forget_unused_directory()
-        super().cleanup()
-
-    def _forget_unused_directory(self) -> None:
-        # Looked for on disk: a view of this runtime (`with_env`) may have made it.
-        if self.info.id is None or not os.path.isdir(self.info.id):
-            self.__dict__["workdir"] = None
+        if self._is_used():
+            super().cleanup()
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Raises vf.ToolsetError when a tool server dies, or does not listen in time."""

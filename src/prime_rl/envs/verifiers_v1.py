@@ -66,10 +66,6 @@ _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect)
 logger = logging.getLogger(__name__)
 
 
-class NothingToShow(Exception):
-    """A task does not hold what is to be shown of it."""
-
-
 class VerifiersEnv:
     """`async with VerifiersEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise
     LoadError."""
@@ -94,13 +90,12 @@ class VerifiersEnv:
             self.task_ids = unique(task.key for task in self._tasks)
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
-        self._show = (
-            functools.partial(_hint, self._engine.renderer, setup) if self._engine and setup.demonstration else None
+        self._show = functools.partial(
+            _hint, self._engine.renderer if self._engine and setup.demonstration else None, setup
         )
         try:
-            if self._show is not None:
-                self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
-        except NothingToShow as error:
+            self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
+        except ValueError as error:
             raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -124,8 +119,8 @@ class VerifiersEnv:
         """One episode to its end, all of it sampled by the server at `run.base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
         task = self._tasks[run.task_index]
         try:
-            hint = None if self._show is None else self._show(task)
-        except NothingToShow as error:
+            hint = self._show(task)
+        except ValueError as error:
             return EpisodeResult(run.episode_id, self._name, run.task_id, Outcome.INVALID, str(error))
         (slot,) = self._env.slots(task)
         known = {name: value for name, value in run.sampling.items() if value is not None}
@@ -239,22 +234,23 @@ def _arguments(env_id: str) -> list[str]:
     return sorted(set(taskset_config_type(env_id).model_fields) - {"id"})
 
 
-def _hint(shown_by: Any, setup: Setup, task: Any) -> "array[int]":
-    """The tokens that show a task's demonstration to who scores its episodes: a system message of their own, in front of the conversation.
+def _hint(renderer: Any, setup: Setup, task: Any) -> "array[int] | None":
+    """The tokens that show a task's demonstration to who scores its episodes: a system message in front. None: no renderer.
 
-    Raises:
-        NothingToShow: the task has no such field, or nothing in it.
+    Raises ValueError: the task has no such field, or nothing in it.
     """
+    if renderer is None:
+        return None
     fields = task.data.model_dump()
     if setup.demonstration not in fields:
-        raise NothingToShow(
+        raise ValueError(
             f"its tasks have no field {setup.demonstration!r} to demonstrate them (fields: {', '.join(sorted(fields))})"
         )
     shown = fields[setup.demonstration]
     if (not shown and not isinstance(shown, int | float)) or not str(shown).strip():  # 0 and False are answers
-        raise NothingToShow(f"task {task.key} has nothing in its field {setup.demonstration!r} to demonstrate it")
+        raise ValueError(f"task {task.key} has nothing in its field {setup.demonstration!r} to demonstrate it")
     text = setup.template.replace("{demonstration}", str(shown))
-    return array("i", shown_by.render([{"role": "system", "content": text}]).token_ids)
+    return array("i", renderer.render([{"role": "system", "content": text}]).token_ids)
 
 
 def _load_tasks(taskset: Any) -> list[Any]:

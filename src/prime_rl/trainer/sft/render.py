@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from prime_rl.config.sft import LossMask
 
 ACCEPTED = "a column `messages`, or two columns `prompt` and `completion` (optionally `tools`)"
-_ENDINGS = ".jsonl, .json or .parquet"
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+_SUFFIXES = (".jsonl", ".parquet")
 Row = Mapping[str, Any]
 
 
 def load_rows(config: SFTData) -> "list[Row] | Dataset":
-    """The rows of `config.name`: a .jsonl, .json or .parquet file, a directory of them, a saved or a hub dataset.
+    """The rows of `config.name`: a .jsonl or .parquet file, a saved or a hub dataset.
 
     `split` and `subset` choose within saved and hub datasets; a plain file has neither.
 
@@ -72,45 +71,33 @@ def check_columns(row: Row, name: str) -> None:
 
 
 def _load_local(path: Path, config: SFTData) -> "list[Row] | Dataset":
-    from datasets import Dataset, DatasetDict, concatenate_datasets, load_from_disk
+    from datasets import Dataset, DatasetDict, load_from_disk
 
-    split = config.split
     if config.subset is not None:
         raise UserError(f"data.subset {config.subset!r} chooses within a dataset of the hub, and {path} is a local one")
-    is_saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-    saved = load_from_disk(str(path)) if is_saved else None
-    if isinstance(saved, DatasetDict):
-        if split not in saved:
-            raise UserError(f"saved dataset {path} has no split {split!r}; it has {', '.join(saved)}")
-        return saved[split]
-    if split != SFTData.model_fields["split"].default:  # else all rows would be trained on
-        raise UserError(f"data.split {split!r}: {path} has no splits, give the files of that split")
-    if saved is not None:
+    if path.is_dir():
+        saved = load_from_disk(str(path))
+        if isinstance(saved, DatasetDict):
+            if config.split not in saved:
+                raise UserError(f"saved dataset {path} has no split {config.split!r}; it has {', '.join(saved)}")
+            return saved[config.split]
+    if config.split != SFTData.model_fields["split"].default:  # else all rows would be trained on
+        raise UserError(f"data.split {config.split!r}: {path} has no splits, give the file of that split")
+    if path.is_dir():
         return saved
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES)
-    kinds = sorted({file.suffix for file in files})
-    if len(kinds) != 1 or kinds[0] not in _SUFFIXES:
-        content = " and ".join(kinds) or "none of these"
-        raise UserError(f"dataset {path} holds {content}: needed is a saved dataset or files of one kind, {_ENDINGS}")
-    if kinds == [".parquet"]:
-        return concatenate_datasets([Dataset.from_parquet(str(file)) for file in files])
-    return [row for file in files for row in _load_json(file)]
-
-
-def _load_json(path: Path) -> list[Row]:
-    """JSON lines, or one JSON list. (`datasets` would give all rows' tool arguments each other's keys.)"""
-    text = path.read_text(encoding="utf-8")
-    parts = [(f"{path} line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    rows: list[Row] = []
-    for place, part in [(str(path), text)] if text.lstrip().startswith("[") else parts:
-        try:
-            value = json.loads(part)
-        except ValueError as error:
-            raise UserError(f"{place} is not JSON: {error}") from error
-        rows += value if place == str(path) else [value]
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise UserError(f"{path}: row {number} is a {type(row).__name__}, not an object")
+    if path.suffix not in _SUFFIXES:
+        raise UserError(f"dataset {path} is neither a saved dataset nor a file {' or '.join(_SUFFIXES)}")
+    if path.suffix == ".parquet":
+        return Dataset.from_parquet(str(path))
+    rows: list[Row] = []  # (`datasets` would give all rows' tool arguments each other's keys)
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise UserError(f"{path} line {number} is not JSON: {error}") from error
+            if not isinstance(rows[-1], dict):
+                raise UserError(f"{path} line {number} is a {type(rows[-1]).__name__}, not an object")
     return rows
 
 
