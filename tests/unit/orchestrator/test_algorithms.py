@@ -1,7 +1,4 @@
-"""Advantages against values worked out by hand, and what must not matter to them on random ragged batches.
-
-Peers: tests/oracles.
-"""
+"""Advantages against values worked out by hand, and what must not matter to them on random ragged batches."""
 
 import math
 import random
