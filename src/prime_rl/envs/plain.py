@@ -171,8 +171,8 @@ def _parts(module: Mapping[str, Any], setup: Setup) -> tuple[Callable[..., Any],
     if not inspect.iscoroutinefunction(rollout):
         raise ids.LoadError(f"{env} needs `async def rollout(task, chat)`")
     try:
-        given = tasks(**setup.args) if callable(tasks) else tasks
-        loaded = list(itertools.islice(given, MAX_TASKS + 1)) if isinstance(given, Iterable) else None
+        rows = tasks(**setup.args) if callable(tasks) else tasks
+        loaded = list(itertools.islice(rows, MAX_TASKS + 1)) if isinstance(rows, Iterable) else None
     except Exception as error:
         raise ids.LoadError(f"{env} failed to load: {ids.describe(error)}") from error
     if loaded is None:
