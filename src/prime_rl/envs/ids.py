@@ -52,25 +52,14 @@ def find(environment_id: str) -> ModuleSpec | None:
 
 def installed() -> list[str]:
     """Ids of the environments that are installed: the bundled ones, and packages that depend on verifiers."""
-    names = {path.parent.name for path in _bundled().glob("*/__init__.py")}
-    for package in importlib.metadata.distributions():
-        if any(re.match(r"verifiers\b", need) for need in package.requires or ()):
-            names.add(package.name)
-    return sorted(name.replace("_", "-") for name in names if _is_environment(name))
-
-
-def _bundled() -> Path:
-    """The directory of the bundled environments: `environments/` of a checkout, else the one that the wheel was installed into."""
     checkout = Path(prime_rl.__file__).parents[2] / "environments"
-    return checkout if checkout.is_dir() else Path(prime_rl.__file__).parents[1]
-
-
-def _is_environment(name: str) -> bool:
-    spec = find(name)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return False
-    names, exported = _names(Path(spec.origin))
-    return bool({"load_environment", "Environment"} & names) or any(each.endswith("Taskset") for each in exported)
+    bundled = checkout if checkout.is_dir() else Path(prime_rl.__file__).parents[1]  # where the wheel was installed
+    exports = {path.parent.name: _names(path)[1] for path in bundled.glob("*/__init__.py")}
+    names = {package for package, exported in exports.items() if any(each.endswith("Taskset") for each in exported)}
+    for package in importlib.metadata.distributions():
+        if package.name != "prime-rl" and any(re.match(r"verifiers\b", need) for need in package.requires or ()):
+            names.add(package.name)
+    return sorted(name.replace("_", "-") for name in names)
 
 
 def check_version(environment_id: str) -> None:
@@ -82,36 +71,16 @@ def check_version(environment_id: str) -> None:
     _, at_sign, wanted = environment_id.rpartition("/")[2].partition("@")
     if not at_sign or wanted == "latest":
         return
-    installed = _installed_version(environment_id)
-    if installed is None:
-        raise LoadError(
-            f"environment {environment_id} asks for version {wanted}, but no installed package says which version it is: "
-            "leave the version out, or install it as a package"
-        )
-    if _release(installed) != _release(wanted):
-        raise LoadError(
-            f"environment {environment_id} asks for version {wanted}, and {installed} is installed: "
-            f"`uv run prime env install {environment_id}`, or leave the version out"
-        )
-
-
-def _installed_version(environment_id: str) -> str | None:
+    install = f"`uv run prime env install {environment_id}`, or leave the version out"
     try:
-        return importlib.metadata.version(_bare(environment_id).partition(".")[0])
+        found = importlib.metadata.version(_bare(environment_id).partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
-        pass
-    package, spec = module_name(environment_id).partition(".")[0], find(environment_id)
-    for name in importlib.metadata.packages_distributions().get(package, ()):
-        return importlib.metadata.version(name)
-    if spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(_bundled()):
-        return importlib.metadata.version("prime-rl")
-    return None
-
-
-def _release(version: str) -> str:
-    """Of a version as people write it: `v1.0` is `1.0.0` (PEP 440)."""
-    plain = version.strip().lower().removeprefix("v")
-    return re.sub(r"(\.0)+$", "", plain)
+        raise LoadError(
+            f"environment {environment_id} asks for version {wanted}, but no package of its name is installed: {install}"
+        ) from None
+    # Versions as people write them: `v1.0` is `1.0.0` (PEP 440).
+    if re.sub(r"(\.0)+$", "", found) != re.sub(r"(\.0)+$", "", wanted.removeprefix("v")):
+        raise LoadError(f"environment {environment_id} asks for version {wanted}, and {found} is installed: {install}")
 
 
 def _bare(environment_id: str) -> str:
@@ -162,18 +131,14 @@ def _names(source: Path) -> tuple[set[str], set[str]]:
 
 
 def unique(keys: Iterable[str]) -> list[str]:
-    """Keys as ids; repeated ones get a number, so that an id names one task."""
-    keys = list(keys)
+    """Keys as ids; repeated ones get a number, so that an id names one task. Raises LoadError where such a number does not help."""
     seen: Counter[str] = Counter()
-    taken = set(keys)
     ids = []
     for key in keys:
         seen[key] += 1
-        name = key
-        while seen[key] > 1 and (name := f"{key}#{seen[key]}") in taken:  # a key that looks like one of ours
-            seen[key] += 1
-        taken.add(name)
-        ids.append(name)
+        ids.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
+    if len(set(ids)) < len(ids):
+        raise LoadError(f"two tasks have the id {Counter(ids).most_common(1)[0][0]!r}")
     return ids
 
 
