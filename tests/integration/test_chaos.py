@@ -74,7 +74,6 @@ async def train(world: World, steps: int) -> None:
 
 async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, seed: int, pause: float) -> Witness:
     """One run of so many steps."""
-    monkeypatch.setattr(pool_module, "HEARTBEAT_TIMEOUT", 8.0)
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 20)  # of which two thirds are ours
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 2.0)
     monkeypatch.setenv(MARK, str(directory))

@@ -146,6 +146,6 @@ async def _serve(self: worker.WorkerServer, setup: Setup, serve: Any = worker.Wo
 
 
 if __name__ == "__main__":
-    worker.load, worker.HEARTBEAT_SECONDS, worker.LAG_SECONDS = StubEnv, 0.2, 1.0
+    worker.load = StubEnv
     worker.WorkerServer.serve = _serve
     worker.main()

@@ -1,22 +1,36 @@
-"""Note whose code runs, so that a worker that dies or hangs fails the episode at fault, and the others are run again.
+"""What a worker and the pool share in memory: whose code runs, and how the worker's event loop is doing.
 
-Every step of an episode's tasks writes its request number into a page of memory, a file that the pool reads when the
-worker is dead or silent. Standard library only.
+Every step of an episode's tasks writes its request number into the page, so that a worker that dies or hangs fails the
+episode at fault, and the others are run again. Standard library only.
 """
 
 import asyncio
 import contextvars
+import ctypes
 import mmap
-import os
-import re
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
-PAGE_BYTES = 8
-_LIBRARY_FILE = re.compile(rf"<|{re.escape(os.path.dirname(os.__file__))}/(?!.*site-packages)")
 _request: contextvars.ContextVar[int] = contextvars.ContextVar("request", default=0)
+
+
+class Page(ctypes.Structure):
+    """A file that both sides map. The worker writes, the pool reads, also when the worker is dead or hangs."""
+
+    _fields_ = [
+        ("request", ctypes.c_uint64),  # the one whose code runs in the event loop, 0 for none
+        ("ticked", ctypes.c_double),  # when the event loop last came round, by `time.monotonic()`; 0 until it is ready
+        ("busy", ctypes.c_double),  # seconds in which the process computed or its event loop was blocked
+    ]
+
+    @classmethod
+    def of(cls, path: Path) -> "Page":
+        """Map a file, which is made if there is none."""
+        with path.open("a+b") as file:
+            file.truncate(ctypes.sizeof(cls))
+            return cls.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(cls)))
 
 
 def attributed(request: int) -> contextvars.Context:
@@ -26,14 +40,12 @@ def attributed(request: int) -> contextvars.Context:
     return context
 
 
-def attribute_steps(loop: asyncio.AbstractEventLoop, page: Path) -> None:
+def attribute_steps(loop: asyncio.AbstractEventLoop, page: Page) -> None:
     """Have each step of attributed tasks write its request into the page."""
-    with page.open("r+b") as file:
-        running = memoryview(mmap.mmap(file.fileno(), PAGE_BYTES)).cast("Q")
 
     def make_task(loop: Any, coro: Any, context: contextvars.Context | None = None, **more: Any) -> "asyncio.Task[Any]":
         request = (contextvars.copy_context() if context is None else context).get(_request, 0)
-        return asyncio.Task(_Steps(coro, request, running) if request else coro, loop=loop, context=context, **more)
+        return asyncio.Task(_Steps(coro, request, page) if request else coro, loop=loop, context=context, **more)
 
     loop.set_task_factory(make_task)
 
@@ -41,7 +53,7 @@ def attribute_steps(loop: asyncio.AbstractEventLoop, page: Path) -> None:
 class _Steps(Coroutine[Any, Any, Any]):
     """The steps of a task's coroutine. What would end the event loop fails the task."""
 
-    def __init__(self, inner: Coroutine[Any, Any, Any], request: int, page: "memoryview[int]") -> None:
+    def __init__(self, inner: Coroutine[Any, Any, Any], request: int, page: Page) -> None:
         self._inner, self._request, self._page = inner, request, page
 
     def send(self, value: Any) -> Any:
@@ -54,25 +66,16 @@ class _Steps(Coroutine[Any, Any, Any]):
         self._inner.close()
 
     def _step(self, step: Callable[[Any], Any], value: Any) -> Any:
-        before, self._page[0] = self._page[0], self._request
+        before, self._page.request = self._page.request, self._request
         try:
             return step(value)
         except SystemExit as error:
             raise RuntimeError(f"the environment's code called sys.exit({error.code!r})") from error
         finally:
-            self._page[0] = before
+            self._page.request = before
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._inner.__await__()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)  # anyio looks at a task's coroutine: show it the real one
-
-
-def describe(frame: FrameType | None) -> str:
-    """`file:line in function` of the innermost code outside Python's own library, if there is any."""
-    own = frame
-    while own is not None and _LIBRARY_FILE.match(own.f_code.co_filename):
-        own = own.f_back
-    shown = own or frame
-    return "" if shown is None else f"{shown.f_code.co_filename}:{shown.f_lineno} in {shown.f_code.co_name}"

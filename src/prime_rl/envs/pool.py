@@ -27,14 +27,13 @@ from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import protocol, worker_process
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
-from prime_rl.envs.worker_process import Worker, WorkerState, passed_on, worker_variables
+from prime_rl.envs.worker_process import Request, Worker, WorkerState, passed_on, worker_variables
 from prime_rl.errors import UserError
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
 WATCH_SECONDS = 0.1
 ADJUST_SECONDS = 1.0
 IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
-HEARTBEAT_TIMEOUT = 30.0
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
 BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that finished nothing
 MAX_BACKOFF_SECONDS = 15.0
@@ -43,14 +42,6 @@ CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS + processes.DEATH_SECONDS
 # Mean use of a core by a worker: above, more are started; below, some are drained; aim.
 HIGH, LOW, TARGET = 0.7, 0.35, 0.5
 _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
-
-
-class WorkerGone(Exception):
-    """The worker that ran the episode is dead or was ended; `outcome` says whether the episode was at fault."""
-
-    def __init__(self, outcome: Outcome, message: str) -> None:
-        super().__init__(message)
-        self.outcome = outcome
 
 
 @dataclass(eq=False)
@@ -71,8 +62,7 @@ class WorkerSet:
     deaths: int = 0  # of workers, since an episode was finished
     no_start_before: float = 0.0
     idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers than `target` suffice
-    # Episodes that wait for a slot, by their numbers, in the order in which they asked.
-    waiting: dict[int, asyncio.Future[Worker]] = field(default_factory=dict)
+    waiting: dict[int, Request] = field(default_factory=dict)  # by their numbers, in the order in which they asked
 
 
 @dataclass(frozen=True)
@@ -117,7 +107,7 @@ class EnvPool:
         renderer: str = "auto",
         output_dir: Path,
         log_level: str = "info",
-        hang_timeout: float = 120.0,
+        hang_timeout: float = 60.0,
         samplers: Mapping[str, Sampler] | None = None,
         demonstrations: Mapping[str, Demonstration] | None = None,
         chat_timeout: float | None = None,
@@ -132,15 +122,13 @@ class EnvPool:
             chat_timeout: Seconds without a byte of an answer, of an API that is asked by its chat route (None: by tokens).
 
         Raises:
-            UserError: two environments of one name; a variable in `secrets` that is not set.
+            UserError: a variable in `secrets` that is not set.
         """
         self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
         self._samplers = samplers or {}
         self.sets: dict[str, WorkerSet] = {}
         alike: dict[str, WorkerSet] = {}  # a training environment that is evaluated as well is loaded once
         for config in envs:
-            if config.name in self.sets:
-                raise UserError(f"two environments are named {config.name!r}: give each a `name` of its own")
             for name in config.secrets:
                 if name not in os.environ:
                     raise UserError(
@@ -209,16 +197,15 @@ class EnvPool:
         self._create_task(self._keep_adjusting())
         try:
             for each in self._all_sets:
-                await self._await_loaded(each, timeout + HEARTBEAT_TIMEOUT)
+                await self._await_loaded(each)
         except BaseException:
             await self.close()
             raise
 
-    async def _await_loaded(self, own: WorkerSet, seconds: float) -> None:
-        owner = f"environment {own.config.name!r}"
+    async def _await_loaded(self, own: WorkerSet) -> None:
         await wait_async(
-            lambda: own.loaded or self._failure is not None, subject="ready worker", owner=owner, seconds=seconds,
-            poll=LEAST_POLL_SECONDS,
+            lambda: own.loaded or self._failure is not None, subject="ready worker", poll=LEAST_POLL_SECONDS,
+            owner=f"environment {own.config.name!r}", seconds=self._start_timeout,
         )  # fmt: skip
         if self._failure is not None:
             raise self._failure
@@ -255,8 +242,8 @@ class EnvPool:
         if self._failure is None:
             self._failure = error
             for each in self._all_sets:
-                for slot in each.waiting.values():
-                    slot.set_exception(error)
+                for request in each.waiting.values():
+                    request.slot.set_exception(error)
                 each.waiting.clear()
 
     def of(self, own: WorkerSet) -> list[Worker]:
@@ -300,52 +287,42 @@ class EnvPool:
         """
         if self._failure is not None:
             raise self._failure
-        own = self.sets[env]
-        task = own.tasks[task_index]
-
-        def failed(outcome: Outcome, message: str) -> EpisodeResult:
-            return EpisodeResult(episode_id, env, task.task_id, outcome, message)
-
-        timeout = max(0.0, deadline - time.monotonic())
-        number = next(self._request_numbers)
-        slot: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
-        own.waiting[number] = slot
+        own, number, timeout = self.sets[env], next(self._request_numbers), max(0.0, deadline - time.monotonic())
+        task_id, sampler = own.tasks[task_index].task_id, self._samplers.get(env)
+        base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
+        order = protocol.Run(number, episode_id, task_index, task_id, sampling, policy_version, base_url, timeout)
+        loop = asyncio.get_running_loop()
+        request = own.waiting[number] = Request(order, loop.create_future(), loop.create_future())
         self._fill(own)
         try:
             departures = -1
-            while not slot.done() and departures != own.departures:  # bounded: those before it leave in time
+            while not request.slot.done() and departures != own.departures:  # bounded: those before it leave in time
                 departures = own.departures
                 self._adjust(own)
-                await asyncio.wait({slot}, timeout=timeout)
-            if not slot.done():
+                await asyncio.wait({request.slot}, timeout=timeout)
+            if not request.slot.done():
                 if self._ready(own):
                     message = f"all workers of {env!r} were full for {timeout:.0f} s, and no episode ended"
-                    return failed(Outcome.TIMEOUT, message)
-                return failed(Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
-            worker = slot.result()
-            sampler = self._samplers.get(env)
-            base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
-            order = protocol.Run(
-                number, episode_id, task_index, task.task_id, sampling, policy_version, base_url, timeout
-            )
+                    return order.failed(env, Outcome.TIMEOUT, message)
+                return order.failed(env, Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
+            worker = request.slot.result()
             async with asyncio.timeout(timeout + GRACE_SECONDS):
                 self._send(worker, order)
-                result = await worker.pending[number]  # owed by the worker; failed when that is gone
-            return replace(result, env=env)
-        except WorkerGone as gone:
-            return failed(gone.outcome, str(gone))
+                return replace(await request.result, env=env)  # owed by the worker; failed when that is gone
         except TimeoutError:
-            return failed(Outcome.TIMEOUT, f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline")
+            message = f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline"
+            return order.failed(env, Outcome.TIMEOUT, message)
         finally:
-            self._leave(own, number, slot)
+            self._leave(own, request)
 
-    def _leave(self, own: WorkerSet, number: int, slot: asyncio.Future[Worker]) -> None:
+    def _leave(self, own: WorkerSet, request: Request) -> None:
         """Free the slot of an episode, or its place among those that wait."""
-        if own.waiting.pop(number, None) is None and slot.exception() is None:
-            worker = slot.result()  # bounded: it is done
-            result = worker.pending.pop(number)
-            result.cancel()
-            if result.cancelled():  # it is late, or its call was cancelled
+        number = request.order.request
+        request.result.cancel()
+        if own.waiting.pop(number, None) is None and request.slot.exception() is None:
+            worker = request.slot.result()  # bounded: it is done
+            del worker.pending[number]
+            if request.result.cancelled():  # it is late, or its call was cancelled
                 self._send(worker, protocol.Cancel(number))
             own.departures += 1
             self._fill(own)
@@ -353,22 +330,25 @@ class EnvPool:
     def _fill(self, own: WorkerSet) -> None:
         """Give free slots to waiting episodes, in the order in which they asked."""
         while own.waiting:
-            ready = [worker for worker in self._ready(own) if not worker.stuck]
-            worker = min(ready, key=lambda worker: len(worker.pending), default=None)
+            free = [worker for worker in self.of(own) if worker.free]
+            worker = min(free, key=lambda worker: len(worker.pending), default=None)
             if worker is None or len(worker.pending) >= own.config.max_concurrent:
                 return
             number = next(iter(own.waiting))
-            worker.pending[number] = asyncio.get_running_loop().create_future()
-            own.waiting.pop(number).set_result(worker)
+            request = worker.pending[number] = own.waiting.pop(number)
+            request.slot.set_result(worker)
 
     # ---- how many
 
     async def _keep_adjusting(self) -> None:
         while True:  # bounded: `close` cancels it
             await asyncio.sleep(ADJUST_SECONDS)
+            for worker in self.workers.values():
+                worker.measure()
             # The environment with the fewest workers takes free cores first.
             for own in sorted(self._all_sets, key=lambda own: own.target):
                 self._adjust(own)
+                self._fill(own)  # a worker may have gone on
 
     def _adjust(self, own: WorkerSet) -> None:
         """Follow the load, then start and drain workers until there are as many as there should be."""
@@ -419,16 +399,14 @@ class EnvPool:
 
     async def _supervise(self, own: WorkerSet, worker: Worker) -> None:
         """Watch a process to its end, fail its episodes, end all it has started, and have another one take its place."""
-        while not (why := worker.judge(self._start_timeout, HEARTBEAT_TIMEOUT, self._hang_timeout)):
-            before = time.monotonic()
+        while not (why := worker.judge(self._start_timeout, self._hang_timeout)):
             await asyncio.sleep(WATCH_SECONDS)  # bounded: by the end of the process; one that is stuck is judged so
-            if (now := time.monotonic()) - before > 2.0:
-                worker.heard = max(worker.heard, now)  # it was we who did not listen
-        for request, result in worker.pending.items():
-            if request == worker.offending_request and not result.done():
-                result.set_exception(WorkerGone(Outcome.ERRORED, f"in this episode's code its worker {why}"))
-            elif not result.done():
-                result.set_exception(WorkerGone(Outcome.WORKER_DIED, why))
+        for number, request in worker.pending.items():
+            outcome, message = Outcome.WORKER_DIED, why
+            if number == worker.offending_request:
+                outcome, message = Outcome.ERRORED, f"in this episode's code its worker {why}"
+            if not request.result.done():
+                request.result.set_result(request.order.failed(own.config.name, outcome, message))
         await worker.end()
         del self.workers[worker.identity]
         if worker.state is not WorkerState.DRAINING:
@@ -456,7 +434,7 @@ class EnvPool:
     async def _receive(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()  # bounded: owed by no one; `judge` sees who sends nothing
-            worker = self.workers.get(frames[0].decode(errors="replace").removesuffix("#heartbeat"))
+            worker = self.workers.get(frames[0].decode(errors="replace"))
             if worker is None or worker.ending:
                 continue
             try:
@@ -464,26 +442,22 @@ class EnvPool:
             except protocol.ProtocolError as error:
                 worker.die(f"sent a broken message: {error}")
                 continue
-            worker.heard = time.monotonic()
             self._handle(self.sets[worker.env], worker, message)
 
     def _handle(self, own: WorkerSet, worker: Worker, message: protocol.Message) -> None:
         match message:
-            case protocol.Heartbeat():
-                worker.heartbeat, worker.use = message, (worker.use + message.use) / 2
-                self._fill(own)
             case protocol.Result():
-                result = worker.pending.get(message.request)
-                if result is not None and not result.done():  # else it comes too late, or twice
+                request = worker.pending.get(message.request)
+                if request is not None and not request.result.done():  # else it comes too late, or twice
                     own.deaths = 0
-                    result.set_result(message.episode)
+                    request.result.set_result(message.episode)
             case protocol.Ready() if message.version != protocol.VERSION:
                 spoken = f"speaks protocol {message.version}, this is {protocol.VERSION}"
                 self._fail(
                     UserError(f"the worker of {worker.env!r} {spoken}: its Python environment holds another prime-rl")
                 )
             case protocol.Ready():
-                worker.state = WorkerState.READY
+                worker.state, worker.measured = WorkerState.READY, (worker.page.ticked, worker.page.busy)
                 if not own.loaded:
                     own.loaded = True
                     tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]

@@ -6,7 +6,6 @@
                               ◀── Run | Cancel     any number in flight
     Result ──────────────────▶
     Failed ──────────────────▶                     it cannot load the environment, or run further episodes
-    Heartbeat ───────────────▶                     all the time, from a thread
 
 Standard library and msgpack only: workers import this from their own virtual environments.
 """
@@ -181,7 +180,11 @@ class Run:
     sampling: dict[str, Any]
     policy_version: int
     base_url: str  # of the server that samples; ends in /v1
-    timeout: float  # seconds from receipt: clocks are not shared
+    timeout: float  # seconds from receipt
+
+    def failed(self, env: str, outcome: Outcome, message: str) -> EpisodeResult:
+        """The result of an episode that gave none."""
+        return EpisodeResult(self.episode_id, env, self.task_id, outcome, message)
 
 
 @dataclass
@@ -197,15 +200,7 @@ class Result:
     episode: EpisodeResult
 
 
-@dataclass
-class Heartbeat:
-    kind: ClassVar[str] = "heartbeat"
-    lag: float  # seconds since the worker's event loop last ran
-    blocked_at: str  # where the main thread is, when it lags
-    use: float  # of a core, since the last one: the part of the time in which the process computed or its event loop was blocked
-
-
-Message = Setup | Ready | Failed | Run | Cancel | Result | Heartbeat
+Message = Setup | Ready | Failed | Run | Cancel | Result
 _ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"}  # of a sample: bytes on the wire
 
 

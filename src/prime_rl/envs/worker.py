@@ -1,21 +1,20 @@
 """An environment worker: `python -m prime_rl.envs.worker --address ipc://… --identity …`, started by `pool`.
 
-One event loop runs the episodes; a thread sends heartbeats, so that code which blocks the loop is named and not taken for a dead process. Imports the
-standard library, pyzmq and msgpack until it knows which adapter it needs.
+One event loop runs the episodes, and says in a page of shared memory that it comes round. Imports the standard library, pyzmq and msgpack until it
+knows which adapter it needs.
 """
 
 import argparse
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import gc
 import logging
-import math
 import os
 import selectors
 import signal
 import sys
-import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +27,11 @@ import zmq.asyncio
 from prime_rl import faults, lifeline, processes
 from prime_rl.envs import protocol
 from prime_rl.envs.adapter import Adapter, load
-from prime_rl.envs.attribution import attribute_steps, attributed, describe
+from prime_rl.envs.attribution import Page, attribute_steps, attributed
 from prime_rl.envs.ids import Broken, LoadError
-from prime_rl.envs.protocol import MOST_BYTES, EpisodeResult, Outcome, Setup, decode, encode
+from prime_rl.envs.protocol import MOST_BYTES, Outcome, Setup, decode, encode
 
-HEARTBEAT_SECONDS = 1.0
 TICK_SECONDS = 0.2
-LAG_SECONDS = 2.0  # below this a heartbeat does not look at where the loop is
 MAX_THREADS = 64  # Python's own number is six on two cores: too few where some never end
 
 logger = logging.getLogger("prime_rl.envs.worker")
@@ -56,9 +53,8 @@ class _WaitTimer(selectors.DefaultSelector):
 class WorkerServer:
     """Serve one environment to the pool at `address`."""
 
-    def __init__(self, address: str, identity: str, timer: _WaitTimer) -> None:
-        self._address, self._identity, self._timer = address, identity, timer
-        self._ticked = math.inf  # until the environment is loaded: imports and downloads may block the loop
+    def __init__(self, address: str, identity: str, page: Page, timer: _WaitTimer) -> None:
+        self._address, self._page, self._timer = address, page, timer
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._running: WeakValueDictionary[int, asyncio.Task[None]] = WeakValueDictionary()
@@ -70,7 +66,6 @@ class WorkerServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, this_task.cancel)
         self._socket.connect(self._address)
-        threading.Thread(target=self._beat, args=(threading.get_ident(),), name="heartbeat", daemon=True).start()
         async with contextlib.AsyncExitStack() as exit_stack:
             try:
                 env = await exit_stack.enter_async_context(load(setup))
@@ -85,6 +80,7 @@ class WorkerServer:
             # Modules and tasks stay to the end: a full collection over them would block the loop for 0.4 s, every few hundred episodes.
             gc.collect()
             gc.freeze()
+            self._page.ticked = time.monotonic()
             await self._send(protocol.Ready(env.task_ids, env.bounded))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._tick())
@@ -104,10 +100,7 @@ class WorkerServer:
                     raise RuntimeError(f"unexpected message {other.kind!r}")
 
     async def _episode(self, env: Adapter, name: str, run: protocol.Run) -> None:
-        def failed(outcome: Outcome, message: str) -> EpisodeResult:
-            return EpisodeResult(run.episode_id, name, run.task_id, outcome, message)
-
-        broken = ""
+        failed, broken = functools.partial(run.failed, name), ""
         try:
             if env.task_ids[run.task_index : run.task_index + 1] != [run.task_id]:
                 raise LookupError(f"task {run.task_index} is another one here: the environment loads others each time")
@@ -145,30 +138,14 @@ class WorkerServer:
         await self._socket.send(encode(message))  # bounded: the pool reads, or the lifeline ends this process
 
     async def _tick(self) -> None:
+        """Show that the event loop comes round, and how much of a core is used. Not before all is loaded: imports and downloads may block the loop."""
+        now, computed, waited = time.monotonic(), time.process_time(), self._timer.seconds
         while True:  # bounded: cancelled at the end of `serve`
-            self._ticked = time.monotonic()
+            before = now, computed, waited
             await asyncio.sleep(TICK_SECONDS)
-
-    def _beat(self, main_thread: int) -> None:
-        """Send heartbeats, from a thread: sockets are not shared between threads, so it has one of its own."""
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, f"{self._identity}#heartbeat".encode())
-        socket.connect(self._address)
-        before = self._counters()
-        while True:  # bounded: a daemon thread
-            time.sleep(HEARTBEAT_SECONDS)
-            now = self._counters()
-            wall, computed, waited = (new - old for new, old in zip(now, before, strict=True))
-            before = now
-            lag = max(0.0, now[0] - self._ticked)
-            where = describe(sys._current_frames().get(main_thread)) if lag > LAG_SECONDS else ""
-            use = 0.0 if self._ticked == math.inf else min(1.0, max(computed, wall - waited) / wall)
-            with contextlib.suppress(zmq.Again):  # the pool does not read: it judges by what it gets
-                socket.send(encode(protocol.Heartbeat(lag, where, use)), zmq.NOBLOCK)
-
-    def _counters(self) -> tuple[float, float, float]:
-        """Seconds: of the clock, of processor time of all threads, and of the event loop's waits."""
-        return time.monotonic(), time.process_time(), self._timer.seconds
+            now, computed, waited = time.monotonic(), time.process_time(), self._timer.seconds
+            self._page.busy += max(computed - before[1], now - before[0] - (waited - before[2]))
+            self._page.ticked = now
 
 
 def main() -> None:
@@ -180,18 +157,18 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--identity", required=True)
     parser.add_argument("--setup", type=Path, required=True, help="file with the setup message")
-    parser.add_argument("--page", type=Path, required=True, help="file that says whose code runs")
+    parser.add_argument("--page", type=Path, required=True, help="file of the shared page")
     args = parser.parse_args()
     setup = decode(args.setup.read_bytes())
     assert isinstance(setup, Setup)
     _set_up_logging(setup.log_level)
-    timer = _WaitTimer()
+    page, timer = Page.of(args.page), _WaitTimer()
     loop = asyncio.SelectorEventLoop(timer)
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment"))
-    attribute_steps(loop, args.page)
+    attribute_steps(loop, page)
 
     async def serve() -> None:
-        await WorkerServer(args.address, args.identity, timer).serve(setup)
+        await WorkerServer(args.address, args.identity, page, timer).serve(setup)
 
     with contextlib.suppress(asyncio.CancelledError):
         loop.run_until_complete(serve())

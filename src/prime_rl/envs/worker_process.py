@@ -1,8 +1,7 @@
-"""One worker process: start it in its own group with the variables it may have, judge its heartbeats, end it and all it started."""
+"""One worker process: start it in its own group with the variables it may have, judge it, end it and all it started."""
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -14,15 +13,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from prime_rl import processes
-from prime_rl.envs.attribution import PAGE_BYTES
-from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Heartbeat
+from prime_rl.envs.attribution import Page
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Run
 from prime_rl.lifeline import Child
 from prime_rl.redact import is_secret
 from prime_rl.wait import WaitTimeout, wait_async
 
 TERM_SECONDS = 5.0
-LAG_SECONDS = 3.0  # a worker whose event loop lags so much gets no more episodes until it goes on
-QUIET_SECONDS = 10.0  # nor does one that was silent for so long
+LAG_SECONDS = 3.0  # a worker whose event loop is blocked for so long gets no more episodes until it goes on
 _TAIL_LINES, _TAIL_BYTES = 12, 16384
 
 
@@ -48,6 +46,15 @@ def tail(log: Path) -> str:
     return "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
 
 
+@dataclass(eq=False)
+class Request:
+    """An episode that waits for a slot, or has one."""
+
+    order: Run
+    slot: "asyncio.Future[Worker]"
+    result: asyncio.Future[EpisodeResult]
+
+
 class WorkerState(Enum):
     """State of a worker process."""
 
@@ -63,13 +70,12 @@ class Worker:
     identity: str
     env: str
     child: Child
-    page: Path
+    page: Page
     state: WorkerState = WorkerState.STARTING
-    pending: dict[int, asyncio.Future[EpisodeResult]] = field(default_factory=dict)  # by the request's number
+    pending: dict[int, Request] = field(default_factory=dict)  # by their numbers
     started: float = field(default_factory=time.monotonic)
-    heard: float = math.inf  # until its first message: Python may start from a slow disk
-    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0.0, "", 0.0))
-    use: float = 0.0  # of a core, over its last heartbeats
+    use: float = 0.0  # of a core, of late
+    measured: tuple[float, float] = (0.0, 0.0)  # the page's `ticked` and `busy` of then
     ending: str = ""  # how it ended, or why it is to be ended
     offending_request: int = 0  # in whose code it died or hangs
 
@@ -78,49 +84,56 @@ class Worker:
         return self.child.pid
 
     @property
-    def stuck(self) -> bool:
-        """Whether it is blocked by the code of one of its episodes, or stopped."""
-        return self.heartbeat.lag > LAG_SECONDS or self._silent(QUIET_SECONDS)
+    def lag(self) -> float:
+        """Seconds for which it has been blocked by the code of one of its episodes, or stopped."""
+        return time.monotonic() - self.page.ticked if self.state is not WorkerState.STARTING else 0.0
 
-    def _silent(self, seconds: float) -> bool:
-        return time.monotonic() - self.heard > seconds
+    @property
+    def free(self) -> bool:
+        """Whether it may get another episode, as far as its slots go."""
+        return self.state is WorkerState.READY and not self.ending and self.lag < LAG_SECONDS
+
+    def measure(self) -> None:
+        """Note how much of a core it used since the last time; one that does not answer uses all of it."""
+        (then, before), (now, busy) = self.measured, (self.page.ticked, self.page.busy)
+        if now > then:
+            self.use, self.measured = (self.use + min(1.0, (busy - before) / (now - then))) / 2, (now, busy)
+        elif self.lag > 1.0:
+            self.use = 1.0
 
     def die(self, why: str, by_its_code: bool = False) -> None:
         """Have the pool end it."""
         if not self.ending:
             self.ending = why
-            if by_its_code:
-                self.offending_request = int.from_bytes(self.page.read_bytes(), "little")
+            self.offending_request = self.page.request if by_its_code else 0
 
-    def judge(self, start_timeout: float, heartbeat_timeout: float, hang_timeout: float) -> str:
+    def judge(self, start_timeout: float, hang_timeout: float) -> str:
         """How it ended, or why it must be ended; empty while it is well."""
-        now, status = time.monotonic(), self.child.status
+        status = self.child.status
         if status is not None:
             # Others send these; the kernel sends SIGKILL for want of memory, whoever's code runs.
             others = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
             self.die(processes.describe_exit(status), not others)
         elif self.state is WorkerState.DRAINING and not self.pending:
             self.die("was not needed any more")
-        elif self._silent(heartbeat_timeout):
-            process = processes.read(self.pid)
-            stopped = process is not None and process.stopped
-            self.die(f"sent no heartbeat for {now - self.heard:.0f} s", not stopped)
-        elif self.state is WorkerState.STARTING and now - self.started > start_timeout:
+        elif self.state is WorkerState.STARTING and time.monotonic() - self.started > start_timeout:
             self.die(f"not ready after {start_timeout:.0f} s")
-        elif self.heartbeat.lag > hang_timeout:
-            self.die(f"blocked for {self.heartbeat.lag:.0f} s at {self.heartbeat.blocked_at}", by_its_code=True)
+        elif self.lag > hang_timeout:
+            self.die(f"was blocked for {self.lag:.0f} s: its log says where", by_its_code=True)
         return self.ending
 
     async def end(self) -> None:
-        """Send SIGTERM to the process group, unless it is stuck, then SIGKILL to all that the worker has started. Takes little more than `TERM_SECONDS`."""
-        if not self.stuck:
-            self.child.signal(signal.SIGTERM, group=True)
-            with contextlib.suppress(WaitTimeout):
-                await wait_async(
-                    lambda: self.child.status is not None, subject="end", owner=self.identity, seconds=TERM_SECONDS
-                )
+        """Send SIGTERM to the process group, then SIGKILL to all that the worker has started. Takes little more than `TERM_SECONDS`.
+
+        One that is blocked gets SIGABRT, on which it writes to its log where it is.
+        """
+        blocked = self.lag > LAG_SECONDS
+        self.child.signal(signal.SIGABRT if blocked else signal.SIGTERM, group=not blocked)
+        with contextlib.suppress(WaitTimeout):
+            await wait_async(
+                lambda: self.child.status is not None, subject="end", owner=self.identity, seconds=TERM_SECONDS
+            )
         await asyncio.to_thread(self.child.reap)
-        self.page.unlink(missing_ok=True)
 
 
 def spawn(
@@ -128,11 +141,11 @@ def spawn(
     log: Path, setup: Path, page: Path,
 ) -> Worker:  # fmt: skip
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
-    page.write_bytes(bytes(PAGE_BYTES))
     argv = [
         python or sys.executable,
         *("-m", "prime_rl.envs.worker", "--address", address, "--identity", identity),
         *("--setup", str(setup), "--page", str(page)),
     ]
+    shared = Page.of(page)
     with log.open("ab") as output:
-        return Worker(identity, env, Child(argv, variables, output), page)
+        return Worker(identity, env, Child(argv, variables, output), shared)

@@ -8,25 +8,26 @@ from typing import Any
 
 import pytest
 
-from prime_rl.envs.attribution import PAGE_BYTES, attribute_steps, attributed
+from prime_rl.envs.attribution import Page, attribute_steps, attributed
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Path:
-    (tmp_path / "page").write_bytes(bytes(PAGE_BYTES))
-    return tmp_path / "page"
+def page(tmp_path: Path) -> Page:
+    return Page.of(tmp_path / "page")
 
 
 def start(episode: Coroutine[Any, Any, Any], request: int) -> "asyncio.Task[Any]":
     return asyncio.create_task(episode, context=attributed(request))
 
 
-async def test_every_step_of_an_episode_bears_its_number(page: Path) -> None:
+async def test_every_step_of_an_episode_bears_its_number(page: Page, tmp_path: Path) -> None:
     """Its own, those of tasks that it makes, and of theirs; between the steps no number; the pool reads it from the file."""
     attribute_steps(asyncio.get_running_loop(), page)
 
+    other_side = Page.of(tmp_path / "page")
+
     def running() -> int:
-        return int.from_bytes(page.read_bytes(), "little")
+        return other_side.request
 
     async def inner(seen: list[int]) -> None:
         await asyncio.sleep(0)
@@ -48,7 +49,7 @@ async def test_every_step_of_an_episode_bears_its_number(page: Path) -> None:
     assert seen == {1: [1] * 5, 2: [2] * 5}
 
 
-async def test_what_would_end_the_loop_ends_the_task(page: Path) -> None:
+async def test_what_would_end_the_loop_ends_the_task(page: Page) -> None:
     """sys.exit in an episode's tasks is its error; other errors and cancellation pass unchanged, and anyio sees a coroutine."""
     attribute_steps(asyncio.get_running_loop(), page)
 

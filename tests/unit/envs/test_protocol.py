@@ -34,7 +34,6 @@ MESSAGES: list[protocol.Message] = [
     protocol.Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, "http://x/v1", 12.5),
     protocol.Cancel(1),
     Result(1, EPISODE),
-    protocol.Heartbeat(0.01, "", 0.5),
 ]
 
 
