@@ -73,14 +73,16 @@ def check_version(environment_id: str) -> None:
         return
     install = f"`uv run prime env install {environment_id}`, or leave the version out"
     try:
-        found = importlib.metadata.version(_bare(environment_id).partition(".")[0])
+        present = importlib.metadata.version(_bare(environment_id).partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
         raise LoadError(
             f"environment {environment_id} asks for version {wanted}, but no package of its name is installed: {install}"
         ) from None
     # Versions as people write them: `v1.0` is `1.0.0` (PEP 440).
-    if re.sub(r"(\.0)+$", "", found) != re.sub(r"(\.0)+$", "", wanted.removeprefix("v")):
-        raise LoadError(f"environment {environment_id} asks for version {wanted}, and {found} is installed: {install}")
+    if re.sub(r"(\.0)+$", "", present) != re.sub(r"(\.0)+$", "", wanted.removeprefix("v")):
+        raise LoadError(
+            f"environment {environment_id} asks for version {wanted}, and {present} is installed: {install}"
+        )
 
 
 def _bare(environment_id: str) -> str:
