@@ -1,6 +1,5 @@
 """What tests ask of a real server: to serve a committed version, and to say what it samples."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,9 +53,6 @@ def commit(
         if spoil == "trailing":
             with open(tmp / "model.safetensors", "ab") as file:
                 file.write(b"\0" * 64)
-        if spoil == "index":
-            index = {"weight_map": dict.fromkeys(tensors, "elsewhere.safetensors")}
-            (tmp / "model.safetensors.index.json").write_text(json.dumps(index))
         extra |= manifest_extra(version, 0, hash_directory(tmp))
     return directory
 

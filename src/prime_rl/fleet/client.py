@@ -109,7 +109,7 @@ class InferenceClient:
         await self._http.aclose()
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None], path: str = _HEALTH) -> None:
-        """Wait until the server answers, at most `client.ready_timeout` seconds. A wait that is noticed is logged, also while a probe hangs.
+        """Wait until the server answers, at most `client.ready_timeout` seconds. A wait that is noticed is logged.
 
         Args:
             on_wait: Called with subject, owner and deadline in seconds before every pause.
@@ -118,27 +118,26 @@ class InferenceClient:
         Raises:
             UserError: it did not come up in time.
         """
-        start, most = time.monotonic(), self._config.ready_timeout
-        said = asyncio.get_running_loop().call_later(
-            _SAY_WAIT_AFTER_SECONDS, logger.info, "waiting for an inference server at {} (at most {:.0f} s); {}",
-            self.root, most, how_to_start(self.root),
-        )  # fmt: skip
-        try:
-            while trouble := await self._trouble(
-                start + most - time.monotonic(), path
-            ):  # bounded: by the deadline below
-                if time.monotonic() - start > most:
-                    raise UserError(f"no inference server at {self.root} after {most:.0f} s (client.base_url, client.ready_timeout): {trouble}; {how_to_start(self.root)}")  # fmt: skip
-                on_wait("a healthy server", f"inference at {self.root}", most)
-                await asyncio.sleep(_POLL_SECONDS)
-        finally:
-            said.cancel()
-        if (waited := time.monotonic() - start) > _SAY_WAIT_AFTER_SECONDS:
-            logger.info("the inference server at {} answers after {:.0f} s", self.root, waited)
+        start, most, said = time.monotonic(), self._config.ready_timeout, False
+        while trouble := await self._trouble(path):  # bounded: by the deadline below
+            if (waited := time.monotonic() - start) > most:
+                raise UserError(f"no inference server at {self.root} after {most:.0f} s (client.base_url, client.ready_timeout): {trouble}; {how_to_start(self.root)}")  # fmt: skip
+            if not said and waited > _SAY_WAIT_AFTER_SECONDS:
+                said = True
+                logger.info(
+                    "waiting for an inference server at {} (at most {:.0f} s); {}",
+                    self.root,
+                    most,
+                    how_to_start(self.root),
+                )
+            on_wait("a healthy server", f"inference at {self.root}", most)
+            await asyncio.sleep(_POLL_SECONDS)
+        if said:
+            logger.info("the inference server at {} answers after {:.0f} s", self.root, time.monotonic() - start)
 
     async def answers(self) -> bool:
         """Whether the server is healthy now; takes at most a few seconds."""
-        return await self._trouble(_PROBE_TIMEOUT_SECONDS) is None
+        return await self._trouble(_HEALTH) is None
 
     async def served(self) -> Served:
         """Ask what is served.
@@ -239,12 +238,11 @@ class InferenceClient:
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
 
-    async def _trouble(self, seconds_left: float, path: str = _HEALTH) -> str | None:
-        """Why the server does not answer well; None if it does. Takes hardly longer than the seconds that are left."""
-        seconds = min(max(seconds_left, _POLL_SECONDS), _PROBE_TIMEOUT_SECONDS)
+    async def _trouble(self, path: str) -> str | None:
+        """Why the server does not answer well; None if it does."""
         try:
-            async with asyncio.timeout(seconds):  # httpx's own is for each read
-                response = await self._http.get(path, timeout=seconds)
+            async with asyncio.timeout(_PROBE_TIMEOUT_SECONDS):  # httpx's own is for each read
+                response = await self._http.get(path, timeout=_PROBE_TIMEOUT_SECONDS)
         except (TimeoutError, httpx.TimeoutException):
             return "it does not answer"
         except httpx.TransportError as error:

@@ -333,21 +333,21 @@ class WeightSync:
         """
         for replica, error in failures.items():
             if isinstance(error, VersionNotSent):
-                self._note_unsent(version, error)
+                since, seconds = self._note_unsent(version, error), self.config.weights_timeout
+                if time.monotonic() - since > seconds:
+                    raise error
+                self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
                 continue
             replica.failed_loads += 1
             if all(one.failed_loads >= _ATTEMPTS for one in among):
                 raise error
 
-    def _note_unsent(self, version: int, error: VersionNotSent) -> None:
-        """The trainer owes this version, a newer one or its next incarnation."""
-        seconds = self.config.weights_timeout
+    def _note_unsent(self, version: int, error: VersionNotSent) -> float:
+        """Return since when the trainer owes this version, a newer one or its next incarnation."""
         if self._unsent_since is None:
             logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
             self._unsent_since = time.monotonic()
-        if time.monotonic() - self._unsent_since > seconds:
-            raise error
-        self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
+        return self._unsent_since
 
     # -- verified samples ----------------------------------------------------------------------------------------------
 
@@ -444,6 +444,9 @@ class WeightSync:
                         logger.info("{} serves version {}{}", replica.name, version, self.pool.where())
                         return
                     trouble = ""
+                except VersionNotSent as error:
+                    trouble = str(error)
+                    self._note_unsent(version, error)
                 except (UserError, CommitError) as error:
                     trouble = str(error)
                     self._count_failures({replica: error}, version, self.pool.replicas)
@@ -482,15 +485,15 @@ class WeightSync:
         Raises:
             UserError: none did.
         """
-        if self.pool.empty_since is None or self._unsent_since is not None or self.scheduler.must_go_back:
-            return  # or they are there, and wait for the trainer, which has a deadline of its own
-        seconds = self.config.client.ready_timeout
+        if self.pool.empty_since is None or self.scheduler.must_go_back:
+            return  # the second is waited for with a deadline of its own
+        option, seconds = "client.base_url, client.ready_timeout", self.config.client.ready_timeout
+        if self._unsent_since is not None:  # they are there, and wait for the trainer
+            option, seconds = "weights_timeout", max(seconds, self.config.weights_timeout)
         self.status.waiting("a healthy server", "inference", seconds)
         if time.monotonic() - self.pool.empty_since > seconds:
             listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.pool.replicas if one.trouble)
-            raise UserError(
-                f"no inference server for {seconds:.0f} s (client.base_url, client.ready_timeout): {listed or 'all have left'}"
-            )
+            raise UserError(f"no inference server for {seconds:.0f} s ({option}): {listed or 'all have left'}")
 
     # -- probes, and replicas that leave -------------------------------------------------------------------------------
 

@@ -1,9 +1,7 @@
 """The engine client: what it believes, and what it says when the server is not what it should be."""
 
-import asyncio
 import json
 import math
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -149,19 +147,15 @@ async def test_an_answer_without_the_prompts_log_probabilities_is_an_error(serve
         await engine.score([9, 7])
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard, hangs):
-    """A wait has a subject, an owner and a deadline, in the log too, also while the first look hangs; its end says what the server answered."""
+async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard):
+    """A wait has a subject, an owner and a deadline, in the log too; its end says what the server answered."""
     waits = []
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}" if hangs else server.url
-        async with InferenceClient(ClientConfig(base_url=url, ready_timeout=1.5)) as engine:
-            waiting = asyncio.create_task(engine.wait_ready(lambda *wait: waits.append(wait)))
-            while not heard.messages and not waiting.done():
-                await asyncio.sleep(0.05)
-            assert heard.messages == [f"waiting for an inference server at {url} (at most 2 s); {how_to_start(url)}"]
-            assert not waiting.done()
-            says = "it does not answer" if hangs else "GET /health gives HTTP 404"
-            with pytest.raises(UserError, match=f"no inference server at {url} after 2 s .*: {says}"):
-                await waiting
-    assert hangs or (waits[0][0], server.url in waits[0][1]) == ("a healthy server", True)
+    async with InferenceClient(ClientConfig(base_url=server.url, ready_timeout=1.0)) as engine:
+        with pytest.raises(
+            UserError, match=f"no inference server at {server.url} after 1 s .*: GET /health gives HTTP 404"
+        ):
+            await engine.wait_ready(lambda *wait: waits.append(wait))
+    assert heard.messages == [
+        f"waiting for an inference server at {server.url} (at most 1 s); {how_to_start(server.url)}"
+    ]
+    assert (waits[0][0], server.url in waits[0][1]) == ("a healthy server", True)

@@ -14,7 +14,6 @@ import pytest
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat
-from prime_rl.inference.server import plugin_context, prepare_environment
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
@@ -180,18 +179,3 @@ def test_dry_run_touches_nothing_else(tmp_path: Path) -> None:
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {"inference.toml", "out/configs/inference.toml"}
     assert "vllm" not in imported
-
-
-@pytest.mark.parametrize("key", [None, "secret"])
-@pytest.mark.parametrize("root", [None, "elsewhere"])
-def test_only_weights_root_restricts_where_weights_come_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str | None, key: str | None
-) -> None:
-    """Contract: a key alone restricts no directory: the server of a run on another host was started without the run's --output-dir."""
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # what is set for vLLM ends with the test
-    monkeypatch.chdir(tmp_path)
-    if key is not None:
-        monkeypatch.setenv("VLLM_API_KEY", key)
-    config = InferenceConfig.model_validate({"model": {"name": "m"}, "output_dir": "run", "weights_root": root})
-    prepare_environment(config, CPU)
-    assert plugin_context().config.weights_root == (None if root is None else tmp_path / root)

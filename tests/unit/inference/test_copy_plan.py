@@ -1,18 +1,13 @@
 """Versions that are loaded by recorded copies: what `load_weights` would load, or `load_weights` itself."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from prime_rl.inference.copy_plan import CopyPlan
-from support.processes import REPOSITORY
 
 Rule = Callable[[nn.Parameter, Tensor], object]
 
@@ -120,13 +115,3 @@ def test_another_layout_and_another_parameter_do_not_match() -> None:
     assert not plan.matches(Model(copy), staged(2))
     model.other = nn.Parameter(torch.ones(6, 4))
     assert not plan.matches(model, staged(2))
-
-
-@pytest.mark.slow
-def test_vllms_loaders_only_copy(tmp_path: Path) -> None:
-    """Contract: stacked projections and experts of a real vLLM model are loaded by recorded copies, bit for bit."""
-    pytest.importorskip("vllm")
-    path = os.pathsep.join([str(REPOSITORY / "tests"), str(REPOSITORY / "src")])
-    command = [sys.executable, "-m", "support.vllm_loaders", str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]

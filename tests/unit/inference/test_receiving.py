@@ -17,7 +17,7 @@ import torch
 
 from prime_rl.errors import UserError
 from prime_rl.inference import staging
-from prime_rl.inference.staging import DroppedError, Staging
+from prime_rl.inference.staging import Staging
 from prime_rl.transport import exchange
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber
@@ -102,17 +102,6 @@ def at_block(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], obj
         progress(read)
 
     monkeypatch.setattr(Staging, "_progress", counting)
-
-
-def test_a_dropped_version(trainer: PublishingTrainer, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: dropping ends the transfer, and a connection that is within it is not used for the next."""
-    directory = trainer.publish(1, tensors(1))
-    with monkeypatch.context() as patch:
-        at_block(patch, 3, lambda: read.drop())
-        read = begin(directory, subscriber)
-        with pytest.raises(DroppedError):
-            read.wait(SECONDS)
-    assert_received(trainer.publish(2, tensors(2)), subscriber)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

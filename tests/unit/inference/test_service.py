@@ -266,7 +266,7 @@ async def test_a_read_that_hangs_is_left(
     [
         {"files": {"a\0b": {"size": 1, "xxh3": "0"}}}, {"files": {"\ud800": {"size": 1, "xxh3": "0"}}}, {"files": {"x" * (10 << 20): {"size": 1, "xxh3": "0"}}},
         {"files": {"loop.safetensors": {"size": 1, "xxh3": "0"}}}, {"extra": {"publisher": {"host": "127.0.0.1"}}}, {"extra": {"tmpfs": {"directory": 5, "nonce": 5, "host": 5, "boot": 5}}},
-        {"extra": {"tensors": []}}, {"extra": {"tensors": "abc"}}, {"index": "[" * 200_000},
+        {"extra": {"tensors": []}}, {"extra": {"version": 2}}, {"index": "[" * 200_000}, {"index": '{"weight_map": {"a": "elsewhere"}}'},
     ],
     ids=lambda change: str(change)[:40],
 )  # fmt: skip
