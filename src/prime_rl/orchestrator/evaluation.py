@@ -114,22 +114,18 @@ class Evaluations:
             plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
             every = [EvalResults(plan, tasks_of(self._pool, plan), version) for plan in plans]
             phase = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
-            while not self._superseded():  # else another version is evaluated in its place
-                await EvalRunner(
-                    self._pool, every, seed=self.config.seed,
-                    max_concurrent=self.config.most_in_flight,
-                    timeout=self.config.rollout_timeout, fleet=weight_sync.pool,
-                    on_lost=lambda replica: weight_sync.quarantine(replica, "it failed its verification"),
-                    superseded=self._superseded,
-                    show=lambda done, total: self._status.phase(f"{phase}: {done}/{total}"),
-                ).run()  # fmt: skip
-                async with weight_sync.batch_lock:
-                    weight_sync.notice_incarnation()
-                # Not complete: the version was not to be had for a while, and came back.
-                if not self._superseded() and all(results.complete for results in every):
-                    for results in every:
-                        self._log(results)
-                    break
+            await EvalRunner(
+                self._pool, every, seed=self.config.seed, max_concurrent=self.config.most_in_flight,
+                timeout=self.config.rollout_timeout, fleet=weight_sync.pool,
+                on_lost=lambda replica: weight_sync.quarantine(replica, "it failed its verification"),
+                superseded=self._superseded,
+                show=lambda done, total: self._status.phase(f"{phase}: {done}/{total}"),
+            ).run()  # fmt: skip
+            if self._superseded() or not all(results.complete for results in every):
+                logger.warning("version {} is superseded: its evaluation is not complete", version)
+                return
+            for results in every:
+                self._log(results)
 
     def _superseded(self) -> bool:
         return self._weight_sync.newer_version_waiting or self._weight_sync.scheduler.must_go_back

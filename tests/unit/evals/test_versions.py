@@ -93,7 +93,6 @@ ORCH = {"environments": [ENV]}
         ({"orchestrator": ORCH | {"eval": {}}}, [{**ENV, "args": {"num_tasks": 5, "split": "eval"}}]),
         ({"orchestrator": ORCH | {"eval": {"environments": [{"id": "wordle"}]}}}, [{"id": "wordle", "args": {}}]),
         ({"sft": {"eval": {"environments": [ENV]}}}, [ENV]),
-        ({"orchestrator": ORCH, "sft": {}}, [ENV]),
     ],
 )  # fmt: skip
 def test_environments_of_the_run_that_made_the_versions(tmp_path, configs, wanted):
@@ -106,12 +105,12 @@ def test_environments_of_the_run_that_made_the_versions(tmp_path, configs, wante
     assert config.sampling.max_tokens == 7
 
 
-@pytest.mark.parametrize("content", [None, "", "[environment]\nid = 'x'\nno_such_key = 1"])
+@pytest.mark.parametrize("content", [None, "[environment]\nid = 'x'\nno_such_key = 1"])
 def test_without_environments_an_error_lists_what_is_installed(tmp_path, content):
-    """Contract: one line, where there is no run, one without evaluation, or one of another release."""
+    """Contract: one line, where there is no run, or one of another release."""
     if content is not None:
         (tmp_path / "configs").mkdir()
-        (tmp_path / "configs" / ("orchestrator.toml" if content else "sft.toml")).write_text(content)
+        (tmp_path / "configs" / "orchestrator.toml").write_text(content)
     for weights_dir in (None, tmp_path / "weights"):
         with pytest.raises(UserError, match="no environment: give --environment-ids") as error:
             with_environments(EvalConfig(weights_dir=weights_dir))
