@@ -69,9 +69,8 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
             await pool.start(config.client.ready_timeout)
             await run.all(None if chat else EvalServers(config, connect(config, stack), status.waiting))
     except KeyRejected as error:
-        variable = config.client.api_key_var
-        unset = "" if os.environ.get(variable) else ", which is not set"
-        raise UserError(f"{config.client.servers} refused the key in ${variable}{unset}: {error}. {run.kept()}") from error  # fmt: skip
+        key = f"{config.client.servers} refused the key in ${config.client.api_key_var}"
+        raise UserError(f"{key}: {error}. {run.kept()}") from error
     except asyncio.CancelledError:
         logger.warning("interrupted. {}", run.kept())
         raise
@@ -128,7 +127,10 @@ class Evaluation:
         finally:
             self._status.phase("restoring the base model")
             logger.info("the servers load their base model again")
-            await servers.restore()
+            loads = asyncio.gather(*(one.load(None) for one in servers.fleet.replicas), return_exceptions=True)
+            for error in await within(loads, subject="base model", owner="the servers", seconds=RESTORE_SECONDS):
+                if error is not None:
+                    logger.warning("not all servers serve their base again: {}", error)
 
     async def _evaluate(self, policy: EvalPolicy, servers: "EvalServers | None") -> None:
         if servers is not None:
@@ -301,13 +303,3 @@ class EvalServers:
     def lose(self, replica: Replica) -> None:
         """It does not answer, or failed its verification: it gets no more attempts at this policy."""
         self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its verification")
-
-    async def restore(self) -> None:
-        """Have all of them serve their base again. Failures are logged."""
-        loads = [
-            within(replica.load(None), subject="base model", owner=replica.name, seconds=RESTORE_SECONDS)
-            for replica in self.fleet.replicas
-        ]
-        for error in await asyncio.gather(*loads, return_exceptions=True):  # bounded: each is
-            if error is not None:
-                logger.warning("a server does not serve its base again: {}", error)
