@@ -34,9 +34,6 @@ class World:
     spread: float = (
         0.0  # of the lognormal lengths, which are at most four times as long as their mean; 0: all are equal
     )
-    one_at_a_time: bool = (
-        False  # versions are loaded one after the other, the newest there is each time; else beside one another
-    )
 
     def tokens_per_second(self, requests: float) -> float:
         """Of all together."""
@@ -61,35 +58,33 @@ class World:
 
 @dataclass(frozen=True)
 class Course:
-    """What happened: when each step was trained, and the versions that were served."""
+    """What happened: when each step was trained."""
 
     ends: list[float]
-    served: list[int]
 
     def step(self, counted: int) -> float:
         """Mean seconds of the last steps."""
         return (self.ends[-1] - self.ends[-1 - counted]) / counted
 
 
-def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, steps: int | None = None, stall: tuple[int, float] = (0, 0.0)) -> Course:  # fmt: skip
+def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, steps: int | None = None) -> Course:
     """Run the scheduler in `world`.
 
     Args:
         steps: A run that ends after so many; else one without an end, whose first `world.steps` are looked at.
         paced: Whether the scheduler sees the clock; without it, it starts everything as early as it may.
-        stall: The trainer takes so many seconds more for that step.
     """
     limits = Limits(world.batch, world.group, world.level, max(8, world.level), max_concurrent, steps)
     steps = steps or world.steps
     core: Scheduler[None] = Scheduler(limits, endless_tasks())
     lengths = world.lengths((steps + 2 * world.level + 4) * limits.groups_per_batch).tolist()
-    now = sampled = trainer_free = loaded = 0.0  # `sampled`: tokens of a request that was there all the time
+    now = sampled = trainer_free = 0.0  # `sampled`: tokens of a request that was there all the time
     queue, running, versions = (
         deque(),
         [],
         deque(),
     )  # running: (value of `sampled` at its end, episode); versions: (trained at, number)
-    ends, served = [], []
+    ends = []
     while len(ends) < steps:
         while (start := core.next_start(now if paced else 0.0)) is not None:
             queue.append(start)
@@ -98,7 +93,7 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
             heapq.heappush(running, (sampled + lengths[start.group][start.number], start.episode))
         rate = world.tokens_per_second(len(running)) / len(running) if running else 0.0
         landing = now + max(running[0][0] - sampled, 0.0) / rate if running else math.inf
-        loading = (max(versions[0][0], loaded) if world.one_at_a_time else versions[0][0]) + world.sync if versions else math.inf  # fmt: skip
+        loading = versions[0][0] + world.sync if versions else math.inf
         due = math.inf if core.opens_at is None else core.opens_at
         then = min(landing, loading, due)
         assert then < math.inf, "nothing is in flight, and nothing to train"
@@ -109,17 +104,15 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
                 versions.popleft()
                 newest = version[1]
             core.serve(newest)
-            served.append(newest)
-            loaded = now
         while running and running[0][0] <= sampled + 1e-9:
             core.finish(heapq.heappop(running)[1], None)
         core.verify(core.unverified())
         while (batch := core.ready_batch()) is not None:
-            trainer_free = max(trainer_free, now) + world.train + (stall[1] if batch.step == stall[0] else 0.0)
+            trainer_free = max(trainer_free, now) + world.train
             ends.append(trainer_free)
             versions.append((trainer_free, batch.step + 1))
             core.advance(batch.committed(batch.episodes))
-    return Course(ends, served)
+    return Course(ends)
 
 
 def shortest_step(world: World) -> float:

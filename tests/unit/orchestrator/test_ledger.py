@@ -266,12 +266,6 @@ def test_a_bad_file_is_refused_and_left_alone(tmp_path, path, ledger, damage, me
     assert path.read_bytes() == before
 
 
-def test_a_journal_without_its_ledger_is_not_applied_to_a_new_one(path):
-    path.with_name("ledger.sqlite-journal").write_bytes(b"old pages")
-    with pytest.raises(UserError, match="stands there without its ledger"):
-        ScriptedLedger(path)
-
-
 # -- the manifests are the truth ---------------------------------------------------------------------------------------
 
 

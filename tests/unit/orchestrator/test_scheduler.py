@@ -153,16 +153,6 @@ def test_what_is_left_of_a_group_that_grew_stale_is_looked_at_again():
     scheduler.check_conservation()
 
 
-def test_a_discarded_batch_is_collected_again_for_the_same_step():
-    """A batch without signal is not a step: its episodes are dropped as filtered and the step stays."""
-    scheduler = Counted(Limits(2, 1, 0, 0, 10, 1))
-    finish(scheduler, *start_all(scheduler))
-    scheduler.discard(scheduler.ready_batch())
-    assert (scheduler.step, scheduler.dropped[Drop.FILTERED]) == (0, 2)
-    assert len(start_all(scheduler)) == 2
-    scheduler.check_conservation()
-
-
 @pytest.mark.parametrize("update", [Scheduler.serve, Scheduler.announce])
 def test_versions_span_from_the_start_to_the_end_of_an_episode(update):
     """An episode that lived through an update, or through the beginning of one, records both versions."""
@@ -226,18 +216,6 @@ def test_a_server_that_fails_its_verification_takes_back_only_what_finished_sinc
     with pytest.raises(ValueError, match=r"the server that sampled 0\.1\.1 is not verified"):
         scheduler.advance(batch.committed(batch.episodes))
     advance(scheduler)
-
-
-def test_every_finished_episode_of_a_batch_is_accounted_for():
-    """Trained, filtered or truncated: one that is forgotten is an error."""
-    scheduler = Counted(Limits(2, 2, 0, 0, 2))
-    finish(scheduler, *start_all(scheduler))
-    scheduler.verify(scheduler.unverified())
-    with pytest.raises(ValueError, match="not every finished episode"):
-        scheduler.advance(scheduler.ready_batch().committed(["0.0.0"]))
-    scheduler.advance(scheduler.ready_batch().committed(["0.0.0"], truncated=["0.1.0"]))
-    assert scheduler.dropped == {Drop.TRUNCATED: 1, Drop.FILTERED: 0}
-    scheduler.check_conservation()
 
 
 def test_a_run_that_ends_for_good_leaves_nothing_open():

@@ -9,7 +9,7 @@ import pytest
 from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import Served, ServerError
+from prime_rl.fleet.client import Served
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.monitor.status import read_status
@@ -30,28 +30,6 @@ async def fails(world: World, message: str) -> None:
     async with asyncio.timeout(60):
         with pytest.raises(UserError, match=message):
             await world.orchestrator().run()
-
-
-@pytest.mark.parametrize("outcome", [Outcome.ENGINE_UNAVAILABLE, None])
-async def test_a_server_that_was_started_again_is_not_trained_on_before_it_serves_the_version_again(tmp_path, outcome):
-    """It comes back with base weights and answers health, with or without a failed episode: what it samples then never
-    passes as the newer version's."""
-    world = fresh(tmp_path)
-    crashed = []
-
-    def crash(episode: str, version: int) -> Outcome | None:
-        if version == 1 and not crashed:
-            crashed.append(episode)
-            world.engine.base()
-            return outcome
-        return None
-
-    world.pool.before = crash
-    await follow(world, (1, 2, 3))
-    assert crashed
-    for step in range(3):
-        assert world.versions(step) == [step]
-        assert world.really_sampled(step) == {step}
 
 
 async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_are_forgotten(tmp_path):
@@ -158,24 +136,6 @@ async def test_a_stop_ends_an_evaluation_and_none_begins_after_it(tmp_path):
     assert orchestrator.must_keep_version(1)
     assert not world.pool.evaluated
     assert list_steps(tmp_path / "rollouts") == []
-
-
-@pytest.mark.parametrize("error", [ServerError("scripted failure"), UserError("scripted refusal")])
-async def test_a_server_that_fails_an_update_is_asked_again(tmp_path, error):
-    """Neither a failure on its side nor a rejection ends the run: the server joins again."""
-    world = fresh(tmp_path, max_steps=2)
-    update, failed = world.engine.update, []
-
-    async def failing(weights) -> Served:
-        if weights.version == 1 and len(failed) < 2:
-            failed.append(weights.version)
-            raise error
-        return await update(weights)
-
-    world.engine.update = failing
-    await follow(world, [1, 2])
-    assert [version for version, _ in world.engine.updates] == [0, 1, 2]
-    assert [world.versions(step) for step in range(2)] == [[0], [1]]
 
 
 async def test_a_trainer_that_owes_a_version_is_named_when_the_deadline_passes(tmp_path):
