@@ -165,13 +165,6 @@ def _key(episode: str) -> tuple[int, int, int]:
     return group, number, attempt
 
 
-def _outcomes(batch: Batched) -> dict[str, tuple[str, str | None]]:
-    """Return the state that each episode of a batch gets, and the reason of a drop."""
-    trained: dict[str, tuple[str, str | None]] = dict.fromkeys(batch.trained, ("batched", None))
-    filtered = dict.fromkeys(batch.filtered, ("dropped", str(Drop.FILTERED)))
-    return trained | filtered | dict.fromkeys(batch.truncated, ("dropped", str(Drop.TRUNCATED)))
-
-
 # -- the ledger --------------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +230,7 @@ class Ledger:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 yield
-                faults.point("ledger:commit", _rollback_file(self.path))
+                faults.point("ledger:commit", Path(f"{self.path}-journal"))
                 self._db.execute("COMMIT")
             finally:
                 if self._db.in_transaction:
@@ -264,9 +257,11 @@ class Ledger:
                 self._drop_open(group, reason, detail)
                 self._close_group(event, group, "discarded", None)
             case Batched(step, groups):
-                for name, (state, why) in _outcomes(event).items():
-                    end = (state, None if why else step, why, event.details.get(name, ""), False)
-                    self._change(event, f"{_END} WHERE {_KEY} AND state = 'finished'", *end, *_key(name))
+                outcomes: dict[str, tuple[object, ...]] = dict.fromkeys(event.trained, ("batched", step, None))
+                outcomes |= dict.fromkeys(event.filtered, ("dropped", None, Drop.FILTERED))
+                outcomes |= dict.fromkeys(event.truncated, ("dropped", None, Drop.TRUNCATED))
+                for name, end in outcomes.items():
+                    self._change(event, f"{_END} WHERE {_KEY} AND state = 'finished'", *end, "", False, *_key(name))
                 for group in groups:
                     self._close_group(event, group, "batched", step)
 
@@ -364,7 +359,7 @@ class Ledger:
             for batch in batches:
                 if batch.step not in known:
                     self._adopt(batch)
-                    mended.append(f"step {batch.step} is committed: its {len(_outcomes(batch))} episodes are recorded")
+                    mended.append(f"step {batch.step} is committed: its {len(batch.episodes)} episodes are recorded")
             for gone in sorted(known.difference(batch.step for batch in batches)):
                 if gone >= version:
                     end = ("dropped", None, Drop.CANCELLED, f"the batch of step {gone} is gone", False)
@@ -382,7 +377,7 @@ class Ledger:
         """Record a batch whose event was not flushed; its episodes may be known no further than issued, or not at all."""
         for number, task in batch.groups.items():
             self._update(f"INSERT OR REPLACE {_OPEN_GROUP}", number, task.env, task.index, task.task_id)
-        for name in _outcomes(batch):
+        for name in batch.episodes:
             if self._update(_ISSUE, *_key(name), None, None):
                 self._update(_COUNT_ISSUED, batch.groups[_key(name)[0]].env)
             self._update(f"UPDATE episodes SET state = 'finished' WHERE {_KEY}", *_key(name))
@@ -462,7 +457,7 @@ def _create(path: Path) -> None:
 
     Raises UserError where a crashed transaction of another one would be rolled back into it.
     """
-    if (left := _rollback_file(path)).exists():
+    if (left := Path(f"{path}-journal")).exists():
         raise UserError(f"{left} stands there without its ledger: put {path.name} back beside it, or move it away")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -485,11 +480,9 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
         raise UserError(_damaged(path, "it is no ledger"))
     row = db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-    if row is None or row[0] != FORMAT:
-        format_ = row[0] if row else "unknown"
-        raise UserError(
-            f"{path} has format {format_}; this version reads format {FORMAT}: go on with the version that wrote it"
-        )
+    if row != (FORMAT,):
+        other = f"{path} has format {row and row[0]}; this version reads format {FORMAT}"
+        raise UserError(f"{other}: go on with the version that wrote it")
     if (problem := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise UserError(_damaged(path, problem.splitlines()[-1]))
 
@@ -526,11 +519,6 @@ def _file_errors(path: Path) -> Iterator[None]:
             case _:
                 what = f"cannot read or write {path} ({error}): check disk and permissions; nothing was committed"
         raise UserError(what) from error
-
-
-def _rollback_file(path: Path) -> Path:
-    """Where sqlite keeps the old pages during a transaction."""
-    return path.with_name(f"{path.name}-journal")
 
 
 def _damaged(path: Path, what: str) -> str:

@@ -9,7 +9,6 @@ import asyncio
 import gc
 import os
 import signal
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
@@ -60,6 +59,7 @@ _LAUNCHED_AT_ONCE = 64  # ten thousand in one turn of the event loop would hold 
 FULL_COLLECTION_SECONDS = 600.0  # between two full garbage collections
 _ERROR_WINDOW = 256
 _LEAST_OUTCOMES_FOR_ERROR_RATE = 16
+_ENDLESS = 1_000_000  # steps
 _RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE, Outcome.TEACHER_UNAVAILABLE}
 
 
@@ -104,6 +104,7 @@ class Orchestrator:
         self._last_error = ""
         self._step_began = self._last_end = time.monotonic()
         self._gated_since: float | None = None
+        self._main: asyncio.Task[object] | None = None  # the one in `run`
         self._failure: BaseException | None = None
         self._algorithm_state = self.progress.state.algorithm  # after the last committed batch
         self._saving = asyncio.Lock()  # bounded: its holders write, and ask the engines, which has a timeout
@@ -114,12 +115,13 @@ class Orchestrator:
         Raises:
             UserError: the run cannot go on; the message says why.
         """
-        config = self.config
-        self.ledger = open_ledger(config.output_dir, config.seed, self.progress)
+        self.ledger = open_ledger(self.config.output_dir, self.config.seed, self.progress)
+        self._main = asyncio.current_task()
+        assert self._main is not None
         try:
             await self._start()
             if self.evaluations.owed(self.scheduler.version):
-                await self._evaluate()
+                await self.evaluations.run()
             background = [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
             tasks = [self._watched(work) for work in background]
             try:
@@ -128,24 +130,20 @@ class Orchestrator:
             finally:
                 await self._cancel_all(tasks)
                 await self.weight_sync.close()
-        except UserError:
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            self._main.uncancel()
+            raise self._failure from None
+        finally:
             with suppress(UserError):  # the disk may be full
                 self.ledger.flush()  # `rl audit` counts what ended since the last flush, too
-            raise
-        finally:
             self.ledger.close()
 
     def _watched(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         task.add_done_callback(self.note_failure)
         return task
-
-    async def _evaluate(self) -> None:
-        """Evaluate the served version. A failure of the run ends the evaluation, too."""
-        if self._failure is None:
-            await self.evaluations.run()
-        if self._failure is not None:
-            raise self._failure
 
     async def _loop(self) -> None:
         self._step_began = time.monotonic()
@@ -314,14 +312,11 @@ class Orchestrator:
         return self.stopping and self.evaluations.owed(version)
 
     def note_failure(self, task: "asyncio.Task[None]") -> None:
-        """Record a background task's exception; the main loop raises it.
-
-        Failed episodes are results, not exceptions.
-        """
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._failure = self._failure or error
-            self.evaluations.stop()
-            self.wake.set()
+        """End the run with a background task's exception. Failed episodes are results, not exceptions."""
+        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+            self._failure = error
+            if self._main is not None:
+                self._main.cancel()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -333,8 +328,6 @@ class Orchestrator:
             async with asyncio.timeout(min(_WAKE_SECONDS, until_due if until_due > 0 else _WAKE_SECONDS)):
                 await self.wake.wait()
         self.wake.clear()
-        if self._failure is not None:
-            raise self._failure
         if gated and not self.weight_sync.version_lock.locked() and not self.weight_sync.no_replica_ready:
             # Nothing is in flight and nothing may start: only the trainer can free the run.
             self._gated_since = self._gated_since or began
@@ -378,14 +371,14 @@ class Orchestrator:
             # It takes seconds in a large run.
             scored = await asyncio.to_thread(score_batch, batch, self.config, temperatures, self._algorithm_state)
             await self.weight_sync.verify()  # episodes of a server that fails are made again: then it is no batch
-            if not batch.episodes.isdisjoint(self.scheduler.unverified()) or self._failure is not None:
+            if not batch.episodes.isdisjoint(self.scheduler.unverified()):
                 return False
             if not scored.samples:
                 self.scheduler.discard(batch)
                 self.tally.turned_away += [score(group, "no_signal") for group in batch.groups]
                 self.admission.note_empty_batch(batch.step, set(scored.details.values()))
                 return True
-            batched = batch.committed(scored.trained, scored.filtered, scored.truncated, scored.details)
+            batched = batch.committed(scored.trained, scored.filtered, scored.truncated)
             metrics = await self._commit(batch, scored, batched)
             self.scheduler.advance(batched)
         self.status.step(self.scheduler.step)
@@ -475,7 +468,7 @@ class Orchestrator:
             while self.config.trainer and not (self.stopping or self._served_to_the_end):
                 await self._next_event()
             if not self.stopping and self.evaluations.due_at_end(self.scheduler.version):
-                await self._evaluate()
+                await self.evaluations.run()
             await self._cancel_all()
             if not self.config.trainer:
                 logger.info("no trainer: {} batches committed on the base model (version 0)", self.scheduler.step)
@@ -485,8 +478,6 @@ class Orchestrator:
                 break
         await self._save()
         await self._check_ledger()
-        if self._failure is not None:
-            raise self._failure
         await self.weight_sync.close()
         self.weight_sync.published.release()
 
@@ -499,16 +490,9 @@ class Orchestrator:
 
     async def _trainer_end(self) -> None:
         """Wait until the trainer has ended: it saves once more, and its part is joined before this process ends."""
-        watch = TrainerWatch(self.config.output_dir)
-
-        def ended() -> bool:
-            if self._failure is not None:
-                raise self._failure
-            return watch.ended(asked_to_stop=self.stopping)
-
-        subject, seconds = "final status", self.config.weights_timeout
+        watch, subject, seconds = TrainerWatch(self.config.output_dir), "final status", self.config.weights_timeout
         await wait_async(
-            ended, subject=subject, owner="trainer", seconds=seconds,
+            lambda: watch.ended(asked_to_stop=self.stopping), subject=subject, owner="trainer", seconds=seconds,
             on_wait=lambda _: self.status.waiting(subject, "trainer", seconds),
         )  # fmt: skip
 
@@ -584,7 +568,7 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
 
 def _limits(config: "OrchestratorConfig") -> Limits:
     """Make the scheduler's numbers. Without a trainer sampling may run ahead of it by the whole run."""
-    level = config.async_level if config.trainer else config.max_steps or sys.maxsize
+    level = config.async_level if config.trainer else config.max_steps or _ENDLESS
     return Limits(
         batch_size=config.batch_size,
         group_size=config.rollouts_per_example,

@@ -172,15 +172,11 @@ class Batch(Generic[Result]):
         return {finished.start.episode for finished in self.finished}
 
     def committed(
-        self,
-        trained: Collection[str],
-        filtered: Collection[str] = (),
-        truncated: Collection[str] = (),
-        details: Mapping[str, str] | None = None,
+        self, trained: Iterable[str], filtered: Iterable[str] = (), truncated: Iterable[str] = ()
     ) -> "Batched":
         """Make the event of its commit. The arguments are `Batched`'s."""
         tasks = {group.number: group.task for group in self.groups}
-        return Batched(self.step, tasks, list(trained), list(filtered), list(truncated), dict(details or {}))
+        return Batched(self.step, tasks, list(trained), list(filtered), list(truncated))
 
 
 # -- events: what the scheduler emits and the ledger stores. A result that was verified is emitted as `Finished`. ----
@@ -230,7 +226,6 @@ class Batched:
         trained: Episodes with samples in it.
         filtered: Those left out for want of a learning signal, or by a filter.
         truncated: Those left out because none of their sampled tokens fits a sample.
-        details: Which filter left an episode out.
     """
 
     step: int
@@ -238,7 +233,10 @@ class Batched:
     trained: Sequence[str]
     filtered: Sequence[str]
     truncated: Sequence[str] = ()
-    details: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def episodes(self) -> set[str]:
+        return {*self.trained, *self.filtered, *self.truncated}
 
 
 Event = Opened | Issued | Finished[Any] | Dropped | Discarded | Batched
@@ -515,7 +513,7 @@ class Scheduler(Generic[Result]):
             ValueError: these are not all finished episodes of the batch, or one of them is not verified.
         """
         batch = Batch(batched.step, [self._groups[number] for number in batched.groups])
-        if {*batched.trained, *batched.filtered, *batched.truncated} != batch.episodes:
+        if batched.episodes != batch.episodes:
             raise ValueError(f"step {batch.step}: not every finished episode of the batch is trained or dropped")
         if unverified := batch.episodes & self._unverified.keys():
             raise ValueError(
