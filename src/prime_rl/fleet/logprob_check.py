@@ -56,11 +56,6 @@ OFF = "(logprob_check = false switches this off)"
 Score = tuple[Sequence[float], Sequence[float]]  # of one engine: the trainer's log-probabilities, the server's
 
 
-def tolerance_from_base(base: Difference) -> Difference:
-    """Return the tolerance of a server by its difference on the base weights."""
-    return Difference(max(FACTOR * base.mean, LEAST_MEAN), max(FACTOR * base.largest, LEAST_LARGEST))
-
-
 def is_unchanged(before: Score, now: Score) -> bool:
     """Return whether a server's numbers are unchanged to the last digit although the trainer's have changed.
 
@@ -132,7 +127,8 @@ class LogprobCheck:
                 f"the server at {client.root} does not compute the trainer's model: on the base weights the log-probabilities of the "
                 f"fixed prompt differ by {difference}; a mean difference above {WORST_MEAN:g} nat cannot be numerical noise {OFF}"
             )
-        tolerance = tolerance_from_base(difference)
+        mean, largest = max(FACTOR * difference.mean, LEAST_MEAN), max(FACTOR * difference.largest, LEAST_LARGEST)
+        tolerance = Difference(mean, largest)
         logger.info("{}: log-probabilities differ by {} on the base weights; the tolerance is {}", client.root, difference, tolerance)  # fmt: skip
         self._calibrations[client.root] = Calibration(served.boot, tolerance, scores)
 

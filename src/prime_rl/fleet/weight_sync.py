@@ -147,7 +147,7 @@ class WeightSync:
                 for replica in up:
                     if replica not in failures:
                         self.pool.move(replica, ReplicaState.READY)
-                self._write_lease(incarnation, version)
+                self.published.write_lease(lease_after_load(incarnation, version))
                 return version
             self._count_failures(failures, version, up)
             if any(isinstance(error, VersionNotSent) for error in failures.values()):
@@ -210,19 +210,24 @@ class WeightSync:
         back = f": back from version {served}" if self.scheduler.must_go_back else ""
         logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
         if not self.scheduler.must_go_back:
-            self._write_lease(incarnation.number, served)
+            self.published.write_lease(lease_after_load(incarnation.number, served))
 
     async def _serve(self) -> None:
         """Have every ready replica load the newest version: a newer one, or where the trainer gave up what is served the
         newest of its new incarnation. Where none is ready, those that join load it; nothing starts until then."""
-        scheduler = self.scheduler
+        scheduler, published = self.scheduler, self.published
+
+        def committed() -> bool:
+            published.refresh()
+            return published.newest is not None and published.newest >= published.incarnation.start
+
         async with self.version_lock:
-            incarnation, back = self.published.incarnation, scheduler.must_go_back
+            incarnation, back = published.incarnation, scheduler.must_go_back
             if back:
-                await self._until(self._restarted, f"weights/step_{incarnation.start}")
+                await self._until(committed, f"weights/step_{incarnation.start}")
             elif self._newer is None:
                 return  # found while this waited for the lock
-            version, began = self.published.newest, time.monotonic()
+            version, began = published.newest, time.monotonic()
             assert version is not None
             if not back:
                 scheduler.announce(version)
@@ -231,22 +236,17 @@ class WeightSync:
                 logger.warning("no server is ready: those that come back serve version {}", version)
             elif not await self._load_ready(version) and self.pool.ready:
                 return  # they go on with what they have
-            if scheduler.must_go_back is not back or self.published.incarnation != incarnation:
+            if scheduler.must_go_back is not back or published.incarnation != incarnation:
                 return  # the trainer began again meanwhile
             if back:
                 scheduler.go_back(version)
             else:
                 self._take_time(version, time.monotonic() - began)
                 self._drop(scheduler.serve(version))
-            self._write_lease(incarnation.number, version)
+            self.published.write_lease(lease_after_load(incarnation.number, version))
             self.status.progress()
         self._loop.wake.set()
         await self._loop.on_version_served(version)
-
-    def _restarted(self) -> bool:
-        """Whether the trainer's new incarnation has a version."""
-        self.published.refresh()
-        return self.published.newest is not None and self.published.newest >= self.published.incarnation.start
 
     def _take_time(self, version: int, seconds: float) -> None:
         reports = [replica.loaded.seconds for replica in self.pool.ready if replica.loaded is not None]
@@ -260,10 +260,6 @@ class WeightSync:
     def _lease_before_load(self, incarnation: int, version: int) -> None:
         assert self.published.lease is not None  # `start` has taken one
         self.published.write_lease(lease_before_load(self.published.lease, incarnation, version))
-
-    def _write_lease(self, incarnation: int, version: int) -> None:
-        """`version` is served: nothing older is read."""
-        self.published.write_lease(lease_after_load(incarnation, version))
 
     # -- one load, and its failures ------------------------------------------------------------------------------------
 

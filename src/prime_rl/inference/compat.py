@@ -87,11 +87,6 @@ def release_flags(engine: Engine | None) -> dict[str, Any]:
     return {} if engine is not None and engine.version == EARLIER else {"enable_scale_out": True}
 
 
-def quantization(name: str | None, quantized_already: bool) -> str | None:
-    """Return vLLM's name for a quantization: "fp8" of weights whose files are not `quantized_already` is `fp8_per_tensor`."""
-    return "fp8_per_tensor" if name == "fp8" and not quantized_already else name
-
-
 def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) -> argparse.Namespace:
     """Let vLLM parse and check its own arguments. Imports vLLM (10 s and more). `extra`: names of options under `[vllm]`.
 
@@ -267,12 +262,6 @@ class AllEngines:
             if "error" in rank:
                 raise RuntimeError(rank["error"])
         return [rank["answer"] for rank in ranks]
-
-
-def adapters(state: Any) -> list[str]:
-    """Return the names of the LoRA adapters in a server's application state."""
-    models = getattr(state, "openai_serving_models", None)  # not before vLLM serves
-    return [] if models is None else [*models.lora_requests]
 
 
 def mend_wheel_tag(site: Path | None = None) -> bool:

@@ -106,8 +106,7 @@ async def reload_weights(service: Service) -> dict[str, Any]:
 @weights_router.get("/weights")
 async def weights(request: Request, service: Service) -> dict[str, Any]:
     state = request.app.state
-    models = [*state.prime_models, *compat.adapters(state)]
-    more = {"engines": service.engines, "leaving": state.prime_leaving, "models": models}
+    more = {"engines": service.engines, "leaving": state.prime_leaving, "models": state.prime_models}
     return asdict(await service.served()) | more
 
 

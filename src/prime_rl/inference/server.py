@@ -202,7 +202,10 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     if config.quantization is not None:
         # Of a model on the hub vLLM finds out by itself.
         already = model is not None and "quantization_config" in read_json(model / "config.json")
-        flags["quantization"] = compat.quantization(config.quantization, already)
+        # vLLM's name for quantizing weights whose files are not quantized.
+        flags["quantization"] = (
+            "fp8_per_tensor" if config.quantization == "fp8" and not already else config.quantization
+        )
     if config.headless:
         flags["headless"] = True
     else:
