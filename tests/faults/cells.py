@@ -107,7 +107,6 @@ def matrix() -> list[Cell]:
         *_replicas(),
         *_persistent(),
         *_resumed(),
-        *_full_disk(),
         *_launcher(),
         *_real_engine(),
     ]
@@ -215,12 +214,6 @@ def _resumed() -> Iterator[Cell]:
     ):
         fault = Fault(name, process, "kill")
         yield Cell("kill, resumed", process, name, (fault,), exact="all", ends="may end", resume=2)
-
-
-def _full_disk() -> Iterator[Cell]:
-    """The real thing: the run lives on a small file system that somebody fills, and later frees."""
-    for place in ("weights/step_1", "rollouts/step_2"):
-        yield Cell("full tmpfs", "disk", place, exact="training", ends="ends", settings={"max_restarts": 1})
 
 
 def _real_engine() -> Iterator[Cell]:

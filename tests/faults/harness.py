@@ -33,8 +33,6 @@ MAX_STEPS = 4
 INTERVAL = 2
 TIMEOUT = 180.0
 MORE_SECONDS = 60.0  # per fault
-DISK_MIB = 96
-BALLAST = "ballast"
 STOPPED_SECONDS = 2.0
 
 Settings = Mapping[str, Any]
@@ -46,7 +44,7 @@ class Cell:
 
     Args:
         do, process, point: Its place in the table.
-        faults: What the plan says; empty when the harness itself does the damage (to the `launcher` or the `disk`, once the path `point` stands in the run
+        faults: What the plan says; empty when the harness itself does the damage (to the `launcher`, once the path `point` is in the run
             directory), or for an undisturbed run.
         exact: What must equal the undisturbed run bit for bit: `all`; `training` (weights, tokens and rewards, but attempts may have been
             repeated, which ledger and error counts show); or nothing, where sampling runs ahead of training and order depends on time.
@@ -183,11 +181,6 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
     env = environment()
     keepers: list[EngineKeeper] = []
     with ExitStack() as stack:
-        if cell.process == "disk":
-            try:
-                stack.enter_context(small_disk(run))
-            except PermissionError as error:
-                return Result(f"not run: {error}", [], 0.0, {})
         if cell.engine == "fake":
             faulty = {**env, FAULTS: str(plan)}
             keepers = [stack.enter_context(EngineKeeper(directory, port, faulty).running()) for port in ports]
@@ -199,7 +192,6 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
             ended = status != 0
             if ended:
                 problems += _badly_ended(cell, status, directory / "rl.log")
-                (run / BALLAST).unlink(missing_ok=True)
             if ended and not problems:
                 with Command("rl", "@", config, "--recover", log=directory / "recover.log", env=env) as rl:
                     if (status := rl.process.wait(TIMEOUT)) != 0:
@@ -302,38 +294,12 @@ def _run_rl(cell: Cell, config: Path, log: Path, env: dict[str, str]) -> int:
     more = [] if cell.resume is None else ["--ckpt.resume-step", cell.resume]
     run = config.parent / "run"
     with Command("rl", "@", config, *more, log=log, env=env) as rl:
-        if cell.process in ("launcher", "disk"):
+        if cell.process == "launcher":
             deadline = time.monotonic() + TIMEOUT
             while not (run / cell.point).exists() and rl.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-            rl.process.kill() if cell.process == "launcher" else _fill(run / BALLAST)
+            rl.process.kill()
         return rl.process.wait(TIMEOUT + MORE_SECONDS * len(cell.faults))
-
-
-@contextmanager
-def small_disk(directory: Path) -> Iterator[None]:
-    """A file system of its own, in memory, at `directory`.
-
-    Raises:
-        PermissionError: we may not mount (`unshare -rm` in front of the command helps).
-    """
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(directory)]
-    done = subprocess.run(mount, capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode != 0:
-        raise PermissionError(f"no right to mount: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], timeout=30, check=True)
-
-
-def _fill(ballast: Path) -> None:
-    """Write until the disk is full, to the last byte."""
-    for size in (1 << 16, 1):
-        with suppress(OSError), ballast.open("ab", buffering=0) as file:
-            while True:
-                file.write(bytes(size))
 
 
 def _badly_ended(cell: Cell, status: int, log: Path) -> list[str]:

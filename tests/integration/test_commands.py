@@ -142,11 +142,3 @@ def test_the_page_counts_its_rows() -> None:
         f"{counts['migrated']} are in docs/migration.md, {counts['elsewhere']} cannot be tried here."
     )
     assert expected in PAGE.read_text(), expected
-
-
-def test_lines_are_read_as_a_shell_reads_them() -> None:
-    """A check of this test's own reading."""
-    assert parse_line("A=1 uv run rl @ a.toml --x \"{'y': 1}\" --host $API_KEY") == (
-        {"A": "1"},
-        ["rl", "@", "a.toml", "--x", "{'y': 1}", "--host", "secret"],
-    )

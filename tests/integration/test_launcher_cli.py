@@ -69,27 +69,24 @@ def test_a_dry_run_beside_a_run(model: Path, tmp_path: Path, also: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "says"),
+    ("options", "says"),
     [
-        ([], 1, f"error: port {PORT} "),
-        (["--model.name", "nowhere/at/all"], 1, "nowhere/at/all"),
-        (["--orchestrator.environment.id", "no-such-environment"], 1, "no-such-environment"),
-        (["--trainer-gpus", "2", "--device", "cuda"], 1, "GPU"),
-        (["--max-steps", "5", "--ckpt.resume-step", "10"], 2, "below ckpt.resume_step 10"),
-        (["--orchestrator.sampling.max-token", "5"], 2, "did you mean --orchestrator.sampling.max-tokens"),
-        (["--output-dir", "earlier"], 1, "holds an earlier run (rollouts)"),
+        ([], f"error: port {PORT} "),
+        (["--model.name", "nowhere/at/all"], "nowhere/at/all"),
+        (["--orchestrator.environment.id", "no-such-environment"], "no-such-environment"),
+        (["--trainer-gpus", "2", "--device", "cuda"], "GPU"),
+        (["--max-steps", "5", "--ckpt.resume-step", "10"], "below ckpt.resume_step 10"),
+        (["--orchestrator.sampling.max-token", "5"], "did you mean --orchestrator.sampling.max-tokens"),
+        (["--output-dir", "earlier"], "holds an earlier run (rollouts)"),
     ],
 )
-def test_refused_before_anything_starts(
-    model: Path, tmp_path: Path, options: list[str], status: int, says: str
-) -> None:
-    """One readable error, status 2 for what is wrong in the configuration; nothing is written, and an earlier run stays as it is. The port is taken
-    where nothing else is wrong."""
+def test_refused_before_anything_starts(model: Path, tmp_path: Path, options: list[str], says: str) -> None:
+    """One readable error, status 1; nothing is written, and an earlier run stays. The port is taken where nothing else is wrong."""
     (tmp_path / "earlier" / "rollouts" / "step_0").mkdir(parents=True)
     arguments = [str(tmp_path / option) if option == "earlier" else option for option in options]
     with nullcontext() if options else socket.create_server(("127.0.0.1", PORT)):
         done = rl(model, tmp_path / "run", *arguments)
-    assert (done.returncode, says in done.stderr) == (status, True), done.stderr
+    assert (done.returncode, says in done.stderr) == (1, True), done.stderr
     assert done.stderr.count("\n") == 1 or options
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
@@ -126,19 +123,10 @@ def test_a_run_can_be_examined(tmp_path: Path) -> None:
 
 
 def test_nothing_to_recover_starts_fresh(model: Path, tmp_path: Path) -> None:
-    """--recover on an empty directory says so and is no error; with --clean it is refused."""
-    done = rl(model, tmp_path / "run", "--recover", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "nothing to recover in" in done.stdout
-    trainer = next(line for line in done.stdout.splitlines() if "entrypoints.trainer" in line)
-    assert "--recover" not in trainer
-    (tmp_path / "run/recovery/step_1").mkdir(parents=True)
-    done = rl(model, tmp_path / "run", "--recover", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "nothing to recover" not in done.stdout
-    assert all(
-        line.endswith("--recover") for line in done.stdout.splitlines() if re.search("entrypoints.(trainer|orch)", line)
-    )
-    refused = rl(model, tmp_path / "run", "--recover", "--clean", "--dry-run")
-    assert refused.returncode != 0
-    assert "clean would remove what recover goes on from" in refused.stderr
+    """--recover on an empty directory says so and is no error; the jobs of a run get it."""
+    for recovers in (False, True):
+        done = rl(model, tmp_path / "run", "--recover", "--dry-run")
+        assert (done.returncode, "nothing to recover in" in done.stdout) == (0, not recovers), done.stderr
+        jobs = [line for line in done.stdout.splitlines() if re.search("entrypoints.(trainer|orch)", line)]
+        assert [line.endswith("--recover") for line in jobs] == [recovers] * 2
+        (tmp_path / "run/recovery/step_1").mkdir(parents=True, exist_ok=True)

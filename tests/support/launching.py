@@ -141,9 +141,6 @@ elif kind.startswith("mends:"):  # the first incarnation goes wrong as said, the
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif fault == "overdue":
-        status.waiting("rollouts/step_3", "orchestrator", 0.5)
-        time.sleep(600)
     elif fault == "patient":  # waits for somebody longer than stall_timeout, within its own deadline
         status.waiting("rollouts/step_3", "orchestrator", 600)
         wait_for_end()

@@ -60,21 +60,6 @@ def test_stale_samples_need_a_correction(world: World) -> None:
         assert settled(loss) > uncorrected + 0.05, loss
 
 
-def test_the_expected_reward_is_exact() -> None:
-    """The probabilities of all replies add up to 1, with memory or without; of the uniform policy the reward is known by another way."""
-    for memory in (True, False):
-        logits = bandit.fresh_policy(memory)
-        logits += torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        assert bandit.reply_logprobs(logits).sum(-1).exp().sum(-1).tolist() == pytest.approx([1.0] * 4)
-    tokens = bandit.STOP + 1
-    alive = [(1 - 1 / tokens) ** place for place in range(bandit.LONGEST + 1)]
-    stops = 1 - alive[-1]
-    # A wanted digit is missed by four tokens that are others, or by a stop after others.
-    others = [(4 / tokens) ** place for place in range(bandit.LONGEST + 1)]
-    found = 1 - others[-1] - sum(others[:-1]) / tokens
-    assert bandit.expected_reward(bandit.fresh_policy(True)).item() == pytest.approx(0.75 * found + 0.25 * stops)
-
-
 def test_the_page_shows_what_was_measured() -> None:
     found = json.loads(bandit.RESULTS.read_text())
     assert bandit_page.PAGE.read_text() == bandit_page.page(found), "run `python benchmarks/bandit.py --table`"

@@ -22,7 +22,6 @@ try:
     import steps
     import suites
     import tables
-    import weight_sync
 finally:
     sys.path.remove(str(BENCHMARKS))
 
@@ -106,21 +105,6 @@ def test_a_whole_run_is_summed_up(tmp_path: Path) -> None:
     table = end_to_end.show({"ours": {**found, **machine}, **peers})
     assert "| ours | 10 s | 1.00 s (4.0 ×) | 100 | **0.80** |" in table
     assert end_to_end.show(json.loads(end_to_end.RESULTS.read_text())) in end_to_end.README.read_text()
-
-
-def test_cases_are_read() -> None:
-    """As written; a setting that there is not is refused."""
-    case = steps.parse_case("4B 16x4096 memory_limit=80 steps=2 loss=sft export=false optim.lr=1e-3")
-    assert (case.model, case.documents, case.tokens, case.steps, case.export) == ("4B", "16x4096", 65536, 2, False)
-    assert case.settings == {"memory_limit": "80"}
-    config = steps.make_config(case, "cpu", Path("unused"))
-    assert (config.model.memory_limit, config.optim.lr) == (80, 1e-3)
-    case = weight_sync.parse_case("0.6B layers=4 on=memory syncs=2")
-    assert (case.model, case.layers, case.on, case.syncs) == ("0.6B", 4, "memory", 2)
-    assert case.name == "0.6B layers=4 on=memory"
-    for wrong in ("0.6B on=paper", "0.6B by=nccl", "0.6B color=red"):
-        with pytest.raises(ValueError):
-            weight_sync.parse_case(wrong)
 
 
 def test_the_page_shows_what_the_files_hold() -> None:

@@ -114,15 +114,3 @@ def test_nothing_is_compiled(copy: Path, way: str, python: str, tmp_path: Path) 
     names = set(re.findall(r"^ \+ (\S+?)==", plan, re.MULTILINE))
     assert names > {"torch", *WAYS[way]}
     assert "flash-attn" not in names
-
-
-@pytest.mark.slow
-def test_plain_uv_run_afterwards_changes_nothing(copy: Path) -> None:
-    """`uv run` without options keeps what is installed beyond the dependencies, and asks for the same versions of the others."""
-    alone, *ways = (
-        set(re.findall(r"^ \+ (\S+)$", uv(copy, "sync", "--dry-run", "--frozen", *way), re.MULTILINE))
-        for way in ((), *([way] for way in WAYS))
-    )
-    assert alone
-    for installed in ways:
-        assert alone <= installed

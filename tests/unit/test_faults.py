@@ -5,10 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-import pytest
 
 from prime_rl import faults
 from prime_rl.faults import Fault
@@ -61,31 +58,6 @@ def test_each_kind_does_what_it_says(tmp_path: Path) -> None:
     assert seen == ["drop:a drop", "duplicate:a duplicate", "error:a error", "write:a 28", "write:a None"]
     assert status == -signal.SIGKILL
     assert plan.file.read_bytes() == b"01234"
-
-
-def test_a_stopped_process_goes_on_where_it_stood_when_it_is_continued(tmp_path: Path) -> None:
-    plan = Plan(tmp_path, Fault("update:*", "orchestrator", "stop"))
-    command = [sys.executable, "-c", PASS, "orchestrator", str(plan.file), "update:v1"]
-    with subprocess.Popen(command, env=plan.env, stdout=subprocess.PIPE, text=True) as process:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        process.send_signal(signal.SIGCONT)
-        assert process.communicate(timeout=60)[0] == "update:v1 None\n"
-
-
-def test_a_delay_sleeps_as_long_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, slept = Plan(tmp_path, Fault("rename:*", "trainer", "delay", seconds=2.5)), []
-    monkeypatch.delenv(faults.ENV, raising=False)
-    for name in ("_plan", "_process", "_path"):
-        monkeypatch.setattr(faults, name, getattr(faults, name))  # put back afterwards
-    monkeypatch.setattr(time, "sleep", slept.append)
-    for variable in (None, str(plan.path)):  # without a plan a point does nothing
-        assert slept == []
-        if variable is not None:
-            monkeypatch.setenv(faults.ENV, variable)
-        faults.arm("trainer")
-        assert faults.point("rename:a") is None
-    assert slept == [2.5]
 
 
 def test_a_plan_with_an_unknown_field_is_refused(tmp_path: Path) -> None:

@@ -35,18 +35,6 @@ def test_a_file_is_run_once(here: Path) -> None:
     assert sys.runs == 1  # type: ignore[attr-defined]
 
 
-def test_files_of_the_same_name(here: Path) -> None:
-    """Contract: they are modules of their own; what needs its module's name (dataclasses, pickle) finds the right one."""
-    for place, value in (("a", 1), ("b", 2)):
-        (here / place).mkdir()
-        (here / place / "own.py").write_text(f"def value():\n    return {value}\n")
-    one, other = (load_function(f"{place}/own.py:value", {}, 0, "loss.path") for place in ("a", "b"))
-    assert (one(), other()) == (1, 2)
-    assert one.__module__ != other.__module__
-    assert sys.modules[one.__module__].value is one
-    assert sys.modules[other.__module__].value is other
-
-
 def test_a_module_of_the_working_directory(here: Path) -> None:
     """Contract: found as the processes that `rl` starts find it, though a console script has another directory on its path. It hides no other module."""
     (here / "only_here.py").write_text("def value(): ...")

@@ -75,18 +75,3 @@ def test_piped_into_an_empty_directory(piped: Callable[..., Any], tmp_path: Path
     assert "cloning" not in found.stdout
     stub(tmp_path, "nvidia-smi", "exit 9")
     assert piped(tmp_path / "plain").stdout.splitlines()[-1].startswith("ready: cd prime-rl && uv run ")
-
-
-def test_piped_where_it_cannot_install(piped: Callable[..., Any], tmp_path: Path) -> None:
-    """Something else by that name stays as it is; an address that is no repository is named; an unknown machine is told the usage. One line, and
-    uv is not called."""
-    unknown = subprocess.run(["bash", SCRIPT, "tpu"], capture_output=True, text=True, timeout=60)
-    assert (unknown.returncode, "usage: bash scripts/install.sh" in unknown.stderr) == (2, True)
-    (tmp_path / "other" / "prime-rl").mkdir(parents=True)
-    taken = piped(tmp_path / "other", "cpu")
-    assert (taken.returncode, taken.stdout) == (1, "")
-    assert "prime-rl is there and is no checkout of prime-rl: move it away" in taken.stderr
-    absent = piped(tmp_path / "empty", "cpu", PRIME_RL_REPO=str(tmp_path / "nowhere"))
-    assert absent.returncode == 1
-    assert f"cannot clone {tmp_path}/nowhere: PRIME_RL_REPO names another address" in absent.stderr
-    assert "uv" not in absent.stdout

@@ -14,7 +14,7 @@ from prime_rl.config import BaseConfig, InferenceConfig, OrchestratorConfig, RLC
 from prime_rl.config.base import has_mark
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.schema import settings
-from prime_rl.config.shared import ClientConfig, EnvConfig, MonitorConfig, WandbConfig
+from prime_rl.config.shared import EnvConfig, MonitorConfig, WandbConfig
 from prime_rl.launcher.plan import HostResources, describe, make_plan
 from prime_rl.monitor.monitor import Monitor
 from prime_rl.redact import HIDDEN, is_secret
@@ -124,9 +124,3 @@ def test_a_key_among_an_environments_arguments_is_refused(args: dict[str, Any], 
     with pytest.raises(ValidationError, match="secrets") as error:
         EnvConfig(id="x", args=args)
     assert "sk-1" not in str([one["msg"] for one in error.value.errors()])
-
-
-def test_a_password_in_the_servers_address_is_refused() -> None:
-    with pytest.raises(ValidationError, match="put the key into the variable api_key_var"):
-        ClientConfig(base_url="http://user:hunter2@localhost:8000/v1")
-    assert ClientConfig(base_url="http://localhost:8000/v1").api_roots == ["http://localhost:8000"]

@@ -55,7 +55,7 @@ BOOLS = {"true": True, "false": False, "1": True, "0": False, "none": None}
 def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """Return the configuration of this process, from `argv` (None: the command line) and the environment.
 
-    Print help, version or completion and exit with status 0 where asked to; print every mistake and exit with status 2
+    Print help, version or completion and exit with status 0 where asked to; print every mistake and exit with status 1
     where there is one.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -71,7 +71,7 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
         usual = "" if arguments else f" Settings usually go in a file: {name} @ config.toml."
         end = f"Nothing was started.{usual} To list all settings: {name} --help"
         print(*(f"error: {problem}" for problem in error.problems), end, sep="\n", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(1) from None
     for hint in hints:
         print(f"hint: {hint}", file=sys.stderr)
     return config

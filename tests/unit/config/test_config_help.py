@@ -68,7 +68,7 @@ def test_what_is_asked_for_is_shown(
 )
 def test_what_names_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], argv: list[str], problem: str) -> None:
     line = f"error: {problem}\nNothing was started. To list all settings: prog --help\n"
-    assert printed(capsys, RLConfig, *argv) == (line, 2)
+    assert printed(capsys, RLConfig, *argv) == (line, 1)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -75,8 +75,6 @@ def test_the_orchestrator_knows_every_server() -> None:
     assert [server.url for server in made.servers] == section(made, "orchestrator").client.api_roots == urls
     second = section(made, "inference-1")
     assert (second.server.port, second.process) == (8001, "inference-1")
-    command = ("-m", "prime_rl.entrypoints.inference", "@", "outputs/configs/inference-1.toml")
-    assert made.processes[1].argv[1:] == command
     # As it was given: `rl @ configs/rl.toml` plans the same again.
     assert section(made, "rl").orchestrator.client.base_url == "http://localhost:8000/v1"
     assert [(server.url, server.port) for server in planned(2, None).servers] == [("http://localhost:8000/v1", None)]
@@ -121,7 +119,6 @@ def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float) 
     [
         {"weights": None},
         {"inference": {"model": {"dtype": "float32"}}},
-        {"inference": {"quantization": "fp8"}},
         {"inference": {"gpu_memory_utilization": 0.1}},
         {"inference": {"vllm": {"kv-cache-memory-bytes": 1}}},
     ],
@@ -139,7 +136,6 @@ def test_two_servers_whose_memory_is_not_known(given: Settings) -> None:
         (1.2, {}, None),
         (40.0, {}, None),
         (7.7, {"gpu_memory_utilization": 0.9}, 0.9),
-        (7.7, {"vllm": {"gpu-memory-utilization": 0.9}}, None),
     ],
 )
 def test_a_server_leaves_room_to_stage_a_version(weights: float, inference: Settings, share: float | None) -> None:
@@ -160,7 +156,6 @@ HALF = {"gpu_memory_utilization": 0.5}
         (8, SPREAD, {"inference_servers": 2}, "spread over nodes"),
         (0, {"server": {"port": 65535}}, {"inference_servers": 2}, "port 65535 leaves no ports for 2 servers"),
         (8, {"tensor_parallel_size": 4}, {"inference_gpus": 6}, r"a server uses 4 \(.*\), 6 is no multiple"),
-        (8, {}, {"inference_gpus": 3, "inference_servers": 2}, r"a server uses 1 \(.*\), 2 servers use 2"),
         (8, {}, {"trainer_ranks": 2}, "trainer_ranks 2, trainer_gpus 1: one GPU a rank"),
         (0, {}, {"trainer_gpus": 2}, "trainer_gpus: no GPU trains here .*--trainer-ranks"),
         (0, {}, {"inference_gpus": 2}, "inference_gpus: no GPU serves here .*--inference-servers"),
@@ -173,8 +168,6 @@ HALF = {"gpu_memory_utilization": 0.5}
         (1, HALF, {"share_gpus": True, "gib": 8.0}, r"of 8.0 GiB the server takes 50% .* leaves 0.0"),
         (1, {}, {"share_gpus": True}, "give trainer.model.memory_limit"),
         (2, {}, {"share_gpus": True, "trainer_gpus": 2}, "as many GPUs must train as serve, not 2 and 1"),
-        (0, {}, {"share_gpus": True}, "as many GPUs must train as serve, not 0 and 0"),
-        (1, None, {"share_gpus": True}, r"as many GPUs must train as serve, not 1 and 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_laid_out_is_refused(
@@ -199,18 +192,16 @@ def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch: pytest.MonkeyP
     answered.set()
 
 
-@pytest.mark.parametrize("recover", [False, True])
-def test_command_lines(recover: bool) -> None:
+def test_command_lines() -> None:
     """Never `uv run`; torchrun runs under the lifeline and lets ranks finish; `--recover` is for the jobs."""
-    more = ("--recover",) if recover else ()
-    server, single, orchestrator = planned(recover=recover).processes
+    server, single, orchestrator = planned(recover=True).processes
     assert server.argv[1:] == ("-m", "prime_rl.entrypoints.inference", "@", "outputs/configs/inference.toml")
-    assert single.argv[1:] == ("-m", "prime_rl.entrypoints.trainer", "@", "outputs/configs/trainer.toml", *more)
-    assert orchestrator.argv[3:] == ("@", "outputs/configs/orchestrator.toml", *more)
-    several = planned(trainer_ranks=2, recover=recover).processes[1]
+    train = ("@", "outputs/configs/trainer.toml", "--recover")
+    assert single.argv[1:] == ("-m", "prime_rl.entrypoints.trainer", *train)
+    assert orchestrator.argv[3:] == ("@", "outputs/configs/orchestrator.toml", "--recover")
+    several = planned(trainer_ranks=2, recover=True).processes[1]
     assert several.argv[1:7] == ("-m", "prime_rl.lifeline", "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    rank = ("-m", "prime_rl.trainer.rl.train", "@", "outputs/configs/trainer.toml", *more)
-    assert several.argv[-len(rank) :] == rank
+    assert several.argv[-5:] == ("-m", "prime_rl.trainer.rl.train", *train)
     assert (single.drain_children, several.drain_children) == (False, True)
 
 
@@ -220,7 +211,6 @@ def test_command_lines(recover: bool) -> None:
         ({"cores": 2}, ("1", "1")),
         ({"cores": 2, "async_level": 0}, ("1", "2")),
         ({"cores": 8}, ("4", "4")),
-        ({"cores": 1}, ("1", "1")),
         ({"cores": 8, "inference_servers": 2}, ("2", "4")),
         ({"cores": 2, "environ": {"OMP_NUM_THREADS": "3"}}, (None, None)),
     ],
@@ -247,7 +237,6 @@ def test_sections() -> None:
     [
         ({}, "auto"),
         ({"recovery_interval": 3}, 3),
-        ({"max_restarts": 0}, None),
         ({"bench": True}, None),
         ({"max_restarts": 0, "trainer": {"recovery_interval": 7}}, 7),
     ],

@@ -138,16 +138,6 @@ def left_behind(root: Path) -> None:
         (root / "logs" / f"{name}.log").write_text("x")
 
 
-def test_clean_by_hand_keeps_the_files_of_a_server_that_stays_up(tmp_path: Path, partner: int) -> None:
-    """Contract: `orchestrator --clean` and `rl --clean` beside a persistent server leave its log and status."""
-    left_behind(tmp_path)
-    belongs_to(tmp_path, "inference", partner)
-    with cleaned(tmp_path, "orchestrator"):
-        pass
-    left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
-    assert left == ["inference.json", "inference.log", "orchestrator.log"]  # its own log it has begun already
-
-
 def test_what_a_server_and_an_eval_measured_is_no_earlier_run(tmp_path: Path) -> None:
     """Contract: beside a server or an evaluation a run starts without `--clean`, and leaves what that has made."""
     (tmp_path / "metrics").mkdir()

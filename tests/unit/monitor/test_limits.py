@@ -18,12 +18,9 @@ SITUATIONS = {
     "training, engines overlap": (Shares(waited=0.02, idle=0.4), LimitName.TRAINING, 0.98, "engines wait 40%"),
     "generation, trainer waits": (Shares(waited=0.63, idle=0.02), LimitName.GENERATION, 0.98, "trainer waits 63%"),
     "both are busy, training more": (Shares(waited=0.05, idle=0.1), LimitName.TRAINING, 0.95, "both sides are busy"),
-    "both are busy, generation more": (Shares(waited=0.15, paused=0.01), LimitName.GENERATION, 0.99, "both sides"),
     # Environment workers: the engines have requests all the time, but a worker has no processor time left.
     "a worker's core is full": (Shares(waited=0.7, cpu=0.97), LimitName.WORKERS, 1.0, "97% of a core"),
     "a worker is full while it has work": (Shares(waited=0.7, idle=0.5, cpu=0.48), LimitName.WORKERS, 0.5, "48%"),
-    "a worker is half idle": (Shares(waited=0.7, cpu=0.5), LimitName.GENERATION, 1.0, "trainer waits 70%"),
-    "training is longer than a full worker": (Shares(idle=0.1, cpu=0.9), LimitName.TRAINING, 1.0, "both sides"),
     # Two H100s, a tiny model: engines sample 35 % and idle 55 %, the trainer computes 26 % and waits for batches 74 %.
     "two GPUs, nothing else measured": (
         Shares(waited=0.74, idle=0.55, paused=0.1), LimitName.PIPELINE, 0.65, "engines sample 35%, trainer 26%",
@@ -36,7 +33,6 @@ SITUATIONS = {
     ),
     "checkpoints": (Shares(waited=0.1, saved=0.3, idle=0.5), LimitName.CHECKPOINTS, 0.3, "for 30%"),
     "reading batches": (Shares(read=0.4, idle=0.45), LimitName.DATA, 0.4, "40% to read"),
-    "pauses of the engines": (Shares(waited=0.5, paused=0.25), LimitName.WEIGHT_SYNC, 0.25, "for 25%"),
     # Synchronous training: both sides take turns.
     "turns": (Shares(waited=0.5, idle=0.5), LimitName.PIPELINE, 0.5, "engines sample 50%, trainer 50%"),
     "small waits explain nothing": (Shares(waited=0.25, saved=0.05, idle=0.3), LimitName.PIPELINE, 0.3, "neither side"),
@@ -103,16 +99,6 @@ def add(root: Path, process: str, *rows: dict[str, float]) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write("".join(json.dumps({"time": 0.0, **row}) + "\n" for row in rows))
-
-
-def test_nothing_is_said_without_times(tmp_path: Path) -> None:
-    """Contract: a side without times, one side alone and a first step, which waits for the start-up, say nothing."""
-    orchestrator, trainer = rows(wait_for_batch=6.0)
-    assert shares_of([], []) is None
-    assert shares_of([{"reward/mean": 1.0}], [trainer]) is None
-    add(tmp_path, "orchestrator", {"step": 0, **orchestrator}, {"step": 1, **orchestrator})
-    add(tmp_path, "trainer", {"step": 0, **trainer})
-    assert LimitWatch(tmp_path).look() is None
 
 
 def test_steps_are_judged_without_those_at_which_a_trainer_began(tmp_path: Path) -> None:

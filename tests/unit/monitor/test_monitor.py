@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -84,14 +85,6 @@ def test_what_rl_keeps_is_not_kept_twice(tmp_path: Path, process: str) -> None:
     assert os.listdir(path.parent) == ["trainer.log"]
     says(process, tmp_path / "by hand")
     assert os.listdir(tmp_path / "by hand" / "logs") == [f"{process}.log"]
-
-
-def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
-    """It is said in one line, and the process goes on."""
-    (tmp_path / "logs").write_text("in the way")
-    warning, line = says("rl", tmp_path).stdout.splitlines()[:2]
-    assert f"{tmp_path}/logs/rl.log cannot be written (File exists)" in warning
-    assert line.endswith("hello {'a': 3}")
 
 
 def test_processes_of_an_engine_log_as_their_server(tmp_path: Path) -> None:
@@ -245,15 +238,13 @@ def test_a_long_wait_is_said_and_repeated_sparingly(
     clock = [1000.0]
     monkeypatch.setattr("prime_rl.monitor.status.time.time", lambda: clock[0])
     monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 3600.0)  # the beats are those below
-    main, other = Status(tmp_path, "orchestrator"), Status(tmp_path, "trainer.1")
-    said = []
+    main, other, said = Status(tmp_path, "orchestrator"), Status(tmp_path, "trainer.1"), []
     for seconds in range(0, 400):
         clock[0] = 1000.0 + seconds
         for status in (main, other):
             status.waiting("weights/step_0", "trainer", 600)
             status._say()
-        if len(heard.messages) > len(said):
-            said.append(seconds)
+        said += [seconds] * (len(heard.messages) - len(said))
     assert said == [10, 70, 140, 280]
     assert heard.messages[0] == f"waiting for weights/step_0 from trainer in {tmp_path}: 10 s (at most 600 s)"
     main.close()
@@ -265,29 +256,15 @@ def test_progress_is_told_apart_from_life(tmp_path: Path, monkeypatch: pytest.Mo
     clock = itertools.count(100.0)
     monkeypatch.setattr("prime_rl.monitor.status.time.time", lambda: next(clock))
     monkeypatch.setattr("prime_rl.monitor.status._MIN_INTERVAL_SECONDS", 0.0)
-    status = Status(tmp_path, "trainer")
-
-    def progressed() -> bool:
-        nonlocal seen
+    status, seen = Status(tmp_path, "trainer"), 0.0
+    for call, argument, expected in (
+        (status.phase, "training", True), (status.phase, "training", False), (status.phase, "training: 1/2", True),
+        (status.step, 3, True), (status.step, 3, False), (partial(status.waiting, "x", "y"), 1.0, False),
+        (status.phase, "training: 1/2", True), (lambda _: status.progress(), None, True),
+    ):  # fmt: skip
+        call(argument)
         before, seen = seen, read_status(tmp_path)["trainer"].progress
-        return seen != before
-
-    seen = 0.0
-    assert progressed()
-    for call, expected in (
-        (lambda: status.phase("training"), True),
-        (lambda: status.phase("training"), False),
-        (lambda: status.phase("training: 1/2"), True),
-        (lambda: status.step(3), True),
-        (lambda: status.step(3), False),
-        (lambda: status.waiting("x", "y", 1.0), False),
-        (lambda: status.phase("training: 1/2"), True),
-        (lambda: status.progress(), True),
-        (lambda: status.ready(), False),
-    ):
-        call()
-        assert progressed() == expected
-    assert read_status(tmp_path)["trainer"].ready is not None
+        assert (seen != before) == expected, (call, argument)
 
 
 def test_a_second_status_goes_on_where_the_first_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
