@@ -16,8 +16,7 @@ from prime_rl.launcher.console import Console, minutes
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
-from prime_rl.orchestrator.checkpoint import checkpoints_root, refuse_other_seed, resume_point
-from prime_rl.transport import checkpoints
+from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
 from prime_rl.transport.settings import dry_path
 from prime_rl.wait import WaitTimeout, wait
 
@@ -90,9 +89,10 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     for server in plan.servers:
         if server.port is None:
             console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
-    supervisor = Supervisor(
-        plan.processes, output_dir, console.say, tick, policy(config), drained=lambda: drained(config)
-    )
+    # A benchmark that had to be restarted measures nothing.
+    restarts = 0 if bench else config.max_restarts
+    policy = RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
+    supervisor = Supervisor(plan.processes, output_dir, console.say, tick, policy, drained=lambda: drained(config))
     outcome = supervisor.run()
     console.look()
     words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}
@@ -104,7 +104,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
             console.say(line)
     # Where nothing was made yet the same command starts again by itself.
     if outcome is not RunOutcome.SUCCESS and not bench and rundir.results(output_dir):
-        console.say(ways_on(config))
+        console.say(f"to go on: the same command {'without --clean and ' if config.clean else ''}with --recover")
     return outcome
 
 
@@ -116,21 +116,6 @@ def drained(config: RLConfig) -> str:
         return "the current step will be finished and saved"
     step = max(0, *(rundir.newest_step(config.output_dir / name) for name in ("recovery", "checkpoints")))
     return f"the current step will be finished, not saved (no [ckpt]): --recover would go on from step {step}"
-
-
-def ways_on(config: RLConfig) -> str:
-    """Say how to go on with a run that ended too early."""
-    text = f"to go on: the same command {'without --clean and ' if config.clean else ''}with --recover"
-    with suppress(UserError):  # the file system is unavailable
-        if checkpoints.complete_steps(checkpoints_root(config.output_dir, config.trainer.ckpt)):
-            text += ", or from a checkpoint with --ckpt.resume-step -1"
-    return text
-
-
-def policy(config: RLConfig) -> RestartPolicy:
-    """Return the limits of stalls and restarts. A benchmark that had to be restarted measures nothing."""
-    restarts = 0 if config.bench else config.max_restarts
-    return RestartPolicy(restarts, heartbeat_timeout=config.heartbeat_timeout, stall_timeout=config.stall_timeout)
 
 
 def _check(config: RLConfig) -> None:

@@ -6,14 +6,14 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import read_record, unless_full, write_record
+from prime_rl.monitor.status import read_record, write_record
 from prime_rl.processes import ProcessId, boot_id, is_alive, me
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.settings import LEDGER, running_processes, suggestions
@@ -93,7 +93,7 @@ class Owner:
         if current is not None and not current.is_of(self._claim):
             raise UserError(f"{self._output_dir} was taken over by pid {current.pid} on {current.host}")
         self._claim = replace(self._claim, heartbeat=time.time())
-        with unless_full():
+        with suppress(OSError):
             write_record(self._output_dir / _OWNER, self._claim)
 
     def __enter__(self) -> Self:
@@ -191,7 +191,7 @@ def forget_status(output_dir: Path, process: str = "*") -> None:
     """Remove the status files of a process and its ranks, or all: a restarted one begins without the earlier ones."""
     for pattern in (f"{process}.json", f"{process}.*.json", f".{process}.*"):
         for path in (output_dir / "status").glob(pattern):
-            with unless_full():
+            with suppress(OSError):
                 path.unlink(missing_ok=True)
 
 

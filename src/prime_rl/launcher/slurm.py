@@ -1,7 +1,6 @@
 """`rl --slurm.nodes N`: write a batch script that makes the run on the nodes of one SLURM job, and submit it."""
 
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -66,12 +65,12 @@ def submit(config: RLConfig) -> int:
     script = config.output_dir / "configs" / "rl.sbatch"
     (config.output_dir / "logs").mkdir(parents=True, exist_ok=True)  # SLURM does not make it
     script.write_text(text)
-    if (sbatch := shutil.which("sbatch")) is None:
-        raise UserError(f"there is no sbatch here: submit {script} on a login node of the cluster")
     try:
-        done = subprocess.run([sbatch, str(script)], capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"sbatch did not answer within 60 s: submit {script} again") from error
+        done = subprocess.run(["sbatch", str(script)], capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        raise UserError(f"there is no sbatch here: submit {script} on a login node of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"sbatch did not answer within 60 s: submit {script} again") from None
     if done.returncode:
         raise UserError(f"sbatch refused {script}: {done.stderr.strip()}")
     print(done.stdout.strip())

@@ -21,7 +21,7 @@ from prime_rl.launcher.plan import RECOVER, ProcessSpec
 from prime_rl.launcher.rundir import forget_status, newest_step
 from prime_rl.lifeline import Child
 from prime_rl.monitor import read_status
-from prime_rl.monitor.status import ProcessStatus, say_for, unless_full
+from prime_rl.monitor.status import ProcessStatus, say_for
 from prime_rl.processes import backoff_seconds, describe_exit, send, table
 from prime_rl.wait import WaitTimeout, wait
 
@@ -347,7 +347,7 @@ class Supervisor:
             f"(restart {child.restarts} of at most {most} in a row{', recovering' if recover else ''})"
         )
         row = {"process": name, "reason": reason, "number": child.restarts, "recover": recover, "time": time.time()}
-        with unless_full(), (self._output_dir / "logs" / RESTARTS).open("a") as file:
+        with suppress(OSError), (self._output_dir / "logs" / RESTARTS).open("a") as file:
             file.write(json.dumps(row) + "\n")
         return True
 

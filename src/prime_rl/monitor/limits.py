@@ -164,12 +164,10 @@ class LimitWatch:
         with suppress(CommitError):  # the trainer reports it
             starts.update(read_incarnations(self._output_dir).values())
         orchestrator, trainer = self.rows["orchestrator"], self.rows["trainer"]
-        made = [step for step in sorted(orchestrator.keys() & trainer.keys()) if self._is_new(step)][1:]
+        both = sorted(orchestrator.keys() & trainer.keys())
+        made = [step for step in both if min(orchestrator[step]["time"], trainer[step]["time"]) >= self._since][1:]
         steps = [step for step in made if step not in starts][-STEPS:]
         return shares_of([orchestrator[step] for step in steps], [trainer[step] for step in steps])
-
-    def _is_new(self, step: int) -> bool:
-        return all(rows[step]["time"] >= self._since for rows in self.rows.values())
 
     def look(self) -> Limit | None:
         """Return what limits the run now; None where too few steps were made to say."""

@@ -4,15 +4,14 @@ A thread writes a heartbeat every two seconds, whatever the process is busy with
 halted. `progress` says whether it makes any.
 """
 
-import errno
 import functools
 import json
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -28,11 +27,6 @@ GONE_SECONDS = 180.0
 WAITS_FOR_US_SECONDS = 10.0  # a trainer that was asked to stop as well looks up within a second
 _SAY_WAIT_SECONDS = 10.0  # from when the log hears of a wait
 _MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but times
-# The disk is full, fails or is away; or somebody's directory is under the file's name.
-_TOLERATED = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EIO, errno.ESTALE),
-    *(errno.EISDIR, errno.ENOTDIR),
-)
 
 _Record = TypeVar("_Record")
 
@@ -159,7 +153,7 @@ class Status:
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):  # bounded: a daemon thread, ends with the process, or close()
-            with self._lock, suppress(OSError):  # whatever it is may have passed by the next beat
+            with self._lock:
                 if not self._ended.is_set():
                     self._write()
                     self._say()
@@ -183,7 +177,7 @@ class Status:
 
     def _write(self) -> None:
         self._status = replace(self._status, heartbeat=time.time())
-        with unless_full():
+        with suppress(OSError):  # a full disk, or one that is away for a moment: by the next beat it may be back
             write_record(self._path, self._status)
         self._last_write = time.monotonic()
 
@@ -191,22 +185,12 @@ class Status:
 _writers: dict[Path, Status] = {}  # of this process
 
 
-@contextmanager
-def unless_full() -> Iterator[None]:
-    """Skip writing a file that is no result where the disk is full or fails, or the run directory is gone."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _TOLERATED:
-            raise
-
-
 def say_for(output_dir: Path, process: str, outcome: str) -> None:
     """The last word of a process that has ended, or was never started, and has said none: nobody is to wait for it."""
     now, path = time.time(), status_path(output_dir, process)
     last = read_record(ProcessStatus, path) or ProcessStatus(process, 0, "done", None, now, now, None, None)
     if last.outcome is None:
-        with unless_full():
+        with suppress(OSError):
             write_record(path, replace(last, phase="done", heartbeat=now, waiting=None, outcome=outcome))
 
 

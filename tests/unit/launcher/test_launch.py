@@ -10,9 +10,8 @@ from prime_rl.config.inference import ServerConfig
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.launch import drained, policy, run, ways_on
+from prime_rl.launcher.launch import drained, run
 from prime_rl.orchestrator.checkpoint import OrchestratorState
-from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
 
 MODEL = Path(__file__).parents[3] / "assets" / "tiny-reverse"
@@ -21,12 +20,6 @@ MODEL = Path(__file__).parents[3] / "assets" / "tiny-reverse"
 def config(root: Path, **given: object) -> RLConfig:
     orchestrator = OrchestratorConfig(environments=[TrainingEnv(id="reverse-text")])
     return RLConfig(output_dir=root, orchestrator=orchestrator, **given)
-
-
-def save(root: Path, step: int, *parts: str) -> None:
-    for part in parts:
-        with stage(root / "checkpoints" / f"step_{step}" / part, step=step, producer=part) as path:
-            (path / "state").write_text(part)
 
 
 def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,15 +54,3 @@ def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     assert drained(plain).endswith("not saved (no [ckpt]): --recover would go on from step 0")
     (tmp_path / "recovery" / "step_3").mkdir(parents=True)
     assert drained(plain).endswith("--recover would go on from step 3")
-    save(tmp_path, 4, "trainer")
-    assert ways_on(saving) == "to go on: the same command with --recover"
-    assert "the same command without --clean and with --recover" in ways_on(config(tmp_path, clean=True))
-    save(tmp_path, 4, "orchestrator")
-    checkpoints.join(tmp_path / "checkpoints", 4, checkpoints.BOTH_PARTS, "orchestrator")
-    assert ways_on(saving).endswith("or from a checkpoint with --ckpt.resume-step -1")
-
-
-def test_a_benchmark_is_not_started_again(tmp_path: Path) -> None:
-    """Its numbers would be worthless."""
-    assert policy(config(tmp_path)).max_restarts == 3
-    assert policy(config(tmp_path, bench=True)).max_restarts == 0
