@@ -10,9 +10,10 @@ import itertools
 import math
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,9 +27,11 @@ import prime_rl
 from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import protocol, worker_process
+from prime_rl.envs.attribution import Page
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.envs.worker_process import Request, Worker, WorkerState, passed_on, worker_variables
 from prime_rl.errors import UserError
+from prime_rl.lifeline import Child
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
 WATCH_SECONDS = 0.1
@@ -39,8 +42,7 @@ BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that fini
 MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, for each worker of an environment, without one finished episode of the environment
 CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS + processes.DEATH_SECONDS
-# Mean use of a core by a worker: above, more are started; below, some are drained; aim.
-HIGH, LOW, TARGET = 0.7, 0.35, 0.5
+MEAN_USE = 0.6  # of a core, that workers should have at most
 _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
 
 
@@ -193,8 +195,8 @@ class EnvPool:
             if each.withheld:
                 logger.debug("environment {}: variables withheld: {}", each.config.name, ", ".join(each.withheld))
             self._adjust(each)
-        self._create_task(self._receive())
-        self._create_task(self._keep_adjusting())
+        self._create_task(self._receive)
+        self._create_task(self._keep_adjusting)
         try:
             for each in self._all_sets:
                 await self._await_loaded(each)
@@ -224,18 +226,19 @@ class EnvPool:
                 task.cancel()
             self._exit_stack.close()
 
-    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _create_task(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """Run a task whose failure is the pool's."""
 
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.opt(exception=error).error("the environment pool failed")
+        async def guarded() -> None:
+            try:
+                await work(*args)
+            except Exception as error:  # noqa: BLE001 - whatever it is, nobody may go on waiting for the pool
+                logger.exception("the environment pool failed")
                 self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
 
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(guarded())
         self._tasks.add(task)
-        task.add_done_callback(ended)
+        task.add_done_callback(self._tasks.discard)
 
     def _fail(self, error: UserError) -> None:
         """Stop the pool: every caller, waiting or coming, gets this error."""
@@ -371,7 +374,7 @@ class EnvPool:
             logger.info(
                 "worker {} is not needed any more: it ends after its {} episodes", worker.identity, len(worker.pending)
             )
-        # One that is to end counts until it is reaped: `_handle_death` says when another may take its place.
+        # One that is to end counts until it is reaped: `_supervise` says when another may take its place.
         staying = [worker for worker in self.of(own) if worker.state is not WorkerState.DRAINING]
         for _ in range(own.target - len(staying)):
             if now >= own.no_start_before:
@@ -380,25 +383,29 @@ class EnvPool:
     # ---- supervision
 
     def _start_worker(self, own: WorkerSet) -> None:
-        """Start a process and its supervisor; one that cannot be executed counts as a death."""
-        python, variables, number = own.config.python, own.variables, next(self._worker_numbers)
-        if python is not None:
+        """Start a process, `python -m prime_rl.envs.worker`, and its supervisor."""
+        number, variables = next(self._worker_numbers), own.variables
+        identity, setup, page = (
+            f"{own.config.name}/{number}",
+            self._directory / f"{number}.setup",
+            self._directory / f"{number}.page",
+        )
+        if own.config.python is not None:
             variables = {**variables, "PYTHONPATH": str(self._directory / "path")}
-        identity, setup = f"{own.config.name}/{number}", self._directory / f"{number}.setup"
-        setup.write_bytes(protocol.encode(own.setup))
+        command = [own.config.python or sys.executable, "-m", "prime_rl.envs.worker", "--address", self._address]
+        command += ["--identity", identity, "--setup", str(setup), "--page", str(page)]
         try:
-            worker = worker_process.spawn(
-                identity, own.config.name, self._address, python, variables, log=own.log,
-                setup=setup, page=self._directory / f"{number}.page",
-            )  # fmt: skip
+            setup.write_bytes(protocol.encode(own.setup))
+            with own.log.open("ab") as output:
+                worker = Worker(identity, own.config.name, Page.of(page), Child(command, variables, output))
         except OSError as error:
-            self._handle_death(own, identity, f"cannot be started: {error}", loaded=False)
+            self._fail(UserError(f"a worker of environment {own.config.name!r} cannot be started: {error}"))
         else:
             self.workers[identity] = worker
-            self._create_task(self._supervise(own, worker))
+            self._create_task(self._supervise, own, worker)
 
     async def _supervise(self, own: WorkerSet, worker: Worker) -> None:
-        """Watch a process to its end, fail its episodes, end all it has started, and have another one take its place."""
+        """Watch a process to its end, fail its episodes, end all it has started, and say when another one may take its place."""
         while not (why := worker.judge(self._start_timeout, self._hang_timeout)):
             await asyncio.sleep(WATCH_SECONDS)  # bounded: by the end of the process; one that is stuck is judged so
         for number, request in worker.pending.items():
@@ -409,25 +416,20 @@ class EnvPool:
                 request.result.set_result(request.order.failed(own.config.name, outcome, message))
         await worker.end()
         del self.workers[worker.identity]
-        if worker.state is not WorkerState.DRAINING:
-            self._handle_death(own, worker.identity, why, loaded=worker.state is WorkerState.READY)
+        if worker.state is not WorkerState.DRAINING and self._failure is None:
+            own.deaths += 1
+            if own.deaths >= MAX_DEATHS * own.target:
+                times = f"{own.deaths} times in a row without finishing an episode"
+                name, lines = own.config.name, worker_process.tail(own.log)
+                self._fail(UserError(f"workers of environment {name!r} died {times}: {why}\n{lines}"))
+                return
+            self.restarts += 1
+            logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, own.log)
+            pause = processes.backoff_seconds(own.deaths - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+            if own.loaded and worker.state is WorkerState.STARTING:  # others do the work, and may set `deaths` to 0
+                pause = MAX_BACKOFF_SECONDS
+            own.no_start_before = time.monotonic() + pause
         self._adjust(own)
-
-    def _handle_death(self, own: WorkerSet, identity: str, why: str, loaded: bool) -> None:
-        """Count a death, and say when another worker may start; too many fail the pool."""
-        if self._failure is not None:
-            return
-        own.deaths += 1
-        if own.deaths >= MAX_DEATHS * own.target:
-            times = f"{own.deaths} times in a row without finishing an episode"
-            name, lines = own.config.name, worker_process.tail(own.log)
-            self._fail(UserError(f"workers of environment {name!r} died {times}: {why}\n{lines}"))
-            return
-        self.restarts += 1
-        logger.warning("worker {}: {}; starting it again (log: {})", identity, why, own.log)
-        pause = processes.backoff_seconds(own.deaths - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-        # Where others finish episodes meanwhile, one that cannot be loaded is not tried all the time.
-        own.no_start_before = time.monotonic() + (MAX_BACKOFF_SECONDS if own.loaded and not loaded else pause)
 
     # ---- messages
 
@@ -491,26 +493,17 @@ def _v1(url: str) -> str:
 def workers_wanted(
     *, workers: int, starting: int, use: float, episodes: int, slots: int, least: int, most: int, free: int
 ) -> int:
-    """Decide how many workers an environment should have.
+    """Decide how many workers an environment should have: enough slots for all episodes, and none much busier than `MEAN_USE`.
 
-    Enough slots for all episodes; and where the workers are busy, more of them, so that each is about half busy. A worker that is
-    always busy says only that one is too few: one round of growth at most doubles their number, and waits for those that are starting.
+    One that is always busy says only that one is too few: growth waits for workers that are starting.
 
     Args:
         workers: Ready or starting.
-        starting: Of these.
         use: Cores: the sum over the ready ones of the part of the last seconds in which each one's event loop or threads were busy.
-        episodes: In flight, and waiting for a slot.
-        slots: Episodes that one worker runs at a time.
-        least, most: Bounds of the result.
         free: Cores without a worker of any environment. Slots are given without: waiting for an engine takes no core.
     """
-    ready, wanted = workers - starting, workers
-    if not starting and use > HIGH * ready:
-        wanted = ready + min(math.ceil(use / TARGET) - ready, free)
-    elif not starting and use < LOW * (ready - 1):
-        wanted = math.ceil(use / TARGET)
-    return min(max(wanted, -(-episodes // slots), least), most)
+    busy = workers if starting else min(math.ceil(use / MEAN_USE), workers + free)
+    return min(max(busy, -(-episodes // slots), least), most)
 
 
 def worker_range(workers: int | Literal["auto"], max_workers: int | None, environments: int = 1) -> tuple[int, int]:

@@ -201,37 +201,27 @@ class Result:
 
 
 Message = Setup | Ready | Failed | Run | Cancel | Result
+_KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in get_args(Message)}
 _ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"}  # of a sample: bytes on the wire
 
 
 def encode(message: Message) -> bytes:
-    """Make one frame."""
-    data = {"kind": message.kind, **vars(message)}
-    if isinstance(message, Result):
-        data["episode"] = pack_episode(message.episode)
-    return msgpack.packb(data)
+    """Make one frame. Raises TypeError, ValueError, OverflowError: an environment put into its result what cannot be sent."""
+    return msgpack.packb({"kind": message.kind, **vars(message)}, default=_plain)
 
 
-def pack_episode(episode: EpisodeResult) -> dict[str, Any]:
-    """Prepare an episode for msgpack. Not with `dataclasses.asdict`: that would copy every token."""
-    parts, samples = [vars(part) for part in episode.parts], [pack_sample(sample) for sample in episode.samples]
-    return {**vars(episode), "parts": parts, "samples": samples}
+def pack_episode(episode: EpisodeResult) -> bytes:
+    """Make bytes of an episode. Not with `dataclasses.asdict`: that would copy every token."""
+    return msgpack.packb(vars(episode), default=_plain)
 
 
-def pack_sample(sample: SampleTokens) -> dict[str, Any]:
-    """Prepare a sample for msgpack: streams as bytes, little-endian as all machines are that we run on."""
-    data = {**vars(sample)}
-    return data | {name: data[name].tobytes() for name in _ARRAYS if data[name] is not None}
-
-
-def unpack_sample(data: dict[str, Any]) -> SampleTokens:
-    """The inverse of `pack_sample`. Raises ValueError: the bytes of a stream are no whole number of tokens."""
-    streams: dict[str, Any] = {}
-    for name, kind in _ARRAYS.items():
-        if (packed := data.get(name)) is not None:
-            streams[name] = array(kind)
-            streams[name].frombytes(packed)
-    return SampleTokens(**{**data, **streams})
+def _plain(value: Any) -> Any:
+    """What msgpack does not know: streams as bytes, little-endian as all machines are that we run on."""
+    if isinstance(value, array):
+        return value.tobytes()
+    if isinstance(value, EpisodeResult | SampleTokens | Part):
+        return vars(value)
+    raise TypeError(f"it holds a {type(value).__name__}")
 
 
 def decode(frame: bytes) -> Message:
@@ -252,9 +242,11 @@ def decode(frame: bytes) -> Message:
 
 
 def unpack_episode(data: dict[str, Any]) -> EpisodeResult:
-    """The inverse of `pack_episode`."""
-    parts, samples = [Part(**part) for part in data["parts"]], [unpack_sample(sample) for sample in data["samples"]]
+    """The episode of a map that msgpack has read. Raises ValueError, TypeError, KeyError: it is none."""
+    for sample in data["samples"]:
+        for name, kind in _ARRAYS.items():
+            if (packed := sample[name]) is not None:
+                sample[name] = array(kind)
+                sample[name].frombytes(packed)
+    parts, samples = [Part(**part) for part in data["parts"]], [SampleTokens(**sample) for sample in data["samples"]]
     return EpisodeResult(**{**data, "outcome": Outcome(data["outcome"]), "parts": parts, "samples": samples})
-
-
-_KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in get_args(Message)}

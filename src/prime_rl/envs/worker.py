@@ -34,8 +34,6 @@ from prime_rl.envs.protocol import MOST_BYTES, Outcome, Setup, decode, encode
 TICK_SECONDS = 0.2
 MAX_THREADS = 64  # Python's own number is six on two cores: too few where some never end
 
-logger = logging.getLogger("prime_rl.envs.worker")
-
 
 class _WaitTimer(selectors.DefaultSelector):
     """Adds up the seconds in which the event loop waits for something to do."""
@@ -179,14 +177,11 @@ def main() -> None:
 
 
 def _set_up_logging(level: str) -> None:
-    """Lines as `monitor.log` writes them into files, to stderr. Of libraries, unless for debugging, what is a warning at least."""
-    own = logging.getLevelNamesMapping()[level.upper()]
-    logging.basicConfig(
-        level=own if level == "debug" else max(own, logging.WARNING),
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-    )
-    logging.getLogger("prime_rl").setLevel(own)
+    """Our lines as `monitor.log` writes them into files, to stderr; libraries' warnings alone, unless for debugging."""
+    libraries = logging.DEBUG if level == "debug" else logging.WARNING
+    lines = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+    logging.basicConfig(level=libraries, format=lines, datefmt="%Y-%m-%d %H:%M:%S")
+    logging.getLogger("prime_rl").setLevel(level.upper())
     # For libraries that use loguru, which reads this when it is imported. `diagnose` would show the values of variables.
     os.environ.update(LOGURU_LEVEL=level.upper(), LOGURU_DIAGNOSE="0")
 

@@ -1,10 +1,9 @@
-"""One worker process: start it in its own group with the variables it may have, judge it, end it and all it started."""
+"""One worker process: the variables it may have, how it is doing, and its end."""
 
 import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,8 +68,8 @@ class Worker:
 
     identity: str
     env: str
-    child: Child
     page: Page
+    child: Child
     state: WorkerState = WorkerState.STARTING
     pending: dict[int, Request] = field(default_factory=dict)  # by their numbers
     started: float = field(default_factory=time.monotonic)
@@ -134,18 +133,3 @@ class Worker:
                 lambda: self.child.status is not None, subject="end", owner=self.identity, seconds=TERM_SECONDS
             )
         await asyncio.to_thread(self.child.reap)
-
-
-def spawn(
-    identity: str, env: str, address: str, python: str | None, variables: Mapping[str, str], *,
-    log: Path, setup: Path, page: Path,
-) -> Worker:  # fmt: skip
-    """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
-    argv = [
-        python or sys.executable,
-        *("-m", "prime_rl.envs.worker", "--address", address, "--identity", identity),
-        *("--setup", str(setup), "--page", str(page)),
-    ]
-    shared = Page.of(page)
-    with log.open("ab") as output:
-        return Worker(identity, env, Child(argv, variables, output), shared)

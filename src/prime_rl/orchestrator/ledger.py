@@ -247,7 +247,7 @@ class Ledger:
                 self._update(_COUNT_ISSUED, start.task.env)
             case Finished(start, first, last, result, incarnation):
                 self._change(event, _FINISH, incarnation, first, last, *start.key)
-                data = msgpack.packb(pack_episode(result))
+                data = pack_episode(result)
                 self._update("INSERT OR REPLACE INTO results VALUES (?, ?)", start.episode, data)
             case Dropped(start, reason, detail, retried):
                 unbatched = f"{_END} WHERE {_KEY} AND state IN ('issued', 'finished')"

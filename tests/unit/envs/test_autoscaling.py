@@ -13,39 +13,36 @@ counts = st.integers(0, 200)
 sizes = st.integers(1, 64)
 
 
-@given(sizes, counts, st.floats(0, 1), counts, sizes, st.integers(1, 4), st.integers(0, 64), st.integers(0, 32))
+@given(sizes, st.booleans(), st.floats(0, 1), counts, sizes, st.integers(1, 4), st.integers(0, 64), st.integers(0, 32))
 def test_the_number_that_a_load_calls_for(
-    workers: int, starting: int, use: float, episodes: int, slots: int, least: int, more: int, free: int
+    workers: int, starting: bool, use: float, episodes: int, slots: int, least: int, more: int, free: int
 ) -> None:
     """Within the bounds; as many as the episodes fill; beyond that only where the ready are busy, on idle cores, and once all are ready."""
-    starting, most = min(starting, workers), least + more
-    ready = workers - starting
+    most = least + more
     wanted = workers_wanted(
-        workers=workers, starting=starting, use=use * ready, episodes=episodes, slots=slots, least=least, most=most, free=free
+        workers=workers, starting=int(starting), use=use * workers, episodes=episodes, slots=slots, least=least, most=most, free=free
     )  # fmt: skip
     assert least <= wanted <= most
     assert wanted == most or wanted * slots >= episodes
     if wanted > max(workers, math.ceil(episodes / slots), least):
-        assert use > 0.7
-        assert starting == 0
-        assert wanted <= min(2 * ready, workers + free)
+        assert use > 0.6
+        assert not starting
+        assert wanted <= min(2 * workers, workers + free)
     if wanted < min(workers, most):
-        assert starting == 0
-        assert use * ready <= 0.5 * wanted + 1e-9  # those that stay are at most half busy
+        assert not starting
+        assert use * workers <= 0.6 * wanted + 1e-9
 
 
 @given(st.floats(0.01, 40), st.integers(1, 64))
 def test_it_settles(demand: float, cores: int) -> None:
-    """A steady load gets, in a few rounds, workers none of which is busy for more than 0.7 of the time, and keeps them; or all idle cores."""
+    """A steady load gets, in a few rounds, as many workers as it keeps busy for 0.6 of the time, and keeps them; or all idle cores."""
     workers, seen = 1, []
     for _ in range(20):
         use = min(demand, workers)  # a worker is busy for all of the time at most
         free = cores - workers
         workers = workers_wanted(workers=workers, starting=0, use=use, episodes=1, slots=10**6, least=1, most=cores, free=free)  # fmt: skip
         seen.append(workers)
-    assert demand / workers <= 0.7 or workers == cores
-    assert workers == 1 or demand / workers > 0.34
-    assert len(set(seen[8:])) == 1
+    assert set(seen[8:]) == {min(cores, math.ceil(demand / 0.6))}
 
 
 @pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 2, 2), (16, 9, 1)])
