@@ -18,7 +18,7 @@ import pytest
 
 from conftest import free_port
 from prime_rl.monitor import read_status
-from prime_rl.transport.incarnations import leases
+from prime_rl.transport.incarnations import combined_lease
 from prime_rl.transport.weights import write_base_version
 from prime_rl.wait import wait
 from support.chat_api import ChatApi, refusal
@@ -174,7 +174,7 @@ def test_fine_tuning_is_evaluated_at_once_or_later_and_again_where_it_is_resumed
         found = {result["policy"]: result["hash"] for result in json.loads(report.read_text())["results"]}
         assert list(found) == ["step_0", "step_2", "step_4", "step_5"]
         assert [len(attempts(tmp_path, policy)) for policy in found] == [3, 3, 3, 3]
-        assert leases(tmp_path) == []
+        assert combined_lease(tmp_path) is None
         return list(found.values())
 
     def running() -> bool:

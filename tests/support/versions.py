@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from prime_rl import faults
 from prime_rl.config.trainer import TrainerModel, WeightsConfig
-from prime_rl.errors import UserError
 from prime_rl.faults import Fault
 from prime_rl.trainer import weight_copy
 from prime_rl.trainer.model import Policy, build_policy
@@ -141,17 +140,6 @@ def go_on(run: Run) -> None:
     assert [path.name for path in run.weights.iterdir() if path.name.startswith(".")] == []
 
 
-def through_a_full_disk(run: Run) -> None:
-    """The second version finds no room, and nothing of it stands; the third one does."""
-    incarnation = run.incarnation()
-    run.train(incarnation, range(1, 2))
-    with suppress(UserError):
-        run.train(incarnation, range(2, 3))
-    run.train(incarnation, range(3, 4))
-    run.check_whole()
-    assert list_steps(run.weights) == [0, 1, 3]
-
-
 def live(story: Callable[[Run], None], transport: str, model: str, root: Path, fault: Fault | None) -> int:
     """Exit status of a process that lives `story`: 0, or -9 where it was killed. A planned fault must have fired."""
     root.mkdir(exist_ok=True)
@@ -186,8 +174,6 @@ def killed(transport: str, model: str, root: str) -> None:
         fault = Fault(point, "trainer", "kill")
         assert live(whole_incarnation, transport, model, directory, fault) == -signal.SIGKILL, point
         assert live(go_on, transport, model, directory, None) == 0, point
-    full = Fault("fsync:weights/step_2", "trainer", "enospc")
-    assert live(through_a_full_disk, transport, model, Path(root) / "full", full) == 0
 
 
 # ---- several ranks

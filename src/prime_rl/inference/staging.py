@@ -31,7 +31,7 @@ from prime_rl.inference.copy_plan import CopyPlan
 from prime_rl.inference.version_files import TURN_SECONDS
 from prime_rl.lifeline import follow
 from prime_rl.transport import weights
-from prime_rl.transport.commit import CommitError, open_file
+from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views
 from prime_rl.transport.weights import WeightsManifest, never_written_message, weights_manifest
 
@@ -169,10 +169,10 @@ class Staging:
         paths = sorted(manifest.files.glob("*.safetensors"))
         stored = {name: tensor for path in paths for name, tensor in weights.read_header(path).items()}
         for name, tensor in stored.items():
-            if name not in ranges or tensor.size != ranges[name][1]:
+            if name not in ranges or (tensor.stop - tensor.start) != ranges[name][1]:
                 raise weights.tensor_mismatch(manifest, name)
         with ExitStack() as stack:
-            files = {path.name: stack.enter_context(open_file(path)) for path in paths}
+            files = {path.name: stack.enter_context(open(path, "rb")) for path in paths}
             threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
             # Once the version is dropped, each thread stops at its next chunk.
             stack.callback(threads.shutdown, cancel_futures=True)

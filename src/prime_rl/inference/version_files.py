@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from prime_rl import faults
-from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, read_file, read_manifest
+from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest
 from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, verify_small_files, weights_manifest
 
 MESSAGE_CHARACTERS = 8192  # it may quote what a request or a manifest says
@@ -53,7 +53,7 @@ class AllowedRoots:
                 verify_small_files(directory, committed)
                 # vLLM reads only the files that an index names, and silently keeps the old weights of others.
                 index, listed = directory / INDEX, {name: entry.file for name, entry in manifest.tensors.items()}
-                if index.exists() and json.loads(read_file(index, MANIFEST_BYTES))["weight_map"] != listed:
+                if index.exists() and json.loads(index.read_bytes())["weight_map"] != listed:
                     raise CommitError(f"{index} does not list the tensors of the files beside it")
         except (CommitError, OSError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise Rejected(400, str(error)) from error  # manifest and index may say anything

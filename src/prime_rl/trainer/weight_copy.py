@@ -4,14 +4,12 @@ Whole tensors are gathered layer by layer on rank 0, which publishes them from t
 """
 
 import json
-import math
 import os
 import shutil
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -24,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from prime_rl.errors import UserError
 from prime_rl.host_memory import local_ranks
 from prime_rl.trainer.parallel import Moment, World, now, page_lock, seconds
-from prime_rl.trainer.parameters import StoredTensor, stored_tensors
+from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import UNSYNCED_BYTES, disk_errors
 from prime_rl.transport.exchange import layout, shared_buffer
-from prime_rl.transport.weights import INDEX, TensorEntry, TensorRange, hash_tensors
+from prime_rl.transport.weights import INDEX, TensorEntry, hash_tensors
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DEVICE_SHARE = 1 / 8
@@ -68,8 +66,8 @@ class WeightCopy:
     def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype, *, gpu: bool = False) -> None:
         self.world, self.dtype, self._gpu = world, dtype, gpu
         self.stored = list(stored_tensors(policy))
-        self.headers, self.slots = file_layout(self.stored, dtype)
-        self.tensors = {name: replace(slot.entry, file="") for name, slot in self.slots.items()}
+        kind = DTYPE_NAMES[dtype]
+        self.tensors = {tensor.name: TensorEntry("", kind, list(tensor.shape), "") for tensor in self.stored}
         self.ranges, self.size = layout(self.tensors)
         self._lock = threading.Lock()  # bounded: held for a copy between device and host
         self.buffer = torch.empty(0, dtype=torch.uint8)  # stays empty on the other ranks
@@ -139,20 +137,31 @@ class WeightCopy:
                 host.copy_(self.buffer)
         return host
 
+    def _header(self, names: Sequence[str]) -> bytes:
+        """Return the header of a safetensors file that holds these tensors one after the other."""
+        described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            start, end = end, end + self.ranges[name][1]
+            entry = self.tensors[name]
+            described[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
     def write_files(self, host: Tensor, source: Source, directory: Path) -> dict[str, TensorEntry]:
         """Write a copy in host memory as a model directory, files, config and tokenizer; return the tensors' hashes.
 
         The files are read back, to see what has arrived. Raises UserError if the disk is full.
         """
         copy_model_files(source, directory, self.dtype)
-        data, names = host.numpy().data, groupby(self.slots, key=lambda name: self.slots[name].entry.file)
-        tensors = {file: list(group) for file, group in names}
+        data, tensors = host.numpy().data, tensors_by_file(self.ranges)
 
         def write(file: str) -> dict[str, TensorEntry]:
             path, unsynced = directory / file, 0
             with disk_errors(path):
                 with open(path, "wb", buffering=0) as opened:
-                    opened.write(self.headers[file])
+                    opened.write(self._header(tensors[file]))
                     for name in tensors[file]:
                         start, size = self.ranges[name]
                         end = start + size
@@ -170,7 +179,7 @@ class WeightCopy:
         with ThreadPoolExecutor(threads, thread_name_prefix="export") as pool:  # bounded: by the disk
             hashed = {name: entry for entries in pool.map(write, tensors) for name, entry in entries.items()}
         if len(tensors) > 1:
-            total = sum(slot.stop - slot.start for slot in self.slots.values())
+            total = sum(size for _, size in self.ranges.values())
             weight_map = {name: entry.file for name, entry in hashed.items()}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             with disk_errors(directory):
@@ -186,32 +195,20 @@ def on_device(size: int, device: torch.device) -> bool:
 # ---- files
 
 
-def file_layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[str, bytes], dict[str, TensorRange]]:
-    """Return the safetensors header of every file, with its length in front, and the slot of every tensor."""
-    sizes = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in tensors}
-    limit = min(FILE_BYTES, max(sum(sizes.values()) // _FILES, _LEAST_FILE_BYTES))
-    groups: list[list[tuple[StoredTensor, int, int]]] = [[]]  # a file's tensors, from byte to byte of its data
+def tensors_by_file(ranges: Mapping[str, tuple[int, int]]) -> dict[str, list[str]]:
+    """Distribute tensors, given with their starts and sizes, over files of similar size, in their order."""
+    limit = min(FILE_BYTES, max(sum(size for _, size in ranges.values()) // _FILES, _LEAST_FILE_BYTES))
+    groups: list[list[str]] = [[]]
     end = 0
-    for tensor in tensors:
-        if groups[-1] and end + sizes[tensor.name] > limit:
+    for name, (_, size) in ranges.items():
+        if groups[-1] and end + size > limit:
             groups.append([])
             end = 0
-        start, end = end, end + sizes[tensor.name]
-        groups[-1].append((tensor, start, end))
-    headers: dict[str, bytes] = {}
-    slots: dict[str, TensorRange] = {}
-    for number, group in enumerate(groups, 1):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-        for tensor, start, end in group:
-            described[tensor.name] = {"dtype": DTYPE_NAMES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
-        text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        headers[file] = struct.pack("<Q", len(text)) + text
-        for tensor, start, end in group:
-            entry = TensorEntry(file, DTYPE_NAMES[dtype], list(tensor.shape), "")
-            slots[tensor.name] = TensorRange(entry, len(headers[file]) + start, len(headers[file]) + end)
-    return headers, slots
+        groups[-1].append(name)
+        end += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 def copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> None:

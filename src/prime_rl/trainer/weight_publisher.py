@@ -96,16 +96,15 @@ class _Thread:
             results.append(task[1].result(timeout=0))
         return results
 
-    def close(self) -> bool:
-        """Wait for the tasks that are left, and log what failed or is late. Returns False if one is late."""
+    def close(self) -> None:
+        """Wait for the tasks that are left, up to the first late one, and log what failed."""
         self._pool.shutdown(wait=False)
         for subject, future in self.tasks:
             if wait_for_futures([future], timeout=self.timeout).not_done:
                 logger.error("{}", WaitTimeout(subject, self.owner, self.timeout))
-                return False
+                return
             if (failure := future.exception(timeout=0)) is not None:
                 logger.error("{}", failure)
-        return True
 
 
 class WeightPublisher:
@@ -173,7 +172,7 @@ class WeightPublisher:
         scored = None if self._scorer is None or start > 0 else self._scorer.score(as_exported=False)
         reference = None if scored is None else agree(self.world, scored)
         self.incarnation, base = on_main(self.world, lambda: self._open(start, keep_superseded, reference))
-        self._committer.submit("memory for the weights", self._prepare)
+        self._committer.submit("memory for the weights", lambda: on_main(self._background, self._prepare))
         if start > 0:
             self.ensure(start)
         return self.incarnation, base
@@ -235,23 +234,19 @@ class WeightPublisher:
         """Wait for the threads, for at most `timeout` a task, and log what failed."""
         if self._publisher is not None:
             self._publisher.close()
-        all(thread.close() for thread in (self._committer, self._disk))  # up to the first late one
+        self._committer.close()
+        self._disk.close()
 
     # ---- in the thread that commits
 
     def _prepare(self) -> None:
-        agree(self._background, self._copies.allocate)
-        on_main(self._background, self._open_publisher)
-
-    def _open_publisher(self) -> None:
+        """Make the memory, and the publisher."""
         copies, config = self._copies, self.config
+        copies.allocate()
         if self.memory:
+            host, timeout = config.host or own_address(), config.timeout
             self._publisher = Publisher(
-                copies.buffer,
-                host=config.host or own_address(),
-                port=config.port,
-                timeout=config.timeout,
-                handle=copies.handle,
+                copies.buffer, host=host, port=config.port, timeout=timeout, handle=copies.handle
             )
 
     def _commit(

@@ -9,13 +9,14 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import (
     MANIFEST,
     CommitError,
+    FileEntry,
     FormatError,
     Manifest,
     clean_stages,
@@ -70,7 +71,7 @@ def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
     clean_stages(path.parent, MANIFEST)  # left by an earlier incarnation of the owner
     if path.is_file():
         return
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, FileEntry] = {}
     for part in parts:
         own = part_dir(root, step, part) / MANIFEST
         read_manifest(own.parent)
@@ -92,16 +93,10 @@ def choose_step(root: Path, asked: int, part: Part, max_steps: int | None = None
     complete, own = complete_steps(root), steps_with(root, part)
     step = resume_step(complete if asked == -1 else own, asked)
     if step is None:
-        if asked == -1 and own:
-            problem = (
-                f"{root} holds no complete checkpoint, only single parts of step {', '.join(map(str, own))} "
-                "(a part alone resumes its own process, if asked for by number)"
-            )
-        elif not complete and not own:
-            problem = f"{root} holds no checkpoint"
-        else:
-            problem = f"not in {root}, which has {', '.join(map(str, sorted({*complete, *own})))}"
-        raise UserError(f"ckpt.resume_step {asked}: {problem}")
+        held = f"complete checkpoints of steps {complete}" if complete else "no complete checkpoint"
+        if parts := sorted(set(own).difference(complete)):
+            held += f", and single parts of steps {parts} (one resumes its own process, if asked for by number)"
+        raise UserError(f"ckpt.resume_step {asked}: {root} holds {held}")
     if max_steps is not None and step > max_steps:
         raise UserError(f"max_steps {max_steps} is below the checkpoint's step {step}: nothing to do")
     check(root, step, part)

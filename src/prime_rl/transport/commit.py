@@ -11,30 +11,30 @@ import os
 import re
 import secrets
 import shutil
-import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 from loguru import logger
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from prime_rl import faults
 from prime_rl.errors import UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 64 << 20  # at most; 100,000 tensors take half of it
 UNSYNCED_BYTES = 64 << 20
 """Of a large file, in the page cache at most: on ext4 any other fsync waits until these are written."""
 _CHUNK = 1 << 22
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_007` is not ours
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY, errno.EISDIR)
 _FAILED = (
+    errno.EACCES, errno.EPERM, errno.EROFS, *_IN_THE_WAY,
     errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTCONN, errno.EFBIG,
 )  # fmt: skip
 _NOT_DURABLE = "it is committed, but a power cut may undo that"
@@ -48,16 +48,26 @@ class FormatError(CommitError):
     """A newer version of this program committed the directory."""
 
 
+class FileEntry(TypedDict):
+    """Bytes of a file, and their hash in hex (of tensors: that of the tensors)."""
+
+    size: int
+    xxh3: str
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a committed directory. `files` maps a relative path to `{"size": bytes, "xxh3": hex}`."""
+    """The content of a committed directory; `files` by their relative paths."""
 
     step: int
     producer: str
     nonce: str
-    files: dict[str, dict[str, Any]]
+    files: dict[str, FileEntry]
     extra: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 class Stage:
@@ -96,7 +106,7 @@ class Stage:
         with disk_errors(self.path):
             written = sorted(path for path in self.path.rglob("*") if path.is_file())
             faults.point(f"write:{subject}", max(written, key=lambda path: path.stat().st_size, default=None))
-            files = {}
+            files: dict[str, FileEntry] = {}
             for path in written:
                 sync(path)
                 name = path.relative_to(self.path).as_posix()
@@ -152,38 +162,24 @@ def stage(final: Path, *, step: int, producer: str, extra: dict[str, Any] | None
 
 @contextmanager
 def disk_errors(path: Path, outcome: str = "nothing was committed") -> Iterator[None]:
-    """Turn what `disk_error` explains into a `UserError`; every other error passes unchanged."""
-    try:
-        yield
-    except OSError as error:
-        if (explained := disk_error(error, path, outcome)) is not None:
-            raise explained from error
-        raise
+    """Raise a full, failing or read-only file system, or something in the way, as a `UserError` that names the place.
 
-
-def disk_error(error: OSError, path: Path, outcome: str = "nothing was committed") -> UserError | None:
-    """Explain a full, failing or read-only file system, or something in the way, naming the place.
+    Every other error passes unchanged: a missing file, or an error of networks or processes.
 
     Args:
         outcome: What is left after the error.
-
-    Returns:
-        None for everything else: a missing file, or an error of networks or processes.
     """
-    number, why = error.errno, error.strerror
-    place = path if error.filename is None or isinstance(error.filename, int) else error.filename
-    if number in _FULL:
-        return UserError(f"disk full while writing {place}: {outcome}; free space and start again")
-    if number in _FORBIDDEN:
-        return UserError(f"{place} may not be written ({why}): {outcome}")
-    if number in _IN_THE_WAY:
-        return UserError(f"{path} cannot be written, {place} is in the way ({why}): move it")
-    if number in _FAILED:
-        return UserError(
-            f"the file system fails at {place} ({why}): {outcome}, and what was committed before is untouched; "
-            "fix it and start again"
-        )
-    return None
+    try:
+        yield
+    except OSError as error:
+        place = path if error.filename is None or isinstance(error.filename, int) else error.filename
+        if error.errno in _FULL:
+            raise UserError(f"disk full while writing {place}: {outcome}; free space and start again") from error
+        if error.errno in _FAILED:
+            raise UserError(
+                f"{place} cannot be written ({error.strerror}): {outcome}, and what was committed before is untouched"
+            ) from error
+        raise
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -195,16 +191,15 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        data = json.loads(read_file(path, MANIFEST_BYTES))
+        data = json.loads(path.read_bytes())
         if isinstance(data, dict) and (written := data.get("format", FORMAT)) != FORMAT:
             raise FormatError(f"{path} has format {written}; this version reads format {FORMAT}")
-        if not _is_manifest(data):
-            raise ValueError("it is not a manifest of a committed directory")
-        manifest = Manifest(**data)
+        manifest = _MANIFEST.validate_python(data)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CommitError(f"{directory} is not a committed directory: it has no {MANIFEST}") from error
     except (ValueError, RecursionError, OSError) as error:
-        raise CommitError(f"{path} cannot be read: {error}") from error
+        why = "it is not a manifest of a committed directory" if isinstance(error, ValidationError) else error
+        raise CommitError(f"{path} cannot be read: {why}") from error
     named = step_number(directory.name)
     if named is None:  # a part of a checkpoint
         named = step_number(directory.parent.name)
@@ -213,22 +208,11 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def _is_manifest(data: object) -> bool:
-    match data:
-        case {"step": int(), "producer": str(), "nonce": str(), "files": dict() as files, **others}:
-            extra = {"extra": {}, "format": FORMAT} | others
-            entries = all(
-                isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("xxh3"), str)
-                for entry in files.values()
-            )
-            return entries and len(extra) == 2 and isinstance(extra["extra"], dict)
-    return False
-
-
-def verify(directory: Path, *, hashes: bool = True, manifest: Manifest | None = None) -> Manifest:
-    """Check that every file of the manifest is there with its size and, unless `hashes` is off, its hash.
+def verify(directory: Path, *, unhashed: Collection[str] = (), manifest: Manifest | None = None) -> Manifest:
+    """Check that every file of the manifest is there with its size and its hash.
 
     Args:
+        unhashed: Names of files whose sizes alone are checked.
         manifest: The manifest, if it was read already.
 
     Raises:
@@ -243,7 +227,7 @@ def verify(directory: Path, *, hashes: bool = True, manifest: Manifest | None = 
             size = path.stat().st_size
             if size != expected["size"]:
                 raise CommitError(f"{path} has {size} bytes, the manifest says {expected['size']}")
-            if hashes and hash_file(path) != expected["xxh3"]:
+            if name not in unhashed and hash_file(path) != expected["xxh3"]:
                 raise CommitError(f"{path} does not match the manifest's hash")
         except FileNotFoundError as error:
             raise CommitError(f"{path} is missing, though the manifest lists it") from error
@@ -271,33 +255,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 def hash_file(path: Path) -> str:
     """Return the xxh3-128 of a file's bytes, as hex."""
     digest = xxhash.xxh3_128()
-    with open_file(path) as file:
+    with open(path, "rb") as file:
         while block := file.read(_CHUNK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading. Reading a FIFO or a device might never end.
-
-    Raises:
-        CommitError: it is something else.
-        OSError: it cannot be opened.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CommitError(f"{path} cannot be read: it is not a regular file")
-    return open(descriptor, "rb")
-
-
-def read_file(path: Path, max_bytes: int) -> bytes:
-    """Read all of a regular file of at most `max_bytes`; raise as `open_file` does, and CommitError if it is longer."""
-    with open_file(path) as file:
-        data = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
-    if data is None or len(data) > max_bytes:
-        raise CommitError(f"{path} cannot be read: it is longer than {max_bytes >> 20} MiB")
-    return data
 
 
 def list_steps(parent: Path) -> list[int]:
@@ -349,23 +310,16 @@ def supersede(directory: Path, incarnation: int) -> Path | None:
     """Rename a superseded directory to `given_up_<incarnation>_<its name>`, which can be renamed back by hand.
 
     Returns:
-        Its new path, under a name that was free; None if it was gone already.
+        Its new path; None if it was gone already.
     """
-    name, count = f"given_up_{incarnation}_{directory.name}", 1
-    free = name
-    while (directory.parent / free).exists():  # numbers can repeat if incarnation files were lost
-        count += 1
-        free = f"{name}.{count}"
     faults.point(f"set-aside:{subject_of(directory)}")
-    return _rename_committed(directory, free)
+    return _rename_committed(directory, f"given_up_{incarnation}_{directory.name}")
 
 
 def _rename_committed(directory: Path, name: str) -> Path | None:
-    try:
-        with disk_errors(directory, "it stays as it is"):
-            return directory.rename(directory.parent / name)
-    except FileNotFoundError:
-        return None
+    with disk_errors(directory, "it stays as it is"), suppress(FileNotFoundError):
+        return directory.rename(directory.parent / name)
+    return None
 
 
 def clean_stages(parent: Path, name: str = "") -> None:

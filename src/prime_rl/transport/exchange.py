@@ -1,7 +1,7 @@
 """Transfer of versions from the memory of trainer rank 0 to the workers of servers.
 
 The trainer's `Publisher` holds one version, in a buffer on its GPU or host. Each worker's `Subscriber` connects to it
-by TCP, proves that it knows the run's token, asks for a version, and receives its bytes by the fastest backend of the
+by TCP, gives the run's token, asks for a version, and receives its bytes by the fastest backend of the
 two: CUDA IPC on the same GPU, NCCL between two GPUs, else the TCP connection itself. A group is the publisher and one
 worker: a server that dies, hangs or joins affects no other.
 
@@ -10,7 +10,6 @@ manifest. Every wait has a deadline, and the death of a peer ends it at once. A 
 """
 
 import ctypes
-import hashlib
 import hmac
 import json
 import math
@@ -49,7 +48,7 @@ DTYPES = {  # by their names in safetensors
 ALIGNMENT = 512  # bytes: every tensor begins at a multiple, as in torch's own allocator, and is padded with zeros
 _COLUMNS = ALIGNMENT // 8
 _CHUNK_ROWS = 1 << 17  # 64 MiB multiplied at once: the products take as much again
-PROTOCOL = 3
+PROTOCOL = 4
 TCP_BLOCK_BYTES = 32 << 20
 NCCL_BLOCK_BYTES = 256 << 20
 _BLOCKS_IN_FLIGHT = 3  # by NCCL
@@ -183,28 +182,17 @@ def own_address() -> str:
             return "127.0.0.1"
 
 
-def _proof(token: str, challenge: str) -> str:
-    return hmac.new(token.encode(), f"subscriber {challenge}".encode(), hashlib.sha256).hexdigest()
-
-
 # ---- the trainer's side
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Published:
-    """The version in the buffer, the number of its readers, and whether the buffer may change under them."""
+    """The version in the buffer."""
 
     version: int
     incarnation: int
     hash: str
     size: int
-    readers: int = 0
-    cut_off: bool = False
-
-    def check(self) -> None:
-        """Raise if the buffer may change; a worker that is in the middle of it sees the connection close."""
-        if self.cut_off:
-            raise ExchangeError(f"version {self.version} is superseded: its memory is needed for a newer one")
 
 
 class Publisher:
@@ -221,6 +209,7 @@ class Publisher:
         self._buffer, self._handle, self._timeout = buffer, handle, timeout
         self._token = secrets.token_hex(16)
         self._current: _Published | None = None
+        self._readers: set[socket.socket] = set()  # of the present version
         self._closed = False
         self._changed = threading.Condition()  # bounded: held briefly; `wait_for` releases it
         self._store: tuple[dist.TCPStore, int] | None = None  # and its port
@@ -244,11 +233,13 @@ class Publisher:
     def withdraw(self) -> None:
         """Return once nobody reads the buffer. Workers that still do after `timeout` seconds are cut off."""
         with self._changed:
-            current, self._current = self._current, None
-            if current is not None and not self._changed.wait_for(lambda: not current.readers, timeout=self._timeout):
-                current.cut_off = True
-                late = f"{current.readers} workers have not read version {current.version}"
-                logger.warning("{} in {:.0f} s: they are cut off", late, self._timeout)
+            self._current = None
+            if not self._changed.wait_for(lambda: not self._readers, timeout=self._timeout):
+                logger.warning("{} workers have not read a version in {:.0f} s", len(self._readers), self._timeout)
+                for connection in self._readers:
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+                self._readers.clear()
 
     def close(self) -> None:
         """Accept no more connections. Those that are open end with the process."""
@@ -273,14 +264,14 @@ class Publisher:
         group: _NcclGroup | None = None
         try:
             channel = Channel(connection, self._timeout)
-            backend = self._handshake(channel)
+            backend = self._choose(channel)
             if backend == "nccl":
                 group = self._make_group(channel)
-            elif backend == "cuda-ipc":
-                channel.send(handle=self._handle)
+            else:
+                channel.send(protocol=PROTOCOL, backend=backend, handle=self._handle)
             logger.info("a worker at {} gets weights by {}", address, backend)
             while True:  # ends when the worker closes the connection
-                self._answer(channel, group, backend, channel.receive(no_deadline=True))
+                self._answer(connection, channel, group, backend, channel.receive(no_deadline=True))
         except ExchangeError as error:
             logger.debug("publishing to {}: {}", address, error)
         except (OSError, RuntimeError) as error:  # torch's, of a GPU without memory for a group
@@ -290,20 +281,17 @@ class Publisher:
                 group.abort()
             _close(connection)
 
-    def _handshake(self, channel: Channel) -> str:
-        """Have the worker prove that it knows the token, and choose a backend."""
-        challenge, cuda = secrets.token_hex(16), self._buffer.is_cuda
-        gpu = _uuid(self._buffer.device) if cuda else None
-        offers = ["tcp", *(["nccl"] if cuda else []), *(["cuda-ipc"] if self._handle is not None else [])]
-        channel.send(protocol=PROTOCOL, challenge=challenge, backends=offers, gpu=gpu)
-        answer = channel.receive()
-        proof = str(answer.get("proof")).encode(errors="replace")
-        if not hmac.compare_digest(proof, _proof(self._token, challenge).encode()):
+    def _choose(self, channel: Channel) -> str:
+        """Return the fastest backend for a worker that knows the token. NCCL does not connect a GPU with itself."""
+        hello = channel.receive()
+        if not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), self._token.encode()):
             channel.send(error="the publisher does not know this token: another run's trainer listens there")
             raise ExchangeError("somebody asked for weights without knowing the token")
-        if answer.get("backend") not in offers:
-            raise ExchangeError(f"a worker chose {answer.get('backend')!r}, which was not offered")
-        return str(answer["backend"])
+        if hello.get("gpu") is None or not self._buffer.is_cuda:
+            return "tcp"
+        if hello["gpu"] != _uuid(self._buffer.device):
+            return "nccl"
+        return "cuda-ipc" if self._handle is not None and hello.get("ipc") is True else "tcp"
 
     def _make_group(self, channel: Channel) -> "_NcclGroup":
         with self._changed:
@@ -317,20 +305,23 @@ class Publisher:
                 self._store = store, port
             store, port = self._store
         name = secrets.token_hex(16)
-        channel.send(store=[port, name])
+        channel.send(protocol=PROTOCOL, backend="nccl", store=[port, name])
         return _NcclGroup(channel, dist.PrefixStore(name, store), 0, self._buffer.device)
 
-    def _answer(self, channel: Channel, group: "_NcclGroup | None", backend: str, request: Mapping[str, Any]) -> None:
+    def _answer(
+        self,
+        connection: socket.socket,
+        channel: Channel,
+        group: "_NcclGroup | None",
+        backend: str,
+        request: Mapping[str, Any],
+    ) -> None:
         """Send the version that a worker asks for, or say that it is superseded."""
-        try:
-            asked = int(request["version"]), int(request["incarnation"]), str(request["hash"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ExchangeError(f"a worker asks for something else than a version ({error!r})") from error
+        asked = tuple(request.get(key) for key in ("version", "incarnation", "hash"))
         with self._changed:
             current = self._current
-            match = current is not None and (current.version, current.incarnation, current.hash) == asked
-            if current is not None and match:
-                current.readers += 1
+            if match := current is not None and (current.version, current.incarnation, current.hash) == asked:
+                self._readers.add(connection)
         if current is None or not match:
             held = "none" if current is None else f"version {current.version} of incarnation {current.incarnation}"
             superseded = f"version {asked[0]} of incarnation {asked[1]} is superseded"
@@ -342,17 +333,17 @@ class Publisher:
                 channel.expect("read")
             elif group is not None:
                 for block in self._buffer[: current.size].split(NCCL_BLOCK_BYTES):
-                    current.check()
                     group.transfer(block)
                 group.flush()
             else:
                 for block in self._buffer[: current.size].split(TCP_BLOCK_BYTES):
-                    current.check()
                     channel.send_bytes(block.cpu().numpy().data)
-            current.check()
+            with self._changed:
+                if connection not in self._readers:
+                    raise ExchangeError(f"version {current.version} was withdrawn meanwhile")
         finally:
             with self._changed:
-                current.readers -= 1
+                self._readers.discard(connection)
                 self._changed.notify_all()
         channel.send(done=True)
 
@@ -421,21 +412,22 @@ class Subscriber:
                 'set trainer.weights.host, or trainer.weights.transport to "filesystem"'
             ) from error
         try:
-            hello = channel.receive()
-            if hello.get("protocol") != PROTOCOL:
+            gpu = _uuid(buffer.device) if buffer.is_cuda else None
+            channel.send(token=address.token, gpu=gpu, ipc=not _ipc_failed)
+            answer = channel.receive()
+            if answer.get("protocol") != PROTOCOL:
                 raise ExchangeError(f"what answers at {host}:{port} is not a publisher of this release")
-            self._backend = _choose(hello, buffer)
-            channel.send(proof=_proof(address.token, str(hello.get("challenge"))), backend=self._backend)
-            if self._backend == "cuda-ipc":
-                self._handle = str(channel.expect("handle"))
-            elif self._backend == "nccl":
-                store_port, name = channel.expect("store")
+            self._backend, self._handle = str(answer.get("backend")), str(answer.get("handle"))
+            if self._backend == "nccl":
+                store_port, name = answer["store"]
                 limit = timedelta(seconds=address.timeout)
                 store = dist.TCPStore(host, int(store_port), is_master=False, wait_for_workers=False, timeout=limit)
                 self._group = _NcclGroup(channel, dist.PrefixStore(str(name), store), 1, buffer.device)
         except BaseException as error:
             self.close()
-            if isinstance(error, RuntimeError | TypeError | ValueError):  # torch's, if the store cannot be reached
+            if isinstance(
+                error, RuntimeError | TypeError | ValueError | KeyError
+            ):  # torch's, if the store cannot be reached
                 raise ExchangeError(f"no group with the publisher at {host}:{port} ({_brief(error)})") from error
             raise
         return channel
@@ -465,19 +457,6 @@ class Subscriber:
                 else:
                     channel.receive_bytes(host[: len(block)].numpy().data)
                     block.copy_(host[: len(block)])
-
-
-def _choose(hello: Mapping[str, Any], buffer: Tensor) -> str:
-    """The fastest of the offered backends for this buffer. NCCL does not connect a GPU with itself."""
-    offers = hello.get("backends")
-    offers = offers if isinstance(offers, list) else []
-    if buffer.is_cuda:
-        same = hello.get("gpu") == _uuid(buffer.device)
-        if same and "cuda-ipc" in offers and not _ipc_failed:
-            return "cuda-ipc"
-        if not same and "nccl" in offers:
-            return "nccl"
-    return "tcp"
 
 
 # ---- NCCL

@@ -94,14 +94,13 @@ def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]
 # ---- leases
 
 
-def lease_path(output_dir: Path, reader: str = ORCHESTRATOR) -> Path:
-    """Return the place of a reader's lease."""
+def _lease_path(output_dir: Path, reader: str) -> Path:
     return output_dir / "leases" / f"{reader}.json"
 
 
 def read_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> Lease | None:
     """Return what a reader may still read; None if it holds no lease. Raises CommitError if the file is damaged."""
-    path = lease_path(output_dir, reader)
+    path = _lease_path(output_dir, reader)
     try:
         table = json.loads(path.read_bytes())
         return Lease(table["incarnation"], table["version"])
@@ -111,21 +110,17 @@ def read_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> Lease | None:
         raise CommitError(f"{path} cannot be read: {error}") from error
 
 
-def leases(output_dir: Path) -> list[Lease]:
-    """Return the leases that are held. Raises CommitError if a file is damaged."""
-    return [lease for reader in (ORCHESTRATOR, EVAL) if (lease := read_lease(output_dir, reader)) is not None]
-
-
 def combined_lease(output_dir: Path) -> Lease | None:
     """Return what any reader may still read; None if nobody holds a lease. Raises CommitError if a file is damaged."""
-    if not (held := leases(output_dir)):
+    held = [lease for reader in (ORCHESTRATOR, EVAL) if (lease := read_lease(output_dir, reader)) is not None]
+    if not held:
         return None
     return Lease(min(lease.incarnation for lease in held), min(lease.version for lease in held))
 
 
 def write_lease(output_dir: Path, lease: Lease, reader: str = ORCHESTRATOR) -> None:
     """Replace a reader's lease durably. Only that reader does so."""
-    path = lease_path(output_dir, reader)
+    path = _lease_path(output_dir, reader)
     path.parent.mkdir(parents=True, exist_ok=True)
     clean_stages(path.parent, path.name)
     write_atomically(path, json.dumps({"incarnation": lease.incarnation, "version": lease.version}).encode())
@@ -133,4 +128,4 @@ def write_lease(output_dir: Path, lease: Lease, reader: str = ORCHESTRATOR) -> N
 
 def drop_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> None:
     """Remove a reader's lease: it reads nothing any more."""
-    lease_path(output_dir, reader).unlink(missing_ok=True)
+    _lease_path(output_dir, reader).unlink(missing_ok=True)

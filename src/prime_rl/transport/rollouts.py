@@ -121,9 +121,10 @@ def write_batch(
         CommitError: the step is committed already.
         UserError: the disk is full.
     """
-    columns = {
-        field.name: [_as_written(getattr(sample, field.name), field.type) for sample in samples] for field in SCHEMA
-    }
+    columns = {field.name: [getattr(sample, field.name) for sample in samples] for field in SCHEMA}
+    for name in (*_STREAMS, "policy_versions"):
+        dtype = SCHEMA.field(name).type.value_type.to_pandas_dtype()
+        columns[name] = [None if values is None else as_array(values, dtype) for values in columns[name]]
     _check_streams(columns)
     index = {
         "samples": columns["sample_id"],
@@ -131,17 +132,13 @@ def write_batch(
         "loss_tokens": [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]],
         "environments": [*environments, *sorted(set(columns["env"]).difference(environments))],
     }
-    record_batch = pa.record_batch([_column(field, columns[field.name]) for field in SCHEMA], schema=SCHEMA)
+    record_batch = pa.record_batch(columns, schema=SCHEMA)
     final = step_dir(root, step)
     with stage(final, step=step, producer="orchestrator", extra=index | (extra or {})) as directory:
         with pa.OSFile(str(directory / FILE), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
             for first in range(0, len(samples), _ROWS_PER_RECORD_BATCH):
                 writer.write_batch(record_batch.slice(first, _ROWS_PER_RECORD_BATCH))
     return final
-
-
-def _as_written(value: Any, kind: pa.DataType) -> Any:
-    return as_array(value, kind.value_type.to_pandas_dtype()) if pa.types.is_list(kind) and value is not None else value
 
 
 def _check_streams(columns: Mapping[str, list[Any]]) -> None:
@@ -159,50 +156,12 @@ def _check_streams(columns: Mapping[str, list[Any]]) -> None:
                 raise ValueError(f"sample {sample}: {name} is not zero off the loss mask")
 
 
-# Arrow arrays are made from buffers, and read from them: pyarrow's conversions would import pandas first, which takes a
-# second and 50 MiB.
-
-
-def _column(field: pa.Field, values: list[Any]) -> pa.Array:
-    if pa.types.is_string(field.type):
-        texts = [value.encode() for value in values]
-        buffers = [None, pa.py_buffer(_offsets(texts)), pa.py_buffer(b"".join(texts))]
-        return pa.Array.from_buffers(field.type, len(texts), buffers)
-    if not pa.types.is_list(field.type):
-        return _numbers(field.type, np.array(values, dtype=field.type.to_pandas_dtype()))
-    dtype = field.type.value_type.to_pandas_dtype()
-    arrays = [np.empty(0, dtype) if value is None else value for value in values]
-    present = pa.py_buffer(np.packbits(np.array([value is not None for value in values], np.bool_), bitorder="little"))
-    return pa.Array.from_buffers(
-        field.type,
-        len(values),
-        [present if field.nullable else None, pa.py_buffer(_offsets(arrays))],
-        children=[_numbers(field.type.value_type, np.concatenate([np.empty(0, dtype), *arrays]))],
-    )
-
-
-def _offsets(values: Sequence[Any]) -> npt.NDArray[np.int32]:
-    return np.cumsum([0, *map(len, values)], dtype=np.int32)
-
-
-def _numbers(kind: pa.DataType, values: npt.NDArray[Any]) -> pa.Array:
-    data = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else values
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(data)])
-
-
 def _value(scalar: pa.Scalar) -> Any:
     """Return a scalar as a Python object, a list as an array (integers as int64)."""
     if not (isinstance(scalar, pa.ListScalar) and scalar.is_valid):
         return scalar.as_py()
-    values, dtype = scalar.values, np.dtype(scalar.type.value_type.to_pandas_dtype())
-    if not len(values):
-        array = np.empty(0, dtype)
-    elif dtype == np.bool_:
-        array = np.unpackbits(np.frombuffer(values.buffers()[1], np.uint8), bitorder="little").astype(np.bool_)
-    else:
-        array = np.frombuffer(values.buffers()[1], dtype)
-    array = array[values.offset : values.offset + len(values)]
-    return array.astype(np.int64) if dtype.kind == "i" else array.copy()
+    array = scalar.values.to_numpy(zero_copy_only=False)
+    return array.astype(np.int64) if array.dtype.kind == "i" else array.copy()
 
 
 class RolloutBatch:
@@ -253,7 +212,7 @@ def open_batch(directory: Path, *, check_bytes: bool = True) -> RolloutBatch:
     Raises:
         CommitError: it is not committed or its file differs from the manifest.
     """
-    manifest = verify(directory, hashes=check_bytes)
+    manifest = verify(directory, unhashed=() if check_bytes else (FILE,))
     if FILE not in manifest.files:
         raise CommitError(f"{directory} is committed, but not as a batch: it has no {FILE}")
     return RolloutBatch(directory, manifest)

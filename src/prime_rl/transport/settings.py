@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,39 +56,31 @@ def check_and_commit(config: BaseConfig, process: Party) -> None:
         UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is running in
             this run. What was committed before stays.
     """
-    path, itself = config.output_dir / "settings" / f"{process}.json", me()
-    host, settings = socket.gethostname(), shared(config, process)
-    mine = ProcessSettings(process, itself.pid, itself.started, host, time.time(), settings)
-    _compare(config.output_dir, mine)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
-    try:
-        _compare(config.output_dir, mine)  # of two that start at the same time at least one sees the other
-    except UserError:  # the next process must not compare with one that was refused
-        if read_record(ProcessSettings, path) == mine:  # else of a second process of this role
-            path.unlink(missing_ok=True)
-        raise
-
-
-def _compare(output_dir: Path, mine: ProcessSettings) -> None:
-    """Raise UserError if a partner's settings differ, or a second process of this role is running."""
-    for path in sorted((output_dir / "settings").glob("*.json")):
-        partner = read_record(ProcessSettings, path)
-        if partner is None:
-            continue
-        if partner.process == mine.process:
-            if mine.process in _ONE_PER_RUN and _is_running(output_dir, partner):  # servers have addresses of their own
+    itself, settings = me(), shared(config, process)
+    mine = ProcessSettings(process, itself.pid, itself.started, socket.gethostname(), time.time(), settings)
+    for partner in _committed(config.output_dir):
+        running = _is_running(config.output_dir, partner)
+        if partner.process == process:
+            if process in _ONE_PER_RUN and running:  # servers have addresses of their own
                 raise UserError(
-                    f"another {mine.process} (pid {partner.pid} on {partner.host}) is running in {output_dir}: "
+                    f"another {process} (pid {partner.pid} on {partner.host}) is running in {config.output_dir}: "
                     "stop that one, or choose another --output-dir"
                 )
             continue
         passed = [each.settings[_DATA] for each in (mine, partner) if _DATA in each.settings]
         if len(passed) == 2 and (alone := [data for data in passed if data != _BATCHES]):
             ways = "start over with --clean, or choose another --output-dir"
-            raise UserError(f"in {output_dir} {_ALONE[alone[0]]}, {ways}")
-        if _is_running(output_dir, partner) and (problem := difference(mine, partner)):
+            raise UserError(f"in {config.output_dir} {_ALONE[alone[0]]}, {ways}")
+        if running and (problem := difference(mine, partner)):
             raise UserError(problem)
+    path = config.output_dir / "settings" / f"{process}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
+
+
+def _committed(output_dir: Path) -> list[ProcessSettings]:
+    records = [read_record(ProcessSettings, path) for path in sorted((output_dir / "settings").glob("*.json"))]
+    return [record for record in records if record is not None]
 
 
 def dry_path(output_dir: Path, name: str) -> Path:
@@ -107,18 +98,15 @@ def suggestions(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
     """
     if recover and running_processes(output_dir) & set(_ONE_PER_RUN):
         return "the other processes of that run are running: go on with them by --recover, or stop them first"
-    stem = output_dir.name.rstrip("0123456789") or output_dir.name
-    free = next(path for n in count(2) if not (path := output_dir.with_name(f"{stem}{n}")).exists())
-    ways = ["remove it with --clean", f"choose another --output-dir ({free} is free)"]
-    on = ["from a checkpoint with --ckpt.resume-step -1"] * saved
-    on += ["from whatever was committed with --recover"] * recover
-    return ", or ".join([", ".join(ways), f"go on {' or '.join(on)}"]) if on else " or ".join(ways)
+    ways = ["remove it with --clean", "choose another --output-dir"]
+    ways += ["go on from a checkpoint with --ckpt.resume-step -1"] * saved
+    ways += ["go on from whatever was committed with --recover"] * recover
+    return ", or ".join([", ".join(ways[:-1]), ways[-1]])
 
 
 def running_processes(output_dir: Path) -> set[str]:
     """Return the names of the other processes that are running in a run directory."""
-    committed = [read_record(ProcessSettings, path) for path in (output_dir / "settings").glob("*.json")]
-    names: set[str] = {one.process for one in committed if one is not None and _is_running(output_dir, one)}
+    names: set[str] = {one.process for one in _committed(output_dir) if _is_running(output_dir, one)}
     for name, status in read_status(output_dir).items():
         if status.outcome is None and _is_believed_alive(status.id, status.host, status.heartbeat + _FRESH_SECONDS):
             names.add(name.partition(".")[0])
@@ -163,13 +151,12 @@ def difference(mine: ProcessSettings, partner: ProcessSettings) -> str | None:
 
 def _is_running(output_dir: Path, partner: ProcessSettings) -> bool:
     """Whether the process that committed these settings is still running."""
-    itself = ProcessId(partner.pid, partner.started)
+    itself, until = ProcessId(partner.pid, partner.started), partner.time + _START_SECONDS
     status = read_status(output_dir).get(partner.process)
-    if status is not None and (status.id, status.host) != (itself, partner.host):
-        status = None  # another process's
-    if status is not None and status.outcome is not None:
-        return False
-    until = partner.time + _START_SECONDS if status is None else status.heartbeat + _FRESH_SECONDS
+    if status is not None and (status.id, status.host) == (itself, partner.host):
+        if status.outcome is not None:
+            return False
+        until = status.heartbeat + _FRESH_SECONDS
     return _is_believed_alive(itself, partner.host, until)
 
 

@@ -83,7 +83,7 @@ def test_what_a_killed_evaluation_held_is_released(tmp_path: Path, monkeypatch: 
     incarnations.write_lease(tmp_path, Lease(0, 5), incarnations.EVAL)
     data = {"fake": {"type": "fixed"}}
     sft.run(config(eval=None, output_dir=tmp_path, model={"name": "owner/model"}, data=data), 0)
-    assert incarnations.leases(tmp_path) == []
+    assert incarnations.combined_lease(tmp_path) is None
 
 
 def test_ctrl_c_while_the_last_version_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def test_the_joint_manifest_is_the_orchestrators(run: Run, tmp_path: Path) -> No
     run(ckpt={"interval": 1, "keep": 1})
     assert complete_steps(tmp_path / "checkpoints") == []
     assert list_steps(tmp_path / "checkpoints") == [1, 2, 3, 4]
-    with pytest.raises(UserError, match="only single parts of step 1, 2, 3, 4"):
+    with pytest.raises(UserError, match="single parts of steps .1, 2, 3, 4."):
         run(ckpt={"resume_step": -1})
 
 
@@ -272,7 +272,7 @@ def test_a_checkpoint_waits_for_no_recovery_checkpoint(
 FOREIGN = r"step_7 was not made by this program, or is damaged: move it"
 REFUSALS: list[tuple[str, dict[str, Any], str | None]] = [
     ("checkpoints of an earlier run", {}, None),
-    ("resume_step 3: not in", {"ckpt": {"resume_step": 3}}, None),
+    ("resume_step 3: .* holds complete checkpoints", {"ckpt": {"resume_step": 3}}, None),
     ("max_steps 1 is below", {"ckpt": {"resume_step": -1}, "max_steps": 1}, None),
     ("another base model", {"ckpt": {"resume_step": -1}}, None),
     (FOREIGN, {"recover": True}, "weights/step_7/x"),
@@ -369,7 +369,7 @@ def test_two_runs_with_one_place_for_checkpoints(run: Run, tmp_path: Path) -> No
 
 # ---- a file system that fails
 
-FAILS = r"the file system fails at \S* \(Input/output error\): nothing was committed, and what was committed before"
+FAILS = r"\S* cannot be written \(Input/output error\): nothing was committed, and what was committed before"
 
 
 def failing_under(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -401,7 +401,7 @@ def test_input_output_error(
         patch.setattr(os, call, failing_under(place, getattr(os, call)))
         with pytest.raises(UserError, match=FAILS):
             run(**settings)
-    assert (read_status(tmp_path)["trainer"].outcome or "").startswith("failed: the file system fails at")
+    assert "cannot be written" in (read_status(tmp_path)["trainer"].outcome or "")
     versions = list_steps(tmp_path / "weights")
     assert set(versions) <= {0, 1, 2}
     assert versions[: len(committed)] == committed
@@ -450,7 +450,7 @@ def test_a_save_that_is_under_way_when_the_run_fails(
     monkeypatch.setattr(Checkpoints, "poll", poll)
     with pytest.raises(UserError, match="the second step fails"):
         run(recovery_interval=None, ckpt={"interval": 1, "save_async": True})
-    lost = "checkpoints/step_1/trainer was not committed: the file system fails at"
+    lost = "checkpoints/step_1/trainer was not committed: "
     assert (lost in heard.text) is fails
     assert list_steps(tmp_path / "checkpoints") == [1]
     assert (tmp_path / "checkpoints" / "step_1" / "trainer").is_dir() is not fails

@@ -72,8 +72,7 @@ def load(directory: Path) -> AutoModelForCausalLM:
 
 def test_a_killed_trainer_leaves_what_is_whole(tied_model: Path, tmp_path: Path) -> None:
     """Contract: whatever a trainer is at when it dies, each version that stands is whole, and the next incarnation
-    cleans up and goes on. On a full disk nothing half-written stands, and the incarnation goes on where there is room
-    again."""
+    cleans up and goes on."""
     env = {"PYTHONPATH": str(REPOSITORY / "tests")}
     for transport in TRANSPORTS:
         arguments = "killed", transport, tied_model, tmp_path / transport

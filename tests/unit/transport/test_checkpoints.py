@@ -43,13 +43,13 @@ def test_half_saved_is_never_the_newest(root: Path) -> None:
         assert checkpoints.choose_step(root, -1, part) == 4
     assert checkpoints.choose_step(root, 6, "trainer") == 6
     for directory, step, part, says in (
-        (root, 6, "orchestrator", "resume_step 6: not in .*, which has 2, 4"),
-        (root.parent / "nothing", -1, "trainer", "holds no checkpoint"),
+        (root, 6, "orchestrator", "resume_step 6: .* holds complete checkpoints of steps .2, 4."),
+        (root.parent / "nothing", -1, "trainer", "holds no complete checkpoint"),
     ):
         with pytest.raises(UserError, match=says):
             checkpoints.choose_step(directory, step, part)
     save(root.parent / "single", 3, TRAINER_ONLY, joined=False)
-    with pytest.raises(UserError, match="no complete checkpoint, only single parts of step 3"):
+    with pytest.raises(UserError, match="single parts of steps .3."):
         checkpoints.choose_step(root.parent / "single", -1, "trainer")
 
 
@@ -118,10 +118,6 @@ def test_superseded_checkpoints_are_not_deleted(root: Path) -> None:
     assert checkpoints.supersede_after(root, 2, incarnation=3) == []
     assert checkpoints.complete_steps(root) == [2]
     assert (root / "given_up_3_step_4" / "trainer" / "state").read_text() == "state 4"
-    # A second run on the same root counts its incarnations from the start again: what the first has renamed stays as it is.
-    save(root, 4, incarnation=3)
-    assert [path.name for path in checkpoints.supersede_after(root, 2, incarnation=3)] == ["given_up_3_step_4.2"]
-    assert len(list(root.glob("given_up_3_step_4*/trainer/state"))) == 2
 
 
 def test_foreign_directories_are_left_alone(root: Path) -> None:

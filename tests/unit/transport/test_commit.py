@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import struct
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from prime_rl.transport.commit import (
     verify,
     write_atomically,
 )
-from prime_rl.transport.weights import hash_directory, read_header
 
 
 def publish(final: Path, text: str = "hello", step: int = 3) -> Path:
@@ -98,9 +96,7 @@ def test_what_stands_in_the_way_of_a_commit_is_named_and_kept(tmp_path, kind):
 # ---- disks that fail
 
 
-@pytest.mark.parametrize(
-    "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EROFS]
-)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_a_disk_that_is_full_or_fails_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatch, number):
     """A UserError with the place, the system's own words, and what is safe; an old small file stays."""
     write_atomically(tmp_path / "small", b"old")
@@ -109,8 +105,10 @@ def test_a_disk_that_is_full_or_fails_is_one_clear_error_and_commits_nothing(tmp
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(commit.os, "fsync", failing)
-    full = number in (errno.ENOSPC, errno.EDQUOT)
-    words = "disk full while writing .*" if full else rf"\S* .*{os.strerror(number)}\): nothing was committed"
+    full = number == errno.ENOSPC
+    words = (
+        "disk full while writing .*" if full else rf"cannot be written \({os.strerror(number)}\): nothing was committed"
+    )
     for write in (lambda: publish(tmp_path / "step_3"), lambda: write_atomically(tmp_path / "small", b"new")):
         with pytest.raises(UserError, match=words):
             write()
@@ -123,8 +121,8 @@ def test_a_disk_that_is_full_or_fails_is_one_clear_error_and_commits_nothing(tmp
     [
         (publish, "it is committed, but a power cut may undo that"),
         (lambda path: write_atomically(path, b"x"), "it is committed, but a power cut may undo that"),
-        (prune, r"fails at .*step_3 \(Input/output error\): it stays as it is"),
-        (lambda path: supersede(path, 1), r"fails at .*step_3 \(Input/output error\): it stays as it is"),
+        (prune, r"step_3 cannot be written \(Input/output error\): it stays as it is"),
+        (lambda path: supersede(path, 1), r"step_3 cannot be written \(Input/output error\): it stays as it is"),
     ],
     ids=["commit", "write", "prune", "supersede"],
 )
@@ -179,9 +177,8 @@ _ENTRY = b'{"step": 3, "producer": "a", "nonce": "b", "files": '
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"\xff\xfe", b"null", b"[]", b"[" * 100_000, b'{"step": 3}', _ENTRY + b"null}",
-        b'{"step": "3", "producer": "a", "nonce": "b", "files": {}}', _ENTRY + b'{"data": null}}',
-        _ENTRY + b'{"data": {"size": 5}}}', _ENTRY + b'{}, "extra": null}', _ENTRY + b'{}, "more": 1}',
+        b"", b"\xff\xfe", b"[]", b"[" * 100_000, b'{"step": 3}', _ENTRY + b"null}", _ENTRY + b'{"data": {"size": 5}}}',
+        _ENTRY + b'{}, "extra": null}',
     ],
 )  # fmt: skip
 def test_a_garbage_manifest_is_an_error_that_names_it(directory, content):
@@ -217,29 +214,6 @@ def test_a_foreign_directory_is_not_committed(tmp_path):
     for step, message in ((1, "it has no manifest"), (2, "cannot be read"), (3, "it has no manifest")):
         with pytest.raises(CommitError, match=f"step_{step}.*{message}"):
             read_manifest(tmp_path / f"step_{step}")
-
-
-def test_only_regular_files_are_read(tmp_path, directory):
-    """A FIFO whose writer never comes, a device that never ends, or a file larger than memory is an error at once."""
-    (directory / MANIFEST).rename(tmp_path / "whole")
-    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
-        for name, read in (
-            (MANIFEST, read_manifest),
-            ("x.safetensors", hash_directory),
-            ("x.safetensors", lambda directory: read_header(directory / "x.safetensors")),
-        ):
-            make(directory / name)
-            with pytest.raises(CommitError, match=f"step_3/{name} cannot be read: it is not a regular file"):
-                read(directory)
-            (directory / name).rmdir() if make is Path.mkdir else (directory / name).unlink()
-    (tmp_path / "whole").rename(directory / MANIFEST)
-    os.truncate(directory / MANIFEST, 5 << 29)
-    with pytest.raises(CommitError, match=r"step_3/manifest\.json cannot be read: it is longer than 64 MiB"):
-        read_manifest(directory)
-    (directory / "x.safetensors").write_bytes(struct.pack("<Q", 1 << 30))
-    os.truncate(directory / "x.safetensors", 5 << 29)
-    with pytest.raises(CommitError, match=r"x\.safetensors is not .*: its header is longer than 100,000,000"):
-        hash_directory(directory)
 
 
 # ---- listing
@@ -280,13 +254,11 @@ def test_a_parent_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatc
 # ---- removing
 
 
-@pytest.mark.parametrize("files", [0, 3, 12])
-def test_removing_leaves_what_links_lead_to_and_what_is_committed(tmp_path, files):
+def test_removing_leaves_what_links_lead_to_and_what_is_committed(tmp_path):
     directory, outside = tmp_path / "step_1", tmp_path / "outside"
     publish(outside / "step_3")
     (directory / "sub").mkdir(parents=True)
-    for path in (*(directory / str(number) for number in range(files)), directory / "sub" / "data"):
-        path.write_text("x")
+    (directory / "sub" / "data").write_text("x")
     (directory / "link").symlink_to(outside)
     (tmp_path / "step_2").symlink_to(outside / "step_3")
     for removed in (directory, tmp_path / "step_2", tmp_path / "step_2"):  # again: no error

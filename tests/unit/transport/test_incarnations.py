@@ -7,7 +7,6 @@ from prime_rl.transport.incarnations import (
     EVAL,
     combined_lease,
     drop_lease,
-    lease_path,
     open_incarnation,
     read_incarnations,
     read_lease,
@@ -59,7 +58,7 @@ def test_every_reader_has_a_lease_of_its_own(tmp_path):
     write_lease(tmp_path, Lease(1, 9), EVAL)
     assert not half_written.exists()
     assert combined_lease(tmp_path) == Lease(1, 7)
-    lease_path(tmp_path).write_text("{")
+    (tmp_path / "leases" / "orchestrator.json").write_text("{")
     with pytest.raises(CommitError, match=r"orchestrator\.json"):
         combined_lease(tmp_path)
     for _ in range(2):

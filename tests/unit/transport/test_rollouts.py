@@ -2,10 +2,6 @@
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -132,15 +128,3 @@ def test_every_column_is_valid_arrow(tmp_path):
     assert table.schema == SCHEMA
     for column in ("sample_id", "task_id", "loss_mask", "ref_logprobs", "input_ids"):
         assert table.column(column).to_pylist() == [getattr(sample, column) for sample in samples]
-
-
-def test_no_batch_needs_pandas(tmp_path):
-    """Importing pandas takes a second and 50 MiB in every process: writing and reading a batch does without."""
-    code = (
-        "import sys; from pathlib import Path; from unit.transport.test_rollouts import make_sample\n"
-        "from prime_rl.transport.rollouts import open_batch, write_batch\n"
-        "write = lambda path: open_batch(write_batch(path, 0, [make_sample(i) for i in range(9)])).rows([8, 0])\n"
-        "assert 'pandas' not in sys.modules; write(Path(sys.argv[1])); assert 'pandas' not in sys.modules"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=60, env=environment)

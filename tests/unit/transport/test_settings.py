@@ -94,20 +94,6 @@ def test_data_of_one_without_the_other_is_never_mixed(tmp_path: Path, first: Par
         check_and_commit(parties[second], second)
 
 
-def test_a_process_that_was_refused_leaves_no_settings(tmp_path: Path) -> None:
-    """Contract: the next process is compared with those that took part."""
-    check_and_commit(orchestrator(tmp_path), "orchestrator")
-    own = tmp_path / "settings" / "orchestrator.json"
-    before = own.read_bytes()
-    check_and_commit(TrainerConfig(output_dir=tmp_path), "trainer")
-    for earlier in (before, None):
-        if earlier is None:
-            own.unlink()
-        with pytest.raises(UserError, match="makes rollouts for no trainer"):
-            check_and_commit(orchestrator(tmp_path, trainer=False), "orchestrator")
-        assert (own.read_bytes() if own.exists() else None) == earlier
-
-
 @pytest.mark.parametrize("process", ["trainer", "orchestrator"])
 def test_there_is_one_of_each(tmp_path: Path, partner: int, process: Party) -> None:
     """A second one is refused and changes nothing; a dead or ended one is succeeded."""
@@ -151,12 +137,9 @@ def test_a_dry_run_writes_beside_what_a_run_has_left(tmp_path: Path) -> None:
 
 
 def test_what_to_do_about_an_earlier_run(tmp_path: Path, partner: int) -> None:
-    """--clean first, then a directory that is free, then what can be gone on with; beside the rest of its run, --recover."""
-    (tmp_path / "outputs2").mkdir()
+    """Every way out is named; beside the rest of its run it is --recover alone."""
     ways = suggestions(tmp_path / "outputs", saved=True)
-    order = ["--clean", f"{tmp_path / 'outputs3'} is free", "--ckpt.resume-step -1", "--recover"]
-    assert sorted(order, key=ways.index) == order
-    assert suggestions(tmp_path / "outputs2", saved=False, recover=False).endswith(f"({tmp_path / 'outputs3'} is free)")
+    assert all(way in ways for way in ("--clean", "--output-dir", "--ckpt.resume-step -1", "--recover"))
     check_and_commit(orchestrator(tmp_path), "orchestrator")
     belongs_to(tmp_path, "orchestrator", partner)
     assert "go on with them by --recover" in suggestions(tmp_path, saved=False)
