@@ -6,7 +6,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ _SAY_WAIT_AFTER_SECONDS = 0.5
 _HEALTH = "/health"
 _TROUBLE = (500, 502, 503, 504)
 _BUSY = 409  # another weight change goes on, perhaps one whose answer was lost
-_UNUSABLE = 500  # as an answer to what is served
 _UNSENT = 424  # `inference.service.EXCHANGE_FAILED`
 
 
@@ -39,10 +37,6 @@ class ServerError(UserError):
 
 class VersionNotSent(ServerError):
     """The trainer's publisher did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
-
-
-class NoWeightsServed(ServerError):
-    """The server says that it cannot say what it serves: nothing but another load mends its weights."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +112,13 @@ class InferenceClient:
         Raises:
             UserError: it did not come up in time.
         """
-        start, most, said = time.monotonic(), self._config.ready_timeout, False
+        start, most, said, hint = time.monotonic(), self._config.ready_timeout, False, how_to_start(self.root)
         while trouble := await self._trouble(path):  # bounded: by the deadline below
             if (waited := time.monotonic() - start) > most:
-                raise UserError(f"no inference server at {self.root} after {most:.0f} s (client.base_url, client.ready_timeout): {trouble}; {how_to_start(self.root)}")  # fmt: skip
+                raise UserError(f"no inference server at {self.root} after {most:.0f} s (client.base_url, client.ready_timeout): {trouble}; {hint}")  # fmt: skip
             if not said and waited > _SAY_WAIT_AFTER_SECONDS:
                 said = True
-                logger.info(
-                    "waiting for an inference server at {} (at most {:.0f} s); {}",
-                    self.root,
-                    most,
-                    how_to_start(self.root),
-                )
+                logger.info("waiting for an inference server at {} (at most {:.0f} s); {}", self.root, most, hint)
             on_wait("a healthy server", f"inference at {self.root}", most)
             await asyncio.sleep(_POLL_SECONDS)
         if said:
@@ -143,8 +132,8 @@ class InferenceClient:
         """Ask what is served.
 
         Raises:
-            NoWeightsServed: a load that failed has left it without weights.
-            UserError: the server is not ours (it has no such route), refuses the key, or does not answer.
+            ServerError: it does not answer, or a load that failed has left it without weights.
+            UserError: the server is not ours (it has no such route), or refuses the key.
         """
         body = await self._call("GET", "/weights", timeout=min(_VERIFY_TIMEOUT_SECONDS, self._config.timeout))
         try:
@@ -164,7 +153,7 @@ class InferenceClient:
         """Have the server load a committed version and verify it: by what it reports to serve, and by what it computes.
 
         Raises:
-            ServerError: it failed, or its answer was lost, and it does not serve that version; or it computes something else.
+            ServerError: it failed, its answer was lost, or it computes something else.
             UserError: it refused, or says afterwards that it serves something else.
         """
         if self._logprob_check is None:
@@ -182,15 +171,8 @@ class InferenceClient:
             ServerError, UserError: as `update` does, but what it computes is not checked.
         """
         body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
-        try:
-            answer = await self._call("POST", "/update_weights", body)
-            served = replace(await self.served(), seconds=answer.get("seconds", {}))
-        except ServerError:
-            with suppress(UserError):  # what is served counts, not what became of the answer
-                current = await self.served()
-                if current.holds(weights):
-                    return current
-            raise
+        answer = await self._call("POST", "/update_weights", body)
+        served = replace(await self.served(), seconds=answer.get("seconds", {}))
         if not served.holds(weights):
             raise UserError(
                 f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it serves "
@@ -280,8 +262,7 @@ class InferenceClient:
         if status == _BUSY:
             raise ServerError(f"{server} is busy with another change of its weights: {message}")
         if status >= 500:
-            kind = NoWeightsServed if (path, status) == ("/weights", _UNUSABLE) else ServerError
-            raise kind(f"{server} failed {method} {path}: {message}")
+            raise ServerError(f"{server} failed {method} {path}: {message}")
         if not response.is_success:
             raise UserError(f"{server} refused {method} {path}: {message}")
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from loguru import logger
 
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import InferenceClient, NoWeightsServed, Served, ServerError
+from prime_rl.fleet.client import InferenceClient, Served, ServerError
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import LogprobReference, WeightsManifest, version_dir, weights_manifest
@@ -102,7 +102,7 @@ class LogprobCheck:
         known = self._calibrations.get(client.root)
         try:
             served: Served | None = await client.served()
-        except NoWeightsServed:
+        except ServerError:
             if known:
                 return  # a load mends it; `check` sees whether it was started again
             served = None

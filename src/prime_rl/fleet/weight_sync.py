@@ -21,7 +21,7 @@ from loguru import logger
 
 from prime_rl import faults
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import NoWeightsServed, ServerError, VersionNotSent
+from prime_rl.fleet.client import ServerError, VersionNotSent
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.published_versions import PublishedVersions
 from prime_rl.fleet.replicas import (
@@ -310,7 +310,7 @@ class WeightSync:
         manifest = self.published.manifest(version) if self.config.trainer else None
         try:
             if replica.loaded is None:
-                with suppress(NoWeightsServed):  # it has nothing that could be overwritten
+                with suppress(ServerError):  # a load mends one that serves nothing
                     (await replica.client.served()).check_name(replica.name, self.config.model.name)
             await replica.load(manifest)
         except LogprobCheckFailed:

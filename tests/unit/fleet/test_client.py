@@ -11,7 +11,7 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig, how_to_start
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import InferenceClient, NoWeightsServed, Served, ServerError, VersionNotSent
+from prime_rl.fleet.client import InferenceClient, Served, ServerError, VersionNotSent
 from prime_rl.transport.weights import WeightsManifest
 
 
@@ -93,16 +93,6 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
             await engine.update(manifest())
 
 
-async def test_an_update_whose_answer_was_lost_counts_when_the_version_is_served(server, engine):
-    """The server failed after it had loaded the weights: what it serves decides, so that nothing is sampled again."""
-    server.answers["POST", "/update_weights"] = 500, {}
-    server.answers["GET", "/weights"] = 200, {"version": 3, "hash": "abc"}
-    assert await engine.update(manifest()) == Served(3, "abc")
-    server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "older"}
-    with pytest.raises(ServerError):
-        await engine.update(manifest())
-
-
 @pytest.mark.parametrize(
     ("status", "body", "message", "trouble"),
     [
@@ -121,9 +111,6 @@ async def test_refusals_and_failures_name_their_cause(server, engine, status, bo
     with pytest.raises(UserError, match=message) as caught:
         await engine.update(manifest())
     assert type(caught.value) is trouble
-    with pytest.raises(UserError) as caught:
-        await engine.served()
-    assert isinstance(caught.value, NoWeightsServed) is (status == 500)  # of what is served, and of nothing else
 
 
 async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(server, engine):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import NoWeightsServed, Served, ServerError
+from prime_rl.fleet.client import Served, ServerError
 from prime_rl.fleet.logprob_check import FACTOR, LEAST_MEAN, Difference, LogprobCheck, LogprobCheckFailed
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.weights import (
@@ -54,7 +54,7 @@ class Scored:
 
     async def served(self) -> Served:
         if self.unusable:
-            raise NoWeightsServed("scripted")
+            raise ServerError("scripted")
         return Served(self.now.version, self.now.hash, self.boot, engines=self.engines)
 
     async def load(self, weights: WeightsManifest) -> Served:
