@@ -22,7 +22,7 @@ from machine import describe_machine
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
 from prime_rl.orchestrator.ledger import Ledger, batch_extra
 from prime_rl.orchestrator.samples import exact_streams
-from prime_rl.orchestrator.scheduler import Batched, Finished, Issued, Opened, Start, Task
+from prime_rl.orchestrator.scheduler import Batched, Finished, Issued, Start, Task
 from prime_rl.transport.rollouts import Sample, write_batch
 
 EPISODES, GROUP_SIZE, TOKENS, PROMPT = 512, 8, 2048, 256
@@ -80,8 +80,6 @@ def run_step(ledger: Ledger, rollouts: Path, step: int, flushes: int) -> dict[st
         for start in [Start(group, i, 0, tasks[group], step) for i in range(GROUP_SIZE)]
     }
     with clock.part("record"):
-        for group in groups:
-            ledger.record(Opened(group, tasks[group]))
         for start in starts.values():
             ledger.record(Issued(start, 0))
     every = len(results) // (flushes + 1) + 1

@@ -14,7 +14,6 @@ from prime_rl.orchestrator.scheduler import (
     Dropped,
     Finished,
     Issued,
-    Opened,
     Start,
     Task,
 )
@@ -34,9 +33,6 @@ def an_episode(reward: float = 0.5, sampled: int = 3, prompt: int = 2) -> Episod
 
 class ScriptedLedger(Ledger):
     """A ledger that is told of episodes by name. `counts` flushes before."""
-
-    def opened(self, group: int, env: str = "reverse-text") -> None:
-        self.record(Opened(group, task(group, env)))
 
     def issued(self, episode: str, version: int = 0, incarnation: int = 0, env: str = "reverse-text") -> None:
         self.record(Issued(start_of(episode, env, version), incarnation))
@@ -82,7 +78,6 @@ def start_of(episode: str, env: str = "reverse-text", version: int = 0) -> Start
 
 def open_group(ledger: ScriptedLedger, number: int, size: int = 2, env: str = "reverse-text") -> list[str]:
     """A group with all its episodes in flight, on version 0 of incarnation 0."""
-    ledger.opened(number, env)
     names = [f"{number}.{i}.0" for i in range(size)]
     for name in names:
         ledger.issued(name, env=env)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.checkpoint import OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, open_ledger, restore
@@ -20,7 +21,6 @@ from prime_rl.orchestrator.scheduler import (
     Event,
     Issued,
     Limits,
-    Opened,
     Scheduler,
     Start,
     Task,
@@ -58,10 +58,10 @@ class Counted(Scheduler[Any]):
 
     def count(self, event: Event) -> None:
         match event:
-            case Opened(group):
-                self.standing.append(group)
             case Issued(start):
                 self.issued += 1
+                if start.group not in self.standing:
+                    self.standing.append(start.group)
                 self.open.setdefault(start.group, set()).add(start.episode)
             case Dropped(start, reason):
                 self.open.get(start.group, set()).discard(start.episode)
@@ -113,8 +113,10 @@ class World:
         if self.directory is None:
             self.scheduler = Counted(self.limits, gate=gate)
             return
-        progress = resume_point(self.directory, None, recover=self.crashes > 0)
-        self.ledger = open_ledger(self.directory, 0, progress)
+        progress = resume_point(
+            OrchestratorConfig(output_dir=self.directory, recover=self.crashes > 0, environment={"id": "env"})
+        )
+        self.ledger = open_ledger(self.directory, progress)
         stream = task_stream(TASKS, {"env": 2.0, "other": 1.0}, 0)
         self.scheduler = Counted(
             self.limits, stream, self.ledger.record, gate=gate, step=progress.step, version=self.newest, incarnation=max(self.incarnations)

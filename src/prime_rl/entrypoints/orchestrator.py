@@ -30,8 +30,7 @@ def run(config: OrchestratorConfig) -> None:
         config = as_benchmark(config)
     for env in config.all_environments():
         check_environment(env)
-    keeps = not (config.dry_run or config.bench or config.clean)
-    if keeps and resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover).fresh:
+    if not (config.dry_run or config.bench or config.clean) and resume_point(config).fresh:
         refuse_results(config.output_dir)  # before that run's own config is written over
     if config.dry_run:
         names = ", ".join(f"{env.name} (workers: {env.workers})" for env in config.environments)

@@ -16,7 +16,7 @@ from prime_rl.launcher.console import Console, minutes
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
-from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
+from prime_rl.orchestrator.checkpoint import resume_point
 from prime_rl.transport.settings import dry_path
 from prime_rl.wait import WaitTimeout, wait
 
@@ -128,8 +128,8 @@ def _check(config: RLConfig) -> None:
     else:
         preflight.check_key(config.orchestrator.client)
     orchestrator = config.orchestrator
-    progress = resume_point(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
-    refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing
+    # Before the trainer goes back for nothing.
+    resume_point(orchestrator.model_copy(update={"output_dir": config.output_dir, "recover": config.recover}))
     for environment in orchestrator.all_environments():
         preflight.check_environment(environment)
 

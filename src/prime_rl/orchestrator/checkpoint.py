@@ -19,6 +19,7 @@ from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, read_ma
 from prime_rl.transport.protocol import first_missing_batch, joinable
 
 if TYPE_CHECKING:
+    from prime_rl.config import OrchestratorConfig
     from prime_rl.config.shared import CkptConfig
 
 PART: checkpoints.Part = "orchestrator"
@@ -62,20 +63,18 @@ class ResumePoint:
         return not (self.resumed or self.recovered)
 
 
-def resume_point(
-    output_dir: Path, ckpt: "CkptConfig | None", max_steps: int | None = None, recover: bool = False
-) -> ResumePoint:
+def resume_point(config: "OrchestratorConfig") -> ResumePoint:
     """Find where to start: at step 0, or after what the run directory already holds.
 
-    Batches committed beyond the checkpoint are trained again unchanged, so collecting goes on after them.
-
-    Args:
-        recover: Go on after a crash: everything that is committed counts. The run may once have been resumed from a checkpoint.
+    Batches committed beyond the checkpoint are trained again unchanged, so collecting goes on after them. With
+    `recover`, after a crash, everything that is committed counts; the run may once have been resumed from a checkpoint.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or it lies beyond `max_steps`.
+        UserError: there is no such checkpoint, it is damaged, or it lies beyond `max_steps`. Or the run would go on with
+            other tasks than it began with.
     """
-    asked, rollouts = ckpt.resume_step if ckpt is not None else None, output_dir / "rollouts"
+    ckpt, recover, rollouts = config.ckpt, config.recover, config.output_dir / "rollouts"
+    asked = ckpt.resume_step if ckpt is not None else None
     if asked is None and not recover:
         return ResumePoint()
     batches, version, state = list_steps(rollouts), 0, OrchestratorState()
@@ -84,27 +83,23 @@ def resume_point(
             start = min(batches, default=0)
         else:
             assert asked is not None
-            root = checkpoints_root(output_dir, ckpt)
-            start = checkpoints.choose_step(root, asked, PART, None if recover else max_steps)
+            root = checkpoints_root(config.output_dir, ckpt)
+            start = checkpoints.choose_step(root, asked, PART, None if recover else config.max_steps)
             state, version = read_state(checkpoints.part_dir(root, start, PART)), 0 if recover else start
         step = first_missing_batch(batches, start)
         if step > start:
             state = read_state(rollouts / f"step_{step - 1}")
     except CommitError as error:
         raise UserError(f"cannot go on with this run: {error}") from error
+    if state.groups_opened and state.seed != config.seed:
+        began = f"the run began with seed {state.seed} and would go on with {config.seed}"
+        raise UserError(f"{began}: tasks would be repeated and left out; give --seed {state.seed}")
     return ResumePoint(step, version, resumed=not recover, recovered=recover, state=state)
 
 
 def checkpoints_root(output_dir: Path, ckpt: "CkptConfig | None") -> Path:
     """Return the directory of the run's checkpoints."""
     return ((ckpt and ckpt.output_dir) or output_dir) / "checkpoints"
-
-
-def refuse_other_seed(progress: ResumePoint, seed: int) -> None:
-    """Raise UserError where a run would go on with other tasks than it began with."""
-    if not progress.fresh and progress.state.groups_opened and progress.state.seed != seed:
-        began = f"the run began with seed {progress.state.seed} and would go on with {seed}"
-        raise UserError(f"{began}: tasks would be repeated and left out; give --seed {progress.state.seed}")
 
 
 def read_state(directory: Path) -> OrchestratorState:

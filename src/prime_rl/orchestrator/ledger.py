@@ -26,7 +26,7 @@ from loguru import logger
 from prime_rl import faults
 from prime_rl.envs.protocol import EpisodeResult, pack_episode, unpack_episode
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.checkpoint import ResumePoint, refuse_other_seed
+from prime_rl.orchestrator.checkpoint import ResumePoint
 from prime_rl.orchestrator.scheduler import (
     Batched,
     Discarded,
@@ -37,7 +37,6 @@ from prime_rl.orchestrator.scheduler import (
     Group,
     GroupSlot,
     Issued,
-    Opened,
     Scheduler,
     Start,
     State,
@@ -240,9 +239,9 @@ class Ledger:
     def _apply(self, event: Event) -> None:
         """Write one event. Raises UserError where it cannot have happened."""
         match event:
-            case Opened(group, task):
-                self._change(event, f"INSERT OR IGNORE {_OPEN_GROUP}", group, task.env, task.index, task.task_id)
             case Issued(start, incarnation):
+                task = start.task
+                self._update(f"INSERT OR IGNORE {_OPEN_GROUP}", start.group, task.env, task.index, task.task_id)
                 self._change(event, _ISSUE, *start.key, start.version, incarnation)
                 self._update(_COUNT_ISSUED, start.task.env)
             case Finished(start, first, last, result, incarnation):
@@ -389,13 +388,12 @@ class Ledger:
 # -- going on with a run -----------------------------------------------------------------------------------------------
 
 
-def open_ledger(output_dir: Path, seed: int, progress: ResumePoint) -> Ledger:
+def open_ledger(output_dir: Path, progress: ResumePoint) -> Ledger:
     """Open the run's ledger.
 
     Raises:
         UserError: it is damaged, or belongs to a run that this one would be mixed with.
     """
-    refuse_other_seed(progress, seed)
     ledger = Ledger(output_dir / LEDGER)
     issued = ledger.counts().issued
     if progress.fresh and issued:

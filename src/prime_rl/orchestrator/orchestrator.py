@@ -87,7 +87,7 @@ class Orchestrator:
             for env in config.environments
         }
         self.admission = Admission(config)
-        self.progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
+        self.progress = resume_point(config)
         self.fleet = ReplicaPool(engines, slack=config.rollouts_per_example)
         self.weight_sync = WeightSync(config, self.fleet, status, self)
         self.evaluations = Evaluations(config, pool, monitor, status, self.weight_sync)
@@ -115,7 +115,7 @@ class Orchestrator:
         Raises:
             UserError: the run cannot go on; the message says why.
         """
-        self.ledger = open_ledger(self.config.output_dir, self.config.seed, self.progress)
+        self.ledger = open_ledger(self.config.output_dir, self.progress)
         self._main = asyncio.current_task()
         assert self._main is not None
         try:

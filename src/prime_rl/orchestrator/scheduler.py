@@ -183,16 +183,8 @@ class Batch(Generic[Result]):
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A group was opened."""
-
-    group: int
-    task: Task
-
-
-@dataclass(frozen=True)
 class Issued:
-    """An episode started, in incarnation `incarnation` of the trainer."""
+    """An episode started, in incarnation `incarnation` of the trainer; the first of a group opens it."""
 
     start: Start
     incarnation: int
@@ -239,7 +231,7 @@ class Batched:
         return {*self.trained, *self.filtered, *self.truncated}
 
 
-Event = Opened | Issued | Finished[Any] | Dropped | Discarded | Batched
+Event = Issued | Finished[Any] | Dropped | Discarded | Batched
 
 
 # -- the scheduler ---------------------------------------------------------------------------------------------------
@@ -354,7 +346,6 @@ class Scheduler(Generic[Result]):
         self._groups[group.number] = group
         self.groups_opened += 1
         self._opened.append(now)
-        self._emit(Opened(group.number, group.task))
         return group
 
     # -- how episodes end ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import pytest
 
+from prime_rl.config import OrchestratorConfig
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.checkpoint import (
@@ -32,6 +33,11 @@ def commit_checkpoint(output_dir, step):
     assert step in JointCheckpoints(output_dir, None).join({})
 
 
+def resume(output_dir, ckpt=None, recover=False) -> ResumePoint:
+    config = OrchestratorConfig(output_dir=output_dir, ckpt=ckpt, recover=recover, environment={"id": "env"})
+    return resume_point(config)
+
+
 def where(progress: ResumePoint) -> tuple[int, int, int]:
     """The next step, the groups drawn so far, the version."""
     return progress.step, progress.state.groups_opened, progress.version
@@ -40,20 +46,20 @@ def where(progress: ResumePoint) -> tuple[int, int, int]:
 def test_a_run_goes_on_after_the_batches_that_are_committed(tmp_path):
     """From a checkpoint, collecting goes on after the batches beyond it; -1 is the newest complete one, and a part of the
     trainer alone is none. A damaged state is named with its checkpoint."""
-    assert resume_point(tmp_path, None) == resume_point(tmp_path, CkptConfig()) == ResumePoint()
+    assert resume(tmp_path, None) == resume(tmp_path, CkptConfig()) == ResumePoint()
     commit_batches(tmp_path, 0, 1, 2, 3)
     commit_checkpoint(tmp_path, 2)
     commit_trainer_part(tmp_path, 3)
     for asked in (2, -1):
-        progress = resume_point(tmp_path, CkptConfig(resume_step=asked))
+        progress = resume(tmp_path, CkptConfig(resume_step=asked))
         assert where(progress) == (4, 40, 2)
         assert progress.resumed
         assert not progress.fresh
     with pytest.raises(UserError, match="resume_step 3: .* holds complete checkpoints"):
-        resume_point(tmp_path, CkptConfig(resume_step=3))
+        resume(tmp_path, CkptConfig(resume_step=3))
     (tmp_path / "checkpoints" / "step_2" / "orchestrator" / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="cannot resume from step 2"):
-        resume_point(tmp_path, CkptConfig(resume_step=2))
+        resume(tmp_path, CkptConfig(resume_step=2))
 
 
 def test_a_checkpoint_is_enough_to_go_on_elsewhere(tmp_path):
@@ -63,17 +69,17 @@ def test_a_checkpoint_is_enough_to_go_on_elsewhere(tmp_path):
     commit_batch(tmp_path / "old", 1, 9)
     commit_checkpoint(tmp_path / "old", 2)
     ckpt = CkptConfig(resume_step=2, output_dir=tmp_path / "old")
-    assert resume_point(tmp_path / "new", ckpt) == ResumePoint(2, 2, resumed=True, state=state)
-    assert where(resume_point(tmp_path / "new", ckpt, recover=True)) == (2, 9, 0)
+    assert resume(tmp_path / "new", ckpt) == ResumePoint(2, 2, resumed=True, state=state)
+    assert where(resume(tmp_path / "new", ckpt, recover=True)) == (2, 9, 0)
     commit_batches(tmp_path / "new", 2)
-    assert where(resume_point(tmp_path / "new", ckpt, recover=True)) == (3, 30, 0)
+    assert where(resume(tmp_path / "new", ckpt, recover=True)) == (3, 30, 0)
 
 
 def test_after_a_crash_everything_committed_counts(tmp_path):
     """No checkpoint is needed: the row of batches says where to go on, from the first one that there is."""
-    assert where(resume_point(tmp_path, None, recover=True)) == (0, 0, 0)
+    assert where(resume(tmp_path, None, recover=True)) == (0, 0, 0)
     commit_batches(tmp_path, 4, 5)
-    progress = resume_point(tmp_path, None, recover=True)
+    progress = resume(tmp_path, None, recover=True)
     assert where(progress) == (6, 60, 0)
     assert progress.recovered
 

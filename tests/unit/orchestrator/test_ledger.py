@@ -93,19 +93,17 @@ def test_what_cannot_happen_is_refused(path, ledger):
     first, second = open_group(ledger, 0)
     ledger.finished(first)
     for wrong in (
-        lambda: ledger.opened(0),
         lambda: ledger.finished(first),
         lambda: ledger.finished("0.7.0"),
         lambda: ledger.finished("9.0.0"),
         lambda: ledger.issued(first),
-        lambda: ledger.issued("9.0.0"),
         lambda: ledger.dropped("0.5.0", "stale"),
         lambda: ledger.batched(0, [second], [], [], [0]),
         lambda: ledger.discarded(3),
     ):
         before = ledger.counts()
         wrong()
-        events = "Opened|Issued|Finished|Dropped|Batched|Discarded"
+        events = "Issued|Finished|Dropped|Batched|Discarded"
         with pytest.raises(UserError, match=rf"a fault of prime-rl\): ({events}).* does not follow"):
             ledger.flush()
         ledger._events.clear()
