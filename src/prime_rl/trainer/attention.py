@@ -160,7 +160,7 @@ def trial(backend: str, needs: Needs, device: torch.device) -> str | None:
     for window in (None, 16) if needs.windows else (None,):
         mask = cu_seqlens, longest, scale, window
         try:
-            got = with_gradients(_kernel(backend), inputs, d_out, *mask)
+            got = with_gradients(lambda *arguments: KERNELS[backend](*arguments)[0], inputs, d_out, *mask)
             want = with_gradients(sdpa, [x.float() for x in inputs], d_out.float(), *mask)
             worst = max(map(relative_error, got, want))
         except Exception as error:  # noqa: BLE001 libraries have errors of their own, assertions among them
@@ -198,7 +198,7 @@ def register(backend: str) -> set[Any]:
     Returns:
         The operators whose output selective checkpointing keeps, so that backward does not compute attention again.
     """
-    kernel = _kernel(backend)
+    kernel = sdpa if backend == "sdpa" else lambda *arguments: KERNELS[backend](*arguments)[0]
 
     def packed(
         module: nn.Module,
@@ -235,13 +235,6 @@ def register(backend: str) -> set[Any]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_flash_attention.default,
     }
-
-
-def _kernel(backend: str) -> Kernel:
-    if backend == "sdpa":
-        return sdpa
-    operator = KERNELS[backend]
-    return lambda *arguments: operator(*arguments)[0]
 
 
 def sdpa(

@@ -86,15 +86,8 @@ def _clamped(values: Tensor) -> Tensor:
     return values.nan_to_num(0.0).clamp(-_MOST, _MOST)
 
 
-def component_sums(divergence: Tensor, pulled: Tensor, logprob: Tensor, imitated: Tensor) -> Tensor:
-    """Sums [4] over the tokens that a reference model pulls (`pulled` [N] bool) and those of cross-entropy (`imitated`)."""
-    # What a token without a reference diverges from is arbitrary, and may be infinite.
-    apart = torch.where(pulled, divergence, 0.0)
-    return torch.stack([pulled.sum(), apart.sum(), imitated.sum(), -torch.where(imitated, logprob, 0.0).sum()])
-
-
 def describe(sums: Sequence[float]) -> dict[str, float]:
-    """Name the metrics of an RL step from its sums over all ranks: its loss, `component_sums`, `token_sums`.
+    """Name the metrics of an RL step from its sums over all ranks: its loss, those of components, `token_sums`.
 
     A mean over no tokens is left out.
     """
@@ -169,7 +162,15 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
     Raises:
         UserError: a custom loss cannot be imported, does not take its arguments, or gives no loss of tokens.
     """
-    policy_loss, coupled = _policy_loss(config)
+    policy_loss: Callable[..., tuple[Tensor, Tensor]]
+    if config.type == "custom":
+        function = load_function(config.path, config.args, positional=3, key="loss.path", offered=("sequences",))
+        coupled = "sequences" in inspect.signature(function).parameters
+        policy_loss = partial(_custom, function, config.path, config.args)
+        _try_out(policy_loss, config.path, coupled)
+    else:
+        coupled = config.type == "gspo" or (config.type == "reinforce" and config.level != "token")
+        policy_loss = partial(_POLICY_LOSSES[config.type], config=config)
 
     def loss_of(
         logprob: Tensor, entropy: Tensor, streams: Tensor, sequences: Sequences | None = None
@@ -188,24 +189,14 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
             pulled = (ref_kl_scale != 0) | (rl_scale != 0) if config.kl_coef else ref_kl_scale != 0
             # Not bounded as the penalty is: what is reported is an estimate without bias.
             k3 = torch.expm1(reference - logprob) + logprob - reference
-            components = component_sums(k3, pulled, logprob, ce_scale != 0)
+            imitated = ce_scale != 0
+            # What a token without a reference diverges from is arbitrary, and may be infinite.
+            components = [pulled, torch.where(pulled, k3, 0.0), imitated, -torch.where(imitated, logprob, 0.0)]
             acted = (rl_scale != 0, dropped), (ref_kl_scale != 0, ref_kl_drops(logprob, old))
             sums = token_sums(logprob, entropy, old, advantage, mask, *acted)
-            return loss, torch.cat([loss[None], components, sums])
+            return loss, torch.cat([torch.stack([loss, *(part.sum() for part in components)]), sums])
 
     return SequenceLoss(loss_of) if coupled else loss_of
-
-
-def _policy_loss(config: "LossConfig") -> tuple[Callable[..., tuple[Tensor, Tensor]], bool]:
-    """The policy loss, and whether it couples the tokens of a sequence: then it takes `sequences`."""
-    if config.type == "custom":
-        function = load_function(config.path, config.args, positional=3, key="loss.path", offered=("sequences",))
-        coupled = "sequences" in inspect.signature(function).parameters
-        of_tokens = partial(_custom, function, config.path, config.args)
-        _try_out(of_tokens, config.path, coupled)
-        return of_tokens, coupled
-    coupled = config.type == "gspo" or (config.type == "reinforce" and config.level != "token")
-    return partial(_POLICY_LOSSES[config.type], config=config), coupled
 
 
 def _custom(

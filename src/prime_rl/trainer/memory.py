@@ -99,10 +99,6 @@ class Shape:
     def layer_parameters(self) -> int:
         return (self.parameters - self.root_parameters) // self.layers
 
-    @property
-    def head_parameters(self) -> int:
-        return self.vocabulary * self.hidden
-
 
 @dataclass(frozen=True)
 class Job:
@@ -210,7 +206,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         # Those that stay: weights that are freed come and go around their use.
         "gathered weights": 0 if settings.reshard else size * s.parameters,
     }
-    hidden, weight = tokens * s.hidden * size, s.head_parameters
+    hidden, weight = tokens * s.hidden * size, s.vocabulary * s.hidden
     kept = {level: _kept(s, job, level) for level in set(settings.levels)}
     summed = 4 if job.ranks == 1 else 8  # float32, before and after; a single rank's are the same
 
@@ -299,11 +295,15 @@ def plan_memory(
     """
     shape = Shape.of(lm)
     if world.device.type != "cuda" or tokens is None:
-        return MemoryPlan(unplanned(config, shape.layers, world), shape)
+        fastest = next(_fastest_first(config, shape, Job(tokens=1)))
+        return MemoryPlan(replace(fastest, head_chunk=config.head_chunk or UNPLANNED_CHUNK), shape)
     device_states = 8.0 if optim is None else state_bytes(optim, shape)
     published_bytes = 0.0 if published is None else published(shape.parameters)
     job = Job(tokens, itemsize, world.shards, world.size, device_states, compiled, published_bytes)
-    local = [HOST_SHARE * available_bytes() / local_ranks(), _budget(config, world)]
+    # What torch may take of this rank's GPU.
+    free = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device) - OUTSIDE
+    limit = free if config.memory_limit is None else config.memory_limit * GIB
+    local = [HOST_SHARE * available_bytes() / local_ranks(), float(limit)]
     host, budget = (min(values) for values in zip(*gather(world, local), strict=True))
     plan = MemoryPlan(choose(config, shape, job, budget, host), shape, job, budget)
     if world.is_main:
@@ -370,27 +370,8 @@ def _offloaded(shape: Shape, job: Job, levels: "tuple[Recompute, ...]", offload:
     return tuple(layers)
 
 
-def unplanned(config: "TrainerModel", layers: int, world: World) -> Settings:
-    """The settings where nothing is fitted to the memory."""
-    level: Recompute = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
-    return Settings(
-        levels=(level,) * layers,
-        head_chunk=config.head_chunk or UNPLANNED_CHUNK,
-        reshard=world.size > 1 if config.reshard_after_forward is None else config.reshard_after_forward,
-        offloaded=tuple(range(layers - 1 - LAG)) if config.activation_offload else (),
-    )
-
-
 def _fits(estimated: Estimate, budget: float) -> bool:
     return estimated.total * (1 + RESERVE) <= budget
-
-
-def _budget(config: "TrainerModel", world: World) -> float:
-    """Bytes of this rank's GPU that torch may take."""
-    if config.memory_limit is not None:
-        return config.memory_limit * GIB
-    free, _ = torch.cuda.mem_get_info(world.device)
-    return float(free + torch.cuda.memory_reserved(world.device) - OUTSIDE)
 
 
 def use_expandable_segments() -> None:

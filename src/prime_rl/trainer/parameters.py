@@ -125,8 +125,11 @@ def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     files = _tensor_files(directory)
     by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
     for tensor in stored_tensors(policy):
-        name = _name_in_files(tensor, files, directory)
-        by_file.setdefault(files[name], []).append((name, tensor))
+        # A checkpoint of the backbone alone lacks the "model." prefix.
+        names = [name for name in (tensor.name, tensor.name.removeprefix("model.")) if name in files]
+        if not names:
+            raise UserError(f"model directory {directory} has no tensor {tensor.name}, which its config.json needs")
+        by_file.setdefault(files[names[0]], []).append((names[0], tensor))
     for path, tensors in by_file.items():
         try:
             with safe_open(path, "pt") as file:
@@ -136,15 +139,6 @@ def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
                         local.copy_(_read(file, path, name, tensor, start, local.shape[0]))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged or unreadable: {one_line(error)}") from error
-
-
-def _name_in_files(tensor: StoredTensor, files: dict[str, Path], directory: Path) -> str:
-    """The name under which the files hold a tensor."""
-    # A checkpoint of the backbone alone lacks the "model." prefix.
-    for name in (tensor.name, tensor.name.removeprefix("model.")):
-        if name in files:
-            return name
-    raise UserError(f"model directory {directory} has no tensor {tensor.name}, which its config.json needs")
 
 
 def _read(file: Any, path: Path, name: str, tensor: StoredTensor, start: int, count: int) -> Tensor:

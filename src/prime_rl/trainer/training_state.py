@@ -142,11 +142,6 @@ def load(state: State, directory: Path, world: World, per_rank: Iterable[str] = 
 
 @torch.no_grad()
 def _load(state: State, directory: Path, world: World, per_rank: Iterable[str]) -> dict[str, Tensor]:
-    if (directory / ".metadata").is_file():
-        raise UserError(
-            f"{directory} is in the format of an earlier release, which is no longer read: finish the run with that "
-            "release, or begin a new one with model.name = its weights/step_N"
-        )
     try:
         index = json.loads((directory / _INDEX).read_text())
         if problem := _misfit(index["shapes"], state):
@@ -177,12 +172,9 @@ def _misfit(saved: Mapping[str, list[int]], state: State) -> str | None:
     """The first tensor that only the saved or only this model and optimizer have, or that differs in shape, if any."""
     ours = {name: tensor.shape for name, tensor in state.items()}
     for name in sorted(saved.keys() | ours.keys()):
-        if name not in saved:
-            return f"{name} is missing from the checkpoint; the model has shape {ours[name]}"
-        if name not in ours:
-            return f"{name} is missing from the model; the checkpoint has shape {saved[name]}"
-        if saved[name] != ours[name]:
-            return f"{name} has shape {saved[name]} in the checkpoint and {ours[name]} in the model"
+        there, here = saved.get(name), ours.get(name)
+        if there != here:
+            return f"{name} has shape {there} in the checkpoint and {here} in the model (None: it is missing)"
     return None
 
 

@@ -75,7 +75,7 @@ MEASURED = [
 
 def prototype_peak(shape: Shape, estimated: Estimate) -> float:
     """The prototype's head multiplied its weight's gradient into another float32 tensor before it was rounded; ours does not."""
-    extra = {"the head's gradient": 4 * shape.head_parameters}
+    extra = {"the head's gradient": 4 * shape.vocabulary * shape.hidden}
     return max(sum(parts.values()) + extra.get(moment, 0) for moment, parts in estimated.moments.items())
 
 
