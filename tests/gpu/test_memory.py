@@ -1,7 +1,6 @@
 """Memory on the GPU: the estimate against what is really allocated, offload against none, and running out."""
 
 import gc
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,10 +8,10 @@ import torch
 
 from prime_rl.config.trainer import AdamW, TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer import activations, memory
+from prime_rl.trainer import memory
 from prime_rl.trainer.activations import LEVELS
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.memory import GIB, MemoryPlan, Settings, estimate
+from prime_rl.trainer.memory import GIB, MemoryPlan, estimate
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, MicroBatch, collate
@@ -119,27 +118,6 @@ def test_offload_changes_no_number_and_frees(level: str, source: Source, world: 
     assert 0 < chunks[0] == chunks[1]
     assert_near(results, expected)
     assert offloaded < kept
-
-
-def test_layers_that_offload(source: Source, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of four layers offloads: no number changes, the peak falls as estimated, and all host memory comes back."""
-    monkeypatch.setattr(activations, "LAG", 1)
-    monkeypatch.setattr(memory, "LAG", 1)
-    plain = Settings(("pointwise",) * 4, head_chunk=4096, reshard=False)
-    peaks, outcomes = [], []
-    for offloaded in ((), (0, 1)):
-        settings = replace(plain, offloaded=offloaded)
-        monkeypatch.setattr(memory, "choose", lambda *_, settings=settings: settings)
-        peak, results, plan, chunks = measured(source, world)
-        assert plan.job is not None
-        estimated = estimate(plan.shape, plan.job, plan.settings).total / GIB
-        print(f"{offloaded}: {peak:.2f} GiB, estimated {estimated:.2f}, chunks of host memory {chunks}")
-        assert estimated == pytest.approx(peak, rel=0.1)
-        peaks.append(peak)
-        outcomes.append(results)
-    assert 0 < chunks[0] == chunks[1]
-    assert_near(outcomes[1], outcomes[0])
-    assert peaks[1] < peaks[0]
 
 
 def test_automatic_settings_keep_a_limit(source: Source, world: World) -> None:

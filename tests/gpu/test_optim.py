@@ -1,16 +1,12 @@
 """Optimizers on the GPU: states that come from host memory and go back beside the updates, checkpoints, Muon in bfloat16."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
 from prime_rl.trainer import optim
 from prime_rl.trainer.optim import build_optimizer, is_hidden_matrix
-from prime_rl.trainer.parallel import World
 from support import optim as support
 
 GPU = torch.device("cuda")
@@ -48,23 +44,6 @@ def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyP
         results.append([tensor.cpu() for tensor in (*model.parameters(), *states)])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "muon"])
-def test_a_checkpoint_restores_every_bit(config: OptimConfig, offload: bool, world: World, tmp_path: Path) -> None:
-    """Of parameters sharded by FSDP2. Two steps, then two by an optimizer that was given the checkpoint of the first, are four."""
-    config = config.model_copy(update={"offload": offload})
-    models = [support.make_toy(256, seed).to(GPU) for seed in (0, 1)]
-    for model in models:
-        fully_shard(model, mesh=world.mesh)
-    first, second = (build_optimizer(model, config) for model in models)
-    support.train(models[0], first, range(2))
-    support.save(models[0], first, tmp_path / "state", world)
-    whole = support.train(models[0], first, range(2, 4))
-    support.load(models[1], second, tmp_path / "state", world)
-    for name, value in support.train(models[1], second, range(2, 4)).items():
-        assert torch.equal(value, whole[name]), name
 
 
 def test_muon_in_bfloat16_goes_where_float32_goes() -> None:

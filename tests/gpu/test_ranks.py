@@ -125,7 +125,6 @@ def test_experts_in_groups(compiled: bool) -> None:
         ours.compile(fullgraph=True, dynamic=True)
     hidden = torch.randn(1, 3000, 2048, device=GPU).bfloat16()
     support.block_gradients(ours, hidden[:, :1000])
-    ours.load.zero_()
     torch.cuda.set_sync_debug_mode("error")
     try:
         got = support.block_gradients(ours, hidden)
@@ -136,8 +135,6 @@ def test_experts_in_groups(compiled: bool) -> None:
     for name, tensor in want.items():
         error = float((got[name].float() - tensor).norm() / tensor.norm())
         assert error < 1e-2, f"{name}: {error:.1e}"
-    _, chosen = moe.route(hidden[0], reference.gate.weight, 8, True)
-    assert ours.load.tolist() == torch.bincount(chosen.flatten(), minlength=128).tolist()
     again = support.block_gradients(ours, hidden)
     for name, tensor in got.items():
         assert torch.equal(again[name], tensor), name

@@ -6,10 +6,8 @@ On a CPU: tests/unit/inference/test_receiving.py.
 
 import itertools
 import multiprocessing
-import os
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,9 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from prime_rl.inference import staging
 from prime_rl.inference.staging import Staging
-from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.commit import stage
 from prime_rl.transport.exchange import ExchangeError, Subscriber
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 from support.publishing import PublishingTrainer
@@ -152,49 +149,10 @@ def test_what_is_received_is_what_was_published(
     assert backends == ([] if backend == "files" else [backend if place == "device" else "tcp"] * 3)
 
 
-def test_without_memory_on_the_gpu_after_all(
-    tmp_path: Path, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Contract: where somebody else takes the memory in the last moment, the host keeps what is read."""
-
-    def full(*args: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("scripted")
-
-    monkeypatch.setattr(staging.torch, "zeros", full)
-    receive(commit(tmp_path, 1), subscriber, "host").drop()
-
-
 def test_other_bytes_are_rejected(trainer: Trainer, subscriber: Subscriber) -> None:
     """Contract: the checksums are of what the GPU holds; one byte that is not the version's, and nobody gets it."""
     with pytest.raises(ExchangeError, match=r"4\.c"):
         receive(trainer.publish(1, spoil=True), subscriber)
-
-
-@pytest.mark.parametrize("moment", [1, 2])
-def test_the_trainer_is_killed_in_the_middle(
-    trainer: Trainer, tmp_path: Path, backend: str, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, moment: int
-) -> None:
-    """Contract: the version is given up with one reason, or whole; this process and its GPU live on, and a new
-    trainer's version arrives."""
-    directory, progress, blocks = trainer.publish(1), Staging._progress, itertools.count(1)
-    receive(directory, subscriber)
-
-    def killing(read: Staging) -> None:
-        progress(read)
-        if next(blocks) == moment and trainer.process.pid is not None:
-            os.kill(trainer.process.pid, signal.SIGKILL)
-            trainer.process.join(SECONDS)  # the driver takes back what it had
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Staging, "_progress", killing)
-        with suppress(ExchangeError, CommitError):
-            check(receive(directory, subscriber), 1)
-    assert torch.ones(1000, device=SERVER).sum().item() == 1000
-    again = Trainer(tmp_path / "again", TRAINERS[backend])
-    try:
-        receive(again.publish(2), subscriber)
-    finally:
-        again.kill()
 
 
 def test_no_memory_of_the_trainers_is_held_between_two_versions(tmp_path: Path, subscriber: Subscriber) -> None:

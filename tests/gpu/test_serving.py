@@ -22,7 +22,6 @@ from conftest import InferenceServer, launch_server, make_tiny_model
 from prime_rl.inference import compat
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir
-from support import doors
 
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
@@ -156,24 +155,3 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path, servers: Any) -> None:
             update(server, version, other)
         check_close(score(two), score(one), NOISE_MEAN, NOISE_MOST)
         check_close(score(two), reference(other), NOISE_MEAN, NOISE_MOST)
-
-
-@two_gpus
-def test_experts_that_are_spread_over_engines_follow_versions(tmp_path: Path, servers: Any) -> None:
-    """Contract: with expert parallelism every engine takes its experts of a version: whichever is asked, it computes the new weights."""
-    base, other = make_model(tmp_path / "base", 0, experts=8), make_model(tmp_path / "other", 1, experts=8)
-    (server,) = servers((base, {"data_parallel_size": 2, "vllm": {"enable_expert_parallel": True}}))
-    for engine in (0, 1):
-        check_close(score(server, engine), reference(base), EXPERTS_MEAN, EXPERTS_MOST)
-    update(server, 1, other)
-    for engine in (0, 1):
-        check_close(score(server, engine), reference(other), EXPERTS_MEAN, EXPERTS_MOST)
-
-
-def test_every_route_asks_for_the_key(tmp_path: Path) -> None:
-    """Contract: as tests/integration/test_inference.py has it, on the release of vLLM that this host has."""
-    variables = {"VLLM_API_KEY": "secret", doors.ROUTES: str(tmp_path / "routes.json")}
-    settings = {"gpu_memory_utilization": 0.25, "enforce_eager": True, "max_model_len": 256}
-    model = make_model(tmp_path / "model", seed=1)
-    with launch_server(tmp_path / "server", model, settings, "support.doors", variables) as server:
-        doors.check_doors(server, tmp_path / "routes.json", "secret")

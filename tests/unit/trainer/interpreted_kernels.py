@@ -63,23 +63,6 @@ def test_odd_rows() -> None:
         assert triton_kernels.stats(logits, labels, inv_t)[1].isnan().tolist() == [False] * 4 + [True]
 
 
-def test_extreme_rows() -> None:
-    """Logits of ±50 at temperature 0.1, a certain label, a hopeless one, and a rising maximum in every block lose
-    nothing."""
-    logits, (labels, _) = chunk(9000, spread=1.0)
-    logits[0] = logits[0].clamp(-1, 1) * 50
-    logits[1, labels[1]] = 100
-    logits[2, labels[2]] = -100
-    logits[3] = torch.linspace(-50, 50, 9000)
-    logits[4] = torch.linspace(50, -50, 9000)
-    for temperature in (0.1, 0.7, 2.0):
-        rows = labels, torch.full((5,), 1 / temperature)
-        got = triton_kernels.stats(logits, *rows)
-        for a, b in zip(got, exactly(logits, *rows), strict=True):
-            torch.testing.assert_close(a.double(), b, atol=2e-4, rtol=1e-6)  # float32 at z = 1000 is good to 6e-5
-        assert got[1][1] == 0 or temperature > 0.1
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 4095, 4999])
 def test_what_is_not_finite_is_never_hidden(bad: float, place: int) -> None:

@@ -96,15 +96,6 @@ def test_a_named_backend_that_cannot_run_is_refused(wanted: str, machine: Machin
     assert "\n" not in str(caught.value)
 
 
-def test_needs_come_from_the_model() -> None:
-    """Heads that the config does not give are derived as transformers derives them; a window is one only where it is
-    used."""
-    config = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    assert attention.needs_of(config, torch.bfloat16) == Needs(torch.bfloat16, 4, 2, 32, windows=False)
-    assert not attention.needs_of(Qwen3Config(sliding_window=8), torch.bfloat16).windows
-    assert attention.needs_of(Qwen3Config(sliding_window=8, use_sliding_window=True), torch.bfloat16).windows
-
-
 def test_every_rank_takes_what_the_first_chose(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """The choice is said once, and a backend that cannot run here is refused before a model is built."""
     caplog.set_level(logging.INFO, "prime_rl")
@@ -188,20 +179,6 @@ def test_a_kernel_gets_the_right_arguments(lengths: tuple[int, ...], window: int
         got = with_gradients(lambda *arguments: KERNELS["varlen"](*arguments)[0], inputs, d_out, *mask)
     for a, b in zip(got, with_gradients(attention.sdpa, inputs, d_out, *mask), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)  # the statistics are kept in float32
-
-
-def test_windows_are_those_of_transformers() -> None:
-    """A model with sliding layers gives the same hidden states as with transformers' own attention."""
-    attention.register("sdpa")
-    model = support.make_model(sliding_window=4, use_sliding_window=True, max_window_layers=1)
-    assert model.config.layer_types == ["full_attention", "sliding_attention"]
-    ids = torch.randint(0, 64, (1, 13), generator=torch.Generator().manual_seed(0))
-    model.set_attn_implementation("eager")
-    want = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    model.set_attn_implementation(attention.NAME)
-    mask = support.boundaries([13])
-    got = model.model(input_ids=ids, use_cache=False, **mask).last_hidden_state
-    torch.testing.assert_close(got, want)
 
 
 def test_what_a_kernel_does_not_do_is_refused() -> None:

@@ -120,11 +120,6 @@ def test_a_last_norm_of_another_name(make_policy: Callable[..., Policy], tmp_pat
         torch.testing.assert_close(gradient, want[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_empty_micro_batch_has_zero_gradients(make_policy: Callable[..., Policy], tied_model: Path) -> None:
-    """A rank without work runs forward and backward all the same, and adds nothing."""
-    assert not any(g.any() for g in gradients(make_policy(tied_model), [[]]).values())
-
-
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that is asked for and not there is an error; auto falls back."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -199,13 +194,3 @@ def test_sharded_checkpoint(make_policy: Callable[..., Policy], untied_model: Pa
     assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 10
     one, several = dict(named_parameters(make_policy(untied_model))), dict(named_parameters(make_policy(tmp_path)))
     assert all(torch.equal(one[name].full_tensor(), several[name].full_tensor()) for name in one)
-
-
-def test_building_leaves_the_dtype_of_the_source_alone(tied_model: Path, tmp_path: Path, world: World) -> None:
-    """Exports with dtype `auto` ask for the checkpoint's dtype after the float32 policy has been built."""
-    copied = Path(shutil.copytree(tied_model, tmp_path / "model"))
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    source = find_model(str(copied))
-    build_policy(source, TrainerModel(), world)
-    assert source.config.dtype == torch.bfloat16

@@ -58,19 +58,6 @@ def test_equals_the_loop_over_experts(tokens: int, experts: int, k: int, normali
         torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_bfloat16_experts() -> None:
-    """In bfloat16 (inputs, experts) with a float32 router, results are within a few of its roundings (2^-8) of
-    float32's."""
-    block = make_block()
-    block.experts.to(torch.bfloat16)
-    ours = moe.SparseBlock(copy.deepcopy(block))
-    hidden = random(1, 64, 16, dtype=torch.bfloat16)
-    got, want = support.block_gradients(ours, hidden), support.block_gradients(block.float(), hidden.float())
-    for name, tensor in want.items():
-        error = (got[name].float() - tensor).norm() / tensor.norm()
-        assert error < 2e-2, f"{name}: {error:.1e}"
-
-
 @pytest.mark.parametrize("level", ["pointwise", "wide", "attention"])
 def test_experts_are_chosen_once(level: str, moe_model: Path, make_policy: Callable[..., Policy]) -> None:
     """What a checkpointed block keeps lies in the order of its experts: backward takes their choice as it was, it never
@@ -87,15 +74,6 @@ def test_experts_are_chosen_once(level: str, moe_model: Path, make_policy: Calla
     with Choices() as choices:
         policy(to_device(collate(support.random_documents(LENGTHS), 1), CPU), cross_entropy)[0].backward()
     assert choices.made == 2
-
-
-def test_settings_change_no_number(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """Recomputing and resharding do not change gradients."""
-    groups = [support.random_documents((17, 30)), support.random_documents((25,))]
-    other = make_policy(moe_model, activation_checkpointing="full", reshard_after_forward=False)
-    want, got = gradients(make_policy(moe_model), groups), gradients(other, groups)
-    for name, gradient in want.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_experts_in_float32_are_not_compiled(moe_model: Path, make_policy: Callable[..., Policy]) -> None:

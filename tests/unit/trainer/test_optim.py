@@ -68,23 +68,6 @@ def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw() -> None:
         assert like_adamw == (name in apart), name
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
-def test_parameters_without_a_gradient_stay(config: OptimConfig) -> None:
-    """Among others of their shape that have one, which are updated as ever."""
-    model = support.make_toy()
-    optimizer = build_optimizer(model, config)
-    before = support.parameters(model)
-    support.set_gradients(model, 0)
-    names = {"layers.1.square.weight", "layers.2.experts.down_proj", "layers.0.norm.weight", "embed_tokens.weight"}
-    for name, parameter in model.named_parameters():
-        if name in names:
-            parameter.grad = None
-    optimizer.step()
-    want = updated(config, 1)
-    for name, value in support.parameters(model).items():
-        torch.testing.assert_close(value, before[name] if name in names else want[name], rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
 def test_a_checkpoint_restores_every_bit(config: OptimConfig, offload: bool, world: World, tmp_path: Path) -> None:

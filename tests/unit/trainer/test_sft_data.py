@@ -41,13 +41,6 @@ def test_order(rows: int, drawn: int, shuffle: bool) -> None:
     assert list(itertools.islice(row_order(rows, drawn, shuffle, 1), 2 * rows)) == whole[drawn:]
 
 
-def test_shuffling() -> None:
-    """Every epoch has an order of its own, decided by the seed."""
-    first, second = (list(itertools.islice(row_order(6, 6 * epoch, True, 3), 6)) for epoch in (0, 1))
-    assert first != second
-    assert list(itertools.islice(row_order(6, 0, True, 4), 6)) != first
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(-12, 12).filter(bool), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 5))
 def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:

@@ -18,7 +18,6 @@ from prime_rl.config.shared import TRAINER_STEPS, WARM_UP
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
 from prime_rl.trainer import training_loop as loop
-from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import verify_weights
@@ -199,15 +198,6 @@ def test_out_of_memory(run_training: Run, tied_model: Path, tmp_path: Path, monk
         run_training(support.make_config(tmp_path, tied_model, max_steps=2, async_level=0))
     assert list_steps(tmp_path / "weights") == [0, 1]
     assert (read_status(tmp_path)["trainer"].outcome or "").startswith("failed: the GPU is out of memory")
-
-
-def test_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Fake data needs no orchestrator; the final weights and a checkpoint are committed."""
-    fake = {"batch_size": 5, "micro_batch_size": 2, "seq_len": 16}
-    run_training(support.make_config(tmp_path, tied_model, max_steps=2, data={"fake": fake}, ckpt={}))
-    assert list_steps(tmp_path / "weights") == [0, 2]
-    assert complete_steps(tmp_path / "checkpoints") == [2]
-    assert metrics(tmp_path)[1]["progress/total_tokens"] == 2 * 5 * 16
 
 
 @pytest.mark.parametrize("lengths", ["fixed", "lognormal"])
