@@ -16,8 +16,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
-from prime_rl.monitor import read_metrics
-from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import training_loop as loop
 from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.report import Report
@@ -76,10 +74,6 @@ def config(output_dir: Path, directory: Path, **settings: Any) -> TrainerConfig:
     model = {"name": str(directory), **settings.pop("model", {})}
     rest = {"output_dir": output_dir, "weights": {"keep": None, "transport": "filesystem"}, "rollout_timeout": 5.0}
     return TrainerConfig.model_validate({**base, **rest, "model": model, **settings})
-
-
-def rows(output_dir: Path) -> list[dict[str, float]]:
-    return read_metrics(metrics_path(output_dir, "trainer"))
 
 
 def version(output_dir: Path, number: int) -> dict[str, Tensor]:
