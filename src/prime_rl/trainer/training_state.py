@@ -172,9 +172,9 @@ def _misfit(saved: Mapping[str, list[int]], state: State) -> str | None:
     """The first tensor that only the saved or only this model and optimizer have, or that differs in shape, if any."""
     ours = {name: tensor.shape for name, tensor in state.items()}
     for name in sorted(saved.keys() | ours.keys()):
-        there, here = saved.get(name), ours.get(name)
-        if there != here:
-            return f"{name} has shape {there} in the checkpoint and {here} in the model (None: it is missing)"
+        saved_shape, shape = saved.get(name), ours.get(name)
+        if saved_shape != shape:
+            return f"{name} has shape {saved_shape} in the checkpoint and {shape} in the model (None: it is missing)"
     return None
 
 
