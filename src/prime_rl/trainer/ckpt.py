@@ -103,9 +103,10 @@ class Checkpoints:
         self._pending: tuple[Path, Future[None]] | None = None
         self._reservation: Future[None] | None = None
         self._closing = False
-        self._scheduled: int | None = None  # the next recovery checkpoint by the clock
+        self._recovery_due = False  # by the clock, after the present step
         # Of the last save: when it was, and the seconds that it took of the loop and of the thread.
-        self._saved_at = self._held_up = self._writing = 0.0
+        self._held_up = self._writing = 0.0
+        self._saved_at: float | None = None
         self._background = background_world(world, config.dist_timeout)
         self._copy = training_state.HostCopy(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=self._use_device)
@@ -155,7 +156,7 @@ class Checkpoints:
         on_main(self.world, lambda: self._supersede_after(start, keep))
         if self.recovery_interval is not None or self._in_background("checkpoint"):
             self._reservation = self._thread.submit(self._copy.reserve, self._state())
-        self._scheduled = start + _FIRST_RECOVERY_STEPS
+        self._start = start
 
     def due(self, step: int) -> Kind | None:
         """What is to be saved after `step` updates."""
@@ -164,7 +165,7 @@ class Checkpoints:
             return "checkpoint"
         every = self.recovery_interval
         if every == "auto":
-            recovers = step == self._scheduled and (interval is None or -step % interval > _CHECKPOINT_MARGIN_STEPS)
+            recovers = self._recovery_due and (interval is None or -step % interval > _CHECKPOINT_MARGIN_STEPS)
         else:
             recovers = every is not None and step % every == 0
         return "recovery checkpoint" if recovers else None
@@ -207,7 +208,7 @@ class Checkpoints:
             self._pending = final, saved
         else:
             self._write(self._state(), _rng(self.world.device), progress, final, dependencies_committed)
-        self._scheduled, self._saved_at = None, time.monotonic()
+        self._saved_at = time.monotonic()
         self._held_up = self._saved_at - began
 
     def before_update(self) -> None:
@@ -225,15 +226,15 @@ class Checkpoints:
         saved = None if self._pending is None else self._pending[1]
         failed = saved is not None and saved.done() and saved.exception(timeout=0) is not None
         idle = all(future is None or future.done() for future in (saved, self._reservation))
-        late = time.monotonic() - self._saved_at > recovery_pause(self._held_up, self._writing)
+        if self._saved_at is None:
+            late = step + 1 >= self._start + _FIRST_RECOVERY_STEPS
+        else:
+            late = time.monotonic() - self._saved_at > recovery_pause(self._held_up, self._writing)
         all_idle, any_failed, is_late = sum_over_ranks(self.world, [idle, failed, late and self.world.is_main])
-        busy = all_idle < self.world.size
-        if any_failed or not busy:
+        all_are_idle = all_idle == self.world.size
+        if any_failed or all_are_idle:
             self.settle()
-        if by_clock and self._scheduled is None and is_late and not busy:
-            self._scheduled = step + 1
-        if busy and self._scheduled == step + 1:
-            self._scheduled += 1  # nobody waits for a recovery checkpoint
+        self._recovery_due = by_clock and all_are_idle and is_late > 0  # nobody waits for a recovery checkpoint
 
     def settle(self) -> None:
         """Wait for the save in the background, at most `dist_timeout`. Raises UserError if it failed or takes longer."""
@@ -279,7 +280,13 @@ class Checkpoints:
     def _choose(self, marked_finished: bool) -> tuple[str | None, bool]:
         resume = None if self.config is None else self.config.resume_step
         refuse_foreign(self.weights)
-        if self.recover and (resume is None or self._recover_decides(resume)):
+        # The launcher restarts a trainer that was asked to resume with both: once the run has begun, it goes on by itself.
+        opened = incarnations.read_incarnations(self.output_dir)
+        begun = opened or list_steps(self.recovery) or max(list_steps(self.weights), default=0) > 0
+        if resume is not None and self.recover:
+            decides = ("begun", "--recover") if begun else ("not begun", f"ckpt.resume_step {resume}")
+            logger.info("this run has {}: {} decides", *decides)
+        if self.recover and (resume is None or begun):
             is_finished = marked_finished and self.max_steps in list_steps(self.weights)
             if is_finished and self.config is None:
                 return None, True
@@ -288,7 +295,7 @@ class Checkpoints:
         if resume is not None:
             step = checkpoints.choose_step(self.root, resume, PART, self.max_steps)
             later = [other for other in checkpoints.steps_with(self.root, PART) if other > step]
-            if later and not incarnations.read_incarnations(self.output_dir):
+            if later and not opened:
                 raise UserError(
                     f"{self.root} has later checkpoints, of another run (up to step_{later[-1]}): to branch off, copy "
                     f"step_{step} into a checkpoints directory of this run's own"
@@ -296,20 +303,6 @@ class Checkpoints:
             return str(self._final(step, "checkpoint")), False
         refuse_earlier(self.output_dir, self.root, recover=self._recoverable)
         return None, False
-
-    def _recover_decides(self, resume: int) -> bool:
-        """Of --recover and ckpt.resume_step, given both: the launcher restarts a trainer that was asked to resume so."""
-        opened, versions = incarnations.read_incarnations(self.output_dir), list_steps(self.weights)
-        if opened or list_steps(self.recovery) or max(versions, default=0) > 0:
-            now = current_incarnation(opened)
-            begun = f"incarnation {now.number}, from step {now.start}" if opened else "its incarnation files are lost"
-            logger.info("--recover decides, not ckpt.resume_step {}: this run has begun already ({})", resume, begun)
-            return True
-        logger.warning(
-            "ckpt.resume_step {} decides, not --recover: no run has begun in {} that could be recovered",
-            resume, self.output_dir,
-        )  # fmt: skip
-        return False
 
     def _newest_whole(self) -> str | None:
         opened, damaged = incarnations.read_incarnations(self.output_dir), []

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, moe
@@ -160,70 +161,40 @@ class Policy(nn.Module):
             return loss(*logprob_entropy(*head, self.head_chunk), batch.streams, *batch.documents())
         return fused_token_loss(*head, batch.streams, loss, self.head_chunk, self.compiled)
 
-    @torch.no_grad()
-    def head_error(self, input_ids_T: Tensor) -> Tensor:
-        """The largest difference [] between our head's and the model's own log-probabilities, over a document of T tokens.
-
-        Both heads start from the same hidden states, in float32, and see the same rows of the vocabulary: what is compared
-        is what the model's own forward does to its logits, which is the same for every row.
-        """
-        for unit in self.hookless:
-            unit.unshard()
-        hidden_1TH = torch.empty(0)
-
-        def enlarge(_: nn.Module, __: Any, output: Any) -> Any:
-            """To float32, and to logits of up to 16 whatever the weights are: small ones would hide a soft-cap."""
-            nonlocal hidden_1TH
-            hidden = output.last_hidden_state.float()
-            hidden_1TH = output.last_hidden_state = hidden * (16 / (hidden @ weight_VH.T).abs().max().clamp(min=1e-6))
-            return output
-
-        tokens = len(input_ids_T)
-        positions = torch.arange(tokens, device=input_ids_T.device)
-        boundaries = attention.boundaries(positions.new_tensor([0, tokens], dtype=torch.int32), tokens)
-        weight_VH = self.lm.lm_head.weight[:HEAD_CHECK_ROWS].float()
-        hook = self.lm.model.register_forward_hook(enlarge)
-        try:
-            inputs = {"input_ids": input_ids_T[None], "position_ids": positions[None], "use_cache": False, **boundaries}
-            if getattr(self.lm.config, "output_router_logits", False):
-                inputs["output_router_logits"] = (
-                    False  # else it computes a loss of the routers, which ours do not record
-                )
-            logits_TV = functional_call(self.lm, {"lm_head.weight": weight_VH}, (), inputs, tie_weights=False).logits[0]
-        finally:
-            hook.remove()
-        labels_T = input_ids_T % len(weight_VH)
-        theirs = torch.log_softmax(logits_TV.float(), -1).gather(1, labels_T[:, None]).squeeze(1)
-        ones = torch.ones(tokens, device=input_ids_T.device)
-        ours, _ = logprob_entropy(hidden_1TH[0], weight_VH, labels_T, ones, self.head_chunk)
-        return (ours - theirs).abs().max()
-
 
 HEAD_CHECK_TOKENS, HEAD_CHECK_ROWS, HEAD_CHECK_LIMIT = 64, 4096, 1e-3
 
 
-def check_head(policy: Policy, source: Source, world: World) -> None:
-    """Compare our head with the model's own on a short random document, eagerly: nothing is compiled for it.
+@torch.no_grad()
+def check_head(lm: PreTrainedModel, name: str) -> None:
+    """Compare our head with the model's own forward, on random hidden states in place of the backbone's and a random
+    weight, in float32 on the CPU. `lm` may be on the meta device.
 
     Raises:
         UserError: the model's forward does something to its logits that our head does not (a scale, a soft-cap).
     """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = source.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (HEAD_CHECK_TOKENS,), generator=generator).to(world.device)
-    with torch.compiler.set_stance("force_eager"):
-        error = policy.head_error(ids).item()
-    for unit in policy.units:
-        unit.reshard()  # checkpoints and exports read sharded parameters
-
-    def refuse() -> None:
-        if not error <= HEAD_CHECK_LIMIT:  # NaN is refused as well
-            raise UserError(
-                f"model {source.name} cannot be trained: the forward of {type(policy.lm).__name__} changes its logits after the head, "
-                f"and log-probabilities without that are off by {error:.3g} (at most {HEAD_CHECK_LIMIT:g} is accepted)"
-            )
-
-    agree(world, refuse)
+    tokens, width = HEAD_CHECK_TOKENS, lm.lm_head.in_features
+    draw = torch.Generator().manual_seed(0)
+    hidden_TH = torch.randn(tokens, width, generator=draw)
+    # Logits of up to about 16: small ones would hide a soft-cap.
+    weight_VH = torch.randn(HEAD_CHECK_ROWS, width, generator=draw) * 4 / width**0.5
+    labels_T = torch.randint(HEAD_CHECK_ROWS, (tokens,), generator=draw)
+    inputs = {"input_ids": labels_T[None], "use_cache": False}
+    if getattr(lm.config, "output_router_logits", False):
+        inputs["output_router_logits"] = False  # else it computes a loss of the routers
+    lm.model.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden_TH[None])
+    try:
+        logits_TV = functional_call(lm, {"lm_head.weight": weight_VH}, (), inputs, tie_weights=False).logits[0]
+    finally:
+        del lm.model.forward
+    theirs = torch.log_softmax(logits_TV.float(), -1).gather(1, labels_T[:, None]).squeeze(1)
+    ours, _ = logprob_entropy(hidden_TH, weight_VH, labels_T, torch.ones(tokens), tokens)
+    error = (ours - theirs).abs().max().item()
+    if not error <= HEAD_CHECK_LIMIT:  # NaN is refused as well
+        raise UserError(
+            f"model {name} cannot be trained: the forward of {type(lm).__name__} changes its logits after the head, "
+            f"and log-probabilities without that are off by {error:.3g} (at most {HEAD_CHECK_LIMIT:g} is accepted)"
+        )
 
 
 def compute_dtype(config_dtype: str, device: torch.device) -> torch.dtype:
@@ -251,7 +222,8 @@ def build_policy(
         published: Bytes per parameter of weights published from this GPU (`weight_publisher.published_bytes`).
 
     Raises:
-        UserError: the backend is absent, the architecture is not one we can train, or the files do not fit the config.
+        UserError: the backend is absent, the architecture or its head is not one we can train, or the files do not fit
+            the config.
     """
     compiled = world.device.type == "cuda" if config.compile is None else config.compile
     if world.device.type == "cuda":
@@ -265,6 +237,7 @@ def build_policy(
         except ValueError as error:
             raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
     _check_architecture(lm, source.name)
+    check_head(lm, source.name)
     moe.replace_blocks(lm, source.name)
     dtype = compute_dtype(config.dtype, world.device)
     if dtype != torch.bfloat16 and moe.sparse_blocks(lm):  # the compiler knows grouped products in bfloat16 only
@@ -328,7 +301,6 @@ def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: W
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its own in our forward.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
-    register_fsdp_forward_method(policy, "head_error")
     reduction: Any = SingleRankReduction()
     for unit in (module for module in policy.modules() if isinstance(module, FSDPModule)):
         policy.units.append(unit)

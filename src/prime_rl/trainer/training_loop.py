@@ -21,7 +21,7 @@ from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.lm_head import TokenLoss, add_up
 from prime_rl.trainer.loss import STREAMS, SequenceLoss
 from prime_rl.trainer.memory import watched
-from prime_rl.trainer.model import Policy, build_policy, check_head, compute_dtype
+from prime_rl.trainer.model import Policy, build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from prime_rl.trainer.packing import (
     Document,
@@ -117,7 +117,6 @@ def run(
     policy = build_policy(
         source, config.model, world, config.seed, tokens=recipe.tokens, optim=config.optim, published=published
     )
-    check_head(policy, source, world)
     optimizer = build_optimizer(policy, config.optim)
     progress = checkpoints.load(policy, optimizer)
     start = progress.step
