@@ -213,18 +213,6 @@ def test_a_cudnn_plan_fits_its_pack() -> None:
 # Tracing
 
 
-def test_operators_keep_the_rules_of_tracing() -> None:
-    """Shapes, strides and dtypes of the fake kernels are the real ones, and autograd traces with dynamic shapes."""
-    q, k, v, _ = qkv(25)
-    for x in (q, k, v):
-        x.requires_grad_()
-    # A view with other strides, as a model makes it, must come out dense all the same.
-    strided = q.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    with support.varlen():
-        for query, window in ((q, None), (strided, 3)):
-            torch.library.opcheck(KERNELS["varlen"], (query, k, v, *support.pack((5, 7, 1, 12)), 0.3, window))
-
-
 def random_pack(draw: random.Random, tokens: int) -> tuple[int, ...]:
     lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:

@@ -4,7 +4,6 @@ by token, in float64, from samples to the loss of the step and its gradient in e
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,16 +26,11 @@ from prime_rl.config.trainer import (
 from prime_rl.errors import UserError
 from prime_rl.trainer import policy_losses
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, divergence, make_loss
-from prime_rl.trainer.model import Policy
-from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import data as rl_data
 from prime_rl.trainer.rl.data import document
 from prime_rl.transport.rollouts import Sample
-from support import trainer as support
 from support.losses import slopes, step_loss
-
-CPU = torch.device("cpu")
 
 
 def tensor(*values: float) -> Tensor:
@@ -44,20 +38,6 @@ def tensor(*values: float) -> Tensor:
 
 
 # ---- by hand
-
-
-def test_bounds_of_each_level() -> None:
-    """Contract: bounds that are not given are those that are usual for the level; those that are given stand."""
-    bounds = {
-        (importance, level): (config.least, config.most)
-        for importance in ("mask", "truncate")
-        for level in ("token", "sequence", "geometric")
-        for config in [ReinforceLoss.model_validate({"importance": importance, "level": level})]
-    }
-    assert [bounds["mask", level] for level in ("token", "sequence", "geometric")] == [(0.5, 5), (0, 2), (0.99, 1.01)]
-    assert [bounds["truncate", level][1] for level in ("token", "sequence", "geometric")] == [2, 2, 1.01]
-    given = ReinforceLoss(importance="mask", level="sequence", low=0.1, high=7)
-    assert (given.least, given.most) == (0.1, 7)
 
 
 OVERFLOWING = {
@@ -298,40 +278,11 @@ def test_partition_does_not_matter(config: LossConfig, world: World, monkeypatch
     assert step_loss(config, samples, new, world).item() == whole.item()
 
 
-def test_a_loss_of_sequences_in_a_model(dense_model: Path, make_policy: Callable[..., Policy]) -> None:
-    """Contract: the model gives the same loss, metrics and gradients whether the head forms them chunk by chunk or for
-    whole sequences."""
-    policy = make_policy(dense_model, head_chunk=7)
-    draw = np.random.default_rng(0)
-    samples = [support.make_sample(draw, str(i), tokens) for i, tokens in enumerate((17, 2, 40, 9))]
-    batch = to_device(collate([document(sample) for sample in samples], len(STREAMS)), CPU)
-    found = []
-    for config in (ReinforceLoss(importance="none"), CustomLoss(path=f"{__name__}:whole_plain_gradient")):
-        policy.zero_grad()
-        loss_of = make_loss(config)
-        loss, sums = policy(batch, loss_of)
-        loss.backward()
-        gradients = {
-            name: p.grad.full_tensor().clone() for name, p in policy.lm.named_parameters() if p.grad is not None
-        }
-        found.append((isinstance(loss_of, SequenceLoss), sums.detach(), gradients))
-    (fused, sums, gradients), (whole, other_sums, others) = found
-    assert (fused, whole) == (False, True)
-    torch.testing.assert_close(other_sums, sums)
-    assert gradients.keys() == others.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6)
-
-
 # ---- one's own
 
 
 def plain_gradient(logprob: Tensor, old: Tensor, advantage: Tensor, *, weight: float = 1.0) -> Tensor:
     return -weight * advantage * logprob
-
-
-def whole_plain_gradient(logprob: Tensor, old: Tensor, advantage: Tensor, sequences: policy_losses.Sequences) -> Tensor:
-    return -advantage * logprob
 
 
 def whole_sequences(

@@ -161,34 +161,6 @@ def rollouts(root: Path, world: World, model: Path, loss: PolicyLoss | None = No
     return RolloutData(config, world, find_model(str(model)), lambda subject, owner, timeout: None)
 
 
-def test_rollouts_are_read_ahead(
-    no_thread_is_left: None, world: World, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch that is committed while another one is trained is read before it is asked for, as it would be later."""
-    support.write_rollouts(tmp_path, 2)
-    one = rollouts(tmp_path, world, tied_model)
-    second = tmp_path / "rollouts" / "step_1"
-    second.rename(tmp_path / "later")
-    read = threading.Event()
-    prepare = one.prepare
-    monkeypatch.setattr(one, "prepare", lambda step: (prepare(step), read.set())[0])
-    one.read(0)
-    assert not one.arrived(1)
-    read.clear()
-    (tmp_path / "later").rename(second)
-    assert read.wait(60)
-    assert one.arrived(1)
-    assert one.wait(1, lambda: False)
-    ahead, two = one.read(1), rollouts(tmp_path, world, tied_model)
-    asked = two.read(1)
-    one.close()
-    two.close()
-    assert ahead.lengths == asked.lengths
-    for a, b in zip(ahead.batches, asked.batches, strict=True):
-        for name, part in vars(a).items():
-            assert np.array_equal(part, vars(b)[name]), name
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_groups_of_a_step(
     ranks: int, no_thread_is_left: None, world: World, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

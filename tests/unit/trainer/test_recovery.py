@@ -4,7 +4,6 @@ trainer's incarnations, and file systems that fail."""
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
-from prime_rl.trainer.ckpt import Checkpoints, recovery_pause
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.incarnations import read_incarnations
@@ -218,14 +216,6 @@ def test_weights_that_checkpoints_need_stay(run: Run, tmp_path: Path) -> None:
     assert list_steps(tmp_path / "weights") == [0, 3, 4, 7, 8, 9]
 
 
-@pytest.mark.parametrize(
-    ("held_up", "writing", "pause"), [(0.0, 0.1, 2.0), (0.3, 1.0, 30.0), (0.3, 10.0, 200.0), (0.3, 600.0, 3600.0)]
-)
-def test_how_often_recovery_checkpoints_are_made(held_up: float, writing: float, pause: float) -> None:
-    """Contract: they hold the loop up for 1 % of the time, are written during 5 % of it, and one an hour is made whatever that takes."""
-    assert recovery_pause(held_up, writing) == pytest.approx(pause)
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "one step late"])
 def test_nobody_waits_for_a_recovery_checkpoint(
     late: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -422,35 +412,3 @@ def test_background_failure_is_heard_at_a_following_step(run: Run, tmp_path: Pat
             run(max_steps=40, recovery_interval=None, ckpt={"interval": 1, "save_async": True})
     assert list_steps(tmp_path / "weights")[-1] < 40
     assert not list((tmp_path / "checkpoints").glob("step_*/*"))
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
-def test_a_save_that_is_under_way_when_the_run_fails(
-    fails: bool, run: Run, tmp_path: Path, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error is the loop's; the save is waited for, and where it fails as well that is said. No thread is left."""
-    over = threading.Event()
-
-    def point(name: str, file: Path | None = None) -> None:
-        if name == "write:checkpoints/step_1/trainer":
-            assert over.wait(60)
-            if fails:
-                raise OSError(errno.EIO, "Input/output error")
-
-    def poll(checkpoints: Checkpoints, step: int) -> None:
-        if checkpoints._pending is not None:
-            over.set()
-            raise UserError("the second step fails")
-
-    monkeypatch.setattr(faults, "point", point)
-    monkeypatch.setattr(Checkpoints, "poll", poll)
-    with pytest.raises(UserError, match="the second step fails"):
-        run(recovery_interval=None, ckpt={"interval": 1, "save_async": True})
-    lost = "checkpoints/step_1/trainer was not committed: "
-    assert (lost in heard.text) is fails
-    assert list_steps(tmp_path / "checkpoints") == [1]
-    assert (tmp_path / "checkpoints" / "step_1" / "trainer").is_dir() is not fails
-    for thread in threading.enumerate():
-        if thread.name.startswith("checkpoint"):
-            thread.join(60)
-            assert not thread.is_alive()

@@ -7,17 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3Config
 
 from prime_rl.config import SFTConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.sft.render import Tokens
-from prime_rl.trainer.sft.rows import FakeRows, RowData, RowStream, row_order
-from prime_rl.trainer.source import Source, find_model
+from prime_rl.trainer.sft.rows import RowData, RowStream, row_order
+from prime_rl.trainer.source import find_model
 
 
 def sample(length: int, trained: int = 1) -> Tokens:
@@ -124,26 +122,3 @@ def test_a_bad_row_is_named(tied_model: Path, tmp_path: Path, world: World) -> N
     with pytest.raises(UserError, match="dataset row 19: `completion` is 7"):
         source.read(0)
     source.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "seq_len", "lengths"),
-    [("fixed", 32, {32}), ("variable", 32, set(range(4, 33))), ("lognormal", 2048, set(range(16, 2049)))],
-)
-def test_fake_rows(kind: str, seq_len: int, lengths: set[int], world: World) -> None:
-    """Fake steps are the same for one seed, differ between steps, and have the lengths asked for."""
-    settings = {"seed": 1, "data": {"seq_len": seq_len, "batch_size": 8, "fake": {"type": kind}}}
-    shape = Source("model", Qwen3Config(vocab_size=9), None)
-    make = FakeRows(SFTConfig.model_validate(settings), world, shape, lambda subject, owner, timeout: None)
-    one, again, other = make.read(0), make.read(0), make.read(1)
-    make.close()
-    assert set(one.lengths) <= lengths
-    assert one.tokens <= 8 * seq_len
-    for a, b in zip(one.batches, again.batches, strict=True):
-        assert torch.equal(a.input_ids, b.input_ids)
-    assert not torch.equal(one.batches[0].input_ids, other.batches[0].input_ids)
-    if kind == "fixed":
-        assert one.tokens == 256
-        assert one.metrics["data/loss_tokens"] == 8 * 31
-    else:
-        assert len(set(one.lengths)) > 1
