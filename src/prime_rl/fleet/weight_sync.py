@@ -79,6 +79,7 @@ class WeightSync:
         self._settled.set()
         self._loads: dict[Replica, asyncio.Task[None]] = {}  # of that version
         self._joins: dict[Replica, asyncio.Task[None]] = {}
+        self._reading: dict[Replica, int] = {}  # versions that replicas which join load
         self._departed: dict[Replica, str] = {}  # replicas that have left, and the boot of each that did
         self._unsent_since: float | None = None  # since when the trainer's publisher has not sent what was asked for
 
@@ -210,7 +211,7 @@ class WeightSync:
         back = f": back from version {served}" if self.scheduler.must_go_back else ""
         logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
         if not self.scheduler.must_go_back:
-            self.published.write_lease(lease_after_load(incarnation.number, served))
+            self.published.write_lease(lease_after_load(incarnation.number, served, self._reading.values()))
 
     async def _serve(self) -> None:
         """Have every ready replica load the newest version: a newer one, or where the trainer gave up what is served the
@@ -243,7 +244,7 @@ class WeightSync:
             else:
                 self._take_time(version, time.monotonic() - began)
                 self._drop(scheduler.serve(version))
-            self.published.write_lease(lease_after_load(incarnation.number, version))
+            self.published.write_lease(lease_after_load(incarnation.number, version, self._reading.values()))
             self.status.progress()
         self._loop.wake.set()
         await self._loop.on_version_served(version)
@@ -466,7 +467,11 @@ class WeightSync:
         if scheduler.must_go_back or not self._settled.is_set():
             return False
         if not verified or (replica.loaded is not None and replica.loaded.version != version):
-            await self._load_one(replica, version)
+            self._reading[replica] = version  # it is not pruned before this has ended
+            try:
+                await self._load_one(replica, version)
+            finally:
+                del self._reading[replica]
         changed = scheduler.must_go_back or (version, incarnation) != (scheduler.version, scheduler.incarnation)
         if changed or not self._settled.is_set():
             return False
