@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from prime_rl.config.base import LOADED, BaseConfig, Problem, Problems, Section, has_mark
-from prime_rl.config.migration import ANY, OLDER, OLDER_FOLDERS, REMOVED
+from prime_rl.config.migration import OLDER, OLDER_FOLDERS, REMOVED
 from prime_rl.config.schema import (
     PREFIX,
     SECTIONS_OF_RL,
@@ -263,11 +263,11 @@ class Table:
         """Forget `keys`, of a table, and everything within."""
         if isinstance(around := self.get(keys[:-1]), dict):
             around.pop(keys[-1], None)
-        self._origins = {other: by for other, by in self._origins.items() if other[: len(keys)] != keys}
+        self._forget_origins(keys)
 
     def _set(self, keys: Keys, value: Any) -> None:
-        """Put a value in place of the one before, and of the origins of what was within that."""
-        self._origins = {other: by for other, by in self._origins.items() if other[: len(keys)] != keys}
+        """Put a value in place of the one before."""
+        self._forget_origins(keys)
         around = self.get(keys[:-1])
         if not keys:
             self.tree = value
@@ -275,6 +275,9 @@ class Table:
             around[int(keys[-1]) : int(keys[-1]) + 1] = [value]
         else:
             around[keys[-1]] = value
+
+    def _forget_origins(self, keys: Keys) -> None:
+        self._origins = {other: by for other, by in self._origins.items() if other[: len(keys)] != keys}
 
 
 Assignment = tuple[Keys, Any, Origin]
@@ -475,8 +478,7 @@ def _validation_lines(error: ValidationError, cls: type[Section], table: Table, 
         elif any(keys[:length] in reported for length in range(len(keys) + 1)):
             continue  # one line, whatever number of types was tried
         elif kind == "extra_forbidden":
-            if not _drop_removed_setting(table, keys):
-                lines[keys, ""] = _unknown(cls, table, keys)
+            lines[keys, ""] = _unknown(cls, table, keys)
         else:
             message, entry, setting = _message(details), table.nearest(keys), find(cls, keys)
             shown = entry.origin and not (setting and has_mark(setting.field, "secret"))
@@ -506,30 +508,9 @@ def _problem_line(problem: Problem, prefix: Keys, table: Table) -> str:
     return f"{within}{problem.message}{_where(', '.join(f'{key}: {place}' for key, place in origins.items()))}"
 
 
-def _removed(keys: Keys) -> tuple[str, Any]:
-    """Return what `REMOVED` says of a setting of earlier releases; "" of any other."""
-    return next((said for name, said in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), ("", ANY))
-
-
-def _drop_removed_setting(table: Table, keys: Keys) -> bool:
-    """Drop a removed setting, with a hint, if an earlier release wrote it into the configs/ of a run that is resumed.
-
-    Returns whether it did.
-    """
-    entry, (instead, as_today) = table.nearest(keys), _removed(keys)
-    if not instead or entry.origin is None or entry.origin.kind != "file" or as_today not in (ANY, table.get(keys)):
-        return False
-    folder = Path(entry.origin.name).parent
-    if folder.name != "configs" or not (folder.parent / "status").is_dir():
-        return False
-    table.hints.append(f"{'.'.join(keys)} of an earlier release is left out: {instead}{_where(entry.place)}")
-    table.remove(keys)
-    return True
-
-
 def _unknown(cls: type[Section], table: Table, keys: Keys) -> str:
     """Return a line about `keys`, the last of which names nothing in its section."""
-    instead, _ = _removed(keys)
+    instead = next((said for name, said in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), "")
     types = dict.fromkeys(f"'{setting.tag}'" for setting in by_path(cls).get(generic(keys), ()) if setting.tag)
     value = table.get(keys)
     while isinstance(value, dict) and value:

@@ -23,7 +23,6 @@ from prime_rl.config import (
     write_toml,
 )
 from prime_rl.config.base import Section
-from prime_rl.config.loader import resolve
 from prime_rl.config.migration import OLDER
 from prime_rl.config.schema import Keys, type_tag
 from prime_rl.config.schema import settings as every_setting
@@ -167,47 +166,3 @@ def test_shipped_file(name: str) -> None:
     below = [REPOSITORY / "examples/reverse_text/cpu.toml"] if path.parent.name == "algorithms" else []
     cls = COMMANDS[KINDS.get(path.stem.split("_")[0], "rl")] if not below else RLConfig
     parse(cls, [f"@{file}" for file in (*below, path)], {})
-
-
-def test_the_configuration_of_a_run_of_an_earlier_release_is_read(tmp_path: Path) -> None:
-    """Contract: `rl @ outputs/configs/rl.toml --recover` leaves out, with a hint each, settings that are gone; only there."""
-    text = """
-inference.stage_weights = true
-[trainer.optim]
-type = "muon"
-betas1 = 0.9
-[[orchestrator.environments]]
-id = "x"
-recycle_mib = "None"
-[orchestrator.filters.gibberish]
-max_tokens = 0
-"""
-    gone = ["stage_weights", "betas1", "recycle_mib", "max_tokens"]
-    run, alone = tmp_path / "configs" / "rl.toml", tmp_path / "no_run" / "configs" / "rl.toml"
-    (tmp_path / "status").mkdir()
-    for file in (run, alone, tmp_path / "rl.toml"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    config, hints = resolve(RLConfig, ["@", str(run)], {})
-    assert config.orchestrator.environments[0].id == "x"
-    assert len(hints) == len(gone)
-    for name in gone:
-        assert any(f".{name} of an earlier release is left out" in hint and f"{run}, line" in hint for hint in hints)
-    for file in (alone, tmp_path / "rl.toml"):
-        with pytest.raises(ConfigError) as refused:
-            parse(RLConfig, ["@", str(file)], {})
-        assert len(refused.value.problems) == len(gone)
-    with pytest.raises(ConfigError, match="--inference.stage-weights names no setting any more"):
-        parse(RLConfig, ["@", str(run), "--inference.stage-weights", "true"], {})
-    # Nor what would compute something else, or was never a setting.
-    for line in (
-        "betas1 = 0.8",
-        "betas2 = 0.999",
-        "nesterov = false",
-        "match_rms = false",
-        "momentun = 0.9",
-        "betos = 0.9",
-    ):
-        run.write_text(text.replace("betas1 = 0.9", line))
-        with pytest.raises(ConfigError, match=f"unknown key trainer.optim.{line.split()[0]}"):
-            parse(RLConfig, ["@", str(run)], {})
