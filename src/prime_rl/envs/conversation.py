@@ -1,7 +1,7 @@
-"""The model calls of one episode: by token ids to an engine, or through verifiers' interception server.
+"""The model calls of one episode, by token ids to an engine.
 
-Imports neither verifiers nor torch: plain environments run without them. A conversation that goes on extends the ids already there, as the renderer
-can: what the engine was sent and sampled is what is trained on.
+Imports neither verifiers nor torch: plain environments run without them. A conversation that goes on extends the ids
+already there, as the renderer can: what the engine was sent and sampled is what is trained on.
 """
 
 import contextlib
@@ -19,9 +19,10 @@ from renderers import MalformedGenerateResponseError
 from renderers.base import ParsedToolCall, RenderedTokens
 from renderers.client import generate
 
-from prime_rl.envs import renderer
 from prime_rl.envs.convert import ASSISTANT, Message, Turn, classify, finish, parsed_json, role_index, samples_of
+from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
+from prime_rl.envs.renderer import RendererError, choose
 
 CONNECT_SECONDS = 30.0
 # `inference` closes an idle connection after 60 s: one that may be closing must not be used again.
@@ -118,7 +119,10 @@ class EngineClient:
         self.model = setup.sampled_by or setup.model
         self.branched = setup.trajectories == "branched"
         self._connections: dict[str, EngineConnection] = {}
-        self.renderer = renderer.choose_for(setup, tools)
+        try:
+            self.renderer = choose(setup.model, setup.renderer, tools)
+        except RendererError as error:
+            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
 
     def conversation(self, base_url: str, sampling: Mapping[str, Any], policy_version: int) -> Conversation:
         """A conversation with the server at `base_url`."""

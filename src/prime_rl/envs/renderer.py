@@ -30,8 +30,6 @@ from renderers.configs import BaseRendererConfig, config_from_name
 from renderers.qwen3 import _TOOLS_FOOTER, _TOOLS_HEADER
 
 from prime_rl.envs.convert import parsed_json
-from prime_rl.envs.ids import LoadError
-from prime_rl.envs.protocol import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -128,14 +126,6 @@ def choose(model: str, choice: str, tools: bool = False) -> Any:
         )
         choice = "default"
     return _made(model, choice, tokenizer)
-
-
-def choose_for(setup: Setup, tools: bool) -> Any:
-    """The renderer of an environment's model. Raises LoadError."""
-    try:
-        return choose(setup.model, setup.renderer, tools)
-    except RendererError as error:
-        raise LoadError(f"environment {setup.env_id!r}: {error}") from error
 
 
 def fitting(model: str, tokenizer: Any, tools: bool) -> Any:

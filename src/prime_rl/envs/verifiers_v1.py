@@ -13,7 +13,6 @@ import logging
 import random
 import sys
 from array import array
-from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Self
@@ -36,15 +35,12 @@ from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskse
 
 from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.conversation import (
-    CallFailed,
-    ContextFull,
-    Conversation,
     EngineClient,
     PromptRefused,
     arguments_of,
     request_settings,
 )
-from prime_rl.envs.convert import CONTEXT_FULL, Message, Turn, classify, convert, opening
+from prime_rl.envs.convert import CONTEXT_FULL, Message, classify, convert, opening
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.tools import MALFORMED_CALL, SERVER_SECONDS, Toolbox, check, install_runtime
@@ -163,7 +159,8 @@ def _remember_factories() -> None:
 
 def _env_config(setup: Setup) -> Any:
     _import(setup.env_id)
-    check_arguments(setup.env_id, setup.args, _arguments(setup.env_id))
+    known = set(taskset_config_type(setup.env_id).model_fields) - {"id"}
+    check_arguments(setup.env_id, setup.args, sorted(known))
     taskset = {"id": setup.env_id, **setup.args}
     try:
         bare = vf.resolve_env_config({"taskset": taskset})
@@ -183,10 +180,8 @@ def _agent_overrides(setup: Setup, agent: Any) -> dict[str, Any]:
     """
     data: dict[str, Any] = {}  # merged onto the agent's declared defaults by verifiers
     own = default_harness_id(setup.env_id) if agent.harness is None else agent.harness.id
-    if own in ("bash", "null", HARNESS_ID):  # "null": verifiers' plain chat loop, a process an episode
-        data["harness"] = {"id": HARNESS_ID}
-    elif agent.harness is None:
-        data["harness"] = {"id": own}
+    if agent.harness is None or own in ("bash", "null"):  # "null": verifiers' plain chat loop, a process an episode
+        data["harness"] = {"id": HARNESS_ID if own in ("bash", "null") else own}
     if "runtime" not in agent.model_fields_set:
         data["runtime"] = {"type": "subprocess"}
     if setup.max_turns:
@@ -227,11 +222,6 @@ def _import(env_id: str) -> None:
         classic = module in sys.modules and "load_environment" in vars(sys.modules[module])
         old = "uses the classic verifiers API (load_environment), which verifiers 0.4 does not have"
         raise LoadError(f"environment {env_id!r} {old if classic else f'is not usable: {describe(error)}'}") from error
-
-
-def _arguments(env_id: str) -> list[str]:
-    """Names of the taskset's configuration: what `args` may hold."""
-    return sorted(set(taskset_config_type(env_id).model_fields) - {"id"})
 
 
 def _hint(renderer: Any, setup: Setup, task: Any) -> "array[int] | None":
@@ -298,14 +288,8 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
     async def session(self, *args: Any, **kwargs: Any) -> "ChatSession":
         return ChatSession(self, *args, **kwargs)
 
-    async def launch(
-        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
-    ) -> vf.ProgramResult:
-        session = await self.session(ctx, trace, runtime, endpoint, secret, mcp_urls, data)
-        try:
-            return await session._run(None)
-        finally:
-            await session.close()
+    async def launch(self, *args: Any, **kwargs: Any) -> vf.ProgramResult:
+        raise NotImplementedError("its conversations are sessions")
 
 
 class ChatSession(vf.HarnessSession):
@@ -316,8 +300,9 @@ class ChatSession(vf.HarnessSession):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._toolbox = Toolbox()
-        self._conversation = Conversation(self._ask)
         self._messages: list[Message] = []
+        self._has_replied = False
+        self._failure: vf.ProgramResult | None = None  # after which nothing is asked
 
     async def _run(self, messages: vf.Messages | None) -> vf.ProgramResult:
         """Ask for replies until one calls no tool. Raises vf.ToolsetError."""
@@ -330,43 +315,37 @@ class ChatSession(vf.HarnessSession):
                 system, first if isinstance(first, str) else [message_to_wire(one) for one in first or []]
             )
         self._messages += [message_to_wire(message) for message in messages or []]
-        while True:
-            try:
-                turn = await self._conversation.reply(self._messages, self._toolbox.definitions or None)
-            except ContextFull:
-                self.trace.stop(CONTEXT_FULL)
-                return vf.ProgramResult(0, "", "")
-            except CallFailed as error:
+        while self._failure is None:
+            tools = {"tools": self._toolbox.definitions} if self._toolbox.definitions else {}
+            status, reply = await self._post({"model": self.ctx.model, "messages": self._messages, **tools})
+            if status != 200:
+                if self.trace.stop_condition is not None:  # where verifiers ended the rollout it refuses the call
+                    return vf.ProgramResult(0, "", reply)
+                if self._has_replied and classify("ProviderError", reply, status)[0] is Outcome.PROMPT_TOO_LONG:
+                    self.trace.stop(CONTEXT_FULL)
+                    return vf.ProgramResult(0, "", "")
                 # verifiers replaces the failure of a non-zero exit by the model call's own error.
-                return vf.ProgramResult(0 if self.trace.stop_condition is not None else 1, "", str(error))
-            self._messages.append(turn.message)
+                self._failure = vf.ProgramResult(1, "", reply)
+                break
+            self._has_replied = True
+            choice = reply["choices"][0]
+            # What a server adds to its replies beyond that need not be taken back by it.
+            message = {key: value for key, value in choice["message"].items() if value or key == "content"}
+            self._messages.append(message)
             # A reply that was cut is the last: what it would have called is anybody's guess.
-            if not turn.tool_calls or turn.is_truncated:
+            if not message.get("tool_calls") or choice["finish_reason"] == "length":
                 return vf.ProgramResult(0, "", "")
-            for call in turn.tool_calls:
+            for call in message["tool_calls"]:
                 name = call["function"]["name"]
                 answer = await self._toolbox.call(name, call["function"]["arguments"])
                 self._messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": answer})
+        return self._failure
 
     async def close(self) -> None:
         if not self._closed and self._toolbox.definitions:
             self.trace.record_metrics(self._toolbox.metrics)
         await super().close()
         await self._toolbox.close()
-
-    async def _ask(self, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[Turn]) -> Turn:
-        status, reply = await self._post(
-            {"model": self.ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
-        )
-        if status != 200:
-            # Where verifiers ended the rollout it refuses the call: not for its length, whatever it says.
-            over = self.trace.stop_condition is not None
-            raise CallFailed(*classify("", reply) if over else classify("ProviderError", reply, status))
-        choice = reply["choices"][0]
-        # What a server adds to its replies beyond that need not be taken back by it.
-        message = {key: value for key, value in choice["message"].items() if value or key == "content"}
-        calls = message.get("tool_calls", [])
-        return Turn(message=message, tool_calls=calls, is_truncated=choice["finish_reason"] == "length")
 
     async def _post(self, content: dict[str, Any]) -> tuple[int, Any]:
         body = json.dumps(content).encode()
