@@ -1,4 +1,4 @@
-"""Classic verifiers environments (`load_environment(**args)`), as verifiers 0.1.11 to 0.3.1 run them, behind our protocol.
+"""Classic verifiers environments (`load_environment(**args)`), as verifiers 0.1.11 to 0.3.1 run them.
 
 Imported in a worker whose Python environment holds one of these; what needs nothing of it is in `conversation`. The
 model is asked by our own client: what is trained on is what it sent and got, of those replies in the trajectory.
@@ -32,7 +32,7 @@ _RAISED: ContextVar[list[str]] = ContextVar("raised")
 
 
 class ClassicEnv:
-    """`async with ClassicEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
+    """`async with ClassicEnv(setup) as env: await env.run(…)`. Constructing it loads everything; may raise LoadError."""
 
     bounded = True
 
@@ -56,8 +56,8 @@ class ClassicEnv:
                 self._env.build_eval_dataset()
                 if self._env.eval_dataset is None:  # verifiers would take the training tasks in their place
                     raise ids.LoadError(
-                        f'{name} has no tasks of its own for evaluation (split = "eval"): leave the split out to be evaluated '
-                        "on those that it is trained on, or name another environment"
+                        f'{name} has no tasks of its own for evaluation (split = "eval"): leave the split out to be '
+                        "evaluated on those that it is trained on, or name another environment"
                     )
             self._rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
             self.task_ids = ids.unique(
@@ -213,7 +213,7 @@ def _text(messages: Any) -> str:
 
 
 def _nested(whole: Any, parts: str) -> Iterator[Any]:
-    """An environment and those that it is a group of, or a rubric and those that it is made of: `parts` names the attribute."""
+    """An environment or rubric, and those that it is made of: `parts` names the attribute."""
     yield whole
     for part in list(vars(whole).get(parts, ())):
         yield from _nested(part, parts)

@@ -32,7 +32,7 @@ PINNED_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 _TOKEN_ROUTE, _SAMPLE_ROUTE = "/inference/v1/generate", "/v1/sample"
 _NOT_PASSED_ON = (401, 404, 405, 501)  # of a router that does not know our route, or drops the key on it
-# What `config.shared.SamplingConfig` and the renderers send; an environment's own settings go by vLLM's route, which takes more.
+# What our configuration and the renderers send; an environment's own settings go by vLLM's route, which takes more.
 _SAMPLE_PARAMS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs"),
     *("ignore_eos", "skip_special_tokens"),
@@ -79,7 +79,7 @@ class Conversation:
 
         Raises:
             ContextFull: the conversation is longer than the model's context, and ends here.
-            CallFailed: the engine does not answer, or refuses; also ever after. Or what is said first fills the context.
+            CallFailed: the engine does not answer, or refuses, or what is said first fills the context; also ever after.
         """
         if self.failure is not None:
             raise self.failure
@@ -142,9 +142,10 @@ class EngineClient:
         sampling: Mapping[str, Any],
         **options: Any,
     ) -> dict[str, Any]:
-        """One model call, by the ids of `prompt` or else of the rendered messages; what `renderers.client.generate` makes of the answer.
+        """One model call, by the ids of `prompt` or else of the rendered messages: `renderers.client.generate`'s answer.
 
-        A reply gets the room that is left in the model's context. Raises PromptRefused, OpenAIError, MalformedGenerateResponseError.
+        A reply gets the room that is left in the model's context. Raises PromptRefused, OpenAIError,
+        MalformedGenerateResponseError.
         """
         if base_url not in self._connections:
             self._connections[base_url] = EngineConnection(base_url, os.environ.get(API_KEY_VAR) or "EMPTY")
@@ -157,7 +158,7 @@ class EngineClient:
         if (context := await connection.context()) is not None:
             if sent >= context:
                 raise PromptRefused(
-                    f"the prompt of {sent} tokens leaves no room for a reply in the maximum context length of {context} tokens"
+                    f"the prompt of {sent} tokens leaves no room for a reply in the maximum context length of {context}"
                 )
             if "max_tokens" in params:
                 params["max_tokens"] = min(params["max_tokens"], context - sent)
@@ -209,7 +210,7 @@ class EngineClient:
     def _extended(
         self, turns: Sequence[Turn], messages: Sequence[Message], history: list[str], tools: list[Any] | None
     ) -> RenderedTokens | None:
-        """The ids of the longest earlier turn that these messages go on from, and the new messages'; None to render it all."""
+        """The longest earlier turn that these messages continue, extended by the new ones; None to render them all."""
         for turn in sorted(turns, key=lambda turn: len(turn.history), reverse=True):
             known = len(turn.history)
             if known < len(history) and history[:known] == turn.history:
@@ -240,7 +241,7 @@ def arguments_of(call: ParsedToolCall) -> str:
 
 
 def _roles(rendered: RenderedTokens, messages: Sequence[Message]) -> bytes:
-    """(P,) the role of the message that each token of a prompt belongs to, or leads to between two; of a bridge, for the tokens that it added."""
+    """(P,) the role of the message that each token of a prompt, or of what a bridge added to one, belongs or leads to."""
     bridged = len(messages) - len(rendered.message_roles)
     roles, role = bytearray(len(rendered.token_ids)), ASSISTANT
     for place in reversed(range(len(roles))):
@@ -251,7 +252,7 @@ def _roles(rendered: RenderedTokens, messages: Sequence[Message]) -> bytes:
 
 
 def _comparable(message: Message) -> str:
-    """A message without what may differ although it is the same: an absent and an empty content, how arguments are spelled."""
+    """A message by which equal ones are recognized, however absent content and arguments are spelled."""
     calls = []
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]
@@ -271,8 +272,8 @@ class EngineReply:
 class EngineConnection:
     """What `renderers.client.generate` needs of an AsyncOpenAI client (`base_url`, `post`), over aiohttp.
 
-    The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Raises the SDK's errors, because verifiers
-    tells an engine that is down from one that refuses by them.
+    The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Raises the
+    SDK's errors, because verifiers tells an engine that is down from one that refuses by them.
     """
 
     def __init__(self, base_url: str, api_key: str) -> None:
@@ -288,7 +289,7 @@ class EngineConnection:
         )
 
     async def context(self) -> int | None:
-        """Tokens of the model's context; None where the server does not say, or does not answer, which shows when it is sampled."""
+        """Tokens of the model's context; None where the server does not say."""
         if self._context is None:
             try:
                 answer = json.loads((await self._request("GET", f"{self.base_url}/models")).content)

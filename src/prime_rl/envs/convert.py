@@ -1,4 +1,4 @@
-"""Turns of a conversation → samples, and a finished episode → our `EpisodeResult`: every rule about what may be trained on.
+"""Turns of a conversation → samples, and a finished episode → our `EpisodeResult`: every rule about what is trained on.
 
 Imports neither verifiers nor renderers: it reads attributes of their objects, so that the rules can be tested alone.
 """
@@ -32,7 +32,7 @@ class Misaligned(Exception):
 
 @dataclass
 class Turn:
-    """One exchange with the model: P tokens were sent, C sampled. Without tokens where an API or verifiers keeps them."""
+    """One exchange with the model: P tokens were sent, C sampled."""
 
     prompt_ids: list[int] = field(default_factory=list)  # (P,)
     completion_ids: list[int] = field(default_factory=list)  # (C,)
@@ -49,7 +49,7 @@ class Turn:
 
 
 def samples_of(turns: Sequence[Turn], branched: bool = False) -> list[SampleTokens]:
-    """One sample per sequence of turns that extend each other, in the order of their last turns; `branched`: one per turn.
+    """One sample per sequence of turns that extend each other, ordered by their last turns; `branched`: one per turn.
 
     Every sampled token is trained on once, and so is what the environment said. Rewards are 0. Raises Misaligned.
     """
@@ -114,7 +114,7 @@ def _shared(ids: list[int], other: list[int]) -> int:
 
 
 def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]] | None) -> EpisodeResult:
-    """The result with its samples (None: of an API, which gives no tokens), if it went well; a doubt makes it untrainable, with the reason.
+    """The result with its samples (None: of an API), if it went well; a doubt makes it untrainable, with the reason.
 
     Metrics that are no finite number are left out: an average of nothing costs no episode.
     """
@@ -135,7 +135,7 @@ def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]] | No
 
 
 def classify(kind: str, text: str, status: int | None = None) -> tuple[Outcome, str]:
-    """Whose fault an error is, by the name of its class: the engine's (and is it worth another try), the prompt's, or the environment's."""
+    """Whose fault an error is, by the name of its class: the engine's, the prompt's, or the environment's."""
     message = " ".join(text.split())[:1000] or kind
     if kind == "ProviderError":
         status = status or 502
@@ -153,7 +153,7 @@ def classify(kind: str, text: str, status: int | None = None) -> tuple[Outcome, 
 
 
 def convert(result: EpisodeResult, episode: Any, tokens: bool = True, branched: bool = False) -> EpisodeResult:
-    """Put what a finished `Episode` of verifiers says into its result. Without `tokens`, of an API that gives none, it has no samples."""
+    """Put what a finished `Episode` of verifiers says into its result. Without `tokens`, of an API, it has no samples."""
     players = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     if players:
         _describe(result, players)
@@ -196,7 +196,8 @@ def turns_of(trace: Any) -> list[Turn]:
                 sent, usage = len(ids) - sampled, usages.get(number)
                 if usage is not None and (usage.prompt_tokens, usage.completion_tokens) != (sent, sampled):
                     raise Misaligned(
-                        f"the engine got {usage.prompt_tokens} and sampled {usage.completion_tokens} tokens, the conversation has {sent} and {sampled}"
+                        f"the engine got {usage.prompt_tokens} and sampled {usage.completion_tokens} tokens, "
+                        f"the conversation has {sent} and {sampled}"
                     )
                 turns[number] = Turn(ids[:sent], ids[sent:], list(node.logprobs), roles[:sent])
     return [turns[number] for number in sorted(turns)]

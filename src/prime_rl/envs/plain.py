@@ -49,7 +49,7 @@ MAX_TASKS = 5_000_000
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model made. `problem` says what is wrong with its form ("": nothing); then the arguments are empty."""
+    """A call that the model made. `problem`: what is wrong with its form ("": nothing); then `arguments` is empty."""
 
     id: str
     name: str
@@ -104,7 +104,7 @@ class Chat:
 
 
 class PlainEnv:
-    """`async with PlainEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
+    """`async with PlainEnv(setup) as env: await env.run(…)`. Constructing it loads everything; may raise LoadError."""
 
     bounded = True
 

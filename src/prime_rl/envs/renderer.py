@@ -192,7 +192,7 @@ def tokenizer_of(model: str) -> Any:
 
 @contextlib.contextmanager
 def _no_torch() -> Iterator[None]:
-    """Hide torch, which transformers would import: 600 MB and seconds for every worker, and a tokenizer needs none of it.
+    """Hide torch, which transformers would import: 600 MB and seconds for every worker, none of it for a tokenizer.
 
     An environment that imports transformers itself gets another copy, with torch.
     """

@@ -1,7 +1,8 @@
 """verifiers v1 (0.4.x) behind our protocol: load a taskset, run one episode of one of its tasks.
 
-A turn is one call within this process: verifiers' own plain harness starts a program per episode (about one episode a second). Model calls go
-through verifiers' interception server, which writes the trace, to our own client, which sends and gets tokens.
+A turn is one call within this process: verifiers' own plain harness starts a program per episode, about one a second.
+Model calls go through verifiers' interception server, which writes the trace, to our own client, which sends and gets
+tokens.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Set
 from prime_rl.envs.tools import MALFORMED_CALL, SERVER_SECONDS, Toolbox, check, install_runtime
 
 HARNESS_ID = "prime_rl_chat"
-# verifiers imports a harness by a top-level module name, and takes the one in its `__all__`; ours lives inside the package.
+# verifiers imports a harness by a top-level module name, and takes the one in its `__all__`; ours is in the package.
 sys.modules[HARNESS_ID] = sys.modules[__name__]
 
 __all__ = ["ChatHarness"]
@@ -55,7 +56,7 @@ MAX_TASKS = 5_000_000
 ENDLESS_TASKS = 10_000  # of a taskset that never ends: its first ones
 
 interception: ContextVar[InterceptionServer] = ContextVar("interception")
-"""verifiers' server of the environment whose episode runs, through which every model call goes. Unset under `vf-eval`: then by HTTP."""
+"""verifiers' server of the environment whose episode runs, which serves model calls. Unset under `vf-eval`: then by HTTP."""
 
 _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
 
@@ -112,7 +113,7 @@ class VerifiersEnv:
             await self._engine.close()
 
     async def run(self, run: Run) -> EpisodeResult:
-        """One episode to its end, all of it sampled by the server at `run.base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
+        """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
         task = self._tasks[run.task_index]
         try:
             hint = self._show(task)
@@ -137,8 +138,7 @@ class VerifiersEnv:
         return result
 
     def _client_of(self, base_url: str) -> vf.TrainClientConfig | vf.EvalClientConfig:
-        """verifiers' name of the client of a server. Its interception server makes the clients it does not have; this one is made for it, and it
-        closes it."""
+        """verifiers' name of the client of a server, made for its interception server, which closes it."""
         if (known := self._clients.get(base_url)) is not None:
             return known
         config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
@@ -151,8 +151,8 @@ class VerifiersEnv:
 
 
 def _remember_factories() -> None:
-    """Have pydantic remember which default factories take arguments: it parses the signature of `list` anew for every field of every object
-    that verifiers constructs, a third of an episode's processor time."""
+    """Have pydantic remember which default factories take arguments: it parses the signature of `list` anew for every
+    field of every object that verifiers constructs, a third of an episode's processor time."""
     known = functools.cache(_fields.takes_validated_data_argument)
     _fields.takes_validated_data_argument = known  # type: ignore[assignment]
 
@@ -198,7 +198,7 @@ def _has_tools(env_id: str, config: Any) -> bool:
 
 
 def _findable(env_id: str) -> str:
-    """The id, or one without dots for the module of one with dots, among which verifiers would look for its own tasksets."""
+    """The id, or for a module with dots one without: verifiers looks for its own tasksets behind dots."""
     if "." not in (module := module_name(env_id)):
         return env_id
     alias = module.replace(".", "_")
@@ -207,7 +207,7 @@ def _findable(env_id: str) -> str:
 
 
 def _import(env_id: str) -> None:
-    """Import the package and its taskset. Raises LoadError with the real cause: verifiers reports a missing dependency as "not found"."""
+    """Import the package and its taskset. Raises LoadError with the real cause: verifiers says "not found" of any."""
     module = module_name(env_id)
     if find(env_id) is not None:
         import_module(env_id)
@@ -225,7 +225,7 @@ def _import(env_id: str) -> None:
 
 
 def _hint(renderer: Any, setup: Setup, task: Any) -> "array[int] | None":
-    """The tokens that show a task's demonstration to who scores its episodes: a system message in front. None: no renderer.
+    """The tokens that show a task's demonstration to who scores its episodes: a system message in front.
 
     Raises ValueError: the task has no such field, or nothing in it.
     """
@@ -244,7 +244,7 @@ def _hint(renderer: Any, setup: Setup, task: Any) -> "array[int] | None":
 
 
 def _load_tasks(taskset: Any) -> list[Any]:
-    """The tasks of a taskset; of an endless one the first, drawn alike in every worker where they are drawn with `random`."""
+    """The tasks of a taskset; of an endless one the first, drawn alike in every worker if with `random`."""
     state = random.getstate()
     random.seed(0)
     try:
@@ -257,7 +257,7 @@ def _load_tasks(taskset: Any) -> list[Any]:
 
 
 class _InterceptedRequest(dict[str, Any]):
-    """What the interception server reads of an aiohttp request. HTTP within one process took a sixth of an episode's processor time."""
+    """What the interception server reads of an aiohttp request: HTTP took a sixth of an episode's processor time."""
 
     path = "/v1/chat/completions"
 
