@@ -7,7 +7,7 @@ already there, as the renderer can: what the engine was sent and sampled is what
 import contextlib
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,17 +62,13 @@ class ContextFull(Exception):
     """The conversation is longer than the model's context, and may end there."""
 
 
-Ask = Callable[[Sequence[Message], "list[Any] | None", Sequence[Turn]], Awaitable[Turn]]
-"""One model call: messages, tools and the turns before → a turn. Raises CallFailed."""
-
-
 class Conversation:
-    """The turns of one conversation with the model."""
+    """The turns of one conversation with the model, all sampled by the server at `base_url`."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, engine: "EngineClient", base_url: str, sampling: Mapping[str, Any]) -> None:
         self.turns: list[Turn] = []
         self.failure: CallFailed | None = None
-        self._ask = ask
+        self._engine, self._base_url, self._sampling = engine, base_url, sampling
 
     async def reply(self, messages: list[Message], tools: list[Any] | None) -> Turn:
         """The model's reply.
@@ -84,7 +80,7 @@ class Conversation:
         if self.failure is not None:
             raise self.failure
         try:
-            turn = await self._ask(messages, tools, self.turns)
+            turn = await self._ask(messages, tools)
         except CallFailed as error:
             if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns:
                 raise ContextFull(str(error)) from error
@@ -92,6 +88,46 @@ class Conversation:
             raise
         self.turns.append(turn)
         return turn
+
+    async def _ask(self, messages: list[Message], tools: list[Any] | None) -> Turn:
+        history = [_comparable(message) for message in messages]
+        prompt = None
+        # The longest earlier turn that these messages continue is extended by the new ones.
+        for turn in sorted(self.turns, key=lambda turn: len(turn.history), reverse=True):
+            known = len(turn.history)
+            if not self._engine.branched and known < len(history) and history[:known] == turn.history:
+                bridge = self._engine.renderer.bridge_to_next_turn
+                prompt = bridge(turn.prompt_ids, turn.completion_ids, messages[known:], tools=tools)
+                break
+        try:
+            answer = await self._engine.generate(self._base_url, messages, tools, prompt, self._sampling)
+        except MalformedGenerateResponseError as error:
+            raise CallFailed(*classify("MalformedGenerateResponseError", str(error))) from error
+        except (PromptRefused, APIStatusError, APIConnectionError) as error:
+            status = 400 if isinstance(error, PromptRefused) else getattr(error, "status_code", 503)
+            raise CallFailed(*classify("ProviderError", str(error), status)) from error
+        calls = list(answer["tool_calls"] or [])
+        for number, call in enumerate(calls):
+            call.id = call.id or f"call_{len(self.turns)}_{number}"
+        # The reply as the next prompt has it.
+        message: Message = {"role": "assistant", "content": answer["content"] or ""}
+        if answer["reasoning_content"]:
+            message["reasoning_content"] = answer["reasoning_content"]
+        if named := [call for call in calls if call.name]:  # whether its arguments are any good or not
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
+                for call in named
+            ]
+        return Turn(
+            prompt_ids=answer["prompt_ids"],
+            completion_ids=answer["completion_ids"],
+            logprobs=answer["completion_logprobs"],
+            roles=_roles(answer["prompt_attribution"], messages),
+            history=[*history, _comparable(message)],
+            message=message,
+            tool_calls=calls,
+            is_truncated=answer["finish_reason"] == "length",
+        )
 
     def finish(self, result: EpisodeResult, setup: Setup, turns: Sequence[Turn] | None = None) -> None:
         """Put what the turns say about the episode into its result, and the samples of `turns` (None: of all)."""
@@ -126,7 +162,7 @@ class EngineClient:
 
     def conversation(self, base_url: str, sampling: Mapping[str, Any], policy_version: int) -> Conversation:
         """A conversation with the server at `base_url`."""
-        return Conversation(partial(self._ask, base_url, request_settings(sampling, policy_version)))
+        return Conversation(self, base_url, request_settings(sampling, policy_version))
 
     async def close(self) -> None:
         for connection in self._connections.values():
@@ -174,65 +210,6 @@ class EngineClient:
             cache_salt=sampling.get("cache_salt"),
             **{"model": self.model, **options},
         )
-
-    async def _ask(
-        self,
-        base_url: str,
-        sampling: Mapping[str, Any],
-        messages: Sequence[Message],
-        tools: list[Any] | None,
-        turns: Sequence[Turn],
-    ) -> Turn:
-        history = [_comparable(message) for message in messages]
-        prompt = None if self.branched else self._extended(turns, messages, history, tools)
-        try:
-            answer = await self.generate(base_url, messages, tools, prompt, sampling)
-        except MalformedGenerateResponseError as error:
-            raise CallFailed(*classify("MalformedGenerateResponseError", str(error))) from error
-        except (PromptRefused, APIStatusError, APIConnectionError) as error:
-            status = 400 if isinstance(error, PromptRefused) else getattr(error, "status_code", 503)
-            raise CallFailed(*classify("ProviderError", str(error), status)) from error
-        calls = list(answer["tool_calls"] or [])
-        for number, call in enumerate(calls):
-            call.id = call.id or f"call_{len(turns)}_{number}"
-        message = reply_message(answer["content"] or "", answer["reasoning_content"] or "", calls)
-        return Turn(
-            prompt_ids=answer["prompt_ids"],
-            completion_ids=answer["completion_ids"],
-            logprobs=answer["completion_logprobs"],
-            roles=_roles(answer["prompt_attribution"], messages),
-            history=[*history, _comparable(message)],
-            message=message,
-            tool_calls=calls,
-            is_truncated=answer["finish_reason"] == "length",
-        )
-
-    def _extended(
-        self, turns: Sequence[Turn], messages: Sequence[Message], history: list[str], tools: list[Any] | None
-    ) -> RenderedTokens | None:
-        """The longest earlier turn that these messages continue, extended by the new ones; None to render them all."""
-        for turn in sorted(turns, key=lambda turn: len(turn.history), reverse=True):
-            known = len(turn.history)
-            if known < len(history) and history[:known] == turn.history:
-                bridge = self.renderer.bridge_to_next_turn
-                extended: RenderedTokens | None = bridge(
-                    turn.prompt_ids, turn.completion_ids, list(messages[known:]), tools=tools
-                )
-                return extended
-        return None
-
-
-def reply_message(text: str, reasoning: str, calls: Sequence[ParsedToolCall]) -> Message:
-    """A reply as the next prompt has it."""
-    message: Message = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if named := [call for call in calls if call.name]:  # whether its arguments are any good or not
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
-            for call in named
-        ]
-    return message
 
 
 def arguments_of(call: ParsedToolCall) -> str:
