@@ -53,45 +53,41 @@ _TOOL = {
 }
 
 
-def _said(role: str, text: str, **fields: Any) -> dict[str, Any]:
-    return {"role": role, "content": text, **fields}
+def _messages(*said: tuple[str, str] | tuple[str, str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text, **(fields[0] if fields else {})} for role, text, *fields in said]
 
 
-def _call(number: int, word: str) -> dict[str, Any]:
-    arguments = json.dumps({"word": word}, ensure_ascii=False)
-    return {"id": f"call_{number}", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+def _calling(*words: str) -> dict[str, Any]:
+    calls = []
+    for number, word in enumerate(words):
+        function = {"name": "look_up", "arguments": json.dumps({"word": word}, ensure_ascii=False)}
+        calls.append({"id": f"call_{number}", "type": "function", "function": function})
+    return {"tool_calls": calls}
 
 
-def _result(number: int, text: str) -> dict[str, Any]:
-    return _said("tool", text, tool_call_id=f"call_{number}", name="look_up")
+def _answering(number: int) -> dict[str, Any]:
+    return {"tool_call_id": f"call_{number}", "name": "look_up"}
 
 
 # Conversations on which templates differ: system or none, several turns, blanks at the edges, reasoning, last role.
 _PROBES = (
-    [_said("user", "Hi")],
-    [_said("system", "Be brief."), _said("user", "  two  words \n")],
-    [_said("system", "s"), _said("user", "a\n\nb"), _said("assistant", "c"), _said("user", "\nd é 你好")],
-    [_said("user", "a"), _said("assistant", "b c\n")],
-    [
-        _said("user", "a"),
-        _said("assistant", "b", reasoning_content="r"),
-        _said("user", "c"),
-        _said("assistant", "d", reasoning_content="s"),
-    ],
+    _messages(("user", "Hi")),
+    _messages(("system", "Be brief."), ("user", "  two  words \n")),
+    _messages(("system", "s"), ("user", "a\n\nb"), ("assistant", "c"), ("user", "\nd é 你好")),
+    _messages(("user", "a"), ("assistant", "b c\n")),
+    _messages(
+        *(("user", "a"), ("assistant", "b", {"reasoning_content": "r"})),
+        *(("user", "c"), ("assistant", "d", {"reasoning_content": "s"})),
+    ),
 )
 # The same, of conversations with tools: one call and several, with text before and without, answered and going on.
 _TOOL_PROBES = (
-    [_said("system", "s"), _said("user", "a")],
-    [_said("user", "a"), _said("assistant", "", tool_calls=[_call(0, "é")]), _result(0, "1\n")],
-    [
-        _said("system", "s"),
-        _said("user", "a"),
-        _said("assistant", "b", tool_calls=[_call(0, "c"), _call(1, "d")]),
-        _result(0, "1"),
-        _result(1, "2"),
-        _said("assistant", "e"),
-        _said("user", "f"),
-    ],
+    _messages(("system", "s"), ("user", "a")),
+    _messages(("user", "a"), ("assistant", "", _calling("é")), ("tool", "1\n", _answering(0))),
+    _messages(
+        *(("system", "s"), ("user", "a"), ("assistant", "b", _calling("c", "d"))),
+        *(("tool", "1", _answering(0)), ("tool", "2", _answering(1)), ("assistant", "e"), ("user", "f")),
+    ),
 )
 
 
@@ -144,8 +140,8 @@ def fitting(model: str, tokenizer: Any, tools: bool) -> Any:
                 return renderer
     if tools:
         raise RendererError(
-            f"no renderer shows tools to the model as the chat template of {model!r} does: choose one by name, such as "
-            "chatml, which shows them as Hermes and Qwen do, or mend the template"
+            f"no renderer shows tools to the model as the chat template of {model!r} does: mend the template, or for "
+            "rollouts choose a renderer by name, such as chatml, which shows them as Hermes and Qwen do"
         )
     return None
 
@@ -173,7 +169,7 @@ def equals_template(renderer: Any, tokenizer: Any, tools: bool = False) -> bool:
                 theirs = tokenizer.apply_chat_template(
                     messages, tools=shown, tokenize=True, add_generation_prompt=generate, return_dict=False
                 )
-            except (jinja2.TemplateError, TypeError, ValueError):  # one of them refuses what the other renders
+            except (jinja2.TemplateError, TypeError, ValueError, KeyError, AssertionError):  # one of them refuses it
                 return False
             if list(ours) != list(theirs):
                 return False

@@ -122,16 +122,3 @@ def test_any_text_has_a_value_or_a_reason(expression: str) -> None:
     except ArithmeticRefused:
         return
     assert max(abs(value.numerator), value.denominator) < 2**512
-
-
-def test_verifiers_loads_the_package() -> None:
-    """verifiers' own loader finds taskset, environment, harness, tool and settings; keys are durable."""
-    import verifiers.v1 as vf
-
-    env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "calculator", "split": "eval", "num_tasks": 3}}))
-    expected = problems("eval", 3)
-    assert [task.key for task in env.taskset] == [f"calculator/{problem.id}" for problem in expected]
-    assert [(task.data.prompt, task.data.answer) for task in env.taskset] == [(p.text, p.answer) for p in expected]
-    (tools,) = env.taskset.toolsets(env.taskset.config)
-    assert "ArithmeticRefused" not in tools.calculate("1/3")
-    assert (tools.calculate("(12 + 3) * 4"), tools.calculate("os")) == ("60", "Refused: 'o' is not allowed: only numbers, + - * / // % ** and parentheses")  # fmt: skip

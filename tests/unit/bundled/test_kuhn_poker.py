@@ -2,8 +2,6 @@
 
 import itertools
 
-import pytest
-
 from kuhn_poker.game import BET, DEALS, PASS, Deal, is_over, message, parse, payoff, play
 
 # Who wins what at each end, by position: "showdown" by the card, else the position that the other folded to.
@@ -60,17 +58,3 @@ def test_messages() -> None:
     assert message("Q", "p") == "Your card is Q. You act second. Your opponent checks. check or bet?"
     assert message("Q", "b") == "Your card is Q. You act second. Your opponent bets. fold or call?"
     assert message("Q", "pb") == "Your opponent bets. fold or call?"
-
-
-def test_verifiers_loads_the_package() -> None:
-    """verifiers' own loader finds taskset, environment with two seats, harness and settings; keys are durable."""
-    import verifiers.v1 as vf
-
-    env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "kuhn-poker"}}))
-    assert [task.key for task in env.taskset] == [f"kuhn-poker/{deal.id}" for deal in DEALS]
-    assert {name for name, seat in env.config if isinstance(seat, vf.AgentConfig)} == {"player_1", "player_2"}
-    few = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "kuhn-poker", "deals": ["KJ-2"]}}))
-    assert [task.data.deal for task in few.taskset] == [Deal(("K", "J"), 1)]
-    unknown = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "kuhn-poker", "deals": ["AA-1"]}}))
-    with pytest.raises(ValueError, match="deals: there is no 'AA-1' \\(there are JQ-1"):
-        list(unknown.taskset)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wordle.data import WORDS, split_of, words
-from wordle.game import Game, marks, parse, play
+from wordle.game import marks, parse, play
 
 
 def test_splits() -> None:
@@ -80,10 +80,3 @@ def test_rewards(replies: list[str], over: bool, solved: bool, partial: float, s
     game = play("crane", replies, 6)
     assert (game.over, game.solved) == (over, solved)
     assert (game.partial, game.speed, game.format) == pytest.approx((partial, speed, form))
-
-
-def test_answers() -> None:
-    """What the player is told."""
-    assert play("crane", _replies("nacre"), 6).answer() == "n a c r e\nY Y Y Y G\n5 left."
-    assert play("crane", ["?", "?"], 6).answer() == "No guess of 5 letters in tags.\n4 left."
-    assert Game("crane", (), 1).over is False

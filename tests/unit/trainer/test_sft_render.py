@@ -29,7 +29,7 @@ DROPS_REASONING = OWN.replace(
 )
 THINKS = OWN.replace("assistant\n", "assistant\n<think>\n")
 STARTS_ALONE = CHATML.replace("<|im_end|>\n", "")
-USERS_ALONE = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+USERS_ALONE = "{% for m in messages %}{{ m.content if m.role == 'user' else '<|im_end|>' }}{% endfor %}"
 
 
 def user(text: Any) -> dict[str, Any]:
@@ -114,7 +114,6 @@ TRAINED: dict[str, Case] = {
         talk("a", "<think>hm</think>b", "c", "<think>so</think>d"),
         "<user/a><assistant/[<think>hm</think>b>] <user/a><assistant/b><user/c><assistant/[<think>so</think>d>]",
     ),
-    "nothing ends": (STARTS_ALONE, TWICE, "<user/a<assistant/[b>] <user/a<assistant/b<user/c<assistant/[d>]"),
 }
 
 
@@ -153,6 +152,7 @@ def test_renderers_of_the_package(tmp_path: Path) -> None:
         (TINY, calling({}) | {"tools": None}, "has tool calls or results but no `tools`"),
         (CHATML, talk("a", "a<|im_end|>b"), r"holds '<\|im_end\|>', which ends a reply"),
         (USERS_ALONE, ONCE, r"leaves out the content of message 1"),
+        (STARTS_ALONE, ONCE, "ends message 1 .* with no token at which servers stop"),
         (THINKS, ONCE, r"message 1 \(assistant\) cannot be trained in the context that inference sees"),
         (None, {"messages": [user("a")]}, "has no chat template, which rows of messages need"),
         (None, {"prompt": [user("a")], "completion": "b"}, "has no chat template, which rows of messages need"),

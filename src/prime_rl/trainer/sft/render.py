@@ -210,7 +210,7 @@ class RowRenderer:
         self._trained_roles = loss_mask.model_dump()
         self._stop_ids = {int(token) for token in (*stop_ids, tokenizer.eos_token_id) if token is not None}
         self._renderers: dict[bool, Any] = {}  # by whether there are tools; None: the chat template itself
-        self._warned: set[str] = set()
+        self._warned = False
 
     def samples(self, row: Row) -> list[Tokens]:
         """One sample of a row, or several if none has every trained message in the context that inference would see.
@@ -288,8 +288,9 @@ class RowRenderer:
         text = _squeezed(self._tokenizer.decode(trained, clean_up_tokenization_spaces=False))
         if _squeezed(message["content"].rpartition("</think>")[2]) not in text:
             raise UserError(f"the chat template of {self._model} leaves out the content of {where}, or alters it")
-        if _squeezed(str(message.get(_REASONING_KEYS[0], ""))) not in text:
-            self._warn("leaves out reasoning: replies are trained without it")
+        if _squeezed(str(message.get(_REASONING_KEYS[0], ""))) not in text and not self._warned:
+            self._warned = True
+            logger.warning("the chat template of {} leaves out reasoning: replies are trained without it", self._model)
         end = np.flatnonzero(sample.loss_mask)[-1:] + 1  # what follows a reply is the next message's
         return Tokens(sample.input_ids[: end[0]], sample.loss_mask[: end[0]]) if len(end) else sample
 
@@ -309,23 +310,13 @@ class RowRenderer:
         reply = ids[len(before) :] if ids[: len(before)] == before else self._encode(whole[len(context) :])
         if stops := [place for place, token in enumerate(reply) if token in self._stop_ids]:
             return Tokens.of(before, reply[: stops[0] + 1])
-        special = {token for token, one in self._tokenizer.added_tokens_decoder.items() if one.special}
-        if closing := [place for place, token in enumerate(reply) if token in special]:
-            token = self._tokenizer.decode(reply[closing[-1]])
-            self._warn(f"ends a reply with {token!r}, at which servers do not stop: name it as `eos_token_id` in "
-                       "generation_config.json")  # fmt: skip
-            return Tokens.of(before, reply[: closing[-1] + 1])
-        if self._tokenizer.eos_token_id is None:
-            raise UserError(f"the chat template of {self._model} ends no reply, and there is no end-of-sequence token")
-        return Tokens.of(before, [*reply, self._tokenizer.eos_token_id])
+        raise UserError(
+            f"the chat template of {self._model} ends {where} with no token at which servers stop: name the one that it "
+            "writes as `eos_token_id` in generation_config.json"
+        )
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-    def _warn(self, what: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            logger.warning("the chat template of {} {}", self._model, what)
 
 
 def _rendered(renderer: Any, messages: list[Message], tools: list[Any] | None) -> Tokens:
