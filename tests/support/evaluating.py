@@ -11,7 +11,7 @@ import xxhash
 from prime_rl.config import EvalConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
-from prime_rl.evals import run, runner, versions
+from prime_rl.evals import run, runner
 from prime_rl.evals.results import EvalResults
 from prime_rl.fleet.client import Served
 from prime_rl.fleet.replicas import ReplicaPool
@@ -91,7 +91,7 @@ class World:
         monkeypatch.setattr(run, "make_pool", lambda config, chat: self.pool)
         monkeypatch.setattr(run, "connect", lambda config, stack: ReplicaPool(self.servers.values()))
         monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.001)
-        monkeypatch.setattr(versions, "LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(run, "LOOK_SECONDS", 0.01)
 
     @property
     def server(self) -> Server:

@@ -18,7 +18,7 @@ def main() -> None:
 def run(config: EvalConfig) -> None:
     """Check, write the resolved config, evaluate."""
     check_key(config.client)
-    from prime_rl.evals.versions import EvalVersions, with_environments
+    from prime_rl.evals.run import EvalVersions, run_evals, with_environments
 
     EvalVersions(config).check()
     config = with_environments(config)
@@ -30,7 +30,6 @@ def run(config: EvalConfig) -> None:
         show(config, "eval", f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
         return
     from prime_rl.envs.venv import prepare
-    from prime_rl.evals.run import run_evals
 
     write_toml(config, config.output_dir / "configs" / "eval.toml")
     log.setup(config.log.level, "eval", config.output_dir)

@@ -3,40 +3,62 @@
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from loguru import logger
 
-from prime_rl.config.shared import is_own_host
+from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConfig, parse
+from prime_rl.config.eval import EvalEnv
+from prime_rl.config.shared import EnvConfig, is_own_host
+from prime_rl.envs.ids import installed
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults, alone, report_table, write_report
 from prime_rl.evals.runner import EvalRunner, KeyRejected, tasks_of
-from prime_rl.evals.versions import EvalPolicy, EvalVersions, OnWait
 from prime_rl.fleet.client import InferenceClient, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Monitor, Status
-from prime_rl.transport.incarnations import EVAL, drop_lease
-from prime_rl.transport.protocol import BASE
+from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
+from prime_rl.orchestrator.evaluation import eval_environments
+from prime_rl.transport.commit import CommitError, list_steps
+from prime_rl.transport.incarnations import EVAL, drop_lease, read_incarnations, read_lease, write_lease
+from prime_rl.transport.protocol import BASE, Lease, current_incarnation
+from prime_rl.transport.weights import WeightsManifest, never_written_message, version_dir, weights_manifest
 from prime_rl.wait import within
 
-if TYPE_CHECKING:
-    from prime_rl.config import EvalConfig
-    from prime_rl.config.eval import EvalEnv
-
 LINE_SECONDS = 10.0  # between two lines of progress
+LOOK_SECONDS = 1.0  # between two looks at the directory of versions
 RESTORE_SECONDS = 120.0
+_WRITERS = ("trainer", "sft")  # processes that commit versions, by the names of their status
+
+OnWait = Callable[[str, str, float], None]
 
 
-async def run_evals(config: "EvalConfig") -> list[EvalResults]:
+@dataclass(frozen=True)
+class EvalPolicy:
+    """What is evaluated.
+
+    Attributes:
+        name: Of its directory of results: `step_<version>`, or `api`.
+        hash: Of its weights; empty where it is not known.
+        weights: The committed version that servers load; None where they serve their base, or stay as they are.
+    """
+
+    name: str
+    version: int
+    hash: str = ""
+    weights: WeightsManifest | None = None
+
+
+async def run_evals(config: EvalConfig) -> list[EvalResults]:
     """Evaluate every environment by every policy; results in `evals/<env>/<policy>`, `evals/report.json`, metrics.
 
     Raises:
@@ -58,7 +80,7 @@ async def run_evals(config: "EvalConfig") -> list[EvalResults]:
                 drop_lease(config.weights_dir.parent, EVAL)
 
 
-async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
+async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
     status.phase("waiting for the server")
     chat = await way_of_asking(config, status.waiting) == "chat"
     monitor = Monitor(config.output_dir, "eval", config.monitor, config.model_dump(mode="json"))
@@ -83,7 +105,7 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[EvalResults]:
     return run.results
 
 
-def make_pool(config: "EvalConfig", chat: bool) -> EnvPool:
+def make_pool(config: EvalConfig, chat: bool) -> EnvPool:
     """The worker pool of all environments."""
     return EnvPool(
         prepare(config.environments),
@@ -100,7 +122,7 @@ def make_pool(config: "EvalConfig", chat: bool) -> EnvPool:
 class Evaluation:
     """What one command evaluates."""
 
-    def __init__(self, config: "EvalConfig", pool: EnvPool, monitor: Monitor, status: Status, chat: bool) -> None:
+    def __init__(self, config: EvalConfig, pool: EnvPool, monitor: Monitor, status: Status, chat: bool) -> None:
         self._config, self._pool, self._monitor, self._status, self._chat = config, pool, monitor, status, chat
         self._versions = EvalVersions(config)
         self._results: dict[tuple[str, str], EvalResults] = {}
@@ -172,7 +194,7 @@ class Evaluation:
             runner.on_lost, runner.superseded = servers.lose, lambda: not fleet.ready
         await runner.run()
 
-    def _open(self, env: "EvalEnv", policy: EvalPolicy) -> EvalResults:
+    def _open(self, env: EvalEnv, policy: EvalPolicy) -> EvalResults:
         """The results of an environment by a policy, in its directory. What is not set for the environment is as set
         for all."""
         config = self._config
@@ -225,10 +247,133 @@ class Evaluation:
         return write_report(self.results, self._versions.skipped, self._config)
 
 
+# -- what is evaluated -------------------------------------------------------------------------------------------------
+
+
+class EvalVersions:
+    """The versions of `weights_dir` that are to be evaluated.
+
+    Attributes:
+        skipped: Versions that are not, and why.
+    """
+
+    def __init__(self, config: EvalConfig) -> None:
+        self._config, self._directory = config, config.weights_dir or Path()
+        self.skipped: dict[int, str] = {}
+        self._hashes: dict[int, str] = {}  # of the versions that were
+
+    def check(self) -> None:
+        """Check what can be known before anything starts: the directory and the named versions exist.
+
+        Raises:
+            UserError: they do not; it lists those that do.
+        """
+        directory, steps = self._directory, self._config.steps
+        if self._config.weights_dir is None or self._config.follow:
+            return
+        committed = list_steps(directory)
+        missing = ", ".join(str(step) for step in steps if step not in (BASE, *committed))
+        if missing or not (steps or self._chosen(committed)):
+            listed = ", ".join(map(str, committed)) or "none"
+            raise UserError(
+                f"weights_dir: there is no version {missing or 'to evaluate'} in {directory} (there: {listed}); those of "
+                "a run are in its weights/, and --follow waits for them"
+            )
+
+    async def policies(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
+        """Yield the base and the versions to evaluate, in order; with `follow` also later ones, until the run has ended."""
+        config, run_dir = self._config, self._directory.parent
+        versions = set(config.steps or self._chosen(list_steps(self._directory)))
+        if config.eval_base or BASE in versions:
+            # The model that the servers were started with; it need not be the one that the run started from.
+            yield EvalPolicy(f"step_{BASE}", BASE)
+        writer = TrainerWatch(run_dir, processes=_WRITERS)
+        while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
+            # Before the look: what was committed before the last word is seen.
+            ended = not config.follow or writer.ended(asked_to_stop=False)
+            committed = list_steps(self._directory)
+            if config.follow:  # the last one is worth knowing, whatever the interval
+                versions |= {*self._chosen(committed), *(committed[-1:] if ended else ())}
+            manifests = (self._find(version) for version in sorted(versions - {BASE}))
+            manifest = next((manifest for manifest in manifests if manifest is not None), None)
+            if config.hold:  # keep the run from removing the next one and later ones
+                newest = max(committed, default=BASE)
+                following = max((version for version in self._hashes if version <= newest), default=BASE) + 1
+                first = following if manifest is None else min(manifest.version, following)
+                lease = Lease(current_incarnation(read_incarnations(run_dir)).number, first)
+                if read_lease(run_dir, EVAL) != lease:
+                    write_lease(run_dir, lease, EVAL)
+            if manifest is not None:
+                self._hashes[manifest.version] = manifest.hash
+                self.skipped.pop(manifest.version, None)  # made again since it was
+                yield EvalPolicy(f"step_{manifest.version}", manifest.version, manifest.hash, manifest)
+            elif ended:
+                return
+            else:
+                on_wait("the next version", "the run that is followed", GONE_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
+
+    def skip(self, version: int, why: str) -> None:
+        """Say and remember that `version` is not evaluated, unless it is made again."""
+        logger.warning("version {} is not evaluated: {}", version, why)
+        self.skipped[version] = why
+        self._hashes.pop(version, None)
+
+    def _chosen(self, committed: Sequence[int]) -> list[int]:
+        return [version for version in committed if version != BASE and version % (self._config.interval or 1) == 0]
+
+    def _find(self, version: int) -> WeightsManifest | None:
+        """A committed version that is still to be evaluated: it was not yet, or has since been made again by another
+        incarnation, or written to disk. One that servers cannot load is skipped."""
+        directory, why = version_dir(self._directory, version), ""
+        try:
+            manifest = weights_manifest(directory)
+        except CommitError as error:
+            why = f"{error}" if directory.is_dir() else "it was removed before it was its turn"
+        else:
+            if manifest.publisher is not None:
+                why = never_written_message(directory)
+            elif self._hashes.get(version) != manifest.hash:
+                return manifest
+        if why and version not in self._hashes and version not in self.skipped:
+            self.skip(version, why)
+        return None
+
+
+def with_environments(config: EvalConfig) -> EvalConfig:
+    """Return `config`, which without environments takes those of the run that made the versions.
+
+    These are the ones it was evaluated on while it trained, else those it was trained on.
+
+    Raises:
+        UserError: there is no such run, or it was written for other settings than today's.
+    """
+    if config.environments:
+        return config
+    environments: Sequence[EnvConfig] = []
+    where = ""
+    if config.weights_dir is not None:
+        where = f" (there are none in {config.weights_dir.parent / 'configs'})"
+        orchestrator, sft = (config.weights_dir.parent / "configs" / f"{name}.toml" for name in ("orchestrator", "sft"))
+        try:
+            if orchestrator.is_file():
+                of_run = parse(OrchestratorConfig, ["@", str(orchestrator)], {})
+                environments = eval_environments(of_run) or of_run.environments
+            elif sft.is_file() and (section := parse(SFTConfig, ["@", str(sft)], {}).eval) is not None:
+                environments = section.environments
+        except ConfigError as error:
+            where = f" (the run's cannot be read: {error.problems[0]})"
+    if not environments:
+        raise UserError(f"no environment: give --environment-ids{where}; installed are {', '.join(installed())}")
+    logger.info("evaluating the run's environments: {}", ", ".join(env.name for env in environments))
+    taken = [EvalEnv(**env.model_dump(include=set(EnvConfig.model_fields))) for env in environments]
+    return EvalConfig.model_validate(config.model_dump() | {"environments": taken})
+
+
 # -- the servers -------------------------------------------------------------------------------------------------------
 
 
-async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["tokens", "chat"]:
+async def way_of_asking(config: EvalConfig, on_wait: OnWait) -> Literal["tokens", "chat"]:
     """Return `client.type`; for "auto" what the server's answer tells: one of ours says what it serves.
 
     Raises:
@@ -252,7 +397,7 @@ async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["token
             return "chat"
 
 
-def connect(config: "EvalConfig", stack: AsyncExitStack) -> ReplicaPool:
+def connect(config: EvalConfig, stack: AsyncExitStack) -> ReplicaPool:
     """Make clients of all servers. `stack` closes their connections."""
     logprob_check = LogprobCheck() if config.logprob_check and config.weights_dir is not None else None
 
@@ -266,7 +411,7 @@ def connect(config: "EvalConfig", stack: AsyncExitStack) -> ReplicaPool:
 class EvalServers:
     """All servers of one evaluation, serving one policy at a time; those that do not answer wait for the next one."""
 
-    def __init__(self, config: "EvalConfig", fleet: ReplicaPool, on_wait: OnWait) -> None:
+    def __init__(self, config: EvalConfig, fleet: ReplicaPool, on_wait: OnWait) -> None:
         self.fleet, self._on_wait, self._model = fleet, on_wait, config.model.name
         self._gives = config.weights_dir is not None  # else they are evaluated as they are
 

@@ -11,7 +11,7 @@ from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConf
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.results import report_table
-from prime_rl.evals.versions import EvalVersions, with_environments
+from prime_rl.evals.run import EvalVersions, with_environments
 from prime_rl.monitor import Status
 from prime_rl.transport.incarnations import EVAL, read_lease
 from support.evaluating import World
