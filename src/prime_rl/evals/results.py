@@ -62,8 +62,8 @@ class EvalResults:
         policy: `step_<version>`, or `api`.
         solved_at: The reward from which an attempt has solved its task.
         seconds: From the start to the last attempt.
-        rows: What `results.jsonl` says of each attempt; `reward` is None where it failed.
-        done: Attempts that need not be made again: of an earlier command the scored ones.
+        rows: What `results.jsonl` says of each attempt, of an earlier command the scored ones; `reward` is None where
+            it failed.
         input_tokens, output_tokens: Of all attempts that were ever made.
     """
 
@@ -75,7 +75,6 @@ class EvalResults:
     solved_at: float = 1.0
     seconds: float = 0.0
     rows: dict[Attempt, dict[str, Any]] = field(default_factory=dict)
-    done: set[Attempt] = field(default_factory=set)
     input_tokens: int = 0
     output_tokens: int = 0
     _file: JsonLines | None = None
@@ -113,7 +112,7 @@ class EvalResults:
                 self.close()
                 where = f"line {number} of {directory / RESULTS}"
                 raise UserError(f"{where} is damaged: mend it, or make the results anew with --clean") from error
-        self.done = {attempt for attempt, row in self.rows.items() if row["reward"] is not None}
+        self.rows = {attempt: row for attempt, row in self.rows.items() if row["reward"] is not None}
 
     def add(self, number: int, result: EpisodeResult) -> None:
         """Keep attempt `number` at a task. A line that was written survives a kill.
@@ -129,7 +128,6 @@ class EvalResults:
         if self._file is not None:
             self._file.append(row)
         self._take(row)
-        self.done.add((result.task_id, number))
 
     def _take(self, row: dict[str, Any]) -> None:
         self.rows[row["task_id"], row["attempt"]] = row
@@ -213,9 +211,11 @@ class EvalResults:
 
     def line(self) -> str:
         """How far it is, and how well it went: `env 3/8: avg@2 0.5, 1 failed`."""
-        name, done = f"avg@{self.k}", sum(one in self.done for one in self.attempts)
+        name = f"avg@{self.k}"
         failed = f", {len(self.failed)} failed" if self.failed else ""
-        return f"{self.plan.env} {done}/{len(self.attempts)}: {name} {_number(self.metrics().get(name))}{failed}"
+        return (
+            f"{self.plan.env} {len(self.made)}/{len(self.attempts)}: {name} {_number(self.metrics().get(name))}{failed}"
+        )
 
     def trouble(self, max_error_rate: float) -> str | None:
         """Why the numbers cannot be relied on; None if they can."""

@@ -162,7 +162,7 @@ class Evaluation:
         try:
             for env in self._config.environments:
                 opened.append(self._open(env, policy))
-            if done := sum(len(results.done) for results in opened):
+            if done := sum(len(results.made) for results in opened):
                 total = sum(len(results.attempts) for results in opened)
                 logger.info("{}: {} of {} attempts are there already", policy.name, done, total)
             await self._run(policy, opened, servers)

@@ -150,7 +150,7 @@ class EvalRunner:
 
 def _missing(results: EvalResults) -> list[tuple[EvalResults, TaskInfo, int]]:
     tasks = {task.task_id: task for task in results.tasks}
-    return [(results, tasks[id_], number) for id_, number in results.attempts if (id_, number) not in results.done]
+    return [(results, tasks[id_], number) for id_, number in results.attempts if (id_, number) not in results.rows]
 
 
 def tasks_of(pool: EnvPool, plan: EvalPlan) -> Sequence[TaskInfo]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from prime_rl.config.orchestrator import Echo
 from prime_rl.envs.protocol import ROLES, EpisodeResult, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.algorithms import Attempt, advantages, attempts
+from prime_rl.orchestrator.algorithms import advantages, attempts
 from prime_rl.orchestrator.scheduler import Batch, Finished
 from prime_rl.transport.rollouts import Sample, as_array
 
@@ -89,22 +89,19 @@ def _advantages(
 ) -> dict[str, dict[int, float]]:
     """Estimate the advantage of each part of each episode, and bring `state` to what it is after this batch."""
     by_episode: dict[str, dict[int, float]] = {}
-    by_env: dict[str, list[list[tuple[str, int, Attempt]]]] = {}
-    for group in batch.groups:
+    for env in dict.fromkeys(group.task.env for group in batch.groups):
         rows = [
-            (one.start.episode, part, attempt)
-            for one in group.finished
-            for part, attempt in attempts(one.result).items()
+            [(one.start.episode, *part) for one in group.finished for part in attempts(one.result).items()]
+            for group in batch.groups
+            if group.task.env == env
         ]
-        by_env.setdefault(group.task.env, []).append(rows)
-    for env, groups in by_env.items():
-        of_env = [[attempt for *_, attempt in rows] for rows in groups]
-        values, after = advantages(config.algorithm_of(env), of_env, state.get(env, {}))
+        groups = [[attempt for *_, attempt in row] for row in rows]
+        values, after = advantages(config.algorithm_of(env), groups, state.get(env, {}))
         if after:
             state[env] = after
-        for rows, row in zip(groups, values, strict=True):
-            for (name, part, _), value in zip(rows, row, strict=True):
-                by_episode.setdefault(name, {})[part] = value
+        for row, advantages_of_row in zip(rows, values, strict=True):
+            for (episode, part, _), value in zip(row, advantages_of_row, strict=True):
+                by_episode.setdefault(episode, {})[part] = value
     return by_episode
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from prime_rl.config.orchestrator import CurriculumConfig
 
 
-NEW, EASY, NORMAL, HARD = "new", "easy", "normal", "hard"
-_NAMES = (NEW, EASY, NORMAL, HARD)  # a task's code is the place of its pool here
+_NAMES = ("new", "easy", "normal", "hard")
+NEW, EASY, NORMAL, HARD = range(4)
 
 
 class Pools:
@@ -34,24 +34,24 @@ class Pools:
 
     def __init__(self, tasks: Sequence[Task], config: "CurriculumConfig", seed: str) -> None:
         self._config, self._seed = config, seed
-        self._weights = {NEW: 1.0, EASY: config.easy_weight, NORMAL: 1.0, HARD: config.hard_weight}
+        self._weights = (1.0, config.easy_weight, 1.0, config.hard_weight)
         self._order = list(tasks)
         random.Random(f"{seed}/0").shuffle(self._order)
         self._place = {task.index: place for place, task in enumerate(self._order)}
-        self._codes = bytearray(max(self._place, default=-1) + 1)  # by the task's index
+        self._codes = bytearray(max(self._place, default=-1) + 1)  # the pool of each task, by the task's index
         # Places in that order, ascending: a draw depends on which tasks a pool holds, not on how they came there.
-        self._pools: dict[str, list[int]] = {NEW: list(range(len(tasks))), EASY: [], NORMAL: [], HARD: []}
+        self._pools: list[list[int]] = [list(range(len(tasks))), [], [], []]
         self._drawn = 0
         self._turn = 0  # position where the search for the next new task starts
 
     def draw(self) -> Task:
         """The next task."""
-        number, self._drawn = self._drawn, self._drawn + 1
-        chance = random.Random(f"{self._seed}/draw/{number}")
-        names = [name for name, pool in self._pools.items() if pool]
-        (name,) = chance.choices(names, [len(self._pools[name]) * self._weights[name] for name in names])
-        pool = self._pools[name]
-        if name != NEW:
+        chance = random.Random(f"{self._seed}/draw/{self._drawn}")
+        self._drawn += 1
+        weights = [len(pool) * weight for pool, weight in zip(self._pools, self._weights, strict=True)]
+        (code,) = chance.choices(range(len(weights)), weights)
+        pool = self._pools[code]
+        if code != NEW:
             return self._order[chance.choice(pool)]
         place = pool[bisect_left(pool, self._turn) % len(pool)]
         self._turn = place + 1  # past it, so that what is in flight comes again after all other new ones
@@ -61,11 +61,11 @@ class Pools:
         """The attempts of a group of task `index` were worth `reward` on average. Unknown tasks are ignored."""
         if index not in self._place:
             return
-        place, before = self._place[index], self._pools[_NAMES[self._codes[index]]]
+        place, before = self._place[index], self._pools[self._codes[index]]
         del before[bisect_left(before, place)]
-        name = EASY if reward >= self._config.easy else HARD if reward <= self._config.hard else NORMAL
-        self._codes[index] = _NAMES.index(name)
-        insort(self._pools[name], place)
+        code = EASY if reward >= self._config.easy else HARD if reward <= self._config.hard else NORMAL
+        self._codes[index] = code
+        insort(self._pools[code], place)
 
     def task(self, index: int) -> Task | None:
         """The task of that index, if it is one of these."""
@@ -73,7 +73,7 @@ class Pools:
 
     def shares(self) -> dict[str, float]:
         """Return the share of the tasks in each pool."""
-        return {name: len(pool) / len(self._order) for name, pool in self._pools.items()}
+        return {name: len(pool) / len(self._order) for name, pool in zip(_NAMES, self._pools, strict=True)}
 
     def state(self) -> dict[str, Any]:
         """Save as plain data, for `load`. Compressed, a task takes some two bits."""
@@ -85,9 +85,9 @@ class Pools:
         codes = zlib.decompress(base64.b64decode(state["codes"]))
         self._drawn, self._turn = int(state["drawn"]), int(state["turn"])
         self._codes = bytearray(codes[: len(self._codes)].ljust(len(self._codes), b"\0"))
-        self._pools = {name: [] for name in _NAMES}
+        self._pools = [[], [], [], []]
         for place, task in enumerate(self._order):
-            self._pools[_NAMES[self._codes[task.index]]].append(place)
+            self._pools[self._codes[task.index]].append(place)
 
 
 class Curriculum:
@@ -128,15 +128,14 @@ class Curriculum:
         Raises:
             UserError: it is not such a state.
         """
-        for env, pools in self.pools.items():
-            if env in state:
-                try:
-                    pools.load(state[env])
-                except (KeyError, TypeError, ValueError, zlib.error) as error:
-                    unknown = f"are kept in a way that this version does not know ({error!r})"
-                    raise UserError(
-                        f"the difficulty pools of {env} {unknown}: go on with the version that wrote them"
-                    ) from error
+        for env in self.pools.keys() & state.keys():
+            try:
+                self.pools[env].load(state[env])
+            except (KeyError, TypeError, ValueError, zlib.error) as error:
+                unknown = f"are kept in a way that this version does not know ({error!r})"
+                raise UserError(
+                    f"the difficulty pools of {env} {unknown}: go on with the version that wrote them"
+                ) from error
 
     def metrics(self) -> dict[str, float]:
         """`curriculum/<env>/pool/<name>`: the share of its tasks in each pool."""
