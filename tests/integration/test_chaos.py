@@ -20,7 +20,6 @@ from prime_rl.envs import pool as pool_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.audit import audit
-from prime_rl.transport.commit import read_manifest
 from support.scripted import World, has_batch, until
 from support.stub_worker import stub_python
 
@@ -112,19 +111,10 @@ def check(directory: Path, pool: Witness, steps: int) -> None:
     print(report.outcomes, dict(pool.outcomes), f"{pool.restarts} restarts")
     assert all(name in ("issued", "trained") or name.startswith("dropped") for _, name, _ in report.outcomes)
     assert max(pool.answered.values()) == 1
-    assert set(trained(run, steps)) <= set(pool.answered)
     assert pool.restarts >= 3
     assert pool.outcomes["worker_died"] >= 3
     assert pool.outcomes["invalid"] >= 1
     assert marked_processes(str(directory)) == []
-
-
-def trained(run: Path, steps: int) -> list[str]:
-    names = [
-        name for step in range(steps) for name in read_manifest(run / "rollouts" / f"step_{step}").extra["samples"]
-    ]
-    assert len(set(names)) == len(names)
-    return [name.rpartition(".")[0] for name in names]
 
 
 def marked_processes(mark: str) -> list[int]:

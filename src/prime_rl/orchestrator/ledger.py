@@ -126,11 +126,7 @@ def read_counts(db: sqlite3.Connection) -> Counts:
 
 
 def batch_extra(event: Batched) -> dict[str, Any]:
-    """Make what the manifest of a batch must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it.
-
-    Args:
-        event: The batch, as it will be recorded once it is committed.
-    """
+    """Make what the manifest of a batch must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it."""
     groups = [[number, task.env, task.index, task.task_id] for number, task in event.groups.items()]
     return {"ledger": vars(event) | {"groups": groups}}
 
@@ -437,10 +433,9 @@ def restore(
     for group in groups:
         task, drawn, pools = group.task, tasks[group.number], curriculum.pools.get(group.task.env)
         if (pools.task(task.index) if pools is not None else drawn) != task:
-            raise UserError(
-                f"group {group.number} is about task {task.task_id} of {task.env}, but the seed and the environments "
-                f"give {drawn.task_id} of {drawn.env}: go on with those that the run began with"
-            )
+            ledger_task = f"group {group.number} is about task {task.task_id} of {task.env}"
+            stream_task = f"the environments give {drawn.task_id} of {drawn.env}"
+            raise UserError(f"{ledger_task}, but {stream_task}: go on with those that the run began with")
     scheduler.restore(groups)
     if groups:
         finished = sum(len(group.finished) for group in groups)

@@ -192,8 +192,18 @@ class Orchestrator:
         self.curriculum = Curriculum(tasks, by_difficulty, config.seed)
         ratios = {env.name: env.ratio for env in config.environments}
         stream = task_stream(tasks, ratios, config.seed, self.curriculum.pools)
+        # Without a trainer sampling may run ahead of it by the whole run.
+        level = config.async_level if config.trainer else config.max_steps or _ENDLESS
+        limits = Limits(
+            batch_size=config.batch_size,
+            group_size=config.rollouts_per_example,
+            async_level=level,
+            max_off_policy_steps=max(config.max_off_policy_steps, level),
+            max_concurrent=config.most_in_flight,
+            max_steps=config.max_steps,
+        )
         self.scheduler = Scheduler(
-            _limits(config),
+            limits,
             stream,
             step=self.progress.step,
             version=version,
@@ -430,11 +440,7 @@ class Orchestrator:
         self._last_end = now
 
     async def _check_ledger(self) -> Counts:
-        """Write the events recorded so far and check that no episode is lost. Returns the counts.
-
-        Raises:
-            UserError: one is, or the disk is full.
-        """
+        """Write the events recorded so far and check that no episode is lost. Returns the counts."""
         held = self.scheduler.held
         await asyncio.to_thread(self.ledger.flush, self.ledger.unwritten)
         return await asyncio.to_thread(self.ledger.check, held)
@@ -564,19 +570,6 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
             error = error.exceptions[0]
         status.done(f"failed: {error}")
         raise UserError(str(error)) from group
-
-
-def _limits(config: "OrchestratorConfig") -> Limits:
-    """Make the scheduler's numbers. Without a trainer sampling may run ahead of it by the whole run."""
-    level = config.async_level if config.trainer else config.max_steps or _ENDLESS
-    return Limits(
-        batch_size=config.batch_size,
-        group_size=config.rollouts_per_example,
-        async_level=level,
-        max_off_policy_steps=max(config.max_off_policy_steps, level),
-        max_concurrent=config.most_in_flight,
-        max_steps=config.max_steps,
-    )
 
 
 def spare_collector() -> None:

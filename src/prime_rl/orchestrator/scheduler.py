@@ -39,7 +39,6 @@ from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_
 
 Result = TypeVar("Result")
 
-NO_SIGNAL = "no signal in the whole batch"
 BEYOND_BOUND = "beyond max_off_policy_steps"
 PACE = 0.9  # fraction of the recent step time to leave between batch starts; below 1 so that steps can get shorter
 _TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how long a step takes
@@ -352,7 +351,8 @@ class Scheduler(Generic[Result]):
 
     def finish(self, episode: str, result: Result) -> None:
         """Take the result of an episode; it can be trained once the servers are verified (`verify`)."""
-        start, group = self._end(episode)
+        start = self._running.pop(episode)
+        group = self._groups[start.group]
         finished = Finished(start, start.version, self.announced, result, self.incarnation)
         self._unverified[episode] = finished
         insort(group.finished, finished, key=lambda one: one.start.number)
@@ -362,17 +362,14 @@ class Scheduler(Generic[Result]):
 
     def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
         """End an episode without a result. Returns whether it is issued again: with `retry`, up to `max_attempts`."""
-        start, group = self._end(episode)
+        start = self._running.pop(episode)
         retried = retry and start.attempt + 1 < self.limits.max_attempts
-        self._drop(group, start, reason, detail, retried)
+        self._drop(start, reason, detail, retried)
         return retried
 
-    def _end(self, episode: str) -> tuple[Start, Group[Result]]:
-        start = self._running.pop(episode)
-        return start, self._groups[start.group]
-
-    def _drop(self, group: Group[Result], start: Start, reason: Drop, detail: str = "", retried: bool = False) -> None:
-        """End an episode of `group` untrained; with `retried` its slot is tried once more."""
+    def _drop(self, start: Start, reason: Drop, detail: str, retried: bool = False) -> None:
+        """End an episode untrained; with `retried` its slot is tried once more."""
+        group = self._groups[start.group]
         group.finished = [one for one in group.finished if one.start != start]
         group.slots[start.number].attempt += retried
         self._admitted.discard(group.number)  # what is left is another group
@@ -383,10 +380,10 @@ class Scheduler(Generic[Result]):
         """Drop these episodes as stale and try their slots once more. Returns `running`; the loop cancels it."""
         for one in finished:
             self._unverified.pop(one.start.episode, None)
-            self._drop(self._groups[one.start.group], one.start, Drop.STALE, detail, retried=True)
+            self._drop(one.start, Drop.STALE, detail, retried=True)
         for start in running:
-            _, group = self._end(start.episode)
-            self._drop(group, start, Drop.STALE, detail, retried=True)
+            del self._running[start.episode]
+            self._drop(start, Drop.STALE, detail, retried=True)
         return running
 
     # -- versions of the policy ---------------------------------------------------------------------------------------
@@ -450,7 +447,7 @@ class Scheduler(Generic[Result]):
             for finished in group.finished:
                 if self._too_old(finished.first):
                     self.verify([finished.start.episode])  # the ledger has what is dropped, too
-                    self._drop(group, finished.start, Drop.STALE, BEYOND_BOUND)
+                    self._drop(finished.start, Drop.STALE, BEYOND_BOUND)
 
     # -- what the servers served --------------------------------------------------------------------------------------
 
@@ -519,7 +516,7 @@ class Scheduler(Generic[Result]):
     def discard(self, batch: Batch[Result]) -> None:
         """Collect another batch for the same step: this one carries no learning signal at all."""
         for group in batch.groups:
-            self._discard(group, Drop.FILTERED, NO_SIGNAL)
+            self._discard(group, Drop.FILTERED, "no signal in the whole batch")
 
     def _discard(self, group: Group[Result], reason: Drop, detail: str) -> None:
         """Remove a group that goes into no batch; another one takes its place."""

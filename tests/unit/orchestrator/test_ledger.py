@@ -7,8 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -64,28 +62,6 @@ def test_an_episode_from_issue_to_training(path, ledger):
     assert stored_results(path) == []
     drops = {"errored": 1, "filtered": 1, "stale": 1, "timeout": 1, "truncated": 1}
     assert ledger.counts() == ledger.reopened().counts() == Counts(issued=6, batched=1, dropped=drops)
-
-
-def test_events_are_recorded_while_another_thread_flushes(path):
-    """Contract: a flush writes what was recorded before it was asked for, and no event is lost or written twice."""
-    applying, recorded = threading.Event(), threading.Event()
-
-    class SlowLedger(ScriptedLedger):
-        def _apply(self, event):
-            applying.set()
-            assert recorded.wait(60)
-            super()._apply(event)
-
-    ledger = SlowLedger(path)
-    finish_group(ledger, 0)
-    with ThreadPoolExecutor(1) as thread:
-        flush = thread.submit(ledger.flush, ledger.unwritten)
-        assert applying.wait(60)
-        finish_group(ledger, 1)
-        recorded.set()
-        flush.result(60)
-    assert stored_counts(path) == Counts(issued=2, finished=2)
-    assert ledger.counts() == Counts(issued=4, finished=4)
 
 
 def test_what_cannot_happen_is_refused(path, ledger):
@@ -331,14 +307,3 @@ def test_a_batch_of_episodes_that_an_older_copy_of_the_ledger_knows_otherwise(le
     ledger.reconcile(read_batches(rollouts), version=0)
     assert ledger.counts() == Counts(issued=3, batched=2, dropped={"cancelled": 1})
     assert audit(rollouts.parent).faults == []
-
-
-def test_a_batch_of_another_version_is_refused(ledger, rollouts):
-    """A manifest that lists no episodes cannot be reconciled with: said, not skipped."""
-    commit(rollouts, 0, finish_group(ledger, 0), [], [0])
-    manifest = rollouts / "step_0" / "manifest.json"
-    data = json.loads(manifest.read_text())
-    del data["extra"]["ledger"]
-    manifest.write_text(json.dumps(data))
-    with pytest.raises(UserError, match="step_0 does not say which episodes it holds"):
-        read_batches(rollouts)

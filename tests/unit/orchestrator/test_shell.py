@@ -16,8 +16,7 @@ from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator import orchestrator as loop
 from prime_rl.orchestrator.audit import audit_text
 from prime_rl.transport.commit import list_steps, prune
-from prime_rl.transport.rollouts import open_batch
-from support.scripted import World, follow, fresh, has_batch, until
+from support.scripted import World, fresh, has_batch, until
 
 
 def rows_of(world: World) -> list[dict[str, float]]:
@@ -172,18 +171,6 @@ async def test_batches_that_teach_nothing_end_the_run(tmp_path, filters, message
 
 def everything(result: EpisodeResult) -> bool:
     return True
-
-
-async def test_batches_of_one_environment_tell_of_all(tmp_path):
-    """Contract: which environments there are is the run's to say, in the configuration's order, not a batch's; a step's
-    metrics are told apart likewise."""
-    world = fresh(tmp_path, environment=None, environments=[{"id": "zeta"}, {"id": "alpha"}])
-    await follow(world, (1, 2, 3))
-    for step, row in enumerate(rows_of(world)):
-        batch = open_batch(tmp_path / "rollouts" / f"step_{step}")
-        (env,) = {sample.env for sample in batch.rows(range(len(batch)))}
-        assert batch.environments == ["zeta", "alpha"]
-        assert {name.split("/")[1] for name in row if name.startswith("reward/")} >= {"mean", env}
 
 
 async def test_episodes_that_fail_as_fast_as_they_start_end_the_run(tmp_path):
