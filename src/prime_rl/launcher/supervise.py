@@ -91,18 +91,18 @@ def stall_reason(
         return None
     if silent > policy.heartbeat_timeout:
         return f"{f'rank {rank} ' if rank else ''}has given no sign of life for {silent:.0f} s"
+    if rank:  # rank 0 reports progress for all ranks
+        return None
     unchanged = now - max(status.progress if wait is None else wait.since, since)
-    if rank or (service and (wait is not None or status.progress <= (status.ready or 0.0))):
-        return None  # rank 0 reports progress for all ranks, and an idle service none
-    if service:
-        mute = unchanged > policy.heartbeat_timeout  # it reports its engine's answers as progress
-        return f"has had no answer from its engine for {unchanged:.0f} s" if mute else None
-    if wait is None:
-        where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
-        return f"has stalled for {unchanged:.0f} s ({where})" if unchanged > policy.stall_timeout else None
-    overdue = unchanged - (wait.deadline - wait.since)
-    late = overdue > policy.heartbeat_timeout
-    return f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline" if late else None
+    if wait is not None:
+        overdue = unchanged - (wait.deadline - wait.since)
+        words = f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline"
+        return words if overdue > policy.heartbeat_timeout else None
+    # A server's progress is its engine's answers, once it has begun to report them.
+    idle = service and status.progress <= (status.ready or 0.0)
+    limit = policy.heartbeat_timeout if service else policy.stall_timeout
+    where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
+    return f"has stalled for {unchanged:.0f} s ({where})" if unchanged > limit and not idle else None
 
 
 class SupervisedChild:

@@ -18,7 +18,7 @@ WORKING = ProcessStatus("trainer", 7, "training", 3, 0.0, 0.0, None, None, progr
 
 NOW = 1e9
 WAIT = Waiting("rollouts/step_3", "orchestrator", NOW - 1900.0, NOW)
-SERVER = replace(WORKING, process="inference", ready=NOW - 9000.0, progress=NOW - 9000.0)
+SERVER = replace(WORKING, process="inference", phase="serving", step=None, ready=NOW - 9000.0, progress=NOW - 9000.0)
 
 
 def beats(status: ProcessStatus = WORKING, ago: float = 1.0, progress: float = 1.0, **more: object) -> ProcessStatus:
@@ -60,7 +60,7 @@ def test_who_counts_as_stalled(status: ProcessStatus, expected: str | None) -> N
         (beats(SERVER, progress=9000.0), None),
         (beats(SERVER, ago=61.0, progress=9000.0), "has given no sign of life for 61 s"),
         (beats(SERVER, progress=50.0), None),
-        (beats(SERVER, progress=61.0), "has had no answer from its engine for 61 s"),
+        (beats(SERVER, progress=61.0), "has stalled for 61 s (serving)"),
         (beats(SERVER, progress=61.0, waiting=WAIT), None),
     ],
 )
