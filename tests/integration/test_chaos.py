@@ -73,6 +73,7 @@ async def train(world: World, steps: int) -> None:
 
 async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, seed: int, pause: float) -> Witness:
     """One run of so many steps."""
+    monkeypatch.setattr(pool_module, "HANG_SECONDS", 3.0)
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 20)  # of which two thirds are ours
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 2.0)
     monkeypatch.setenv(MARK, str(directory))
@@ -81,7 +82,7 @@ async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int
         max_steps=steps, max_error_rate=1.0, rollout_timeout=20.0, seed=seed,
     )  # fmt: skip
     pool = Witness(
-        world.config.environments, model="none", base_url=world.engine.root, api_key=None, output_dir=world.directory, hang_timeout=3.0
+        world.config.environments, model="none", base_url=world.engine.root, api_key=None, output_dir=world.directory
     )  # fmt: skip
     world.pool = pool  # type: ignore[assignment]
     world.trainer.live(0, 0)

@@ -202,9 +202,10 @@ async def test_what_is_its_own_alone(tmp_path: Path) -> None:
     assert not identify(stray)
 
 
-async def test_what_costs_the_worker(tmp_path: Path) -> None:
+async def test_what_costs_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that dies, hangs, or whose messages are none, is replaced; the episode in whose code it died fails, the others may be tried again."""
-    async with serving(tmp_path, stub(tmp_path, {"slow": 1.0}), hang_timeout=1.5) as pool:
+    monkeypatch.setattr(pool_module, "HANG_SECONDS", 2.5)
+    async with serving(tmp_path, stub(tmp_path, {"slow": 1.0})) as pool:
         for deaths, (deed, (outcome, message)) in enumerate(DEADLY.items(), 1):
             offending, neighbour = await two(pool, tmp_path, deed)
             assert (deed, offending.outcome, neighbour.outcome) == (deed, outcome, Outcome.WORKER_DIED)
@@ -228,12 +229,13 @@ async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path) -> None
 async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed or stopped with an episode or with its result in hand; a result lost, doubled or failed: each costs its own
     episode at most, is counted once, and the next episode runs."""
+    monkeypatch.setattr(pool_module, "HANG_SECONDS", 2.5)
     deeds = {"run:stub": ("kill", "stop"), "result:stub": ("kill", "drop", "duplicate", "error")}
     # The nth match of a point meets its nth fault.
     plan = [{"point": at, "process": "environment", "do": do} for at, every in deeds.items() for do in every]
     (tmp_path / "faults.json").write_text(json.dumps(plan))
     monkeypatch.setenv(faults.ENV, str(tmp_path / "faults.json"))
-    async with serving(tmp_path, stub(tmp_path), hang_timeout=1.5) as pool:
+    async with serving(tmp_path, stub(tmp_path)) as pool:
         for outcome, reason in (
             (Outcome.WORKER_DIED, "SIGKILL"),
             (Outcome.ERRORED, "blocked"),

@@ -9,7 +9,6 @@ from typing import Protocol, Self
 
 from prime_rl.envs.ids import LoadError, check_version, find, kind_of
 from prime_rl.envs.protocol import EpisodeResult, Run, Setup
-from prime_rl.importing import quick_imports
 
 VERSIONS = "classic environments run with verifiers 0.1.11 to 0.3.1, those of verifiers.v1 with 0.4.0 alone"
 CLASSIC = (
@@ -48,15 +47,13 @@ def load(setup: Setup) -> Adapter:
         wish = "demonstrated to a teacher" if setup.demonstration else "evaluated on APIs by their chat route"
         raise LoadError(f"environment {setup.env_id!r}: tasks of {kind} environments cannot be {wish}")
     if kind == "python":
-        with quick_imports():
-            from prime_rl.envs.plain import PlainEnv
+        from prime_rl.envs.plain import PlainEnv
 
         return PlainEnv(setup)
     if kind == "classic":
         if not any(importlib.util.find_spec(f"verifiers.{name}") for name in ("legacy", "clients")):
             raise LoadError(f"environment {setup.env_id!r} {CLASSIC}")
-        with quick_imports():
-            from prime_rl.envs.classic import ClassicEnv
+        from prime_rl.envs.classic import ClassicEnv
 
         return ClassicEnv(setup)
     installed = importlib.metadata.version("verifiers")
@@ -65,7 +62,6 @@ def load(setup: Setup) -> Adapter:
         raise LoadError(
             f"environment {setup.env_id!r} {fault}: its Python environment has verifiers {installed}; {VERSIONS}"
         )
-    with quick_imports():
-        from prime_rl.envs.verifiers_v1 import VerifiersEnv
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     return VerifiersEnv(setup)

@@ -8,9 +8,9 @@ import asyncio
 import contextvars
 import ctypes
 import mmap
+import types
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 _request: contextvars.ContextVar[int] = contextvars.ContextVar("request", default=0)
@@ -45,37 +45,31 @@ def attribute_steps(loop: asyncio.AbstractEventLoop, page: Page) -> None:
 
     def make_task(loop: Any, coro: Any, context: contextvars.Context | None = None, **more: Any) -> "asyncio.Task[Any]":
         request = (contextvars.copy_context() if context is None else context).get(_request, 0)
-        return asyncio.Task(_Steps(coro, request, page) if request else coro, loop=loop, context=context, **more)
+        return asyncio.Task(_run(coro, request, page) if request else coro, loop=loop, context=context, **more)
 
     loop.set_task_factory(make_task)
 
 
-class _Steps(Coroutine[Any, Any, Any]):
-    """The steps of a task's coroutine. What would end the event loop fails the task."""
+async def _run(coro: Coroutine[Any, Any, Any], request: int, page: Page) -> Any:
+    return await _steps(coro, request, page)
 
-    def __init__(self, inner: Coroutine[Any, Any, Any], request: int, page: Page) -> None:
-        self._inner, self._request, self._page = inner, request, page
 
-    def send(self, value: Any) -> Any:
-        return self._step(self._inner.send, value)
-
-    def throw(self, kind: Any, value: Any = None, trace: TracebackType | None = None) -> Any:
-        return self._step(self._inner.throw, value if isinstance(value, BaseException) else kind)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _step(self, step: Callable[[Any], Any], value: Any) -> Any:
-        before, self._page.request = self._page.request, self._request
+@types.coroutine
+def _steps(coro: Coroutine[Any, Any, Any], request: int, page: Page) -> Generator[Any, Any, Any]:
+    """Run a task's coroutine step by step. What would end the event loop fails the task."""
+    step: Callable[[Any], Any] = coro.send
+    value: Any = None
+    while True:
+        before, page.request = page.request, request
         try:
-            return step(value)
+            awaited = step(value)
+        except StopIteration as done:
+            return done.value
         except SystemExit as error:
             raise RuntimeError(f"the environment's code called sys.exit({error.code!r})") from error
         finally:
-            self._page.request = before
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._inner.__await__()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # anyio looks at a task's coroutine: show it the real one
+            page.request = before
+        try:
+            step, value = coro.send, (yield awaited)
+        except BaseException as error:  # noqa: BLE001 - the coroutine's own, cancellation above all
+            step, value = coro.throw, error

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import prime_rl
 
 Kind = Literal["verifiers", "classic", "python"]
-_MOST_REPORTED = 100  # failures whose traceback a worker prints
 _REPORTED: set[str] = set()
 
 
@@ -92,20 +91,16 @@ def _bare(environment_id: str) -> str:
 def kind_of(environment_id: str) -> Kind:
     """What a package is written for, by the top-level names of its module.
 
-    A plain Python environment has `tasks` and `rollout`, or a class `Environment`; a classic one has `load_environment`. Either exports
-    nothing else. All others, and what is not found here, are verifiers'.
+    A plain Python environment has `rollout`, a classic one `load_environment`. Either exports nothing else. All others, and
+    what is not found here, are verifiers'.
     """
     spec = find(environment_id)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return "verifiers"
     names, exported = _names(Path(spec.origin))
-    kind: Kind
-    if {"tasks", "rollout"} <= names and exported <= {"tasks", "rollout", "tools"}:
+    if "rollout" in names and exported <= {"tasks", "rollout", "tools"}:
         return "python"
-    for name, kind in (("load_environment", "classic"), ("Environment", "python")):
-        if name in names and exported <= {name}:
-            return kind
-    return "verifiers"
+    return "classic" if "load_environment" in names and exported <= {"load_environment"} else "verifiers"
 
 
 def _names(source: Path) -> tuple[set[str], set[str]]:
@@ -157,7 +152,7 @@ def describe(error: BaseException) -> str:
 def report(error: BaseException) -> str:
     """Describe why an episode failed, and print the traceback to the worker's log the first time it fails so."""
     description = describe(error)
-    if description not in _REPORTED and len(_REPORTED) < _MOST_REPORTED:
+    if description not in _REPORTED and len(_REPORTED) < 100:
         _REPORTED.add(description)
         traceback.print_exception(error)
     return description

@@ -37,6 +37,7 @@ from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 WATCH_SECONDS = 0.1
 ADJUST_SECONDS = 1.0
 IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
+HANG_SECONDS = 60.0  # that environment code may block a worker's event loop before the worker is replaced
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
 BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that finished nothing
 MAX_BACKOFF_SECONDS = 15.0
@@ -109,7 +110,6 @@ class EnvPool:
         renderer: str = "auto",
         output_dir: Path,
         log_level: str = "info",
-        hang_timeout: float = 60.0,
         samplers: Mapping[str, Sampler] | None = None,
         demonstrations: Mapping[str, Demonstration] | None = None,
         chat_timeout: float | None = None,
@@ -119,7 +119,6 @@ class EnvPool:
         Args:
             model: Hub name or directory, also the name under which the engine serves it.
             base_url: With or without /v1; the first of several is asked where `run` names none.
-            hang_timeout: Seconds that environment code may block a worker's event loop before the worker is replaced.
             samplers, demonstrations: Of the environments that have one.
             chat_timeout: Seconds without a byte of an answer, of an API that is asked by its chat route (None: by tokens).
 
@@ -166,7 +165,7 @@ class EnvPool:
         self._all_sets = list(alike.values())
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
-        self._hang_timeout, self._start_timeout = hang_timeout, 0.0
+        self._start_timeout = 0.0
         self._worker_numbers, self._request_numbers = itertools.count(), itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: UserError | None = None
@@ -192,8 +191,6 @@ class EnvPool:
         self._socket.bind(self._address)
         for each in self._all_sets:
             each.log.parent.mkdir(parents=True, exist_ok=True)
-            if each.withheld:
-                logger.debug("environment {}: variables withheld: {}", each.config.name, ", ".join(each.withheld))
             self._adjust(each)
         self._create_task(self._receive)
         self._create_task(self._keep_adjusting)
@@ -406,7 +403,7 @@ class EnvPool:
 
     async def _supervise(self, own: WorkerSet, worker: Worker) -> None:
         """Watch a process to its end, fail its episodes, end all it has started, and say when another one may take its place."""
-        while not (why := worker.judge(self._start_timeout, self._hang_timeout)):
+        while not (why := worker.judge(self._start_timeout, HANG_SECONDS)):
             await asyncio.sleep(WATCH_SECONDS)  # bounded: by the end of the process; one that is stuck is judged so
         for number, request in worker.pending.items():
             outcome, message = Outcome.WORKER_DIED, why
@@ -467,11 +464,10 @@ class EnvPool:
                 self._fill(own)
                 self._adjust(own)
             case protocol.Failed(message=why):
-                python, names = own.config.python, ", ".join(own.withheld)
-                hint = "" if python is None else f"; its Python is {python} (`uv pip install --python {python} …`)"
                 if not own.loaded:  # it never loaded: no use trying again
+                    names = ", ".join(own.withheld)
                     withheld = f"; not passed to it: {names} (see its `secrets`)" if names else ""
-                    self._fail(UserError(f"{why}{hint} (log: {own.log}){withheld}"))
+                    self._fail(UserError(f"{why} (log: {own.log}){withheld}"))
                 worker.die(why)
             case _:
                 worker.die(f"sent an unexpected {message.kind!r}")

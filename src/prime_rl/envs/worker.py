@@ -64,6 +64,7 @@ class WorkerServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, this_task.cancel)
         self._socket.connect(self._address)
+        gc.disable()  # imports and tasks would take a quarter longer, and stay to the end
         async with contextlib.AsyncExitStack() as exit_stack:
             try:
                 env = await exit_stack.enter_async_context(load(setup))
@@ -75,9 +76,9 @@ class WorkerServer:
                 await self._send(protocol.Failed(why))
                 await asyncio.Event().wait()  # bounded: the pool ends this process
                 return
-            # Modules and tasks stay to the end: a full collection over them would block the loop for 0.4 s, every few hundred episodes.
             gc.collect()
-            gc.freeze()
+            gc.freeze()  # else a full collection would block the loop for 0.4 s, every few hundred episodes
+            gc.enable()
             self._page.ticked = time.monotonic()
             await self._send(protocol.Ready(env.task_ids, env.bounded))
             async with asyncio.TaskGroup() as group:

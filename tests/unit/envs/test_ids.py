@@ -57,7 +57,6 @@ def test_versions(install: Callable[..., None], tmp_path: Path) -> None:
     [
         ("tasks = []\nasync def rollout(task, chat): pass", "python"),
         ("from x import tasks, rollout", "python"),
-        ("class Environment: pass", "python"),
         ("def load_environment(): pass", "classic"),
         ("from x.y import load_environment\n__all__ = ['load_environment']", "classic"),
         ("import surely_not_there as vf\ndef load_environment(): pass", "classic"),
