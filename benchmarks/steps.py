@@ -229,6 +229,7 @@ class Bench:
             scorer=scorer,
             weights=WeightsConfig(host="127.0.0.1"),
             memory=world.device.type == "cuda" and case.loss == "rl",  # as `trainer.weights.transport = "auto"` does
+            gpu=case.loss == "rl",
             async_level=1,
             on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
         )

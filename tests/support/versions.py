@@ -201,7 +201,7 @@ def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
     base = {name: tensor.bfloat16() for name, tensor in tensors_of(Path(model)).items()}
     assert_equal(whole(), base)
     weights = WeightsConfig(transport=kind, host="127.0.0.1", timeout=60.0, keep=None)
-    publisher = make(run / "run", timeout=60, weights=weights, memory=kind == "memory")
+    publisher = make(run / "run", timeout=60, weights=weights, memory=kind == "memory", gpu=device == "cuda")
     publisher.open(0)
     change(policy)
     right: dict[int, dict[str, torch.Tensor]] = {}
