@@ -76,10 +76,10 @@ class VerifiersEnv:
         config = _env_config(setup)
         self._branched = setup.trajectories == "branched"
         self._engine = None if setup.chat else EngineClient(setup, _has_tools(setup.env_id, config))
-        self._client: vf.TrainClientConfig | vf.EvalClientConfig = (
+        self._client: Any = (
             chat_config(setup.request_timeout) if setup.chat else vf.TrainClientConfig(api_key_var=API_KEY_VAR)
         )
-        self._clients: dict[str, vf.TrainClientConfig | vf.EvalClientConfig] = {}  # by the server's address
+        self._clients: dict[str, Any] = {}  # by the server's address
         try:
             self._env = vf.load_environment(config)
             self._tasks = _load_tasks(self._env.taskset)
@@ -137,17 +137,15 @@ class VerifiersEnv:
             raise Broken(str(error)) from error
         return result
 
-    def _client_of(self, base_url: str) -> vf.TrainClientConfig | vf.EvalClientConfig:
+    def _client_of(self, base_url: str) -> Any:
         """verifiers' name of the client of a server, made for its interception server, which closes it."""
-        if (known := self._clients.get(base_url)) is not None:
-            return known
-        config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
-        engine = self._engine
-        client: Client = PatientClient(config) if engine is None else ConversationClient(engine, base_url)
-        server = self._env._interception
-        server.clients[config.model_dump_json()] = client
-        server.stack.push_async_callback(client.close)
-        return config
+        if base_url not in self._clients:
+            config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
+            engine, server = self._engine, self._env._interception
+            client: Client = PatientClient(config) if engine is None else ConversationClient(engine, base_url)
+            server.clients[config.model_dump_json()] = client
+            server.stack.push_async_callback(client.close)
+        return self._clients[base_url]
 
 
 def _remember_factories() -> None:
@@ -232,25 +230,19 @@ def _hint(renderer: Any, setup: Setup, task: Any) -> "array[int] | None":
     if renderer is None:
         return None
     fields = task.data.model_dump()
-    if setup.demonstration not in fields:
-        raise ValueError(
-            f"its tasks have no field {setup.demonstration!r} to demonstrate them (fields: {', '.join(sorted(fields))})"
-        )
-    shown = fields[setup.demonstration]
-    if (not shown and not isinstance(shown, int | float)) or not str(shown).strip():  # 0 and False are answers
-        raise ValueError(f"task {task.key} has nothing in its field {setup.demonstration!r} to demonstrate it")
+    shown = fields.get(setup.demonstration)
+    if shown in (None, [], {}) or not str(shown).strip():  # 0 and False are answers
+        names = ", ".join(sorted(fields))
+        raise ValueError(f"task {task.key} has nothing in its field {setup.demonstration!r} to show (fields: {names})")
     text = setup.template.replace("{demonstration}", str(shown))
     return array("i", renderer.render([{"role": "system", "content": text}]).token_ids)
 
 
 def _load_tasks(taskset: Any) -> list[Any]:
     """The tasks of a taskset; of an endless one the first, drawn alike in every worker if with `random`."""
-    state = random.getstate()
     random.seed(0)
-    try:
-        tasks = list(itertools.islice(taskset, MAX_TASKS if taskset.bounded else ENDLESS_TASKS))
-    finally:
-        random.setstate(state)
+    tasks = list(itertools.islice(taskset, MAX_TASKS if taskset.bounded else ENDLESS_TASKS))
+    random.seed()
     if not tasks:
         raise ValueError("it has no tasks")
     return tasks

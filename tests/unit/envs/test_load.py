@@ -48,10 +48,10 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
         ("reverse-text", {"split": "test"}, "", "argument split"),
         ("reverse-text", {"num_tasks": "many"}, "", "argument num_tasks"),
         ("reverse-text", {"min_words": 3, "max_words": 2}, "", "need 1 <= min_words <= max_words"),
-        ("env-answers", {"answers": ["a"]}, "answr", "its tasks have no field 'answr' to demonstrate them (fields: "),
-        ("env-answers", {"answers": [None, "a"]}, "answer", "has nothing in its field 'answer' to demonstrate it"),
-        ("env-answers", {"answers": [" "]}, "answer", "has nothing in its field 'answer' to demonstrate it"),
-        ("env-answers", {"answers": [[]]}, "answer", "has nothing in its field 'answer' to demonstrate it"),
+        ("env-answers", {"answers": ["a"]}, "answr", "has nothing in its field 'answr' to show (fields: "),
+        ("env-answers", {"answers": [None, "a"]}, "answer", "has nothing in its field 'answer' to show"),
+        ("env-answers", {"answers": [" "]}, "answer", "has nothing in its field 'answer' to show"),
+        ("env-answers", {"answers": [[]]}, "answer", "has nothing in its field 'answer' to show"),
     ],
 )
 def test_what_is_wrong_is_named(env_id: str, args: dict[str, Any], field: str, message: str, model: Path) -> None:
@@ -70,7 +70,7 @@ async def test_a_task_that_demonstrates_nothing(model: Path) -> None:
     for place in (1, 2):
         result = await env.run(Run(1, "e", place, env.task_ids[place], {}, 0, "http://127.0.0.1:9/v1", 0.0))
         assert result.outcome is Outcome.INVALID
-        assert "has nothing in its field 'answer' to demonstrate it" in result.message
+        assert "has nothing in its field 'answer' to show" in result.message
         assert result.task_id == env.task_ids[place]
     assert env._show(env._tasks[3]) != env._show(env._tasks[0])
 

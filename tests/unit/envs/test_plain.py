@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, assert_exact, make_tokenizer
 
 from prime_rl.envs.adapter import load
 from prime_rl.envs.ids import LoadError
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Run, Setup
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 
 GUESS = Path(__file__).parents[2] / "support" / "envs" / "guess"
 HEAD = "tasks = [{'id': 'one', 'prompt': 'Say a.', 'system_prompt': 's', 'answer': 'a'}]\n"
@@ -72,23 +72,6 @@ async def test_one_turn_is_exact(model: Path, package: Callable[[str, str], str]
     }  # fmt: skip
     assert "min_tokens" not in sent
     assert exchange.body["cache_salt"] == "v3"
-
-
-async def test_turns_are_one_sequence(model: Path, package: Callable[[str, str], str]) -> None:
-    """A conversation extends the ids already there, also after a reply that was cut and is no text; every token has its speaker."""
-    package("unused", "")
-    async with FakeEngine(model, reply=lambda prompt: "Sure Ġ �") as engine:
-        result = await play(engine, setup("guess", model), max_tokens=6)
-    (sample,) = result.samples
-    assert (len(engine.exchanges), result.num_turns, result.is_truncated) == (3, 3, True)
-    assert_exact(sample, engine.exchanges)
-    assert result.rewards == {"right": 0.0, "short": pytest.approx(-0.3)}
-    assert result.reward == sample.reward == pytest.approx(-0.3)
-    assert "letters" in result.metrics
-    assert sample.roles is not None
-    spoken = {ROLES[role] for role, on in zip(sample.roles, sample.loss_mask, strict=True) if on}
-    assert spoken == {"assistant"}
-    assert {ROLES[role] for role in sample.roles} == {"system", "user", "assistant"}
 
 
 CALLS = """
