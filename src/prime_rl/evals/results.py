@@ -316,7 +316,7 @@ def report_table(path: Path) -> str:
         k, metrics, errors = each["attempts_per_task"], each["metrics"], sum(each["errors"].values())
         names = (f"avg@{k}", f"avg@{k}/ci95", "is_truncated/mean", "num_output_tokens/mean")
         average, interval, cut, tokens = (_number(metrics.get(name)) for name in names)
-        tasks = f"{each['tasks']}" + ("" if each["complete"] else " (incomplete)")
+        tasks = f"{each['tasks']}" + ("" if each.get("complete", True) else " (incomplete)")
         rows.append((each["environment"], each["policy"], tasks, f"{k}", average, interval, f"{errors}", cut, tokens))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

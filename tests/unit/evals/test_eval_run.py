@@ -171,15 +171,6 @@ async def test_a_refused_key_ends_it_at_once_and_what_is_finished_is_kept(world)
     assert len(world.pool.made) == 3 + 36 - 2
 
 
-async def test_an_attempt_without_a_server_is_made_again_and_then_is_an_outcome(world):
-    world.pool.before = lambda env, task, number: Outcome.ENGINE_UNAVAILABLE if number <= 2 else None
-    table = await world.run(num_examples=1)
-    assert None not in table["env", "step_0"][0]
-    world.pool.before = lambda *_: Outcome.ENGINE_UNAVAILABLE
-    with pytest.raises(UserError, match="no episode of env on version 0 succeeded; the first one: engine_unavailable"):
-        await world.run(num_examples=1, clean=True)
-
-
 async def test_reports_and_metrics(world):
     """Contract: one row an environment and policy, tokens of all attempts, metrics by version; more errors than are
     allowed are a failure, after all that."""
