@@ -18,27 +18,17 @@ def local_ranks() -> int:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Bytes left in each of our cgroups that has a limit, and in those around them."""
+    """Bytes left in our cgroup, of version 2, and in those around it, where these have limits.
+
+    Cached files that are not in use count as free.
+    """
+    mount = root / "sys/fs/cgroup"
     for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)  # "0::/job" in version 2, "4:memory:/job" in version 1
-        if controllers == "":
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            mount = root / "sys/fs/cgroup/memory"
-        else:
-            continue
-        # Within a container the path may be the host's, which is not mounted: then the container's group is.
-        group = Path(path.lstrip("/"))
-        for inner in (group, *group.parents):
-            if (mount / inner / names[0]).exists() and (left := _left(mount / inner, *names)) is not None:
-                yield left
-
-
-def _left(group: Path, limit: str, usage: str, cached: str) -> int | None:
-    """Bytes left in a cgroup, cached files that are not in use counted as free; None without a limit."""
-    most = (group / limit).read_text().strip()
-    if most == "max":
-        return None
-    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return int(most) - int((group / usage).read_text()) + int(statistics.get(cached, 0))
+        if line.startswith("0::"):
+            # Within a container the path may be the host's, which is not mounted: then the container's group is.
+            own = Path(line.removeprefix("0::").lstrip("/"))
+            for group in (mount / each for each in (own, *own.parents) if (mount / each / "memory.max").exists()):
+                if (limit := (group / "memory.max").read_text().strip()) != "max":
+                    cached = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+                    used = int((group / "memory.current").read_text()) - int(cached.get("inactive_file", 0))
+                    yield int(limit) - used

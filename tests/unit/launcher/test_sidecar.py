@@ -36,7 +36,6 @@ def test_evaluation_and_server_are_of_the_run() -> None:
     ("arguments", "message"),
     [
         (["--inference"], r"inference starts a server for evaluations, and there is no \[eval\]"),
-        (["--eval"], r"no environment to evaluate"),
         (
             ["--eval.environment.id", "x", "--model.name", "one", "--inference.model.name", "other"],
             r"inference\.model\.name is other but model\.name is one",
@@ -50,18 +49,6 @@ def test_evaluation_and_server_are_of_the_run() -> None:
 def test_contradictions_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(SFTConfig, arguments, env={})
-
-
-def test_an_option_wins_over_what_a_file_says_of_the_server(tmp_path: Path) -> None:
-    (tmp_path / "sft.toml").write_text(
-        '[inference]\nmodel.name = "other"\nserver.port = 2\n[eval]\nclient.base_url = "http://localhost:2"\n[eval.environment]\nid = "x"'
-    )
-    argv = ["@", str(tmp_path / "sft.toml"), "--model.name", "one", "--inference.server.port", "3"]
-    made = parse(SFTConfig, argv, env={})
-    assert made.inference is not None
-    assert made.eval is not None
-    assert (made.model.name, made.inference.model.name) == ("one", "one")
-    assert (made.inference.server.port, made.eval.client.base_url) == (3, "http://localhost:3/v1")
 
 
 def test_what_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prime_rl.launcher import doctor
 from prime_rl.launcher.console import Console
-from prime_rl.monitor.limits import FULL, LimitName, LimitWatch, Shares, limit_of, shares_of
+from prime_rl.monitor.limits import LimitName, LimitWatch, Shares, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.incarnations import open_incarnation
 
@@ -46,33 +44,6 @@ def test_each_situation_is_named(situation: str) -> None:
     limit = limit_of(shares)
     assert (limit.name, limit.share) == (name, pytest.approx(share))
     assert reason in limit.reason
-
-
-SHARE = st.floats(0.0, 1.0)
-
-
-@st.composite
-def any_shares(draw: st.DrawFn) -> Shares:
-    """Shares that can be measured: those of one side add up to no more than its time."""
-    waited, publish, saved, read, rest, idle, paused, sampled = (draw(SHARE) for _ in range(8))
-    trainer, engines = max(waited + publish + saved + read + rest, 1e-6), max(idle + paused + sampled, 1e-6)
-    of_trainer = (each / trainer for each in (waited, publish, saved, read))
-    return Shares(*of_trainer, idle / engines, paused / engines, draw(SHARE))
-
-
-@given(any_shares())
-def test_no_side_that_mostly_waits_is_the_limit(shares: Shares) -> None:
-    """Contract: generation or training is named only of a side that is full, and a full side is never passed over for the other one."""
-    limit = limit_of(shares)
-    assert 0.0 <= limit.share <= 1.0 + 1e-9
-    if limit.name is LimitName.GENERATION:
-        assert shares.sampled >= max(FULL, shares.trained)
-    elif limit.name is LimitName.TRAINING:
-        assert shares.trained >= max(FULL, shares.sampled)
-    elif limit.name is not LimitName.WORKERS:
-        assert max(shares.trained, shares.sampled) < FULL
-    else:
-        assert shares.cpu >= FULL * shares.sampled
 
 
 def rows(**seconds: float) -> tuple[dict[str, float], dict[str, float]]:

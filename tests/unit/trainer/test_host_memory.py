@@ -7,7 +7,6 @@ import pytest
 from prime_rl.host_memory import available_bytes
 
 GIB = 1 << 30
-V1_UNLIMITED = 9223372036854771712
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -29,14 +28,6 @@ def v2(limit: object, used: int, cached: int) -> dict[str, str]:
     }
 
 
-def v1(limit: int, used: int, cached: int) -> dict[str, str]:
-    return {
-        "memory.limit_in_bytes": f"{limit}\n",
-        "memory.usage_in_bytes": f"{used * GIB}\n",
-        "memory.stat": f"inactive_file 1\ntotal_inactive_file {cached * GIB}\n",
-    }
-
-
 def under(folder: str, files: dict[str, str]) -> dict[str, str]:
     return {f"sys/fs/cgroup/{folder}/{name}": text for name, text in files.items()}
 
@@ -51,14 +42,11 @@ def under(folder: str, files: dict[str, str]) -> dict[str, str]:
         ("0::/job", under("job", v2(100 * GIB, 120, 0)), 0),
         ("0::/job/step", under("job/step", v2("max", 1, 0)) | under("job", v2(64 * GIB, 4, 0)), 60),
         ("0::/host/path/of/a/container", under(".", v2(64 * GIB, 4, 0)), 60),  # not mounted inside of it
-        ("9:cpu,cpuacct:/job\n4:memory:/job\n0::/", under("memory/job", v1(80 * GIB, 50, 10)), 40),
-        ("4:memory:/job", under("memory/job", v1(V1_UNLIMITED, 50, 10)), 500),
-        ("4:memory:/not/here", under("memory", v1(80 * GIB, 50, 0)), 30),
-        ("4:cpuset:/job\n1:name=systemd:/", under("memory/job", v1(80 * GIB, 50, 10)), 500),
+        ("4:memory:/job\n0::/job", under("job", v2(64 * GIB, 4, 0)), 60),
     ],
 )
 def test_the_tightest_limit_counts(cgroup: str, files: dict[str, str], left: int, tmp_path: Path) -> None:
-    """Of our own group and those around it, in version 1 and 2; cached files that nobody reads can be taken."""
+    """Of our own group and those around it; cached files that nobody reads can be taken."""
     write(tmp_path, {"proc/meminfo": meminfo(500), "proc/self/cgroup": cgroup + "\n"} | files)
     assert available_bytes(tmp_path) == left * GIB
 
