@@ -100,10 +100,6 @@ class _Examination:
             return
         state, rank, wait = _process_state(status.host, status.id), name.partition(".")[2], status.waiting
         silent, who = self.now - status.heartbeat, f"rank {rank} " if rank else ""
-        if self.finished and state == _DEAD:
-            # The launcher stopped it: vLLM's engine may be too slow to let its server say so.
-            self.rows.append((label, f"{'ended':<11}stopped, {self._ago(status.heartbeat)}"))
-            return
         doing = status.phase if status.step is None else f"{status.phase}, step {status.step}"
         seen = "" if state == _ALIVE else f"; last sign of life {self._ago(status.heartbeat)}"
         progress = f"last progress {self._ago(status.progress)}"

@@ -402,5 +402,4 @@ class Supervisor:
             )  # fmt: skip
         for child in running:
             self._reap(child)
-            if child.is_job and self._interrupts:
-                say_for(self._output_dir, child.name, "stopped")
+            say_for(self._output_dir, child.name, "stopped")

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, Callable[[ProcessId], list[ProcessStatus]], str, str
     "on another host": ("none", lambda _: [status("trainer", of=DEAD, host="far")], "moves", "nothing to do: trainer: at work"),
     "never started": ("none", lambda _: [], "never started", "no process of a run has reported here"),
     "finished": (
-        "none", lambda _: [*ended("finished", "finished"), status("inference", of=DEAD)], "finished",
+        "none", lambda _: [*ended("finished", "finished"), status("inference", outcome="stopped")], "finished",
         "the run has finished",
     ),
     "stopped": ("none", lambda _: ended("stopped", "finished"), "interrupted", "the run was stopped"),
