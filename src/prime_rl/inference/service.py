@@ -90,7 +90,6 @@ class WeightService:
         self._stage_options = servers_on_host, on_device
         self._staged = False  # the workers may hold something
         self._least_staging: float | None = None  # seconds, of all versions until now
-        self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot, self._loads = secrets.token_hex(8), 0
@@ -209,9 +208,8 @@ class WeightService:
         seconds = max(answer["seconds"] for answer in answers)
         self._least_staging = seconds if self._least_staging is None else min(self._least_staging, seconds)
         change.place = max((answer["place"] for answer in answers), key=_PREFERENCE.index)
-        if change.place == "nowhere" and not self._said_no_room:
-            self._said_no_room = True
-            logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")
+        if change.place == "nowhere":
+            logger.info("no memory to keep a second copy of the weights: they are read while generation is paused")
 
     async def _swap(self, directory: Path, identity: dict[str, Any], change: WeightUpdate) -> None:
         """Pause, load on every rank, resume. After a load that failed on a rank the engine stays paused, with its requests,
