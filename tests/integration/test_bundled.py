@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from alphabet_sort.data import problems
 from calculator.data import problems as word_problems
 from kuhn_poker.game import DEALS
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
@@ -45,7 +44,6 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     )
     settings: dict[str, dict[str, Any]] = {
         "math500": {"data": str(data)},
-        "alphabet-sort": {"split": "eval", "num_tasks": 8},
         "wordle": {"split": "eval", "max_turns": 4},
         "kuhn-poker": {},
         "calculator": {"num_tasks": 4},
@@ -76,22 +74,6 @@ async def test_a_benchmark(world: World) -> None:
         assert (result.outcome, result.reward) == (Outcome.OK, reward), result.message
         assert result.metrics["answered"] == float("box" in answer)
         assert_exact(result.samples[0], world.engine.exchanges)
-
-
-async def test_sorting_well(world: World) -> None:
-    """Every turn right: reward 1, one exact sample of all turns."""
-    for task, problem in enumerate(problems("eval", 8)):
-        result = await world.play(
-            "alphabet-sort", task, lambda prompt, problem=problem: f"<sorted>{'|'.join(problem.truth(_turn(prompt)))}</sorted>".replace("|", "\n")
-        )  # fmt: skip
-        assert result.ok, result.message
-        assert result.task_id == f"alphabet-sort/{problem.id}"
-        assert (result.reward, result.metrics) == (1.0, {"turns_right": 1.0})
-        assert result.num_turns == len(problem.turns) == len(world.engine.exchanges)
-        asked = _asked(world.engine.tokenizer.decode(world.engine.exchanges[-1].prompt))
-        assert asked == problem.message(result.num_turns - 1)
-        (sample,) = result.samples
-        assert_exact(sample, world.engine.exchanges)
 
 
 async def test_solving_wordle(world: World) -> None:

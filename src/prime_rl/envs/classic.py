@@ -104,8 +104,9 @@ class ClassicEnv:
             self._judge(result, output, client.state, raised)
         at_limit = client.state.get("stop_condition") == "max_turns_reached"
         result.is_truncated = bool(client.state.get("is_truncated")) or (self._shortened and at_limit)
-        trajectory = [client.turns[step["response"].id] for step in client.state.get("trajectory", ())]
-        conversation.finish(result, setup, trajectory if result.ok else None)
+        trajectory = client.state.get("trajectory", ())
+        turns = [client.turns[step["response"].id] for step in trajectory] if result.ok else None
+        conversation.finish(result, setup, turns)
         return result
 
     def _judge(
@@ -166,13 +167,6 @@ class _Client(ClassicClient):  # type: ignore[misc, valid-type]
         name = str(len(self.turns))
         self.turns[name] = response
         sent, sampled = len(response.prompt_ids), len(response.completion_ids)
-        tokens = types.ResponseTokens(
-            prompt_ids=response.prompt_ids,
-            prompt_mask=[0] * sent,
-            completion_ids=response.completion_ids,
-            completion_mask=[1] * sampled,
-            completion_logprobs=response.logprobs,
-        )
         calls = [
             types.ToolCall(id=call.id, name=call.name, arguments=arguments_of(call))
             for call in response.tool_calls
@@ -184,7 +178,6 @@ class _Client(ClassicClient):  # type: ignore[misc, valid-type]
             tool_calls=calls or None,
             finish_reason="length" if response.is_truncated else "tool_calls" if calls else "stop",
             is_truncated=response.is_truncated,
-            tokens=tokens,
         )
         usage = types.Usage(
             prompt_tokens=sent, reasoning_tokens=0, completion_tokens=sampled, total_tokens=sent + sampled
