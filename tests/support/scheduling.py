@@ -11,7 +11,7 @@ from typing import Any
 from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.checkpoint import OrchestratorState, resume_point
-from prime_rl.orchestrator.ledger import Ledger, batch_extra, open_ledger, restore
+from prime_rl.orchestrator.ledger import Ledger, batch_extra, restore
 from prime_rl.orchestrator.scheduler import (
     Batch,
     Batched,
@@ -116,7 +116,7 @@ class World:
         progress = resume_point(
             OrchestratorConfig(output_dir=self.directory, recover=self.crashes > 0, environment={"id": "env"})
         )
-        self.ledger = open_ledger(self.directory, progress)
+        self.ledger = Ledger(self.directory / "ledger.sqlite")
         stream = task_stream(TASKS, {"env": 2.0, "other": 1.0}, 0)
         self.scheduler = Counted(
             self.limits, stream, self.ledger.record, gate=gate, step=progress.step, version=self.newest, incarnation=max(self.incarnations)

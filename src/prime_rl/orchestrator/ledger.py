@@ -51,7 +51,6 @@ from prime_rl.transport.commit import (
     read_manifest,
     write_atomically,
 )
-from prime_rl.transport.settings import LEDGER, suggestions
 
 FORMAT = 2
 _BUSY_SECONDS = 10.0
@@ -86,9 +85,6 @@ _ISSUE = """
     INSERT OR IGNORE INTO episodes (group_number, number, attempt, state, version, incarnation)
     SELECT ?1, ?2, ?3, 'issued', ?4, ?5 WHERE EXISTS (SELECT 1 FROM groups WHERE number = ?1 AND state = 'open')"""
 _COUNT_ISSUED = "INSERT INTO issued VALUES (?, 1) ON CONFLICT (env) DO UPDATE SET count = count + 1"
-_FINISH = f"""
-    UPDATE episodes SET state = 'finished', incarnation = ?, first = ?, last = ?
-    WHERE {_KEY} AND state = 'issued'"""
 # An episode that has ended needs neither its tokens nor its incarnation any more.
 _END = "UPDATE episodes SET state = ?, step = ?, reason = ?, detail = ?, retried = ?, incarnation = NULL"
 _OPEN_GROUPS = """
@@ -241,7 +237,8 @@ class Ledger:
                 self._change(event, _ISSUE, *start.key, start.version, incarnation)
                 self._update(_COUNT_ISSUED, start.task.env)
             case Finished(start, first, last, result, incarnation):
-                self._change(event, _FINISH, incarnation, first, last, *start.key)
+                finish = "UPDATE episodes SET state = 'finished', incarnation = ?, first = ?, last = ?"
+                self._change(event, f"{finish} WHERE {_KEY} AND state = 'issued'", incarnation, first, last, *start.key)
                 data = pack_episode(result)
                 self._update("INSERT OR REPLACE INTO results VALUES (?, ?)", start.episode, data)
             case Dropped(start, reason, detail, retried):
@@ -382,21 +379,6 @@ class Ledger:
 
 
 # -- going on with a run -----------------------------------------------------------------------------------------------
-
-
-def open_ledger(output_dir: Path, progress: ResumePoint) -> Ledger:
-    """Open the run's ledger.
-
-    Raises:
-        UserError: it is damaged, or belongs to a run that this one would be mixed with.
-    """
-    ledger = Ledger(output_dir / LEDGER)
-    issued = ledger.counts().issued
-    if progress.fresh and issued:
-        ledger.close()
-        ways = suggestions(output_dir, saved=False)
-        raise UserError(f"{ledger.path} has {issued} episodes of an earlier run: {ways}")
-    return ledger
 
 
 def restore(

@@ -1,9 +1,8 @@
 """What the orchestrator reports about a step."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -11,16 +10,7 @@ from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.samples import ScoredBatch
-from prime_rl.orchestrator.scheduler import Batch, Drop, Group, Task
-
-
-class ScoredGroup(NamedTuple):
-    """A complete group that left the scheduler: in a batch, or turned away with a reason."""
-
-    number: int
-    task: Task
-    rewards: list[float]
-    reason: str = ""
+from prime_rl.orchestrator.scheduler import Batch, Drop, Group
 
 
 @dataclass
@@ -28,7 +18,7 @@ class Tally:
     """What happened since the last committed batch. Episodes are counted by the ledger."""
 
     before: Counts = field(default_factory=Counts)  # before that batch was committed
-    turned_away: list[ScoredGroup] = field(default_factory=list)
+    turned_away: list[tuple[Group[EpisodeResult], str]] = field(default_factory=list)  # complete groups, and why
     output_tokens: int = 0
     seconds_idle: float = 0.0  # nothing was in flight
 
@@ -89,16 +79,10 @@ def step_metrics(
     return metrics
 
 
-def score(group: Group[EpisodeResult], reason: str = "") -> ScoredGroup:
-    """Note a complete group; `reason`: why it was turned away."""
-    return ScoredGroup(group.number, group.task, _rewards(group), reason)
-
-
-def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Metrics of all groups since the step before, those that were turned away included."""
-    reasons = Counter(group.reason for group in groups if group.reason)
-    rewards = [group.rewards for group in groups]
-    metrics = {f"turned_away/{reason}": float(count) for reason, count in sorted(reasons.items())}
+def group_metrics(groups: Sequence[Group[EpisodeResult]], turned_away: Iterable[str]) -> dict[str, float]:
+    """Metrics of all complete groups since the step before. `turned_away`: why, for each that is in no batch."""
+    rewards = [rewards_of(group) for group in groups]
+    metrics = {f"turned_away/{reason}": float(count) for reason, count in sorted(Counter(turned_away).items())}
     metrics["made/reward/mean"] = _mean([reward for group in rewards for reward in group])
     return metrics | {f"made/{name}": share for name, share in _solved(rewards).items()}
 
@@ -129,7 +113,7 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, 
         "num_input_tokens": [total - output for total, output in zip(tokens, sampled, strict=True)],
         "num_turns": [result.num_turns for result in results],
     }
-    metrics = {f"{name}{env}": share for name, share in _solved([_rewards(group) for group in groups]).items()}
+    metrics = {f"{name}{env}": share for name, share in _solved([rewards_of(group) for group in groups]).items()}
     for name, values in quantities.items():
         metrics |= {f"{name}{env}/{statistic}": value for statistic, value in distribution(values).items()}
     return metrics
@@ -153,7 +137,7 @@ def _finished(counts: Counts) -> int:
     return counts.finished + counts.batched + left_out
 
 
-def _rewards(group: Group[EpisodeResult]) -> list[float]:
+def rewards_of(group: Group[EpisodeResult]) -> list[float]:
     return [episode.result.reward for episode in group.finished]
 
 

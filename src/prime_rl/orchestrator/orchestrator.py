@@ -38,8 +38,8 @@ from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator.admission import Admission, output_tokens
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
 from prime_rl.orchestrator.evaluation import Evaluations, eval_environments, eval_worker
-from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_ledger, restore
-from prime_rl.orchestrator.metrics import Tally, group_metrics, score, step_metrics
+from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, restore
+from prime_rl.orchestrator.metrics import Tally, group_metrics, rewards_of, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
@@ -47,6 +47,7 @@ from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import CommitError, clean_stages
 from prime_rl.transport.rollouts import write_batch
+from prime_rl.transport.settings import LEDGER, suggestions
 from prime_rl.wait import WaitTimeout, wait_async
 
 if TYPE_CHECKING:
@@ -115,10 +116,13 @@ class Orchestrator:
         Raises:
             UserError: the run cannot go on; the message says why.
         """
-        self.ledger = open_ledger(self.config.output_dir, self.progress)
+        self.ledger = Ledger(self.config.output_dir / LEDGER)
         self._main = asyncio.current_task()
         assert self._main is not None
         try:
+            if self.progress.fresh and (issued := self.ledger.counts().issued):
+                ways = suggestions(self.config.output_dir, saved=False)
+                raise UserError(f"{self.ledger.path} has {issued} episodes of an earlier run: {ways}")
             await self._start()
             if self.evaluations.owed(self.scheduler.version):
                 await self.evaluations.run()
@@ -219,7 +223,7 @@ class Orchestrator:
 
     def _gate(self, group: Group[EpisodeResult]) -> str | None:
         if (reason := self.admission.gate(group)) is not None:
-            self.tally.turned_away.append(score(group, reason))
+            self.tally.turned_away.append((group, reason))
         return reason
 
     # -- episodes -----------------------------------------------------------------------------------------------------
@@ -385,7 +389,7 @@ class Orchestrator:
                 return False
             if not scored.samples:
                 self.scheduler.discard(batch)
-                self.tally.turned_away += [score(group, "no_signal") for group in batch.groups]
+                self.tally.turned_away += [(group, "no_signal") for group in batch.groups]
                 self.admission.note_empty_batch(batch.step, set(scored.details.values()))
                 return True
             batched = batch.committed(scored.trained, scored.filtered, scored.truncated)
@@ -393,11 +397,9 @@ class Orchestrator:
             self.scheduler.advance(batched)
         self.status.step(self.scheduler.step)
         logger.info(
-            "step {} | {:.1f} s | reward {:.4f} | {} samples, {} tokens | filtered {:.0f}% | off-policy {:.1f} | errors "
-            "{:.1f}%",
+            "step {} | {:.1f} s | reward {:.4f} | {:.0f} samples, {:.0f} tokens | off-policy {:.1f} | errors {:.1%}",
             batch.step, metrics["time/step"], metrics["reward/mean"], metrics["progress/samples"],
-            metrics["progress/tokens"], 100 * metrics["filtered/zero_advantage"], metrics["off_policy/mean"],
-            100 * metrics["errors/rate"],
+            metrics["progress/tokens"], metrics["off_policy/mean"], metrics["errors/rate"],
         )  # fmt: skip
         return True
 
@@ -408,11 +410,12 @@ class Orchestrator:
         """
         opened = self.scheduler.groups_opened
         counts = await self._check_ledger()
-        groups = sorted([*self.tally.turned_away, *map(score, batch.groups)])
-        self.curriculum.observe((group.task, group.rewards) for group in groups)
+        others, reasons = [group for group, _ in self.tally.turned_away], [why for _, why in self.tally.turned_away]
+        groups = sorted([*others, *batch.groups], key=lambda group: group.number)
+        self.curriculum.observe((group.task, rewards_of(group)) for group in groups)
         self.admission.empty_batches = 0
         pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
-        metrics = self._step_metrics(batch, scored, counts) | group_metrics(groups) | self.curriculum.metrics()
+        metrics = self._step_metrics(batch, scored, counts) | group_metrics(groups, reasons) | self.curriculum.metrics()
         self.monitor.log(batch.step, metrics)
         self.tally, self._algorithm_state = Tally(counts), scored.state
         state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, pools)
