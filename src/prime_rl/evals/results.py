@@ -220,13 +220,11 @@ class EvalResults:
     def trouble(self, max_error_rate: float) -> str | None:
         """Why the numbers cannot be relied on; None if they can."""
         made, failed = len(self.made), self.failed
-        where = f"{self.plan.env} on version {self.version}"
+        if len(failed) < made and len(failed) <= max_error_rate * made:
+            return None
         example = f"; the first one: {failed[0]['outcome']}: {failed[0]['message']}" if failed else ""
-        if made == len(failed):
-            return f"no episode of {where} succeeded{example}"
-        if len(failed) > max_error_rate * made:
-            return f"{len(failed)} of {made} attempts of {where} failed (max_error_rate {max_error_rate:g}){example}"
-        return None
+        count = f"{len(failed)} of {made} attempts of {self.plan.env} on version {self.version} failed"
+        return f"{count} (max_error_rate {max_error_rate:g}){example}"
 
     def summary(self) -> dict[str, Any]:
         """Return its entry in the report."""

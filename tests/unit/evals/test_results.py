@@ -70,6 +70,9 @@ def test_neither_other_settings_nor_another_command_go_on_with_it(tmp_path):
     made = opened(tmp_path / "s", {"seed": 1}, clean=True)
     assert made.rows == {}
     made.close()
+    (tmp_path / "s" / "results.jsonl").write_text("nonsense\n")
+    with pytest.raises(UserError, match=r"line 1 of .* is damaged"):
+        opened(tmp_path / "s", {"seed": 1})
     with alone(tmp_path):
         with pytest.raises(UserError, match="another evaluation is writing"), alone(tmp_path):
             pass

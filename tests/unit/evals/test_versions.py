@@ -159,7 +159,7 @@ async def test_following_evaluates_each_version_until_the_run_has_ended(world):
         return Outcome.ERRORED if world.server.now.version == 0 else None
 
     world.pool.before = before
-    with pytest.raises(UserError, match="no episode of env on version 0 succeeded"):
+    with pytest.raises(UserError, match="4 of 4 attempts of env on version 0 failed"):
         await followed(world, interval=10)
     assert [made[2] for made in world.pool.made] == [0] * 4 + [10] * 4 + [30] * 4 + [37] * 4
     assert "step_37" in report(world)
