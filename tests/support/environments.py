@@ -25,7 +25,7 @@ class Data(vf.TaskData):
 class Task(vf.Task[Data]):
     @vf.reward(weight=1.0)
     async def marks(self, trace: vf.Trace) -> float:
-        {reward}
+        return 1.0
 
 class Config(vf.TasksetConfig):
     {config}
@@ -44,17 +44,15 @@ __all__ = ["TestTaskset"]
 
 def taskset(
     load: str = "",
-    reward: str = "return 1.0",
     config: str = "num_tasks: int = 2; prompt: str = 'hello'",
     tasks: str = "[{'prompt': self.config.prompt}] * self.config.num_tasks",
     infinite: bool = False,
 ) -> str:
-    return TASKSET.format(load=load, reward=reward, config=config, tasks=tasks, infinite=infinite)
+    return TASKSET.format(load=load, config=config, tasks=tasks, infinite=infinite)
 
 
 SOURCES = {
     "env_good": taskset(),
-    "env_bad_reward": taskset(reward="print('chatter from a reward'); return 1 / 0"),
     "env_raises_in_load": taskset("raise OSError('the data is not there')"),
     "env_empty": taskset("return"),
     "env_raises_on_import": "value = 1 / 0\n",

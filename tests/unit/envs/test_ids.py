@@ -27,15 +27,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return write
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("a-b", "a_b"), ("o/a-b@1.0", "a_b"), ("o/pkg.a-b@1.0", "pkg.a_b"), ("Wiki-Search", "wiki_search")],
-)
-def test_module_names(name: str, module: str) -> None:
-    """Ids become module names as verifiers makes them."""
-    assert module_name(name) == module
-
-
 def test_versions(install: Callable[..., None], tmp_path: Path) -> None:
     """The installed version, however it is written, or none in particular. Another one, or one where no package says any, is an error that names
     both and what installs the one asked for; a worker, whose Python environment may be another, refuses it too."""
