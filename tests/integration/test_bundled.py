@@ -53,7 +53,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         envs = {}
         for name, args in settings.items():
             turns = 4 if name == "calculator" else 0
-            setup = Setup(name, name, args, str(model), "auto", 8, "info", max_turns=turns)
+            setup = Setup(name, name, args, str(model), "auto", "info", max_turns=turns)
             envs[name] = await stack.enter_async_context(VerifiersEnv(setup))
         yield World(await stack.enter_async_context(FakeEngine(model, max_model_len=2048)), envs)
 

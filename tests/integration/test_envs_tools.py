@@ -54,7 +54,7 @@ def _reset(engine: FakeEngine) -> None:
 
 
 def setup(engine: FakeEngine, env_id: str, **settings: Any) -> Setup:
-    return Setup(env_id, env_id, {}, str(engine.model), "auto", 8, "info", **settings)
+    return Setup(env_id, env_id, {}, str(engine.model), "auto", "info", **settings)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -186,8 +186,8 @@ async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path:
     plain = make_tokenizer(tmp_path / "plain")
     for renderer, message in (("auto", "no renderer shows tools"), ("default", "'default' has no tools")):
         with pytest.raises(LoadError, match=message):
-            VerifiersEnv(Setup("e", "env-desk", {}, str(plain), renderer, 8, "info"))
-    VerifiersEnv(Setup("e", "env-desk", {}, str(plain), "chatml", 8, "info"))
+            VerifiersEnv(Setup("e", "env-desk", {}, str(plain), renderer, "info"))
+    VerifiersEnv(Setup("e", "env-desk", {}, str(plain), "chatml", "info"))
 
 
 async def test_a_runtime_has_a_directory_when_it_is_used() -> None:

@@ -31,7 +31,7 @@ async def world(
 ) -> AsyncIterator[tuple[FakeEngine, Any]]:
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
-    setup = Setup(env_id, env_id, args or {}, str(model), "auto", 8, "info", **settings)
+    setup = Setup(env_id, env_id, args or {}, str(model), "auto", "info", **settings)
     async with FakeEngine(model, max_model_len=context) as engine, VerifiersEnv(setup) as env:
         engine.reply = lambda prompt: f"reply {len(engine.exchanges)}"
         yield engine, env

@@ -146,7 +146,6 @@ class EnvPool:
                 args=config.args,
                 model=model,
                 renderer=renderer,
-                max_concurrent=config.max_concurrent,
                 log_level=log_level,
                 sampled_by=sampler.model if sampler else "",
                 demonstration=shown.field if shown else "",

@@ -144,7 +144,6 @@ class Setup:
     args: dict[str, Any]
     model: str
     renderer: str
-    max_concurrent: int
     log_level: str
     sampled_by: str = ""  # the model's name where it is sampled ("": `model`)
     demonstration: str = ""  # field of a task that is shown to who scores its episodes ("": none)

@@ -237,7 +237,7 @@ async def _turn(client: EngineClient, trace: Any, messages: list[dict[str, Any]]
 
 def _client(model: str, renderer: Any, branched: bool) -> EngineClient:
     trajectories = "branched" if branched else "interleaved"
-    client = EngineClient(Setup("e", "e", {}, model, "default", 1, "info", trajectories=trajectories), tools=False)
+    client = EngineClient(Setup("e", "e", {}, model, "default", "info", trajectories=trajectories), tools=False)
     client.renderer = renderer
     return client
 

@@ -38,7 +38,7 @@ def test_versions(install: Callable[..., None], tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=wrong):
         check_version("owner/hub-env@1.3.0")
     with pytest.raises(LoadError, match=wrong):
-        load(Setup("hub-env", "owner/hub-env@1.3.0", {}, "model", "auto", 1, "info"))
+        load(Setup("hub-env", "owner/hub-env@1.3.0", {}, "model", "auto", "info"))
     with pytest.raises(LoadError, match="no package of its name is installed"):
         check_version("loose-env@1.0")
 
@@ -93,11 +93,11 @@ def test_kinds_that_are_not_for_the_installed_verifiers(tmp_path: Path, monkeypa
     (tmp_path / "new_env.py").write_text("import surely_not_there\n__all__ = ['T']")
     for adapter in ("auto", "classic"):
         with pytest.raises(LoadError, match="classic verifiers API .*requirements"):
-            load(Setup("old-env", "old-env", {}, "model", "auto", 1, "info", adapter=adapter))
+            load(Setup("old-env", "old-env", {}, "model", "auto", "info", adapter=adapter))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
     wrong = r"'new-env' is written for verifiers\.v1: .* has verifiers 0\.3\.1; .*v1 with 0\.4\.0 alone"
     with pytest.raises(LoadError, match=wrong):
-        load(Setup("new-env", "new-env", {}, "model", "auto", 1, "info"))
+        load(Setup("new-env", "new-env", {}, "model", "auto", "info"))
 
 
 @pytest.mark.parametrize("listed", [["a,owner/b@1.0"], ["a", "owner/b@1.0"], ["a,", "owner/b@1.0"]])

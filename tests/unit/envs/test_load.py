@@ -29,7 +29,7 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     shown = {"demonstration": demonstration, "template": "Correct is: {demonstration}"}
-    return VerifiersEnv(Setup(env_id, env_id, args, str(model), "auto", 4, "info", **shown))
+    return VerifiersEnv(Setup(env_id, env_id, args, str(model), "auto", "info", **shown))
 
 
 @pytest.mark.parametrize(

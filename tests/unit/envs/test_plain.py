@@ -42,7 +42,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 def setup(
     env_id: str, model: Path, args: dict[str, Any] | None = None, renderer: str = "auto", **settings: Any
 ) -> Setup:
-    return Setup(env_id, env_id, args or {}, str(model), renderer, 4, "info", **settings)
+    return Setup(env_id, env_id, args or {}, str(model), renderer, "info", **settings)
 
 
 async def play(engine: FakeEngine, one: Setup, **sampling: Any) -> EpisodeResult:
@@ -208,7 +208,7 @@ def test_imports_little(model: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(GUESS)!r})\n"
         "from prime_rl.envs.adapter import load\nfrom prime_rl.envs.protocol import Setup\n"
-        f"load(Setup('guess', 'guess', {{}}, {str(model)!r}, 'auto', 4, 'info'))\n"
+        f"load(Setup('guess', 'guess', {{}}, {str(model)!r}, 'auto', 'info'))\n"
         "print(sorted({'verifiers', 'torch', 'transformers'} & set(sys.modules)))\n"
         "from transformers.utils.import_utils import is_torch_available\nprint(is_torch_available())"
     )

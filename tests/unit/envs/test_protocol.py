@@ -28,7 +28,7 @@ EPISODE = EpisodeResult(
     timing={"agent": 1.5},
 )
 MESSAGES: list[protocol.Message] = [
-    protocol.Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "auto", 64, "info"),
+    protocol.Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "auto", "info"),
     protocol.Ready(["a", "b"], bounded=False),
     protocol.Failed("no"),
     protocol.Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, "http://x/v1", 12.5),
