@@ -40,7 +40,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 REPOSITORY = Path(__file__).parent.parent
-FAIL_TO_LOAD = (925, 926)
+FAIL_TO_LOAD = (925,)
 # Of the integration tests, those that start real servers.
 WITH_SERVERS = (
     "test_algorithms", "test_canary", "test_commands_run", "test_data_parallel", "test_evals", "test_examples",
