@@ -17,7 +17,6 @@ DEATH_SECONDS = 30.0  # from SIGKILL to the end: a process inside the kernel (a 
 _KILL_ROUNDS = 3  # a process may be born between the look and the kill
 _OOM_SCORE = 500  # of 1000
 _PROC = Path("/proc")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,12 @@ class ProcessId:
 
 
 class ProcessInfo(NamedTuple):
-    """A line of the process table. `stopped`: by a signal or a debugger. `resident`: bytes, shared pages included."""
+    """A line of the process table. `stopped`: by a signal or a debugger."""
 
     id: ProcessId
     parent: int
     group: int
     stopped: bool
-    resident: int
 
 
 Table = Mapping[int, ProcessInfo]
@@ -52,7 +50,7 @@ def read(pid: int) -> ProcessInfo | None:
     if fields[0] in "ZX":
         return None
     ident = ProcessId(pid, int(fields[19]))
-    return ProcessInfo(ident, int(fields[1]), int(fields[2]), fields[0] in "Tt", int(fields[21]) * _PAGE_BYTES)
+    return ProcessInfo(ident, int(fields[1]), int(fields[2]), fields[0] in "Tt")
 
 
 def table() -> Table:

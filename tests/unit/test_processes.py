@@ -79,7 +79,7 @@ def test_module_runs_under_the_watch() -> None:
 def test_descendants() -> None:
     """By descent, also into other groups; not strangers."""
     parents = {1: 0, 10: 1, 11: 10, 12: 11, 20: 1, 21: 20}
-    processes = {pid: ProcessInfo(ProcessId(pid, 1), parent, pid, False, 1) for pid, parent in parents.items()}
+    processes = {pid: ProcessInfo(ProcessId(pid, 1), parent, pid, False) for pid, parent in parents.items()}
     assert {each.id.pid for each in descendants(10, processes)} == {11, 12}
 
 

@@ -381,11 +381,8 @@ class EnvPool:
     def _start_worker(self, own: WorkerSet) -> None:
         """Start a process, `python -m prime_rl.envs.worker`, and its supervisor."""
         number, variables = next(self._worker_numbers), own.variables
-        identity, setup, page = (
-            f"{own.config.name}/{number}",
-            self._directory / f"{number}.setup",
-            self._directory / f"{number}.page",
-        )
+        identity, files = f"{own.config.name}/{number}", self._directory / str(number)
+        setup, page = files.with_suffix(".setup"), files.with_suffix(".page")
         if own.config.python is not None:
             variables = {**variables, "PYTHONPATH": str(self._directory / "path")}
         command = [own.config.python or sys.executable, "-m", "prime_rl.envs.worker", "--address", self._address]
