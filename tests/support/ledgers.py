@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.audit import audit
-from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, open_copy, read_counts
+from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra
 from prime_rl.orchestrator.scheduler import (
     Batched,
     Discarded,
@@ -103,8 +103,8 @@ def commit(rollouts: Path, step: int, trained: list[str], filtered: list[str], g
 
 
 def stored_counts(path: Path) -> Counts:
-    with open_copy(path) as db:
-        return read_counts(db)
+    with closing(Ledger(path)) as ledger:
+        return ledger.counts()
 
 
 def conserved(output_dir: Path) -> Counts:

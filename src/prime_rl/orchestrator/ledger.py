@@ -113,14 +113,6 @@ class Counts:
         return self.issued - (self.batched + sum(self.dropped.values()) + self.in_flight + self.finished)
 
 
-def read_counts(db: sqlite3.Connection) -> Counts:
-    """Count all episodes: `issued` as counted when they were issued, the rest as the rows say."""
-    rows = dict(db.execute("SELECT COALESCE(reason, state), COUNT(*) FROM episodes GROUP BY 1 ORDER BY 1").fetchall())
-    in_flight, finished, batched = (rows.pop(name, 0) for name in ("issued", "finished", "batched"))
-    (issued,) = db.execute("SELECT COALESCE(SUM(count), 0) FROM issued").fetchone()
-    return Counts(issued, in_flight, finished, batched, dropped=rows)
-
-
 def batch_extra(event: Batched) -> dict[str, Any]:
     """Make what the manifest of a batch must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it."""
     groups = [[number, task.env, task.index, task.task_id] for number, task in event.groups.items()]
@@ -277,9 +269,13 @@ class Ledger:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def counts(self) -> Counts:
-        """Count all that was flushed."""
+        """Count all episodes that were flushed: `issued` as counted when they were issued, the rest as the rows say."""
+        query = "SELECT COALESCE(reason, state), COUNT(*) FROM episodes GROUP BY 1 ORDER BY 1"
         with _file_errors(self.path), self._lock:
-            return read_counts(self._db)
+            rows = dict(self._db.execute(query).fetchall())
+            (issued,) = self._db.execute("SELECT COALESCE(SUM(count), 0) FROM issued").fetchone()
+        in_flight, finished, batched = (rows.pop(name, 0) for name in ("issued", "finished", "batched"))
+        return Counts(issued, in_flight, finished, batched, dropped=rows)
 
     def check(self, held: int) -> Counts:
         """Check that episodes are conserved: issued = trained + dropped + in flight. Returns their counts.
