@@ -13,12 +13,10 @@ from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
-from support.processes import REPOSITORY, run_forked, torchrun
+from support.processes import run_forked
 from support.ranks import train_on_ranks
 
 tied_model = support.tied_model
-TRAIN = REPOSITORY / "src" / "prime_rl" / "trainer" / "sft" / "train.py"
-SECONDS = 500.0  # a bound; a busy machine takes minutes to start torchrun
 
 
 def write_config(output_dir: Path, model: Path, **settings: object) -> Path:
@@ -58,16 +56,3 @@ def test_two_ranks_equal_one(tied_model: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "2" / "weights" / "step_3")
     prompt = AutoTokenizer.from_pretrained(tmp_path / "2" / "weights" / "step_3")("hi", return_tensors="pt").input_ids
     assert model(prompt).logits.isfinite().all()
-
-
-@pytest.mark.slow
-def test_bad_dataset_on_two_ranks(tied_model: Path, tmp_path: Path) -> None:
-    """A dataset of wrong columns ends every rank, with one error line and a non-zero status."""
-    (tmp_path / "wrong.jsonl").write_text('{"foo": "bar"}\n')
-    data = {"name": str(tmp_path / "wrong.jsonl"), "seq_len": 128, "batch_size": 3}
-    with torchrun(2, TRAIN, write_config(tmp_path, tied_model, data=data), tmp_path / "log") as command:
-        assert command.wait(SECONDS) != 0
-    text = (tmp_path / "log").read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert "foo" in line
-    assert not (tmp_path / "weights").exists()

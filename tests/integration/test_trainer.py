@@ -1,6 +1,5 @@
 """The trainer as real processes: several ranks, signals."""
 
-import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -125,22 +124,6 @@ def test_ranks_that_cannot_be_divided() -> None:
     """Both numbers are named, before any rank waits for another."""
     with pytest.raises(UserError, match="1 ranks cannot form model.dp_replicate = 2 groups"):
         init_world("cpu", SECONDS, replicate=2)
-
-
-@pytest.mark.slow
-def test_disk_full_in_the_background_of_two_ranks(tied_model: Path, tmp_path: Path) -> None:
-    """Both ranks end at the same step with the one line that says why."""
-    support.write_rollouts(tmp_path, 40)
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"point": "write:checkpoints/step_1/*", "process": "trainer", "do": "enospc"}]))
-    config = write_config(tmp_path, tied_model, max_steps=40, ckpt={"interval": 1, "save_async": True})
-    with torchrun(2, TRAIN, config, tmp_path / "log", env={"PRIMERL_FAULTS": str(plan)}) as command:
-        assert command.wait(SECONDS) != 0
-    text = (tmp_path / "log").read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert "disk full while writing" in line
-    assert {status.outcome for status in read_status(tmp_path).values()} == {line.replace("error", "failed", 1)}
-    assert not list((tmp_path / "checkpoints").glob("step_*/trainer"))
 
 
 def waits_for_step(output_dir: Path, step: int) -> bool:

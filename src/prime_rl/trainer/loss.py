@@ -38,8 +38,7 @@ _COMPONENTS = ("ref_kl_tokens", "ref_kl", "nll_tokens", "nll")
 # Sets of tokens: the loss mask's, those in the policy loss, and in the loss towards a reference.
 _GROUPS = ("mask", "kept", "dropped", "ref_kept", "ref_dropped")
 _VALUES = ("entropy", "mismatch_kl", "mismatch_kl_k1", "importance_ratio")
-# Dropped tokens that are less probable than to their sampler, or not; of positive or negative advantage.
-_COUNTS = ("low", "high", "positive", "negative")
+_COUNTS = ("low", "high")  # dropped tokens that are less probable than to their sampler, or not
 
 
 def mismatch_kl(log_ratio: Tensor) -> Tensor:
@@ -55,7 +54,6 @@ def token_sums(
     logprob: Tensor,
     entropy: Tensor,
     old: Tensor,
-    advantage: Tensor,
     mask: Tensor,
     policy: Acted,
     reference: Acted,
@@ -69,7 +67,7 @@ def token_sums(
     entropy, log_ratio = _clamped(entropy), _clamped(logprob - old)
     mask = mask.to(log_ratio.dtype)
     acting, dropped = policy[0] * mask, policy[0] * policy[1] * mask
-    parts = [dropped * part for part in (log_ratio < 0, log_ratio >= 0, advantage > 0, advantage < 0)]
+    parts = [dropped * part for part in (log_ratio < 0, log_ratio >= 0)]
     pulled = [(reference[0] & ~reference[1]).to(mask.dtype), (reference[0] & reference[1]).to(mask.dtype)]
     groups = torch.stack([mask, acting - dropped, dropped, *pulled])
     # The ratio is near 1, so its squares would cancel: its distance from 1 is added up.
@@ -94,17 +92,17 @@ def describe(sums: Sequence[float]) -> dict[str, float]:
     numbers = iter(sums)
     loss, ref_kl_tokens, ref_kl_sum, nll_tokens, nll = (next(numbers) for _ in range(1 + len(_COMPONENTS)))
     groups = {name: [next(numbers) for _ in ("tokens", *_VALUES)] for name in _GROUPS}
-    low, high, positive, negative = (next(numbers) for _ in _COUNTS)
+    low, high = (next(numbers) for _ in _COUNTS)
     metrics = {"loss/mean": float(loss)}  # divided by the global count already
     tokens, *totals = groups["mask"]
     for value, total, largest in zip(_VALUES, totals, numbers, strict=True) if tokens else ():
         name = f"{value}/all" if value in ("entropy", "mismatch_kl") else value
         offset = value == "importance_ratio"  # of which the distance from 1 is added up
         metrics |= {f"{name}/mean": offset + total / tokens, f"{name}/max": offset + largest}
-    if tokens:  # the two means that the console shows, and one relative to the other
-        entropy, mismatch = metrics["entropy/all/mean"], metrics["mismatch_kl/all/mean"]
-        metrics |= {"entropy/mean": entropy, "mismatch_kl/mean": mismatch}
-        metrics |= {"kl_ent_ratio/mean": mismatch / entropy} if entropy > 0 else {}
+    if tokens:  # the two means that the console shows
+        metrics |= {
+            name: metrics[f"{name.removesuffix('/mean')}/all/mean"] for name in ("entropy/mean", "mismatch_kl/mean")
+        }
     counts = {name: row[0] for name, row in groups.items()}
     mismatches = {name: row[1 + _VALUES.index("mismatch_kl")] for name, row in groups.items()}
     dropped, acting = counts["dropped"], counts["kept"] + counts["dropped"]
@@ -114,8 +112,6 @@ def describe(sums: Sequence[float]) -> dict[str, float]:
         "is_masked": (dropped, acting),
         "is_masked_low": (low, acting),
         "is_masked_high": (high, acting),
-        "masked_advantage_positive": (positive, dropped),
-        "masked_advantage_negative": (negative, dropped),
         "ref_kl": (ref_kl_sum, ref_kl_tokens),
         "nll": (nll, nll_tokens),
         "ref_kl/is_masked": (counts["ref_dropped"], counts["ref_kept"] + counts["ref_dropped"]),
@@ -193,7 +189,7 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
             # What a token without a reference diverges from is arbitrary, and may be infinite.
             components = [pulled, torch.where(pulled, k3, 0.0), imitated, -torch.where(imitated, logprob, 0.0)]
             acted = (rl_scale != 0, dropped), (ref_kl_scale != 0, ref_kl_drops(logprob, old))
-            sums = token_sums(logprob, entropy, old, advantage, mask, *acted)
+            sums = token_sums(logprob, entropy, old, mask, *acted)
             return loss, torch.cat([torch.stack([loss, *(part.sum() for part in components)]), sums])
 
     return SequenceLoss(loss_of) if coupled else loss_of

@@ -173,16 +173,7 @@ def on_main(world: World, action: Callable[[], T]) -> T:
     A UserError or CommitError there is raised as UserError on every rank. The others wait in a collective meanwhile, so
     `action` must end within its timeout.
     """
-    outcome: tuple[T | None, str | None] | None = None
-    if world.is_main:
-        try:
-            outcome = action(), None
-        except (UserError, CommitError) as error:
-            outcome = None, str(error)
-    value, message = broadcast(world, outcome)
-    if message is not None:
-        raise UserError(message)
-    return value  # type: ignore[return-value]
+    return broadcast(world, agree(world, lambda: action() if world.is_main else None))  # type: ignore[return-value]
 
 
 def agree(world: World, action: Callable[[], T]) -> T:

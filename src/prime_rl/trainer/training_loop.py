@@ -200,7 +200,10 @@ def run(
         rows.put(row)
 
         kind, weights, saving = checkpoints.due(step + 1), None, 0.0
-        if served is not None or kind == "checkpoint" or is_evaluated(config, step + 1):
+        # The evaluation beside fine-tuning waits for some versions; the last one is exported anyway.
+        evaluation = config.eval if isinstance(config, SFTConfig) else None
+        is_evaluated = evaluation is not None and evaluation.interval and (step + 1) % evaluation.interval == 0
+        if served is not None or kind == "checkpoint" or is_evaluated:
             weights = config.output_dir / "weights"
             durable = checkpoints.will_need(step + 1, async_level) or step + 1 == config.max_steps
             versions.publish(step + 1, row.read, durable=durable)
@@ -240,12 +243,6 @@ def bench_config(config: C) -> C:
     }
     changes |= {"eval": None, "inference": None} if isinstance(config, SFTConfig) else {"recovery_interval": None}
     return config.model_copy(update=changes)
-
-
-def is_evaluated(config: Config, version: int) -> bool:
-    """Whether the evaluation beside fine-tuning waits for this version; the last one is exported anyway."""
-    interval = config.eval.interval if isinstance(config, SFTConfig) and config.eval is not None else None
-    return interval is not None and version % interval == 0
 
 
 # ---- one step

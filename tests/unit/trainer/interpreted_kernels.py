@@ -10,8 +10,8 @@ from torch import Tensor
 from prime_rl.trainer import lm_head, moe, triton_kernels
 
 Rows = tuple[Tensor, Tensor]
-SIZES = [7, 4096, 5000, 151_936]
-"""Vocabularies: less than a block, exactly one, one and a part, Qwen3's."""
+SIZES = [7, 4096, 5000]
+"""Vocabularies: less than a block, exactly one, one and a part."""
 
 
 def chunk(

@@ -183,20 +183,6 @@ def test_recovering_a_finished_run(saved: dict[str, Any], run: Run, undisturbed:
     assert read_status(tmp_path)["trainer"].outcome == "finished"
 
 
-def test_recover_beside_a_step_to_resume_from(run: Run, tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
-    """A trainer that is started again was told both. Which of the two decides is said, and why: the run itself, as soon as it has begun."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    run(one)
-    both: dict[str, Any] = {"recover": True, "ckpt": {"interval": 2, "resume_step": 2}}
-    shutil.copytree(one / "checkpoints" / "step_2", two / "checkpoints" / "step_2")
-    run(two, max_steps=3, **{**both, "ckpt": {**both["ckpt"], "interval": 3}})
-    assert "this run has not begun: ckpt.resume_step 2 decides" in heard.text
-    assert list(read_incarnations(two).values()) == [2]
-    run(two, max_steps=3, **both)
-    assert "this run has begun: --recover decides" in heard.text
-    assert list(read_incarnations(two).values()) == [2], "a finished run"
-
-
 def test_the_joint_manifest_is_the_orchestrators(run: Run, tmp_path: Path) -> None:
     """Where an orchestrator takes part the trainer commits its parts alone, and removes none."""
     (tmp_path / "configs").mkdir()
