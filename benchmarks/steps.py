@@ -213,7 +213,7 @@ class Bench:
         self.optimizer = build_optimizer(self.policy, config.optim)
         self.matmul, self.width = perf.matmul_parameters(self.policy.lm), perf.attention_width(self.shape)
         self.recipe = rl.make_recipe(config) if isinstance(config, TrainerConfig) else sft.make_recipe(config)
-        self.data = self.recipe.open_data(world, source, self.report.waiting)
+        self.data = self.recipe.open_data(world, source, lambda *waiting: self.report.status.waiting(*waiting))
         self.data.start(perf.costs(self.matmul, self.width), 0)
         scorer = None
         if case.canary and case.loss == "rl":
@@ -275,7 +275,7 @@ class Bench:
 
     def _step(self) -> None:
         config, world, step = self.config, self.world, self.number
-        self.report.step(step)
+        self.report.status.step(step)
         started = time.perf_counter()
         if not (self.data.arrived(step) and self.data.wait(step, lambda: False)):
             raise RuntimeError("fake data never ends")

@@ -16,9 +16,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
+from prime_rl.monitor import Status
 from prime_rl.trainer import training_loop as loop
 from prime_rl.trainer.parameters import stored_tensors
-from prime_rl.trainer.report import Report
 from prime_rl.trainer.rl.train import train
 from prime_rl.trainer.training_state import HostCopy, State
 from prime_rl.transport.commit import list_steps
@@ -87,12 +87,12 @@ class Watch:
         self.graphs: list[int] = []
         self.waits: list[int] = []
         self.weights: list[dict[str, Tensor]] = []
-        step, update = Report.step, loop.optimizer_step
+        step, update = Status.step, loop.optimizer_step
 
-        def begin(report: Report, number: int) -> None:
+        def begin(status: Status, number: int) -> None:
             self.graphs.append(counters["stats"]["unique_graphs"])
             self.waits.append(sum("synchronizing CUDA operation" in str(warning.message) for warning in caught))
-            step(report, number)
+            step(status, number)
 
         def change(policy: torch.nn.Module, *rest: Any) -> Tensor:
             norm = update(policy, *rest)
@@ -100,7 +100,7 @@ class Watch:
                 self.weights.append({t.name: t.parameter.to_local().clone() for t in stored_tensors(policy)})
             return norm
 
-        patch.setattr(Report, "step", begin)
+        patch.setattr(Status, "step", begin)
         patch.setattr(loop, "optimizer_step", change)
 
 

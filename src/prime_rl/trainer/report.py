@@ -117,20 +117,11 @@ class Report:
         if self.main:
             logger.info(text)
 
-    def ready(self) -> None:
-        """The loop begins: what fails from here on is worth starting again."""
+    @property
+    def status(self) -> Status:
+        """The status file of this rank, once it may be written."""
         assert self._status is not None
-        self._status.ready()
-
-    def step(self, step: int) -> None:
-        """Step `step` begins."""
-        assert self._status is not None
-        self._status.step(step)
-
-    def waiting(self, subject: str, owner: str, timeout: float) -> None:
-        """Still waiting."""
-        assert self._status is not None
-        self._status.waiting(subject, owner, timeout)
+        return self._status
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step's numbers and print its line.
@@ -154,11 +145,10 @@ class Report:
 
     def close(self, outcome: str, text: str) -> None:
         """Last word of the run."""
-        assert self._status is not None
         if self._monitor is not None:
             logger.info("{}: {}", outcome, text)
             self._monitor.close()
-        self._status.done(outcome)
+        self.status.done(outcome)
 
 
 Named = Callable[[list[float]], Mapping[str, float]]

@@ -110,7 +110,7 @@ def run(
     if not config.bench:
         checkpoints.check_model(source)
     report.phase("loading the data")
-    data = recipe.open_data(world, source, report.waiting)
+    data = recipe.open_data(world, source, lambda *waiting: report.status.waiting(*waiting))
     exit_stack.callback(data.close)
     report.phase("building the model")
     published = None if served is None else partial(published_bytes, served, source, world)
@@ -147,7 +147,7 @@ def run(
     if not config.bench:
         report.phase("committing the starting weights")
         checkpoints.begin(versions, start)
-    report.ready()
+    report.status.ready()  # what fails from here on is worth starting again
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
     rows = exit_stack.enter_context(MetricRows(report, world.device))
@@ -157,7 +157,7 @@ def run(
         warm_up(policy, recipe.loss, served, world, vocabulary, pads_to(world.device))
     step, saving = start, 0.0
     while config.max_steps is None or step < config.max_steps:
-        report.step(step)
+        report.status.step(step)
         checkpoints.poll(step)
         if not data.arrived(step):  # nothing is gained by running ahead: what the step before began is finished first
             rows.flush()
