@@ -1,6 +1,6 @@
 """What a worker asks of an environment, whatever it is written for, and which kind of package it is.
 
-Standard library only: a worker imports what an environment needs after its hello, in a Python environment of its own where it has one.
+Standard library only: a worker imports what an environment needs when it is loaded, in a Python environment of its own where it has one.
 """
 
 import importlib.metadata

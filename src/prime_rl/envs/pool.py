@@ -499,13 +499,10 @@ def workers_wanted(
 
 
 def worker_range(workers: int | Literal["auto"], max_workers: int | None, environments: int = 1) -> tuple[int, int]:
-    """Return the least and the most workers that an environment has, by its settings.
-
-    Episodes of a batch start together and often end together: one worker would take them one after the other, though it is idle between. A host with
-    cores to spare soon has several.
-    """
+    """Return the least and the most workers that an environment has, by its settings."""
     if workers != "auto":
         return workers, workers
+    # Episodes of a batch often end together: one worker would take them one after the other, though it is idle between.
     most = max_workers or cores()
     return min(most, max(1, min(_WORKERS, cores() // _CORES_A_WORKER) // environments)), most
 

@@ -74,8 +74,7 @@ class WorkerServer:
                 if isinstance(error, ModuleNotFoundError):
                     why = f"environment {setup.env_id!r} needs the module {error.name!r}, which {python} does not have"
                 await self._send(protocol.Failed(why))
-                await asyncio.Event().wait()  # bounded: the pool ends this process
-                return
+                env = await asyncio.Future[Adapter]()  # bounded: the pool ends this process
             gc.collect()
             gc.freeze()  # else a full collection would block the loop for 0.4 s, every few hundred episodes
             gc.enable()
