@@ -77,19 +77,6 @@ def test_out_and_gradients(backend: str, heads: tuple[int, int], window: int | N
             assert relative_error(a, b) < TOLERANCE, name
 
 
-@pytest.mark.parametrize(
-    "lengths", [(1,) * 128, (128,), (100, *(1,) * 28), (333, 307)], ids=lambda x: f"{len(x)} documents"
-)
-def test_packs_at_the_edges(backend: str, lengths: tuple[int, ...]) -> None:
-    """Only documents of one token, a single document, many short ones, and documents that end inside a tile."""
-    *inputs, d_out = qkv(lengths, 4, 2)
-    got = with_gradients(called(backend, lengths, None), inputs, d_out)
-    want = with_gradients(called("sdpa", lengths, None), [x.float() for x in inputs], d_out.float())
-    for a, b in zip(got, want, strict=True):
-        assert a.isfinite().all()
-        assert (a.float() - b).norm() <= TOLERANCE * b.norm() + 1e-2
-
-
 def test_compiled_blocks_serve_every_pack(backend: str) -> None:
     """A block is compiled for the first number of tokens and once more for all others, whatever the documents. The
     numbers are those of the float32 model with `sdpa`."""

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.config import SFTConfig
-from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.checkpoints import complete_steps
@@ -89,22 +88,3 @@ def test_resume_is_bit_exact(
     assert (parts / "checkpoints" / "given_up_1_step_3").is_dir()
     for a, b in zip(metrics(whole), metrics(parts), strict=True):
         assert (a["loss/mean"], a["progress/total_samples"]) == (b["loss/mean"], b["progress/total_samples"])
-
-
-def test_fake_data_and_bench(
-    run_training: Run,
-    tied_model: Path,
-    tmp_path: Path,
-    heard: pytest.LogCaptureFixture,
-) -> None:
-    """--bench runs a few steps on random tokens, prints the table and saves nothing; fake data alone commits its last weights."""
-    nowhere = tmp_path / "nowhere.jsonl"
-    run_training(
-        make_config(tmp_path / "bench", tied_model, nowhere, {"fake": {"type": "variable"}}, bench=True, max_steps=100)
-    )
-    assert len(metrics(tmp_path / "bench")) == TRAINER_STEPS
-    assert "tokens/s" in heard.text[heard.text.index("benchmark:") :]
-    assert not (tmp_path / "bench" / "weights").exists()
-    run_training(make_config(tmp_path / "fake", tied_model, nowhere, {"fake": {}}, max_steps=2))
-    assert list_steps(tmp_path / "fake" / "weights") == [0, 2]
-    assert metrics(tmp_path / "fake")[1]["progress/total_tokens"] == 2 * 2 * 64
