@@ -79,7 +79,6 @@ def settings(case: str, arguments: argparse.Namespace, model: Path) -> tuple[dic
     more = ["--orchestrator.no-filter-zero-advantage"]
     if arguments.device == "cuda":
         more += ["--share-gpus"] if case.startswith("shared") else ["--trainer-gpus", "1", "--inference-gpus", "1"]
-        more += ["--inference-servers", "2"]
     return options, more
 
 
@@ -96,8 +95,7 @@ def measure(case: str, arguments: argparse.Namespace, scratch: Path) -> dict[str
     )
     more += arguments.more
     if arguments.dry_run:  # on a host whose GPU nobody can ask for its memory
-        more += ["--dry-run", "--inference.kv-cache-gib", "8"]
-        more += ["--trainer.model.memory-limit", "45"] if "--share-gpus" in more else []
+        more += ["--dry-run", *(["--trainer.model.memory-limit", "45"] if "--share-gpus" in more else [])]
     began = time.time()
     with GpuMemory(on_gpus and not arguments.dry_run) as memory:
         run_rl(options, output_dir, more, arguments.timeout, gpus)

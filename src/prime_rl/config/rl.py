@@ -24,7 +24,7 @@ class RLConfig(RecoverableRun, SharingConfig):
     trainer_gpus: PositiveInt = option(1, "GPUs that train.")
     inference_gpus: PositiveInt | None = option(None, "GPUs that serve (None: as many as the servers need).")
     inference_servers: PositiveInt | None = option(
-        None, "Servers to start, on ports from server.port on (None: as many as fit inference_gpus)."
+        None, "Servers to start, from server.port on (None: as many as fit inference_gpus, two a GPU for small models)."
     )
     share_gpus: bool = option(False, "Train and serve on the same GPUs: gpu_memory_utilization splits them.")
     trainer_ranks: PositiveInt | None = option(None, "Processes that train (None: one per GPU, on CPU one).")

@@ -31,6 +31,10 @@ _OVERHEAD_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
 _ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
 _LEAST_CACHE_GIB = 2.0
 _SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say how large weights are
+_SMALL_GIB = 4.0  # of weights: for such a model vLLM's Python takes longer over a step than the GPU
+_CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
+_EPISODES_A_GPU = 128  # in flight: fewer do not keep two engines busy
+_EXTRA_PORTS = 1000  # from a server to the second on its GPU, which was not asked for: the ports between are others'
 _LAST_PORT = 65_535
 _DRIVER_SECONDS = 30.0
 
@@ -106,6 +110,7 @@ class Layout:
         cache_gib: KV cache of one server, in GiB. None: vLLM sizes it from free memory, so nothing else may allocate on
             the GPU while it starts.
         training_gib: What the trainer may use of a GPU that also serves; None where it has its GPUs for itself.
+        ports: Of each server, after `inference.server.port`.
     """
 
     servers: tuple[tuple[str, ...], ...]
@@ -113,6 +118,7 @@ class Layout:
     utilization: float | None = None
     cache_gib: float | None = None
     training_gib: float | None = None
+    ports: tuple[int, ...] = ()
 
 
 def make_plan(config: RLConfig, machine: HostResources) -> Plan:
@@ -122,7 +128,7 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
         UserError: for an impossible layout (see `lay_out`), or too few ports.
     """
     layout, inference, client = lay_out(config, machine), config.inference, config.orchestrator.client
-    servers = {server_name(number): _server(config, number) for number in range(len(layout.servers))}
+    servers = {server_name(number): _server(config, port) for number, port in enumerate(layout.ports)}
     gpus = dict(zip(servers, layout.servers, strict=True)) | {"trainer": layout.trainer, "orchestrator": ()}
     sections = _sections(config, layout, servers)
     configs = {name: config.output_dir / "configs" / f"{name}.toml" for name in sections}
@@ -227,12 +233,12 @@ def _environment(
     return {key: value for key, value in defaults.items() if key not in machine.environ} | placement
 
 
-def _server(config: RLConfig, number: int) -> ServerSpec:
-    """Return one of the servers that are started; their ports follow each other."""
+def _server(config: RLConfig, offset: int) -> ServerSpec:
+    """Return one of the servers that are started, whose port is `offset` after the first one's."""
     assert config.inference is not None
-    listens, port = config.inference.server, config.inference.server.port + number
+    listens, port = config.inference.server, config.inference.server.port + offset
     if port > _LAST_PORT:
-        raise UserError(f"inference.server.port {listens.port} leaves no ports for {number + 1} servers")
+        raise UserError(f"inference.server.port {listens.port} leaves no ports for {offset + 1} servers")
     host = "localhost" if listens.host in (None, "0.0.0.0", "::") else str(listens.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     return ServerSpec(url, config.ready_timeout, listens.host or "127.0.0.1", port)
@@ -271,7 +277,13 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     if inference is None:
         return Layout((), trainer)
     if not serves:
-        return Layout(servers, trainer, inference.gpu_memory_utilization, inference.kv_cache_gib)
+        share, cache = inference.gpu_memory_utilization, inference.kv_cache_gib
+        return Layout(servers, trainer, share, cache, ports=tuple(range(len(servers))))
+    if wanted is None and _gains_by_two(config, inference, len(servers), machine):
+        memory = _memory(config, inference, 2, machine)
+        if memory[1] is not None:
+            ports = range(len(servers))
+            return Layout(servers * 2, trainer, *memory, (*ports, *(_EXTRA_PORTS + port for port in ports)))
     engines = 1 if wanted is None else wanted // len(servers)
     memory = _memory(config, inference, engines, machine)
     if engines > 1 and memory[1] is None:
@@ -280,7 +292,7 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
             "keys and values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give "
             "inference.kv_cache_gib"
         )
-    return Layout(servers * engines, trainer, *memory)
+    return Layout(servers * engines, trainer, *memory, tuple(range(len(servers) * engines)))
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:
@@ -324,6 +336,16 @@ def _refuse_senseless(config: RLConfig, serves: bool, training: int) -> None:
     for refused, message in refusals:
         if refused:
             raise UserError(message)
+
+
+def _gains_by_two(config: RLConfig, inference: InferenceConfig, gpus: int, machine: HostResources) -> bool:
+    """Whether two servers on each GPU are faster than one: each leaves the GPU idle while its Python works."""
+    in_flight = config.orchestrator.max_concurrent or config.orchestrator.batch_size * (config.async_level + 1)
+    bounded = inference.kv_cache_gib or inference.deterministic or {"max_num_seqs", "max-num-seqs"} & {*inference.vllm}
+    small = machine.weights_gib is not None and machine.weights_gib <= _SMALL_GIB and gpus_of_a_server(inference) == 1
+    room = inference.server.port + _EXTRA_PORTS + gpus <= _LAST_PORT
+    busy = machine.cores >= _CORES_A_GPU * gpus and in_flight >= _EPISODES_A_GPU * gpus
+    return small and busy and room and not bounded
 
 
 def _memory(

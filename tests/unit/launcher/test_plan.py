@@ -100,18 +100,39 @@ def test_one_gpu_trains_and_serves() -> None:
         assert section(made, "trainer").weights.shares_gpu
 
 
+@pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize(("share", "cache", "utilization"), [(True, 11.6, 0.2), (False, 31.6, 0.45)])
-def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float) -> None:
-    """Each gets half of the memory, and all start at once."""
-    own = {"share_gpus": True} if share else {"inference_gpus": 1}
-    made = planned(2 - share, gib=80.0, weights=1.2, inference_servers=2, **own)
+def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float, asked: bool) -> None:
+    """Each gets half of the memory, and all start at once. A second that nobody asked for leaves the next ports to others."""
+    own = {"inference_servers": 2, **({} if share else {"inference_gpus": 1})} if asked else {}
+    made = planned(2 - share, gib=80.0, weights=1.2, share_gpus=share, **own)
     trains = ("0",) if share else ("1",)
     assert gpus_of(made) == {"inference": ("0",), "inference-1": ("0",), "trainer": trains, "orchestrator": ()}
-    assert [server.url for server in made.servers] == ["http://localhost:8000", "http://localhost:8001"]
+    second = 8001 if asked else 9000
+    assert [server.url for server in made.servers] == ["http://localhost:8000", f"http://localhost:{second}"]
     assert not any(process.after_ready for process in made.processes)
     for name in ("inference", "inference-1"):
         assert section(made, name).gpu_memory_utilization == pytest.approx(utilization)
         assert section(made, name).kv_cache_gib == pytest.approx(cache)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"weights": 8.0},
+        {"weights": None},
+        {"cores": 7},
+        {"inference": {"server": {"port": 65000}}},
+        {"inference": {"kv_cache_gib": 70.0}},
+        {"inference": {"gpu_memory_utilization": 0.1}},
+        {"inference": {"deterministic": True}},
+        {"inference": {"vllm": {"max-num-seqs": 64}}},
+        {"inference_servers": 1},
+    ],
+)
+def test_one_server_a_gpu(given: Settings) -> None:
+    """Where another would not fit, nobody knows whether it would, it would gain nothing, or one was asked for."""
+    assert len(planned(2, **{"gib": 80.0, "weights": 1.2, **given}).servers) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +154,7 @@ def test_two_servers_whose_memory_is_not_known(given: Settings) -> None:
     ("weights", "inference", "share"),
     [
         (7.7, {}, 1 - 12.7 / 80),
-        (1.2, {}, None),
+        (1.2, {"deterministic": True}, None),
         (40.0, {}, None),
         (7.7, {"gpu_memory_utilization": 0.9}, 0.9),
     ],
