@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.trainer import activations
+from prime_rl.trainer import activations, memory
 from prime_rl.trainer.activations import LAG, LEVELS, HostPool, checkpoint_layers, offload_layers
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.parallel import World
@@ -160,10 +160,14 @@ def test_gradients_are_those_of_plain_blocks(
     plain: Plain,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At every level, with and without offload, eager and compiled, under FSDP2."""
+    """At every level, with and without offload (of two of the four layers), eager and compiled, under FSDP2."""
     monkeypatch.setattr(activations, "SMALLEST", 0)
+    for module in (activations, memory):
+        monkeypatch.setattr(module, "LAG", 1)
     want = plain(settings.get("compile", False))
-    assert_near(support.gradients(build_policy(shape, TrainerModel(**settings), world), GROUPS), want, 1e-6)
+    policy = build_policy(shape, TrainerModel(**settings), world)
+    assert len(policy.memory.settings.offloaded) == (2 if settings.get("activation_offload") else 0)
+    assert_near(support.gradients(policy, GROUPS), want, 1e-6)
 
 
 # ---- offload, on CPU, where copies are made at once
