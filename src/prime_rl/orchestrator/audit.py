@@ -8,13 +8,15 @@ from prime_rl.transport.incarnations import read_incarnations, read_versions
 from prime_rl.transport.protocol import newest_version
 from prime_rl.transport.settings import LEDGER
 
-# Counts of an environment: all episodes that were issued, then by where they are.
+# Of an environment: all episodes that were issued, then by where they are, with mean sampled tokens and reward.
 _OUTCOMES = """
-    SELECT env, 'issued' AS outcome, count FROM issued
-    UNION ALL SELECT env, CASE e.state
-        WHEN 'issued' THEN 'in flight' WHEN 'batched' THEN IIF(e.step < ?, 'trained', 'in a batch')
-        WHEN 'dropped' THEN 'dropped: ' || reason ELSE e.state END, COUNT(*)
-    FROM episodes e JOIN groups g ON g.number = group_number GROUP BY 1, 2 ORDER BY 1, 3 DESC, 2 DESC"""
+    WITH ends AS (
+        SELECT env, tokens, reward, CASE e.state
+            WHEN 'issued' THEN 'in flight' WHEN 'batched' THEN IIF(e.step < ?, 'trained', 'in a batch')
+            WHEN 'dropped' THEN 'dropped: ' || reason ELSE e.state END AS outcome
+        FROM episodes e JOIN groups g ON g.number = group_number)
+    SELECT i.env, 'issued', count, AVG(tokens), AVG(reward) FROM issued i LEFT JOIN ends USING (env) GROUP BY env
+    UNION ALL SELECT env, outcome, COUNT(*), AVG(tokens), AVG(reward) FROM ends GROUP BY 1, 2 ORDER BY 1, 3 DESC, 2 DESC"""
 _FAULTS = {
     "unaccounted for": """
         SELECT i.env || printf(': %+d episodes are', i.count - COUNT(e.id))
@@ -36,9 +38,13 @@ _FAULTS = {
 
 
 class AuditReport(NamedTuple):
-    """The audit of a run: environment, outcome and number of episodes; and where the ledger contradicts itself."""
+    """The audit of a run. `faults`: where the ledger contradicts itself.
 
-    outcomes: list[tuple[str, str, int]]
+    Each of `outcomes` is an environment, an outcome, the number of episodes, and the means of their sampled tokens and
+    of their rewards (None: no such episode has a result).
+    """
+
+    outcomes: list[tuple[str, str, int, float | None, float | None]]
     faults: list[str]
 
 
@@ -58,9 +64,16 @@ def audit(run_dir: Path) -> AuditReport:
 def audit_text(run_dir: Path) -> str:
     """Audit a run; returns a table. Raises as `audit` does."""
     report = audit(run_dir)
-    lines = [f"Episodes of {run_dir} (attempts)"]
-    width = max((len(env) for env, _, _ in report.outcomes), default=0)
-    lines += [f"  {env:<{width}}  {outcome:<18}  {count:>9,}" for env, outcome, count in report.outcomes]
+    lines, table = (
+        [f"Episodes of {run_dir} (attempts; length: sampled tokens)"],
+        [("", "", "episodes", "length", "reward")],
+    )
+    for env, outcome, count, tokens, reward in report.outcomes:
+        means = ("-" if tokens is None else f"{tokens:.1f}", "-" if reward is None else f"{reward:.4f}")
+        table.append((env, outcome, f"{count:,}", *means))
+    width = max(len(env) for env, *_ in table)
+    for env, outcome, *numbers in table:
+        lines.append(f"  {env:<{width}}  {outcome:<18}" + "".join(f"  {number:>9}" for number in numbers))
     if report.faults:
         lines += ["NOT CONSERVED, the ledger contradicts itself:", *(f"  {fault}" for fault in report.faults)]
     else:

@@ -71,7 +71,7 @@ CREATE TABLE episodes (
     group_number INTEGER NOT NULL, number INTEGER NOT NULL, attempt INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'batched', 'dropped')),
     reason TEXT, detail TEXT NOT NULL DEFAULT '', retried INTEGER NOT NULL DEFAULT 0, step INTEGER,
-    version INTEGER, incarnation INTEGER, first INTEGER, last INTEGER,
+    version INTEGER, incarnation INTEGER, first INTEGER, last INTEGER, tokens INTEGER, reward REAL,
     id TEXT GENERATED ALWAYS AS (group_number || '.' || number || '.' || attempt) VIRTUAL,
     PRIMARY KEY (group_number, number, attempt)
 ) WITHOUT ROWID;
@@ -229,8 +229,10 @@ class Ledger:
                 self._change(event, _ISSUE, *start.key, start.version, incarnation)
                 self._update(_COUNT_ISSUED, start.task.env)
             case Finished(start, first, last, result, incarnation):
-                finish = "UPDATE episodes SET state = 'finished', incarnation = ?, first = ?, last = ?"
-                self._change(event, f"{finish} WHERE {_KEY} AND state = 'issued'", incarnation, first, last, *start.key)
+                finish = "UPDATE episodes SET state = 'finished', incarnation = ?, first = ?, last = ?, tokens = ?, reward = ?"
+                tokens = sum(sample.loss_mask.count(1) for sample in result.samples)
+                values = (incarnation, first, last, tokens, result.reward, *start.key)
+                self._change(event, f"{finish} WHERE {_KEY} AND state = 'issued'", *values)
                 data = pack_episode(result)
                 self._update("INSERT OR REPLACE INTO results VALUES (?, ?)", start.episode, data)
             case Dropped(start, reason, detail, retried):

@@ -34,16 +34,16 @@ def test_the_account_by_environment_and_reason(tmp_path):
     open_group(ledger, 40, env="math")
     ledger.flush()
     assert audit(tmp_path).faults == []
-    lines = [re.split("  +", line.strip()) for line in audit_text(tmp_path).splitlines()[1:]]
+    lines = [re.split("  +", line.strip()) for line in audit_text(tmp_path).splitlines()[2:]]
     assert lines[:-1] == [
-        ["code", "issued", "40"],
-        ["code", "dropped: timeout", "20"],
-        ["code", "trained", "19"],
-        ["code", "in a batch", "1"],
-        ["math", "issued", "42"],
-        ["math", "trained", "38"],
-        ["math", "in flight", "2"],
-        ["math", "in a batch", "2"],
+        ["code", "issued", "40", "3.0", "1.0000"],
+        ["code", "dropped: timeout", "20", "-", "-"],
+        ["code", "trained", "19", "3.0", "1.0000"],
+        ["code", "in a batch", "1", "3.0", "1.0000"],
+        ["math", "issued", "42", "3.0", "0.2500"],
+        ["math", "trained", "38", "3.0", "0.2500"],
+        ["math", "in flight", "2", "-", "-"],
+        ["math", "in a batch", "2", "3.0", "0.2500"],
     ]
     assert lines[-1][0].startswith("Conserved")
 
