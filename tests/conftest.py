@@ -44,7 +44,7 @@ FAIL_TO_LOAD = (925,)
 # Of the integration tests, those that start real servers.
 WITH_SERVERS = (
     "test_algorithms", "test_canary", "test_commands_run", "test_data_parallel", "test_evals", "test_examples",
-    "test_inference", "test_leaving", "test_loop", "test_rl",
+    "test_inference", "test_loop", "test_rl",
 )  # fmt: skip
 
 

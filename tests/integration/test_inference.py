@@ -377,6 +377,8 @@ def test_a_key_guards_the_server_and_appears_nowhere(
     body = request(server, chat_prompt)
     answers = [server.post("/v1/sample", body, **bearer).status_code for _ in range(3)]
     assert answers == [500, 500, 200]
+    assert server.post("/leave", {}, **bearer).json() == {"leaving": True}
+    assert server.get("/weights", **bearer).json()["leaving"] is True
     for pid in (server.pid, *engines(server.pid)):
         assert key.encode() not in cmdline(pid)
     hanging = Thread(

@@ -66,26 +66,6 @@ def test_of_episodes_that_fail_together_one_counts():
     assert [backoff_seconds(failures) for failures in (0, 1, 2, 3, 4, 11)] == [0, 0, 1, 2, 4, 60]
 
 
-async def test_a_verification_is_of_one_server_alone():
-    """What another one sampled does not count by it, nor what ended after the question. One that drains is verified for the version that it has; the
-    others go on to a newer one meanwhile."""
-    fleet = ready_fleet(2, slack=0)
-    one, two = fleet.replicas
-    for replica in fleet.replicas:
-        replica.loaded = await replica.client.served()
-    for episode, replica in (("a", one), ("b", two), ("late", one)):
-        fleet.start(episode, replica)
-    two.client.base()  # started again
-    assert await fleet.verify({"a", "b"}) == (["a"], [two])
-    assert (one.mismatch, two.mismatch) == ("", "the server was restarted")
-    fleet.move(one, ReplicaState.DRAINING)
-    assert fleet.place("group") is two
-    two.client.now = two.loaded = Served(1, "newer", "1")
-    assert await fleet.verify({"a"}) == (["a"], [])
-    one.client.base()
-    assert await fleet.verify({"a"}) == ([], [one])
-
-
 async def test_a_verification_does_not_count_what_a_restarted_server_sampled_though_it_has_loaded_again():
     """Contract: also where it was restarted and loaded again between the question and its answer, which is right then."""
     fleet = ready_fleet(1, slack=0)

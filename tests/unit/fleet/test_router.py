@@ -6,9 +6,9 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import Served, ServerError
+from prime_rl.fleet.client import ServerError
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
-from prime_rl.fleet.router import NO_VERSION, RouterClient, connect_all
+from prime_rl.fleet.router import RouterClient, connect_all
 from support.fleet import Router, Server
 
 
@@ -24,19 +24,6 @@ def routed(servers) -> RouterClient:
 
 class Weights:
     version, hash, incarnation = 3, "h" * 32, 0
-
-
-async def test_all_backends_are_one_server(servers, routed):
-    """Contract: a backend that was started again changes the identity of all; one that leaves takes the others along; where weights differ they equal
-    nothing that was given."""
-    before = await routed.served()
-    assert before.boot == "1+1"
-    servers[1].base()
-    assert await routed.served() != before
-    servers[0].leaving = True
-    assert (await routed.served()).leaving
-    servers[1].now = Served(3, "f" * 32, "1")
-    assert (await routed.served()).version == NO_VERSION
 
 
 async def test_backends_that_serve_other_names_have_none_in_common(servers, routed):

@@ -1,13 +1,10 @@
 """What differs between vLLM's packages and releases, and the one client of all engines behind a server."""
 
-import asyncio
 import base64
 import hashlib
 import os
 import sys
-from collections import deque
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
@@ -16,7 +13,6 @@ from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.server import arguments
-from prime_rl.inference.staging import WeightsExtension
 
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -70,84 +66,6 @@ def test_only_what_is_known_to_keep_its_weights_as_loaded_is_loaded_in_place() -
         assert compat.keeps_as_loaded(model(method))
     assert not compat.keeps_as_loaded(model(Packing()))
     assert not compat.keeps_as_loaded(model(UnquantizedLinearMethod(), Processing()))
-
-
-class Core:
-    """vLLM's own client of several engines: `failing` raise, `slow` answer later."""
-
-    def __init__(self, engines: int) -> None:
-        self.core_engines = [number.to_bytes(2, "little") for number in range(engines)]
-        self.failing: set[int] = set()
-        self.slow: set[int] = set()
-        self.done: list[int] = []
-
-    async def _call_utility_async(self, call: str, *args: Any, engine: bytes) -> Any:
-        number = int.from_bytes(engine, "little")
-        if number in self.slow:
-            await asyncio.sleep(0.02)
-        self.done.append(number)
-        if number in self.failing:
-            raise RuntimeError(f"engine {number} failed")
-        worker_call, timeout, (method, arguments), named = args
-        assert (call, worker_call, method, timeout, named) == ("collective_rpc", "prime_call", "prime_served", None, {})
-        return [{"answer": {"engine": number, "rank": rank, "args": arguments}} for rank in range(2)]
-
-
-class Client:
-    def __init__(self, engines: int) -> None:
-        self.engine_core = Core(engines)
-
-
-async def test_every_rank_of_every_engine_answers() -> None:
-    """Contract: nothing is said to be served that only the first engine serves: all ranks of all engines are asked and heard. A failure is raised once
-    all have answered: what follows a failed load, going back, finds no engine that is still loading."""
-    answers = await compat.AllEngines(Client(3), 3).collective_rpc("prime_served", args=("x",))
-    assert [(answer["engine"], answer["rank"]) for answer in answers] == [(e, r) for e in range(3) for r in range(2)]
-    assert all(answer["args"] == ("x",) for answer in answers)
-    client = Client(3)
-    client.engine_core.failing, client.engine_core.slow = {0, 2}, {1, 2}
-    with pytest.raises(RuntimeError, match="engine 0 failed"):
-        await compat.AllEngines(client, 3).collective_rpc("prime_served")
-    assert sorted(client.engine_core.done) == [0, 1, 2]
-
-
-class Executor:
-    """vLLM's own client of one engine with several ranks: each of their answers waits in a queue until it is read, which ends with the first error."""
-
-    def __init__(self, *ranks: Any) -> None:
-        self._ranks, self._queues = ranks, [deque[Any]() for _ in ranks]
-
-    async def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[Any]:
-        for rank, queue in zip(self._ranks, self._queues, strict=True):
-            try:
-                queue.append(getattr(rank, method)(*args))
-            except ValueError as error:
-                queue.append(error)
-        answers = []
-        for queue in self._queues:
-            if isinstance(answer := queue.popleft(), Exception):
-                raise answer
-            answers.append(answer)
-        return answers
-
-
-@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
-async def test_a_rank_that_fails_leaves_no_answer_to_the_next_call(failing: set[int]) -> None:
-    """Contract: whichever ranks fail, the error is raised, and later calls get the answers to themselves."""
-
-    class Rank(WeightsExtension):
-        def __init__(self, number: int) -> None:
-            self.rank = number
-
-        def prime_load(self, directory: str, identity: dict[str, Any]) -> None:
-            if self.rank in failing:
-                raise ValueError(f"rank {self.rank} failed")
-            self.prime_identity = identity
-
-    engine = compat.AllEngines(Executor(Rank(0), Rank(1)), 1)
-    with pytest.raises(RuntimeError, match=f"^rank {min(failing)} failed$"):
-        await engine.collective_rpc("prime_load", args=("x", {"version": 1}))
-    assert await engine.collective_rpc("prime_served") == [None if n in failing else {"version": 1} for n in range(2)]
 
 
 def test_what_vllm_must_be(monkeypatch: pytest.MonkeyPatch) -> None:

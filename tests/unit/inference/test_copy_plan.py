@@ -89,21 +89,6 @@ def test_a_loader_that_computes_is_called_for_every_version(rule: Rule) -> None:
     assert model.calls == 3
 
 
-def test_the_last_copy_into_a_place_counts() -> None:
-    """Contract: where two tensors are loaded into one parameter, as a tied head's, replay gives what the loaders give."""
-
-    def both(parameter: nn.Parameter, tensor: Tensor) -> None:
-        parameter.data[:1].copy_(tensor[1:2])
-        parameter.data[:1].copy_(tensor[:1])
-
-    model = Model(both)
-    plan = CopyPlan(model, staged(1))
-    for seed in (2, 3):
-        plan.load(staged(seed))
-        assert loaded(model, seed)
-    assert (plan.exact, model.calls) == (True, 2)
-
-
 def test_another_layout_and_another_parameter_do_not_match() -> None:
     """Contract: copies are recorded again for tensors of other shapes, and for a model whose parameters were made anew."""
     model = Model(copy)

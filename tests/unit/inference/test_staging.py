@@ -1,12 +1,9 @@
 """Reading a version into memory: the very bytes that were hashed, or nothing. The GPU's part needs one (benchmarks/weight_sync.py)."""
 
-import gc
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +14,6 @@ from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, prune, stage
 from prime_rl.transport.exchange import ExchangeError, Subscriber, layout
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
-from prime_rl.wait import wait
 
 CPU = torch.device("cpu")
 SECONDS = 60.0
@@ -133,62 +129,3 @@ def test_files_that_are_replaced_while_vllm_reads_them_are_not_served(tmp_path: 
     with pytest.raises(ExchangeError, match="committed anew"):
         worker.prime_load(str(directory), identity)
     assert worker.prime_served() is None
-
-
-@pytest.fixture
-def no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("damaged", [False, True])
-def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
-    """Contract: what was read is freed once it is dropped, or once it is found to be wrong: not when garbage is collected some day."""
-    arrays: list[weakref.ref[np.ndarray]] = []
-
-    from_numpy = torch.from_numpy
-
-    def noted(array: np.ndarray) -> torch.Tensor:
-        arrays.append(weakref.ref(array))
-        return from_numpy(array)
-
-    monkeypatch.setattr(staging.torch, "from_numpy", noted)
-    directory = commit(tmp_path)
-    if damaged:
-        _flip(directory)
-    read = begin(directory)
-    if damaged:
-        with pytest.raises(CommitError):
-            read.wait(SECONDS)
-    else:
-        read.wait(SECONDS)
-        assert all(array() is not None for array in arrays)
-        read.drop()
-    wait(lambda: all(array() is None for array in arrays), subject="free memory", owner="the thread", seconds=SECONDS)
-    assert len(arrays) == 1
-
-
-def test_dropping_stops_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: what is not wanted any more is not read to its end, and nothing of it stays."""
-    count = 0
-    read_chunk = Staging._read_chunk
-
-    def reading(*args: Any) -> bytes:
-        nonlocal count
-        digest = read_chunk(*args)
-        count += 1
-        if count == 3:
-            read.drop()
-        return digest
-
-    monkeypatch.setattr(Staging, "_read_chunk", reading)
-    directory = commit(tmp_path)
-    monkeypatch.setattr(staging, "THREADS", 1)
-    read = begin(directory)
-    with pytest.raises(staging.DroppedError):
-        read.wait(SECONDS)
-    assert count == 3
-    assert list(read.tensors) == []

@@ -79,11 +79,3 @@ def test_what_a_reload_left_half_done_is_mended_by_a_reload(tmp_path: Path) -> N
     assert worker.load() == "reload"
     assert worker.load() == "in place"
     assert worker.loads == ["in place", "in place", "reload", "settled", "reload", "settled", "reload", "in place"]
-
-
-@pytest.mark.parametrize("settings", [{"lora": object()}, {"cache": "fp8_e4m3"}, {"offloaded": 4}, {}])
-def test_what_a_reload_makes_anew_is_reloaded(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: layers that adapters wrap, scales of a cache in 8 bits, layers that vLLM fetches from host memory, and a model that keeps nothing as it
-    was loaded are not loaded in place."""
-    monkeypatch.setattr(compat, "keeps_as_loaded", lambda model: bool(settings))
-    assert Worker(**settings).load() == "reload"
