@@ -24,8 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import accumulate
 from operator import mul
 from types import SimpleNamespace
@@ -56,6 +56,7 @@ _CTAS = 4  # multiprocessors for a transfer: 100 GB/s between two H100s, and the
 _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 1e-3  # between two looks at whether a GPU is done
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+_UNREACHABLE_SECONDS = 300.0  # of failures of a publisher that has sent nothing yet; a trainer may be restarting
 _CLOSED = "the other side has closed the connection"
 _UNKNOWN_PROTOCOL = "the other side does not speak this protocol"
 
@@ -158,14 +159,14 @@ class Channel:
         look.register(self._socket, select.POLLRDHUP)
         return not look.poll(0)
 
+    def cut_off(self) -> None:
+        """End the connection, whoever is using it."""
+        with suppress(OSError):  # the other side was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        _close(self._socket)
-
-
-def _close(connection: socket.socket) -> None:
-    with suppress(OSError):  # the other side was first
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+        self.cut_off()
+        self._socket.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -185,16 +186,6 @@ def own_address() -> str:
 # ---- the trainer's side
 
 
-@dataclass(frozen=True)
-class _Published:
-    """The version in the buffer."""
-
-    version: int
-    incarnation: int
-    hash: str
-    size: int
-
-
 class Publisher:
     """Sends the version in `buffer` to every worker that asks for it, in a thread per worker.
 
@@ -208,11 +199,10 @@ class Publisher:
     def __init__(self, buffer: Tensor, *, host: str, port: int, timeout: float, handle: str | None = None) -> None:
         self._buffer, self._handle, self._timeout = buffer, handle, timeout
         self._token = secrets.token_hex(16)
-        self._current: _Published | None = None
-        self._readers: set[socket.socket] = set()  # of the present version
+        self._current: tuple[int, int, str, int] | None = None  # version, incarnation, hash and size of what is offered
+        self._readers: set[Channel] = set()  # of that version
         self._closed = False
         self._changed = threading.Condition()  # bounded: held briefly; `wait_for` releases it
-        self._store: tuple[dist.TCPStore, int] | None = None  # and its port
         self._host = host
         try:
             self._socket = _listen(host, port)
@@ -228,7 +218,7 @@ class Publisher:
     def offer(self, version: int, incarnation: int, digest: str, size: int) -> None:
         """Let workers ask for the version in the buffer, which must not change until `withdraw`."""
         with self._changed:
-            self._current = _Published(version, incarnation, digest, size)
+            self._current = version, incarnation, digest, size
 
     def withdraw(self) -> None:
         """Return once nobody reads the buffer. Workers that still do after `timeout` seconds are cut off."""
@@ -236,16 +226,17 @@ class Publisher:
             self._current = None
             if not self._changed.wait_for(lambda: not self._readers, timeout=self._timeout):
                 logger.warning("{} workers have not read a version in {:.0f} s", len(self._readers), self._timeout)
-                for connection in self._readers:
-                    with suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
+                for channel in self._readers:
+                    channel.cut_off()
                 self._readers.clear()
 
     def close(self) -> None:
         """Accept no more connections. Those that are open end with the process."""
         with self._changed:
             self._current, self._closed = None, True
-        _close(self._socket)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._socket.close()
 
     def _accept(self) -> None:
         while True:  # bounded: it ends with the process, or when the socket is closed
@@ -264,14 +255,14 @@ class Publisher:
         group: _NcclGroup | None = None
         try:
             channel = Channel(connection, self._timeout)
-            backend = self._choose(channel)
-            if backend == "nccl":
-                group = self._make_group(channel)
-            else:
-                channel.send(protocol=PROTOCOL, backend=backend, handle=self._handle)
+            backend, name = self._choose(channel), secrets.token_hex(16)
+            store, port = self._store if backend == "nccl" else (None, 0)
+            channel.send(protocol=PROTOCOL, backend=backend, handle=self._handle, store=[port, name])
+            if store is not None:
+                group = _NcclGroup(channel, dist.PrefixStore(name, store), 0, self._buffer.device)
             logger.info("a worker at {} gets weights by {}", address, backend)
             while True:  # ends when the worker closes the connection
-                self._answer(connection, channel, group, backend, channel.receive(no_deadline=True))
+                self._answer(channel, group, backend)
         except ExchangeError as error:
             logger.debug("publishing to {}: {}", address, error)
         except (OSError, RuntimeError) as error:  # torch's, of a GPU without memory for a group
@@ -279,7 +270,7 @@ class Publisher:
         finally:
             if group is not None:
                 group.abort()
-            _close(connection)
+            connection.close()
 
     def _choose(self, channel: Channel) -> str:
         """Return the fastest backend for a worker that knows the token. NCCL does not connect a GPU with itself."""
@@ -293,57 +284,47 @@ class Publisher:
             return "nccl"
         return "cuda-ipc" if self._handle is not None and hello.get("ipc") is True else "tcp"
 
-    def _make_group(self, channel: Channel) -> "_NcclGroup":
-        with self._changed:
-            if self._store is None:  # the rendezvous store of a group's two ranks
-                listening, limit = _listen(self._host, 0), timedelta(seconds=self._timeout)
-                port = int(listening.getsockname()[1])
-                store = dist.TCPStore(
-                    self._host, port, is_master=True, wait_for_workers=False, timeout=limit,
-                    master_listen_fd=listening.detach(),
-                )  # fmt: skip
-                self._store = store, port
-            store, port = self._store
-        name = secrets.token_hex(16)
-        channel.send(protocol=PROTOCOL, backend="nccl", store=[port, name])
-        return _NcclGroup(channel, dist.PrefixStore(name, store), 0, self._buffer.device)
+    @cached_property
+    def _store(self) -> tuple[dist.TCPStore, int]:
+        """Where the two ranks of a group meet, and its port."""
+        listening, limit = _listen(self._host, 0), timedelta(seconds=self._timeout)
+        port = int(listening.getsockname()[1])
+        store = dist.TCPStore(
+            self._host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening.detach()
+        )
+        return store, port
 
-    def _answer(
-        self,
-        connection: socket.socket,
-        channel: Channel,
-        group: "_NcclGroup | None",
-        backend: str,
-        request: Mapping[str, Any],
-    ) -> None:
-        """Send the version that a worker asks for, or say that it is superseded."""
+    def _answer(self, channel: Channel, group: "_NcclGroup | None", backend: str) -> None:
+        """Send the version that a worker asks for next, or say that it is superseded."""
+        request = channel.receive(no_deadline=True)
         asked = tuple(request.get(key) for key in ("version", "incarnation", "hash"))
         with self._changed:
             current = self._current
-            if match := current is not None and (current.version, current.incarnation, current.hash) == asked:
-                self._readers.add(connection)
+            if match := current is not None and current[:3] == asked:
+                self._readers.add(channel)
         if current is None or not match:
-            held = "none" if current is None else f"version {current.version} of incarnation {current.incarnation}"
+            held = "none" if current is None else f"version {current[0]} of incarnation {current[1]}"
             superseded = f"version {asked[0]} of incarnation {asked[1]} is superseded"
             channel.send(superseded=f"{superseded}: the trainer holds {held}")
             return
+        size = current[3]
         try:
-            channel.send(size=current.size)
+            channel.send(size=size)
             if backend == "cuda-ipc":
                 channel.expect("read")
             elif group is not None:
-                for block in self._buffer[: current.size].split(NCCL_BLOCK_BYTES):
+                for block in self._buffer[:size].split(NCCL_BLOCK_BYTES):
                     group.transfer(block)
                 group.flush()
             else:
-                for block in self._buffer[: current.size].split(TCP_BLOCK_BYTES):
+                for block in self._buffer[:size].split(TCP_BLOCK_BYTES):
                     channel.send_bytes(block.cpu().numpy().data)
             with self._changed:
-                if connection not in self._readers:
-                    raise ExchangeError(f"version {current.version} was withdrawn meanwhile")
+                if channel not in self._readers:
+                    raise ExchangeError(f"version {current[0]} was withdrawn meanwhile")
         finally:
             with self._changed:
-                self._readers.discard(connection)
+                self._readers.discard(channel)
                 self._changed.notify_all()
         channel.send(done=True)
 
@@ -359,6 +340,8 @@ class Subscriber:
         self._key: tuple[PublisherAddress, bool] | None = None  # of the connection: for buffers on a GPU or not
         self._group: _NcclGroup | None = None
         self._backend = self._handle = ""
+        # When a publisher that has sent nothing yet first failed; infinite once it has.
+        self._failed_since: dict[PublisherAddress, float] = {}
 
     def receive(self, manifest: WeightsManifest, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> str:
         """Fill `buffer` with a version and return the backend.
@@ -370,14 +353,16 @@ class Subscriber:
 
         Raises:
             ExchangeError: the publisher holds another version, is unreachable, refuses, or misses its deadline.
+            UserError: it has done nothing but fail for minutes: it is not a trainer that starts again.
         """
         assert manifest.publisher is not None
-        channel, key = self._channel, (manifest.publisher, buffer.is_cuda)
-        if channel is None or self._key != key or not channel.is_open():
-            self.close()
-            channel = self._connect(manifest.publisher, buffer)
-            self._key = key
+        address = manifest.publisher
+        channel, key = self._channel, (address, buffer.is_cuda)
         try:
+            if channel is None or self._key != key or not channel.is_open():
+                self.close()
+                channel = self._connect(address, buffer)
+                self._key = key
             channel.send(version=manifest.version, incarnation=manifest.incarnation, hash=manifest.hash)
             answer = channel.receive()
             if "superseded" not in answer:
@@ -386,8 +371,12 @@ class Subscriber:
                     raise ExchangeError(f"the publisher has {version}, not {buffer.numel()}")
                 self._fill(channel, buffer, progress)
                 channel.expect("done")
-        except BaseException:
+                self._failed_since = {address: math.inf}
+        except BaseException as error:
             self.close()
+            seconds = time.monotonic() - self._failed_since.setdefault(address, time.monotonic())
+            if isinstance(error, ExchangeError) and seconds > _UNREACHABLE_SECONDS:
+                raise UserError(f"{error}; nothing has come from there for {seconds:.0f} s") from error
             raise
         if "superseded" in answer:  # the connection is still usable
             raise ExchangeError(str(answer["superseded"]))
@@ -423,13 +412,8 @@ class Subscriber:
                 limit = timedelta(seconds=address.timeout)
                 store = dist.TCPStore(host, int(store_port), is_master=False, wait_for_workers=False, timeout=limit)
                 self._group = _NcclGroup(channel, dist.PrefixStore(str(name), store), 1, buffer.device)
-        except BaseException as error:
-            self.close()
-            if isinstance(
-                error, RuntimeError | TypeError | ValueError | KeyError
-            ):  # torch's, if the store cannot be reached
-                raise ExchangeError(f"no group with the publisher at {host}:{port} ({_brief(error)})") from error
-            raise
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:  # torch's, if the store cannot be reached
+            raise ExchangeError(f"no group with the publisher at {host}:{port} ({_brief(error)})") from error
         return channel
 
     def _fill(self, channel: Channel, buffer: Tensor, progress: Callable[[], None]) -> None:
@@ -461,6 +445,15 @@ class Subscriber:
 
 # ---- NCCL
 
+# NCCL's own watchdog would end the process, an engine or a trainer, if a peer dies: the deadlines here replace it.
+_NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+# A group object is created eagerly; NCCL connects on the first block.
+_making = threading.Lock()  # bounded: held while a group object is created
+
 
 class _NcclGroup:
     """A group of two ranks on a stream of its own: rank 0 sends blocks, rank 1 receives them in the same order."""
@@ -470,7 +463,19 @@ class _NcclGroup:
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
         self._stream = torch.cuda.Stream(device)
         self._connected = self._aborted = False
-        self._group = _nccl_group(store, rank, device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=1e6)  # never: see `_NCCL_ENVIRONMENT`
+        options.config.min_ctas, options.config.max_ctas = 1, _CTAS
+        with _making, torch.cuda.device(device):
+            before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
+            os.environ.update(_NCCL_ENVIRONMENT)  # read while the group is made; there is no other way to set them
+            try:
+                self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
+            finally:
+                for name, value in before.items():
+                    os.environ.pop(name, None)
+                    if value is not None:
+                        os.environ[name] = value
 
     def transfer(self, block: Tensor) -> None:
         """Begin to send or receive a block, once few enough are under way."""
@@ -532,32 +537,6 @@ class _NcclGroup:
             if time.monotonic() > until:
                 raise ExchangeError(f"{failure} within {self._channel.seconds:.0f} s")
             time.sleep(_POLL_SECONDS)
-
-
-# NCCL's own watchdog would end the process, an engine or a trainer, if a peer dies: the deadlines here replace it.
-_NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
-# A group object is created eagerly; NCCL connects on the first block.
-_making = threading.Lock()  # bounded: held while a group object is created
-
-
-def _nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=1e6)  # never: see above
-    options.config.min_ctas, options.config.max_ctas = 1, _CTAS
-    with _making, torch.cuda.device(device):
-        before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
-        os.environ.update(_NCCL_ENVIRONMENT)  # read while the group is made; there is no other way to set them
-        try:
-            return dist.ProcessGroupNCCL(store, rank, 2, options)
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
 
 
 def _brief(error: BaseException) -> str:

@@ -111,23 +111,19 @@ def test_keep_and_keep_interval(tmp_path: Path) -> None:
     assert list_steps(tmp_path) == [3, 6, 7]
 
 
-def test_superseded_checkpoints_are_not_deleted(root: Path) -> None:
-    """What lies beyond the resumed step is renamed, complete or not, and may be asked for twice."""
-    moved = checkpoints.supersede_after(root, 2, incarnation=3)
-    assert [path.name for path in moved] == ["given_up_3_step_4", "given_up_3_step_6"]
-    assert checkpoints.supersede_after(root, 2, incarnation=3) == []
-    assert checkpoints.complete_steps(root) == [2]
-    assert (root / "given_up_3_step_4" / "trainer" / "state").read_text() == "state 4"
-
-
-def test_foreign_directories_are_left_alone(root: Path) -> None:
-    """A directory under a checkpoint's name without any part is never chosen, moved or removed."""
+def test_what_is_superseded_or_foreign_is_not_deleted(root: Path) -> None:
+    """What lies beyond the resumed step is renamed, complete or not, and may be asked for twice. A directory under a
+    checkpoint's name without any part is never chosen, moved or removed."""
     (root / "step_9" / "trainer").mkdir(parents=True)
     (root / "step_9" / "trainer" / "weights.bin").write_text("theirs")
     assert checkpoints.choose_step(root, -1, "trainer") == 4
     checkpoints.clean(root, "trainer")
+    moved = checkpoints.supersede_after(root, 2, incarnation=3)
+    assert [path.name for path in moved] == ["given_up_3_step_4", "given_up_3_step_6"]
+    assert checkpoints.supersede_after(root, 2, incarnation=3) == []
     checkpoints.remove_expendable(root, 1, None)
-    checkpoints.supersede_after(root, 0, incarnation=1)
+    assert checkpoints.complete_steps(root) == [2]
+    assert (root / "given_up_3_step_4" / "trainer" / "state").read_text() == "state 4"
     assert (root / "step_9" / "trainer" / "weights.bin").read_text() == "theirs"
 
 
@@ -152,28 +148,17 @@ def found(root: Path, incarnations: dict[int, int]) -> list[tuple[str, bool]]:
 
 
 def test_recoverable_newest_first(root: Path) -> None:
-    """Parts, joined or not, and recovery checkpoints; a damaged one is told apart."""
+    """Parts, joined or not, and recovery checkpoints; a damaged one is told apart, and one that a newer version wrote
+    is not passed over. A later incarnation that went back gave up the states beyond its start, though it died before
+    it moved them."""
     publish(root.parent / "recovery" / "step_5", 5)
-    (root / "step_6" / "trainer" / "state").write_text("torn")
-    expected = [
-        "checkpoints/step_6/trainer",
-        "recovery/step_5",
-        "checkpoints/step_4/trainer",
-        "checkpoints/step_2/trainer",
-    ]
-    assert found(root, {0: 0}) == [(name, number > 0) for number, name in enumerate(expected)]
-    assert found(root.parent / "nothing" / "checkpoints", {}) == []
-
-
-def test_given_up_states_are_not_recovered(root: Path) -> None:
-    """A later incarnation that went back gave up the states beyond its start, even if it died before it moved them."""
     publish(root.parent / "recovery" / "step_3", 3, incarnation=1)
-    names = [name for name, _ in found(root, {0: 0, 1: 2})]
-    assert names == ["recovery/step_3", "checkpoints/step_2/trainer"]
-
-
-def test_newer_format_is_not_passed_over(root: Path) -> None:
-    """To recover from an older state than one that a newer version wrote would lose work: it is refused."""
+    (root / "step_6" / "trainer" / "state").write_text("torn")
+    names = ["checkpoints/step_6/trainer", "recovery/step_5", "checkpoints/step_4/trainer", "recovery/step_3"]
+    names += ["checkpoints/step_2/trainer"]
+    assert found(root, {0: 0}) == [(name, number > 0) for number, name in enumerate(names)]
+    assert found(root, {0: 0, 1: 2}) == [(name, True) for name in names[3:]]
+    assert found(root.parent / "nothing" / "checkpoints", {}) == []
     _renew(root, 6)
     with pytest.raises(UserError, match="cannot recover: .*has format 2"):
         found(root, {0: 0})

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig, ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import status_path
-from prime_rl.transport.settings import Party, check_and_commit, dry_path, suggestions
+from prime_rl.transport.settings import Party, check_and_commit, suggestions
 from support import partners
 from support.partners import belongs_to
 
@@ -72,26 +73,24 @@ def test_a_partner_that_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner
 
 
 @pytest.mark.parametrize("first", ["trainer", "orchestrator"])
-@pytest.mark.parametrize("case", ["random samples", "no trainer", "bench"])
-def test_data_of_one_without_the_other_is_never_mixed(tmp_path: Path, first: Party, case: str) -> None:
-    """Contract: what was trained on something else is never served as trained on the batches, though its maker is gone.
-
-    Only `rl --bench` has a trainer of random samples and an orchestrator in one directory.
-    """
-    trainer = TrainerConfig(output_dir=tmp_path, bench=case == "bench", data={} if case == "no trainer" else {"fake": {}})  # fmt: skip
-    other = orchestrator(tmp_path, trainer=case != "no trainer").model_copy(update={"bench": case == "bench"})
-    parties = {"trainer": trainer, "orchestrator": other}
-    second: Party = "orchestrator" if first == "trainer" else "trainer"
-    check_and_commit(parties[first], first)
-    if case == "bench":
-        check_and_commit(parties[second], second)
-        return
-    message = {
-        "random samples": "trains on random samples",
-        "no trainer": "rollouts for no trainer.*--trainer.*--clean",
-    }
-    with pytest.raises(UserError, match=message[case]):
-        check_and_commit(parties[second], second)
+@pytest.mark.parametrize(
+    ("trainer", "other", "message"),
+    [
+        ({"data": {"fake": {}}}, {}, "trains on random samples"),
+        ({}, {"trainer": False}, "rollouts for no trainer.*--trainer.*--clean"),
+        ({"data": {"fake": {}}, "bench": True}, {"bench": True}, None),  # as `rl --bench` runs them
+    ],
+)
+def test_data_of_one_without_the_other_is_never_mixed(
+    tmp_path: Path, first: Party, trainer: dict[str, object], other: dict[str, object], message: str | None
+) -> None:
+    """Contract: what was trained on something else is never served as trained on the batches, though its maker is gone."""
+    second = orchestrator(tmp_path).model_copy(update=other)
+    parties = {"trainer": TrainerConfig(output_dir=tmp_path, **trainer), "orchestrator": second}
+    check_and_commit(parties.pop(first), first)
+    ((last, config),) = parties.items()
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        check_and_commit(config, last)
 
 
 @pytest.mark.parametrize("process", ["trainer", "orchestrator"])
@@ -128,12 +127,6 @@ def test_on_another_host_fresh_settings_or_a_fresh_heartbeat_count(tmp_path: Pat
 
 
 # ---- beside an earlier run
-
-
-def test_a_dry_run_writes_beside_what_a_run_has_left(tmp_path: Path) -> None:
-    assert dry_path(tmp_path, "sft") == tmp_path / "configs" / "sft.toml"
-    (tmp_path / "weights").mkdir()
-    assert dry_path(tmp_path, "sft") == tmp_path / "configs" / "dry-run" / "sft.toml"
 
 
 def test_what_to_do_about_an_earlier_run(tmp_path: Path, partner: int) -> None:

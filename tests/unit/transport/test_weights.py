@@ -97,15 +97,6 @@ def test_version_zero_names_the_base_without_a_copy(tmp_path: Path) -> None:
         write_base_version(root, make_model(tmp_path / "other", seed=1))
 
 
-def test_a_snapshot_of_links_is_read(tmp_path: Path) -> None:
-    """As in Hugging Face's cache, where the files of a model are links to `../../blobs/<hash>`."""
-    model = make_model(tmp_path / "model")
-    expected = hash_directory(model)
-    (model / "model.safetensors").rename(tmp_path / "blob")
-    (model / "model.safetensors").symlink_to("../blob")
-    assert hash_directory(model) == expected
-
-
 def test_what_is_not_a_version_that_this_release_wrote_is_one_clear_error(tmp_path: Path) -> None:
     """Another release's is not taken for a damaged one, a rollout batch not for weights; a broken file of tensors is named."""
     for version, changes in enumerate(({"hash_chunk": None}, {"tmpfs": {"directory": "/dev/shm"}}), start=1):
