@@ -59,7 +59,6 @@ class EvalConfig(BaseConfig, Measure):
     interval: PositiveInt | None = option(None, "Evaluate only versions that are multiples of this (None: all).")
     eval_base: bool = option(True, "Evaluate the base model too, before the versions.")
     follow: bool = option(False, "Evaluate each version as it is committed, until the run that writes them has ended.")
-    hold: bool = option(False, "While following, keep versions until they are evaluated (set by `sft`).")
     unsafe: bool = option(False, "Let livecodebench run code of the model without isolation: it can do all you can.")
     logprob_check: bool = option(True, "Check after every load that the server computes what the trainer computed.")
     solved_at: float = option(1.0, "Reward from which a task counts as solved, for pass@k.")
@@ -83,7 +82,6 @@ class EvalConfig(BaseConfig, Measure):
         yield conflict(
             self.steps and chooses, f"<steps> names the versions and <{chooses}> chooses them: give one of them"
         )
-        yield conflict(self.hold and not self.follow, "<hold> is about a run that is followed: give follow too")
         for step in self.steps:
             yield conflict(step < 0, f"<steps>: {step} is no version")
         keys = ("weights_dir", "client.type")

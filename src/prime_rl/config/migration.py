@@ -32,6 +32,7 @@ REMOVED = {
     "filters.off_policy": "max_off_policy_steps bounds the age of every sample",
     "from_baseline": "others are always compared with an episode that is left out",
     "gibberish.max_tokens": "one such token leaves an episode out",
+    "hold": "`sft` keeps the versions that it evaluates",
     "log_samples_interval": "all rollouts are in `rollouts/`",
     "max_attempts": "an episode that a teacher did not score is made again",
     "match_rms": "updates always have the size of AdamW's",

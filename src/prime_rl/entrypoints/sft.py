@@ -9,7 +9,6 @@ from prime_rl.launcher.rundir import as_benchmark, cleaned
 from prime_rl.monitor import Status
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
-from prime_rl.transport.incarnations import EVAL, drop_lease
 
 
 def main() -> None:
@@ -49,8 +48,6 @@ def run(config: SFTConfig, rank: int) -> None:
         from prime_rl.trainer.sft.train import train
 
     if rank > 0 or config.bench or config.eval is None:
-        if rank == 0:
-            drop_lease(config.output_dir, EVAL)  # a killed run's: nothing would be removed any more
         with disk_errors(config.output_dir):
             train(config)
         return

@@ -198,9 +198,8 @@ class EvalResults:
         least = self.solved_at - _ROUNDING
         solved = [(len(rewards), sum(reward >= least for reward in rewards)) for rewards in by_task.values()]
         for power in (1 << bits for bits in range(k.bit_length())):  # 1, 2, 4, … up to the attempts made
-            if counts := [(n, c) for n, c in solved if n >= power]:
-                metrics[f"pass@{power}"] = fmean(pass_at_k(n, c, power) for n, c in counts)
-                metrics[f"pass^{power}"] = fmean(pass_hat_k(n, c, power) for n, c in counts)
+            if shares := [pass_at_k(n, c, power) for n, c in solved if n >= power]:
+                metrics[f"pass@{power}"] = fmean(shares)
         return metrics
 
     def logged(self) -> dict[str, float]:
@@ -247,12 +246,6 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
     """The chance that at least one of k ≤ `attempts` attempts, drawn without replacement, solved the task:
     1 − C(n−c, k) / C(n, k), the unbiased estimate of Chen et al. 2021."""
     return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
-
-
-def pass_hat_k(attempts: int, solved: int, k: int) -> float:
-    """The chance that all of k ≤ `attempts` attempts, drawn without replacement, solved the task: C(c, k) / C(n, k), as
-    in tau-bench (Yao et al. 2024)."""
-    return math.comb(solved, k) / math.comb(attempts, k)
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------

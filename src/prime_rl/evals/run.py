@@ -29,8 +29,7 @@ from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
 from prime_rl.orchestrator.evaluation import eval_environments
 from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.incarnations import EVAL, drop_lease, read_incarnations, read_lease, write_lease
-from prime_rl.transport.protocol import BASE, Lease, current_incarnation
+from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import WeightsManifest, never_written_message, version_dir, weights_manifest
 from prime_rl.wait import within
 
@@ -72,12 +71,10 @@ async def run_evals(config: EvalConfig) -> list[EvalResults]:
             outcome = "finished"
             return results
         except Exception as error:
-            outcome = f"failed: {error}"  # it may be started again, and finds what it holds
+            outcome = f"failed: {error}"
             raise
         finally:  # also while it waits: an `rl` in this directory shows what waits there
             status.done(outcome)
-            if config.hold and config.weights_dir is not None and outcome in ("stopped", "finished"):
-                drop_lease(config.weights_dir.parent, EVAL)
 
 
 async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
@@ -282,12 +279,12 @@ class EvalVersions:
 
     async def policies(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
         """Yield the base and the versions to evaluate, in order; with `follow` also later ones, until the run has ended."""
-        config, run_dir = self._config, self._directory.parent
+        config = self._config
         versions = set(config.steps or self._chosen(list_steps(self._directory)))
         if config.eval_base or BASE in versions:
             # The model that the servers were started with; it need not be the one that the run started from.
             yield EvalPolicy(f"step_{BASE}", BASE)
-        writer = TrainerWatch(run_dir, processes=_WRITERS)
+        writer = TrainerWatch(self._directory.parent, processes=_WRITERS)
         while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
             # Before the look: what was committed before the last word is seen.
             ended = not config.follow or writer.ended(asked_to_stop=False)
@@ -296,13 +293,6 @@ class EvalVersions:
                 versions |= {*self._chosen(committed), *(committed[-1:] if ended else ())}
             manifests = (self._find(version) for version in sorted(versions - {BASE}))
             manifest = next((manifest for manifest in manifests if manifest is not None), None)
-            if config.hold:  # keep the run from removing the next one and later ones
-                newest = max(committed, default=BASE)
-                following = max((version for version in self._hashes if version <= newest), default=BASE) + 1
-                first = following if manifest is None else min(manifest.version, following)
-                lease = Lease(current_incarnation(read_incarnations(run_dir)).number, first)
-                if read_lease(run_dir, EVAL) != lease:
-                    write_lease(run_dir, lease, EVAL)
             if manifest is not None:
                 self._hashes[manifest.version] = manifest.hash
                 self.skipped.pop(manifest.version, None)  # made again since it was

@@ -21,9 +21,8 @@ from prime_rl.launcher.rundir import forget_status
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import read_status
-from prime_rl.transport.incarnations import EVAL, drop_lease, write_lease
-from prime_rl.transport.protocol import first_lease
 
+EVAL = "eval"
 _STOP_SECONDS = 60.0  # for the end of what hangs in the kernel
 _MAX_RESTARTS = 3
 # An engine would take what torchrun sets for its ranks for its own.
@@ -42,7 +41,6 @@ def eval_config(config: SFTConfig) -> EvalConfig:
         interval=section.interval or sys.maxsize,
         eval_base=section.at_start,
         follow=True,
-        hold=True,
         output_dir=config.output_dir,
         seed=config.seed,
         log=config.log,
@@ -93,8 +91,6 @@ class EvalSidecar:
 
     def __enter__(self) -> Self:
         Status(self._output_dir, "sft")  # replaces an earlier run's outcome
-        # Before anything is committed: the evaluation takes seconds to begin.
-        write_lease(self._output_dir, first_lease(None), EVAL)
         for path, config in self._configs.items():
             write_toml(config, path)
             forget_status(self._output_dir, path.stem)  # an earlier run's
@@ -106,7 +102,6 @@ class EvalSidecar:
     def __exit__(self, *exc: object) -> None:
         self._supervisor.stop()
         wait([self._outcome], _STOP_SECONDS)
-        drop_lease(self._output_dir, EVAL)  # of one that did not come to its end
 
     def finish(self) -> None:
         """Wait, after the training, until its last version is evaluated, unless it was stopped.

@@ -321,7 +321,7 @@ class WeightPublisher:
 
     def _prune(self) -> None:
         versions = incarnations.read_versions(self.root, self._seen)
-        starts, lease = incarnations.read_incarnations(self.output_dir), incarnations.combined_lease(self.output_dir)
+        starts, lease = incarnations.read_incarnations(self.output_dir), incarnations.read_lease(self.output_dir)
         level, keep, needed = self.async_level, self.config.keep, self._needed()
         for version in prunable(versions, starts, lease=lease, async_level=level, keep=keep, checkpoints=needed):
             if not self._is_saved(version):

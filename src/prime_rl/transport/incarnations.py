@@ -1,7 +1,7 @@
 """Read and write the trainer's incarnations, versions and leases in the run directory, as the types of `protocol.py`.
 
-The trainer opens an incarnation by committing `incarnations/<incarnation>.json`. The orchestrator, and an evaluation that
-follows a run, each commit in `leases/<reader>.json` what they may still read.
+The trainer opens an incarnation by committing `incarnations/<incarnation>.json`. The orchestrator commits in
+`leases/orchestrator.json` what servers may still read.
 """
 
 import json
@@ -20,8 +20,7 @@ from prime_rl.transport.commit import (
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import weights_manifest
 
-ORCHESTRATOR, EVAL = "orchestrator", "eval"
-"""Readers of versions, each with a lease of its own."""
+_LEASE = "leases/orchestrator.json"
 
 Seen = dict[tuple[int, int, int], int]
 """The incarnation that a manifest names, by version, inode and time of the manifest."""
@@ -91,16 +90,12 @@ def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]
     return versions
 
 
-# ---- leases
+# ---- the lease
 
 
-def _lease_path(output_dir: Path, reader: str) -> Path:
-    return output_dir / "leases" / f"{reader}.json"
-
-
-def read_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> Lease | None:
-    """Return what a reader may still read; None if it holds no lease. Raises CommitError if the file is damaged."""
-    path = _lease_path(output_dir, reader)
+def read_lease(output_dir: Path) -> Lease | None:
+    """Return what servers may still read; None if there is no lease. Raises CommitError if the file is damaged."""
+    path = output_dir / _LEASE
     try:
         table = json.loads(path.read_bytes())
         return Lease(table["incarnation"], table["version"])
@@ -110,22 +105,14 @@ def read_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> Lease | None:
         raise CommitError(f"{path} cannot be read: {error}") from error
 
 
-def combined_lease(output_dir: Path) -> Lease | None:
-    """Return what any reader may still read; None if nobody holds a lease. Raises CommitError if a file is damaged."""
-    held = [lease for reader in (ORCHESTRATOR, EVAL) if (lease := read_lease(output_dir, reader)) is not None]
-    if not held:
-        return None
-    return Lease(min(lease.incarnation for lease in held), min(lease.version for lease in held))
-
-
-def write_lease(output_dir: Path, lease: Lease, reader: str = ORCHESTRATOR) -> None:
-    """Replace a reader's lease durably. Only that reader does so."""
-    path = _lease_path(output_dir, reader)
+def write_lease(output_dir: Path, lease: Lease) -> None:
+    """Replace the lease durably. Only the orchestrator does so."""
+    path = output_dir / _LEASE
     path.parent.mkdir(parents=True, exist_ok=True)
-    clean_stages(path.parent, path.name)
+    clean_stages(path.parent)
     write_atomically(path, json.dumps({"incarnation": lease.incarnation, "version": lease.version}).encode())
 
 
-def drop_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> None:
-    """Remove a reader's lease: it reads nothing any more."""
-    _lease_path(output_dir, reader).unlink(missing_ok=True)
+def drop_lease(output_dir: Path) -> None:
+    """Remove the lease: servers read nothing any more."""
+    (output_dir / _LEASE).unlink(missing_ok=True)

@@ -9,8 +9,6 @@ from prime_rl.entrypoints import sft
 from prime_rl.errors import UserError
 from prime_rl.launcher import sidecar
 from prime_rl.launcher.sidecar import EvalSidecar, eval_config, server_config
-from prime_rl.transport import incarnations
-from prime_rl.transport.protocol import Lease
 
 EVAL = {"environment": {"id": "reverse-text"}, "interval": 5}
 
@@ -24,7 +22,7 @@ def test_evaluation_and_server_are_of_the_run() -> None:
     made = config(seed=7, inference={"server": {"port": 8123}}, device="cpu")
     evaluation, server = eval_config(made), server_config(made)
     assert (evaluation.model.name, evaluation.weights_dir, evaluation.interval) == ("m", Path("out/weights"), 5)
-    assert (evaluation.seed, evaluation.follow, evaluation.hold) == (7, True, True)
+    assert (evaluation.seed, evaluation.follow) == (7, True)
     assert [env.name for env in evaluation.environments] == ["reverse-text"]
     assert evaluation.client.base_urls == ["http://localhost:8123/v1"]
     assert server is not None
@@ -62,15 +60,6 @@ def test_what_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:
         EvalSidecar(made, {"LOCAL_WORLD_SIZE": "2"})
     environ = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_PORT": "1", "PATH": "/bin", "PRIME_DATA__SEQ_LEN": "9"}
     assert EvalSidecar(config(), environ).environ == {"PATH": "/bin"}
-
-
-def test_what_a_killed_evaluation_held_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a run that goes on without evaluating removes its versions as if there had been none."""
-    monkeypatch.setattr("prime_rl.trainer.sft.train.train", lambda config: None)
-    incarnations.write_lease(tmp_path, Lease(0, 5), incarnations.EVAL)
-    data = {"fake": {"type": "fixed"}}
-    sft.run(config(eval=None, output_dir=tmp_path, model={"name": "owner/model"}, data=data), 0)
-    assert incarnations.combined_lease(tmp_path) is None
 
 
 def test_ctrl_c_while_the_last_version_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:

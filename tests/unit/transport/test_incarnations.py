@@ -4,8 +4,6 @@ import pytest
 
 from prime_rl.transport.commit import CommitError, prune, stage
 from prime_rl.transport.incarnations import (
-    EVAL,
-    combined_lease,
     drop_lease,
     open_incarnation,
     read_incarnations,
@@ -45,25 +43,21 @@ def test_a_version_that_another_incarnation_committed_again_is_read_again(tmp_pa
     assert read_versions(tmp_path, seen) == {0: 0, 3: 1}
 
 
-def test_every_reader_has_a_lease_of_its_own(tmp_path):
-    """The trainer goes by the strictest. No file, no lease; a damaged one is an error, because taking it for none would let the trainer prune what is
-    read. One reader's half-written file is not another's to remove."""
-    assert (read_lease(tmp_path), combined_lease(tmp_path)) == (None, None)
+def test_a_lease(tmp_path):
+    """No file, no lease; a damaged one is an error: taken for none it would let the trainer prune what is read."""
+    assert read_lease(tmp_path) is None
     write_lease(tmp_path, Lease(1, 5))
-    assert read_lease(tmp_path) == Lease(1, 5)
-    half_written = tmp_path / "leases" / f".{EVAL}.json.tmp-1"
+    half_written = tmp_path / "leases" / ".orchestrator.json.tmp-1"
     half_written.touch()
     write_lease(tmp_path, Lease(2, 7))
-    assert half_written.exists()
-    write_lease(tmp_path, Lease(1, 9), EVAL)
     assert not half_written.exists()
-    assert combined_lease(tmp_path) == Lease(1, 7)
+    assert read_lease(tmp_path) == Lease(2, 7)
     (tmp_path / "leases" / "orchestrator.json").write_text("{")
     with pytest.raises(CommitError, match=r"orchestrator\.json"):
-        combined_lease(tmp_path)
+        read_lease(tmp_path)
     for _ in range(2):
         drop_lease(tmp_path)
-    assert combined_lease(tmp_path) == Lease(1, 9)
+    assert read_lease(tmp_path) is None
 
 
 @pytest.mark.parametrize(
