@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -20,14 +19,13 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults, alone, report_table, write_report
-from prime_rl.evals.runner import EvalRunner, KeyRejected, tasks_of
+from prime_rl.evals.runner import EvalRunner, KeyRejected, eval_environments, tasks_of
 from prime_rl.fleet.client import InferenceClient, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
-from prime_rl.orchestrator.evaluation import eval_environments
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import WeightsManifest, never_written_message, version_dir, weights_manifest
@@ -39,22 +37,6 @@ RESTORE_SECONDS = 120.0
 _WRITERS = ("trainer", "sft")  # processes that commit versions, by the names of their status
 
 OnWait = Callable[[str, str, float], None]
-
-
-@dataclass(frozen=True)
-class EvalPolicy:
-    """What is evaluated.
-
-    Attributes:
-        name: Of its directory of results: `step_<version>`, or `api`.
-        hash: Of its weights; empty where it is not known.
-        weights: The committed version that servers load; None where they serve their base, or stay as they are.
-    """
-
-    name: str
-    version: int
-    hash: str = ""
-    weights: WeightsManifest | None = None
 
 
 async def run_evals(config: EvalConfig) -> list[EvalResults]:
@@ -82,11 +64,12 @@ async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
     chat = await way_of_asking(config, status.waiting) == "chat"
     monitor = Monitor(config.output_dir, "eval", config.monitor, config.model_dump(mode="json"))
     pool = make_pool(config, chat)
-    run = Evaluation(config, pool, monitor, status, chat)
+    run = Evaluation(config, pool, monitor, status)
     try:
         async with AsyncExitStack() as stack:
+            run.fleet = None if chat else connect(config, stack)
             await pool.start(config.client.ready_timeout)
-            await run.all(None if chat else EvalServers(config, connect(config, stack), status.waiting))
+            await run.all()
     except KeyRejected as error:
         key = f"{config.client.servers} refused the key in ${config.client.api_key_var}"
         raise UserError(f"{key}: {error}. {run.kept()}") from error
@@ -117,89 +100,122 @@ def make_pool(config: EvalConfig, chat: bool) -> EnvPool:
 
 
 class Evaluation:
-    """What one command evaluates."""
+    """What one command evaluates.
 
-    def __init__(self, config: EvalConfig, pool: EnvPool, monitor: Monitor, status: Status, chat: bool) -> None:
-        self._config, self._pool, self._monitor, self._status, self._chat = config, pool, monitor, status, chat
+    Attributes:
+        fleet: The servers, all serving one policy at a time; those that do not answer wait for the next one. None: an
+            API is asked by its chat route.
+    """
+
+    def __init__(self, config: EvalConfig, pool: EnvPool, monitor: Monitor, status: Status) -> None:
+        self._config, self._pool, self._monitor, self._status = config, pool, monitor, status
         self._versions = EvalVersions(config)
         self._results: dict[tuple[str, str], EvalResults] = {}
+        self.fleet: ReplicaPool | None = None
 
     @property
     def results(self) -> list[EvalResults]:
         """All there are so far, by version."""
         return sorted(self._results.values(), key=lambda results: results.version)
 
-    async def all(self, servers: "EvalServers | None") -> None:
+    async def all(self) -> None:
         """Evaluate every policy, one after the other. Servers that were given weights serve their base at the end."""
-        config = self._config
-        if servers is None or config.weights_dir is None:
-            await self._evaluate(EvalPolicy("api", BASE), servers)
+        if self.fleet is None or self._config.weights_dir is None:
+            await self._evaluate(None)
             return
         try:
-            async for policy in self._versions.policies(self._status.waiting):
+            async for weights in self._versions.policies(self._status.waiting):
                 try:
-                    await self._evaluate(policy, servers)
+                    await self._evaluate(weights)
                 except UserError:
-                    if policy.weights is None or policy.weights.directory.is_dir():
+                    if weights is None or weights.directory.is_dir():
                         raise
-                    self._versions.skip(policy.version, "it was removed before it was evaluated")
+                    self._versions.skip(weights.version, "it was removed before it was evaluated")
         finally:
             self._status.phase("restoring the base model")
             logger.info("the servers load their base model again")
-            loads = asyncio.gather(*(one.load(None) for one in servers.fleet.replicas), return_exceptions=True)
+            loads = asyncio.gather(*(one.load(None) for one in self.fleet.replicas), return_exceptions=True)
             for error in await within(loads, subject="base model", owner="the servers", seconds=RESTORE_SECONDS):
                 if error is not None:
                     logger.warning("not all servers serve their base again: {}", error)
 
-    async def _evaluate(self, policy: EvalPolicy, servers: "EvalServers | None") -> None:
-        if servers is not None:
-            self._status.phase(f"loading {policy.name}")
-            policy = await servers.serve(policy)
+    async def _evaluate(self, weights: WeightsManifest | None) -> None:
+        """Evaluate a version, or the base (None), or what the servers or the API have."""
+        version, hash_ = (BASE, "") if self.fleet is None else await self.serve(self.fleet, weights)
+        policy = "api" if self.fleet is None else f"step_{version}"
         opened: list[EvalResults] = []
         try:
             for env in self._config.environments:
-                opened.append(self._open(env, policy))
+                opened.append(self._open(env, policy, version, hash_))
             if done := sum(len(results.made) for results in opened):
                 total = sum(len(results.attempts) for results in opened)
-                logger.info("{}: {} of {} attempts are there already", policy.name, done, total)
-            await self._run(policy, opened, servers)
+                logger.info("{}: {} of {} attempts are there already", policy, done, total)
+            await self._run(policy, opened)
         finally:
             for results in opened:
                 results.close()
-        if servers is not None and not servers.fleet.ready:
-            reason = f"{self._config.client.servers} no longer serve {policy.name}"
+        if self.fleet is not None and not self.fleet.ready:
+            reason = f"{self._config.client.servers} no longer serve {policy}"
             raise UserError(f"{reason}: were they started again, or given other weights by another run? {self.kept()}")
         for results in opened:
-            self._monitor.log(policy.version, results.logged())
-            logger.info("{}: {}, {:.1f} s", policy.name, results.line(), results.seconds)
+            self._monitor.log(version, results.logged())
+            logger.info("{}: {}, {:.1f} s", policy, results.line(), results.seconds)
         self.report()
 
-    async def _run(self, policy: EvalPolicy, opened: Sequence[EvalResults], servers: "EvalServers | None") -> None:
+    async def serve(self, fleet: ReplicaPool, weights: WeightsManifest | None) -> tuple[int, str]:
+        """Have all servers that answer load and verify a policy. Returns the version and the hash that they serve.
+
+        Raises:
+            UserError: none answers, one of them failed to load it, or serves something else.
+        """
+        self._status.phase(f"loading version {BASE if weights is None else weights.version}")
+        healthy = await fleet.wait_ready(self._status.waiting)
+        await asyncio.gather(*(self._load(replica, weights) for replica in healthy))
+        served = {replica.name: loaded for replica in healthy if (loaded := replica.loaded) is not None}
+        found, *others = {(one.version, one.hash) for one in served.values()}
+        if others or found[0] == NO_VERSION:
+            listed = ", ".join(f"{name} version {one.version} ({one.hash[:12]})" for name, one in served.items())
+            raise UserError(f"the servers do not serve the same weights: {listed}")
+        for replica in fleet.replicas:
+            if replica in healthy:
+                fleet.move(replica, ReplicaState.READY)
+            else:
+                logger.warning("{} does not answer: evaluating without it", replica.name)
+                fleet.move(replica, ReplicaState.QUARANTINED, "it does not answer")
+        return found
+
+    async def _load(self, replica: Replica, weights: WeightsManifest | None) -> None:
+        served = await replica.client.served()
+        served.check_name(replica.name, self._config.model.name)
+        if self._config.weights_dir is None:  # they are evaluated as they are
+            replica.loaded = served
+        else:
+            await replica.load(weights)
+
+    async def _run(self, policy: str, opened: Sequence[EvalResults]) -> None:
         """Make the attempts that are missing, as far as there are servers."""
         config, shown = self._config, time.monotonic()
 
         def show(done: int, total: int) -> None:
             nonlocal shown
-            self._status.phase(f"evaluating {policy.name}: {done}/{total}")
+            self._status.phase(f"evaluating {policy}: {done}/{total}")
             if time.monotonic() - shown > LINE_SECONDS:
                 shown = time.monotonic()
-                logger.info("{}: {}", policy.name, ", ".join(results.line() for results in opened))
+                logger.info("{}: {}", policy, ", ".join(results.line() for results in opened))
 
-        runner = EvalRunner(self._pool, opened, config.seed, config.max_concurrent, config.rollout_timeout, show)
-        if servers is not None:
-            fleet = runner.fleet = servers.fleet
-            runner.on_lost, runner.superseded = servers.lose, lambda: not fleet.ready
-        await runner.run()
+        await EvalRunner(
+            self._pool, opened, config.seed, config.max_concurrent, config.rollout_timeout, self.fleet, show,
+            superseded=lambda: self.fleet is not None and not self.fleet.ready,
+        ).run()  # fmt: skip
 
-    def _open(self, env: EvalEnv, policy: EvalPolicy) -> EvalResults:
-        """The results of an environment by a policy, in its directory. What is not set for the environment is as set
-        for all."""
-        config = self._config
-        directory = config.output_dir / "evals" / env.name.replace("/", "--") / policy.name
+    def _open(self, env: EvalEnv, policy: str, version: int, hash_: str) -> EvalResults:
+        """Open the results of an environment by a policy. What is not set for the environment is as set for all."""
+        config, chat = self._config, self.fleet is None
+        directory = config.output_dir / "evals" / env.name.replace("/", "--") / policy
         sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
         attempts = env.rollouts_per_example or config.rollouts_per_example
         wanted = config.num_examples if env.num_examples is None else env.num_examples
-        plan = EvalPlan(env.name, env.name, sampling, wanted, attempts, config.seq_len, self._chat)
+        plan = EvalPlan(env.name, env.name, sampling, wanted, attempts, config.seq_len, chat)
         tokens = {"seq_len": config.seq_len, "renderer": config.renderer}
         # What the results depend on. More tasks and attempts go on from those that are there.
         names = {"id", "args", "adapter", "python", "requirements", "max_turns"}
@@ -208,15 +224,13 @@ class Evaluation:
             "environment": env.model_dump(mode="json", include=names),
             "sampling": sampling.model_dump(mode="json"),
             "seed": config.seed,
-            "weights": policy.hash,
-            **({"client.base_url": config.client.base_urls[0]} if self._chat else tokens),
+            "weights": hash_,
+            **({"client.base_url": config.client.base_urls[0]} if chat else tokens),
         }
-        results = EvalResults(
-            plan, tasks_of(self._pool, plan), policy.version, policy.name, policy.hash, config.solved_at
-        )
+        results = EvalResults(plan, tasks_of(self._pool, plan), version, policy, hash_, config.solved_at)
         # While versions are followed, another incarnation of the trainer may have replaced the one with this number.
-        results.open(directory, settings, config.clean, replace=config.follow and policy.version != BASE)
-        self._results[env.name, policy.name] = results
+        results.open(directory, settings, config.clean, replace=config.follow and version != BASE)
+        self._results[env.name, policy] = results
         return results
 
     def check(self) -> None:
@@ -277,13 +291,14 @@ class EvalVersions:
                 "a run are in its weights/, and --follow waits for them"
             )
 
-    async def policies(self, on_wait: OnWait) -> AsyncIterator[EvalPolicy]:
-        """Yield the base and the versions to evaluate, in order; with `follow` also later ones, until the run has ended."""
+    async def policies(self, on_wait: OnWait) -> AsyncIterator[WeightsManifest | None]:
+        """Yield the base (None) and the versions to evaluate, in order; with `follow` also later ones, until the run has
+        ended."""
         config = self._config
         versions = set(config.steps or self._chosen(list_steps(self._directory)))
         if config.eval_base or BASE in versions:
             # The model that the servers were started with; it need not be the one that the run started from.
-            yield EvalPolicy(f"step_{BASE}", BASE)
+            yield None
         writer = TrainerWatch(self._directory.parent, processes=_WRITERS)
         while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
             # Before the look: what was committed before the last word is seen.
@@ -296,7 +311,7 @@ class EvalVersions:
             if manifest is not None:
                 self._hashes[manifest.version] = manifest.hash
                 self.skipped.pop(manifest.version, None)  # made again since it was
-                yield EvalPolicy(f"step_{manifest.version}", manifest.version, manifest.hash, manifest)
+                yield manifest
             elif ended:
                 return
             else:
@@ -313,8 +328,7 @@ class EvalVersions:
         return [version for version in committed if version != BASE and version % (self._config.interval or 1) == 0]
 
     def _find(self, version: int) -> WeightsManifest | None:
-        """A committed version that is still to be evaluated: it was not yet, or has since been made again by another
-        incarnation, or written to disk. One that servers cannot load is skipped."""
+        """Return a committed version that is still to be evaluated, perhaps again. One that cannot be loaded is skipped."""
         directory, why = version_dir(self._directory, version), ""
         try:
             manifest = weights_manifest(directory)
@@ -396,45 +410,3 @@ def connect(config: EvalConfig, stack: AsyncExitStack) -> ReplicaPool:
         return engine
 
     return ReplicaPool(connect_all(config.client, one))
-
-
-class EvalServers:
-    """All servers of one evaluation, serving one policy at a time; those that do not answer wait for the next one."""
-
-    def __init__(self, config: EvalConfig, fleet: ReplicaPool, on_wait: OnWait) -> None:
-        self.fleet, self._on_wait, self._model = fleet, on_wait, config.model.name
-        self._gives = config.weights_dir is not None  # else they are evaluated as they are
-
-    async def serve(self, policy: EvalPolicy) -> EvalPolicy:
-        """Have all that answer load and verify a policy. Returns what they serve, with its hash.
-
-        Raises:
-            UserError: none answers, one of them failed to load it, or serves something else.
-        """
-        healthy = await self.fleet.wait_ready(self._on_wait)
-        await asyncio.gather(*(self._load(replica, policy) for replica in healthy))
-        served = {replica.name: loaded for replica in healthy if (loaded := replica.loaded) is not None}
-        (version, hash_), *others = {(one.version, one.hash) for one in served.values()}
-        if others or version == NO_VERSION:
-            listed = ", ".join(f"{name} version {one.version} ({one.hash[:12]})" for name, one in served.items())
-            raise UserError(f"the servers do not serve the same weights: {listed}")
-        for replica in self.fleet.replicas:
-            if replica in healthy:
-                self.fleet.move(replica, ReplicaState.READY)
-            else:
-                logger.warning("{} does not answer: evaluating without it", replica.name)
-                self.lose(replica)
-        name = policy.name if self._gives else f"step_{version}"
-        return replace(policy, name=name, version=version, hash=hash_)
-
-    async def _load(self, replica: Replica, policy: EvalPolicy) -> None:
-        served = await replica.client.served()
-        served.check_name(replica.name, self._model)
-        if self._gives:
-            await replica.load(policy.weights)
-        else:
-            replica.loaded = served
-
-    def lose(self, replica: Replica) -> None:
-        """It does not answer, or failed its verification: it gets no more attempts at this policy."""
-        self.fleet.move(replica, ReplicaState.QUARANTINED, "it failed its verification")

@@ -1,7 +1,7 @@
 """Run the attempts of an evaluation: for `eval`, which `sft` starts beside itself, and during `rl`.
 
 A runner makes all missing attempts at several environments by one policy version, so that the slowest episodes of one
-environment leave the servers to the others.
+environment leave the servers to the others. `Evaluations` says when one is due in a run, and logs each once.
 """
 
 import asyncio
@@ -19,13 +19,17 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults
-from prime_rl.fleet.replicas import Replica, ReplicaPool, least_loaded_healthy
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, least_loaded_healthy
+from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.tasks import request_seed
+from prime_rl.transport.protocol import valid
 from prime_rl.wait import WaitTimeout, wait_async
 
 if TYPE_CHECKING:
-    from prime_rl.config.shared import SamplingConfig
+    from prime_rl.config import OrchestratorConfig
+    from prime_rl.config.shared import EnvConfig, SamplingConfig
+    from prime_rl.fleet.weight_sync import WeightSync
 
 _TRIES = 5  # of an attempt whose worker died or whose server failed
 PAUSE_SECONDS = 1.0  # before the second try; doubled each time
@@ -42,10 +46,10 @@ class EvalRunner:
     Args:
         max_concurrent: Attempts in flight, at all environments.
         timeout: Seconds that one attempt may take.
-        show: Called with the number of attempts that are made, and of all.
         fleet: Servers of this version. An attempt goes to one of them, and is kept once that one is verified to have
             served the version all the time; else it is made again. None: an API, which environments ask without us.
-        on_lost: Called with a server that failed its verification; it must not be ready any more afterwards.
+        show: Called with the number of attempts that are made, and of all.
+        quarantine: Takes a server that failed its verification out of use (None: `fleet` does).
         superseded: Whether the version cannot be, or is no longer to be, evaluated: the runner ends.
     """
 
@@ -54,9 +58,9 @@ class EvalRunner:
     seed: int
     max_concurrent: int
     timeout: float
-    show: Callable[[int, int], None] = lambda done, total: None
     fleet: ReplicaPool | None = None
-    on_lost: Callable[[Replica], None] = lambda replica: None
+    show: Callable[[int, int], None] = lambda done, total: None
+    quarantine: Callable[[Replica, str], None] | None = None
     superseded: Callable[[], bool] = lambda: False
 
     async def run(self) -> None:
@@ -99,7 +103,10 @@ class EvalRunner:
         before."""
         plan, version = results.plan, results.version
         seed = request_seed(self.seed, f"eval/{plan.env}/{version}/{index}", number)
-        sampling = chat_sampling(plan.sampling, seed) if plan.chat else wire_sampling(plan.sampling, seed, plan.seq_len)
+        sampling = wire_sampling(plan.sampling, seed, 0 if plan.chat else plan.seq_len)
+        if plan.chat:  # APIs know OpenAI's parameters alone: others are sent only where they are set
+            known = ("temperature", "top_p", "seed")
+            sampling = {name: value for name, value in sampling.items() if name in known or value > 0}
         run = partial(
             self.pool.run, env=plan.worker, task_index=index, sampling=sampling, policy_version=version,
             episode_id=f"eval-{plan.env}-{version}-{index}-{number}",
@@ -137,7 +144,11 @@ class EvalRunner:
             result = await run(server=replica.name, deadline=time.monotonic() + self.timeout)
             verified = await replica.verify()
         if not verified:
-            self.on_lost(replica)
+            reason = "it failed its verification"
+            if self.quarantine is None:
+                fleet.move(replica, ReplicaState.QUARANTINED, reason)
+            else:
+                self.quarantine(replica, reason)
             return None
         if replica.loaded is not loaded:  # it was lost, and given the weights again
             return None
@@ -178,7 +189,143 @@ def wire_sampling(sampling: "SamplingConfig", seed: int, seq_len: int) -> dict[s
     return wire | ({"seed": seed} if sampling.seeded else {})
 
 
-def chat_sampling(sampling: "SamplingConfig", seed: int) -> dict[str, float | int]:
-    """Sampling parameters for APIs that know OpenAI's alone: others are sent only where they are set."""
-    wire = wire_sampling(sampling, seed, seq_len=0)
-    return {name: value for name, value in wire.items() if name in ("temperature", "top_p", "seed") or value > 0}
+# -- during a run ------------------------------------------------------------------------------------------------------
+
+
+class Evaluations:
+    """The evaluations of one run. Each attempt's server is verified to have served the version it is logged for."""
+
+    def __init__(
+        self, config: "OrchestratorConfig", pool: EnvPool, monitor: Monitor, status: Status, weight_sync: "WeightSync"
+    ) -> None:
+        self.config, self._section = config, config.eval
+        self._pool, self._monitor, self._status, self._weight_sync = pool, monitor, status, weight_sync
+        self._plans = list(map(self._plan, eval_environments(config)))
+        self._running: asyncio.Task[None] | None = None
+        self._stopping = False
+        # The incarnation of the trainer in which each environment and version was evaluated.
+        self._logged = {
+            (plan.env, int(row["step"])): int(row[key])
+            for row in read_metrics(config.output_dir / "metrics" / "orchestrator.jsonl")
+            for plan in self._plans
+            if (key := f"eval/{plan.env}/policy_incarnation") in row
+        }
+
+    def _plan(self, env: "EnvConfig") -> EvalPlan:
+        config, section = self.config, self._section
+        assert section is not None
+        base = section.sampling.over(config.sampling)
+        sampling, worker = env.sampling.over(base) if env.sampling else base, eval_worker(env.name)
+        return EvalPlan(env.name, worker, sampling, section.num_examples, section.rollouts_per_example, config.seq_len)
+
+    def check_tasks(self) -> None:
+        """Refuse an endless environment without `num_examples` before anything is trained. Raises UserError."""
+        for plan in self._plans:
+            tasks_of(self._pool, plan)
+
+    @property
+    def running(self) -> bool:
+        """Whether an evaluation is being made."""
+        return self._running is not None and not self._running.done()
+
+    def owed(self, version: int) -> bool:
+        """Whether `version` is to be evaluated before anything else.
+
+        That is the base model, or an evaluation that a previous process did not finish.
+        """
+        at_start = self._section is not None and self._section.at_start and version == 0 and not self._complete(0)
+        return at_start or self.due(version)
+
+    def due(self, version: int) -> bool:
+        """Whether a multiple of the interval was reached or passed since the last one.
+
+        The very last version has its own evaluation.
+        """
+        section = self._section
+        if section is None or section.interval is None or (section.at_end and version == self.config.max_steps):
+            return False
+        last = max((version for _, version in self._logged if self._complete(version)), default=0)
+        return version // section.interval > last // section.interval
+
+    def due_at_end(self, version: int) -> bool:
+        """Whether the last version is still to be evaluated."""
+        return self._section is not None and self._section.at_end and not self._complete(version)
+
+    async def run(self) -> None:
+        """Evaluate what is served; nothing newer is served until it is done.
+
+        `stop` ends it, and so does the end of the version's incarnation. After `stop` no evaluation begins.
+        """
+        if self._stopping:
+            return
+        self._running = asyncio.create_task(self._evaluate())
+        try:
+            await self._running  # bounded: every episode has its deadline
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if not self._stopping or (current is not None and current.cancelling()):
+                raise  # not `stop`, or not `stop` alone: whoever evaluates is to end as well
+        finally:
+            self._running.cancel()
+
+    def stop(self) -> None:
+        """End the evaluation that is being made, which counts as not made, and begin no other."""
+        self._stopping = True
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _evaluate(self) -> None:
+        weight_sync = self._weight_sync
+        async with weight_sync.version_lock:
+            version = weight_sync.scheduler.version
+            plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
+            every = [EvalResults(plan, tasks_of(self._pool, plan), version) for plan in plans]
+            phase = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
+            await EvalRunner(
+                self._pool, every, seed=self.config.seed, max_concurrent=self.config.most_in_flight,
+                timeout=self.config.rollout_timeout, fleet=weight_sync.pool,
+                show=lambda done, total: self._status.phase(f"{phase}: {done}/{total}"),
+                quarantine=weight_sync.quarantine, superseded=self._superseded,
+            ).run()  # fmt: skip
+            if self._superseded() or not all(results.complete for results in every):
+                logger.warning("version {} is superseded: its evaluation is not complete", version)
+                return
+            for results in every:
+                self._log(results)
+
+    def _superseded(self) -> bool:
+        return self._weight_sync.newer_version_waiting or self._weight_sync.scheduler.must_go_back
+
+    def _log(self, results: EvalResults) -> None:
+        env, incarnation = results.plan.env, self._weight_sync.scheduler.incarnation
+        metrics = {**results.logged(), f"eval/{env}/policy_incarnation": float(incarnation)}
+        self._monitor.log(results.version, metrics)
+        self._logged[env, results.version] = incarnation
+        reward = metrics.get(f"eval/{env}/reward/mean")
+        logger.info(
+            "eval {} on version {} | {:.1f} s | {} | errors {}",
+            env, results.version, results.seconds,
+            "no episode succeeded" if reward is None else f"reward {reward:.4f}", results.errors,
+        )  # fmt: skip
+
+    def _complete(self, version: int) -> bool:
+        return all(self._is_logged(plan.env, version) for plan in self._plans)
+
+    def _is_logged(self, env: str, version: int) -> bool:
+        """Whether it is logged for the current lineage; a version retrained after a rollback is another policy."""
+        incarnation = self._logged.get((env, version))
+        return incarnation is not None and valid(version, incarnation, self._weight_sync.published.incarnations)
+
+
+def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
+    """What is evaluated: the environments named for it, else the training ones with `split` set to "eval"."""
+    if config.eval is None:
+        return []
+    if config.eval.environments:
+        return config.eval.environments
+    return [env.model_copy(update={"args": {**env.args, "split": "eval"}}) for env in config.environments]
+
+
+def eval_worker(name: str) -> str:
+    """The pool's name of an evaluation environment, which may bear the same name as a training one."""
+    return f"{name}-eval"

@@ -26,7 +26,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
-from prime_rl.evals.runner import wire_sampling
+from prime_rl.evals.runner import Evaluations, eval_environments, eval_worker, wire_sampling
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, cancel_tasks
@@ -37,7 +37,6 @@ from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator.admission import Admission, output_tokens
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
-from prime_rl.orchestrator.evaluation import Evaluations, eval_environments, eval_worker
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, restore
 from prime_rl.orchestrator.metrics import Tally, group_metrics, rewards_of, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, score_batch

@@ -12,9 +12,9 @@ import pytest
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.results import report_table
-from prime_rl.evals.run import EvalPolicy, EvalServers
+from prime_rl.evals.run import Evaluation
 from prime_rl.fleet.replicas import ReplicaPool
-from prime_rl.monitor import read_metrics
+from prime_rl.monitor import Status, read_metrics
 from prime_rl.monitor.status import read_status
 from prime_rl.transport.weights import version_dir, weights_manifest
 from support.evaluating import World
@@ -154,9 +154,9 @@ async def test_which_servers_evaluate(tmp_path, monkeypatch, second, problem, na
     two.now = replace(two.now, **(second or {}))
     fleet = ReplicaPool(world.servers.values())
     fleet.wait_ready = lambda on_wait: asyncio.sleep(0, fleet.replicas[: 1 if second is None else 2])
-    servers = EvalServers(world.config(model={"name": "m"}), fleet, print)
+    evaluation = Evaluation(world.config(model={"name": "m"}), world.pool, None, Status(tmp_path, "eval"))
     with nullcontext() if problem is None else pytest.raises(UserError, match=problem):
-        assert (await servers.serve(EvalPolicy("api", 0))).name == "step_0"
+        assert (await evaluation.serve(fleet, None))[0] == 0
         assert len(fleet.ready) == names
 
 

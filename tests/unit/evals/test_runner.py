@@ -13,10 +13,9 @@ from prime_rl.errors import UserError
 from prime_rl.evals import runner
 from prime_rl.evals.results import EvalPlan, EvalResults
 from prime_rl.evals.run import way_of_asking
-from prime_rl.evals.runner import EvalRunner, tasks_of, wire_sampling
+from prime_rl.evals.runner import EvalRunner, Evaluations, tasks_of, wire_sampling
 from prime_rl.fleet.replicas import ReplicaState
 from prime_rl.launcher.preflight import check_key
-from prime_rl.orchestrator.evaluation import Evaluations
 from support.fleet import ready_fleet
 
 TASKS = [TaskInfo(f"t{i}", i) for i in range(4)]
@@ -55,17 +54,12 @@ async def test_what_one_server_fails_is_made_by_another(monkeypatch, sick):
 
 async def test_what_a_lost_server_has_is_made_by_another():
     """Contract: what a server that answers no verification sampled counts for nothing, whatever came of it."""
-    fleet, results, lost = await loaded_fleet(2), EvalResults(PLAN, TASKS, 0), []
+    fleet, results = await loaded_fleet(2), EvalResults(PLAN, TASKS, 0)
     fleet.replicas[0].verify = lambda: asyncio.sleep(0, False)
-
-    def lose(replica):
-        fleet.move(replica, ReplicaState.QUARANTINED)
-        lost.append(replica)
-
-    await EvalRunner(Pool(fleet.replicas[0].name), [results], 0, 4, 60, fleet=fleet, on_lost=lose).run()
+    await EvalRunner(Pool(fleet.replicas[0].name), [results], 0, 4, 60, fleet=fleet).run()
     assert all(row["reward"] is not None for row in results.made)
     assert results.complete
-    assert set(lost) == {fleet.replicas[0]}
+    assert not fleet.replicas[0].ready
 
 
 async def test_an_evaluation_of_a_version_that_is_superseded_ends():
@@ -82,7 +76,7 @@ async def test_less_than_all_attempts_are_never_logged():
     """Contract: where a newer version comes up meanwhile that one is evaluated instead."""
     fleet, calls = await loaded_fleet(1), []
     sync = SimpleNamespace(
-        version_lock=asyncio.Lock(), pool=fleet, newer_version_waiting=False,
+        version_lock=asyncio.Lock(), pool=fleet, quarantine=None, newer_version_waiting=False,
         scheduler=SimpleNamespace(version=0, must_go_back=False),
     )  # fmt: skip
 
