@@ -34,11 +34,10 @@ from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
 from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
-from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.orchestrator import FULL_COLLECTION_SECONDS, spare_collector
-from prime_rl.orchestrator.samples import score_batch
+from prime_rl.orchestrator.samples import output_tokens, score_batch
 from prime_rl.orchestrator.scheduler import Batched, Drop, Dropped, Event, Issued, Limits, Scheduler, Start, Task
 from prime_rl.trainer.packing import rollout_lengths
 

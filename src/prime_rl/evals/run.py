@@ -172,8 +172,8 @@ class Evaluation:
         healthy = await fleet.wait_ready(self._status.waiting)
         await asyncio.gather(*(self._load(replica, weights) for replica in healthy))
         served = {replica.name: loaded for replica in healthy if (loaded := replica.loaded) is not None}
-        found, *others = {(one.version, one.hash) for one in served.values()}
-        if others or found[0] == NO_VERSION:
+        policy, *others = {(one.version, one.hash) for one in served.values()}
+        if others or policy[0] == NO_VERSION:
             listed = ", ".join(f"{name} version {one.version} ({one.hash[:12]})" for name, one in served.items())
             raise UserError(f"the servers do not serve the same weights: {listed}")
         for replica in fleet.replicas:
@@ -182,7 +182,7 @@ class Evaluation:
             else:
                 logger.warning("{} does not answer: evaluating without it", replica.name)
                 fleet.move(replica, ReplicaState.QUARANTINED, "it does not answer")
-        return found
+        return policy
 
     async def _load(self, replica: Replica, weights: WeightsManifest | None) -> None:
         served = await replica.client.served()

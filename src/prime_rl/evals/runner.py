@@ -21,7 +21,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, least_loaded_healthy
 from prime_rl.monitor import Monitor, Status, read_metrics
-from prime_rl.orchestrator.admission import output_tokens
+from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.orchestrator.tasks import request_seed
 from prime_rl.transport.protocol import valid
 from prime_rl.wait import WaitTimeout, wait_async

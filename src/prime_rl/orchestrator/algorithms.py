@@ -127,6 +127,15 @@ def own_function(config: "CustomAlgorithm | CustomFilter", key: str) -> Callable
     return _load(config.path, tuple(sorted(config.args)), f"{key}.path")
 
 
+def call_own(config: "CustomAlgorithm | CustomFilter", kind: str, argument: Any, of: str) -> Any:
+    """Call a function of the user's own with `argument`; `of` says what that is. Raises UserError where it raises."""
+    function = own_function(config, kind)
+    try:
+        return function(argument, **config.args)
+    except Exception as error:
+        raise UserError(f"{kind} {config.path} raised {error!r} of {of}") from error
+
+
 @cache
 def _load(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
     return load_function(path, dict.fromkeys(names), positional=1, key=key)
@@ -229,15 +238,14 @@ def max_rl(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
 
 def custom(group: Sequence[Attempt], config: "CustomAlgorithm") -> list[float]:
     """Return what the user's own function gives. Raises UserError where that is not one finite number for each."""
+    answer = call_own(config, "algorithm", list(group), f"{len(group)} attempts")
     try:
-        values = [float(value) for value in own_function(config, "algorithm")(list(group), **config.args)]
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's function raises
-        raise UserError(f"algorithm {config.path} raised {error!r} of {len(group)} attempts") from error
+        values = [float(value) for value in answer]
+    except (TypeError, ValueError):
+        values = []
     if len(values) != len(group) or not all(abs(value) <= _LARGEST for value in values):
         raise UserError(
-            f"algorithm {config.path} gave {values} for {len(group)} attempts: one finite number for each is needed"
+            f"algorithm {config.path} gave {answer} for {len(group)} attempts: one finite number for each is needed"
         )
     return values
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prime_rl.envs.protocol import EpisodeResult
-from prime_rl.orchestrator.admission import output_tokens
 from prime_rl.orchestrator.ledger import Counts
-from prime_rl.orchestrator.samples import ScoredBatch
+from prime_rl.orchestrator.samples import ScoredBatch, output_tokens
 from prime_rl.orchestrator.scheduler import Batch, Drop, Group
 
 
@@ -55,7 +54,7 @@ def step_metrics(
     metrics = {
         "is_truncated/mean": _mean([episode.result.is_truncated for episode in batch.finished]),
         "errors/rate": failed / max(max(0, finished) + failed, 1),
-        "filtered/zero_advantage": (len(scored.filtered) - len(scored.details)) / episodes,
+        "filtered/zero_advantage": 0.0,
         "filtered/beyond_seq_len": len(scored.truncated) / episodes,
         "off_policy/mean": _mean(ages),
         "off_policy/max": float(max(ages, default=0)),
@@ -68,7 +67,7 @@ def step_metrics(
         "time/idle": tally.seconds_idle,
     }
     metrics |= {f"time/update_{phase}": taken for phase, taken in updates[1].items()}
-    metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.details.values()).items()}
+    metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.filtered.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in failures.items()}
     metrics |= _distributions(batch.groups, scored)
     by_env = defaultdict[str, list[Group[EpisodeResult]]](list)

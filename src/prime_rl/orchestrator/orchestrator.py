@@ -35,11 +35,10 @@ from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import TrainerWatch
-from prime_rl.orchestrator.admission import Admission, output_tokens
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, restore
 from prime_rl.orchestrator.metrics import Tally, group_metrics, rewards_of, step_metrics
-from prime_rl.orchestrator.samples import ScoredBatch, score_batch
+from prime_rl.orchestrator.samples import Admission, ScoredBatch, output_tokens, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers
@@ -389,7 +388,7 @@ class Orchestrator:
             if not scored.samples:
                 self.scheduler.discard(batch)
                 self.tally.turned_away += [(group, "no_signal") for group in batch.groups]
-                self.admission.note_empty_batch(batch.step, set(scored.details.values()))
+                self.admission.note_empty_batch(batch.step, {*scored.filtered.values()} or {"beyond_seq_len"})
                 return True
             batched = batch.committed(scored.trained, scored.filtered, scored.truncated)
             metrics = await self._commit(batch, scored, batched)

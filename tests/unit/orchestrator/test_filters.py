@@ -9,9 +9,8 @@ from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import CustomFilter, FilterConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.admission import filter_reason, turned_away
 from prime_rl.orchestrator.algorithms import own_function
-from prime_rl.orchestrator.samples import score_batch
+from prime_rl.orchestrator.samples import filter_reason, score_batch, turned_away
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 
 TASK = Task("env", 0, "task")
@@ -68,7 +67,7 @@ def test_what_is_left_out_still_counts_in_the_baseline() -> None:
     one = group(result([5, 6], 1.0), result([5], 0.0), result([6], 0.5, filtered="truncated"))
     scored = score_batch(Batch(3, [one]), config(filters={"truncated": {}}), {"env": 1.0}, {})
     assert [float(sample.advantages[-1]) for sample in scored.samples] == [0.5, -0.5]
-    assert (scored.trained, scored.filtered, scored.details) == (["0.0.0", "0.1.0"], ["0.2.0"], {"0.2.0": "truncated"})
+    assert (scored.trained, scored.filtered) == (["0.0.0", "0.1.0"], {"0.2.0": "truncated"})
 
 
 DYNAMIC = {"filters": {"dynamic_sampling": True}}

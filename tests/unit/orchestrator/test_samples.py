@@ -127,7 +127,7 @@ def test_samples_are_cut_to_seq_len_and_marked_truncated() -> None:
     rows = score(batch([episode(0, 1.0), episode(1, 0.0)]), seq_len=4).samples
     assert [(len(row.input_ids), row.is_truncated) for row in rows] == [(4, True), (4, True)]
     scored = score(batch([episode(0, 1.0), episode(1, 1.0)]), seq_len=2)
-    assert (scored.samples, scored.trained, scored.filtered) == ([], [], [])
+    assert (scored.samples, scored.trained, scored.filtered) == ([], [], {})
     assert scored.truncated == ["7.0.0", "7.1.0"]  # whatever their advantage is
 
 
@@ -162,7 +162,7 @@ def test_every_environment_has_its_own_algorithm_and_its_state() -> None:
     values = {sample.sample_id: float(sample.advantages.sum() / 3) for sample in scored.samples}
     # poker: 1 - 1 = 0, which is filtered; the average stays 1; then 0 - 1 = -1, and it falls to 0.5
     assert values == {"7.0.0.0": 1.0, "7.1.0.0": -0.5, "7.2.0.0": -0.5, "8.1.0.0": -1.0}
-    assert scored.filtered == ["8.0.0"]
+    assert scored.filtered == {"8.0.0": "zero_advantage"}
     assert (scored.state, before) == ({"poker": {"": 0.5}}, {"poker": {"": 1.0}})
 
 

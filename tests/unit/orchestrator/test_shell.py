@@ -142,16 +142,16 @@ async def test_a_trainer_that_owes_a_version_is_named_when_the_deadline_passes(t
     await fails(fresh(tmp_path, weights_timeout=1.5), "no weights/step_1 from trainer after 2 s")
 
 
-TURNED_AWAY = r"groups in a row were turned away \({}: \d+.*{}"
+TURNED_AWAY = r"groups in a row were turned away \({}: \d+\): the task is too easy or too hard, .* filters"
 
 
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
         ({}, "10 batches in a row carried no learning signal"),
-        ({"dynamic_sampling": True}, TURNED_AWAY.format("dynamic_sampling", "the task is too easy, too hard")),
-        ({"difficulty": {"low": 0.5}}, TURNED_AWAY.format("difficulty", "the task is too easy, too hard")),
-        ({"custom": {"path": f"{__file__}:everything"}}, TURNED_AWAY.format("custom", "nearly nothing passes")),
+        ({"dynamic_sampling": True}, TURNED_AWAY.format("dynamic_sampling")),
+        ({"difficulty": {"low": 0.5}}, TURNED_AWAY.format("difficulty")),
+        ({"custom": {"path": f"{__file__}:everything"}}, TURNED_AWAY.format("custom")),
     ],
 )
 async def test_batches_that_teach_nothing_end_the_run(tmp_path, filters, message):
