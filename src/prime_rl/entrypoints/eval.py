@@ -18,9 +18,9 @@ def main() -> None:
 def run(config: EvalConfig) -> None:
     """Check, write the resolved config, evaluate."""
     check_key(config.client)
-    from prime_rl.evals.run import EvalVersions, run_evals, with_environments
+    from prime_rl.evals.run import check_versions, run_evals, with_environments
 
-    EvalVersions(config).check()
+    check_versions(config)
     config = with_environments(config)
     for env in config.environments:
         check_environment(env)

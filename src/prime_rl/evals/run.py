@@ -105,13 +105,15 @@ class Evaluation:
     Attributes:
         fleet: The servers, all serving one policy at a time; those that do not answer wait for the next one. None: an
             API is asked by its chat route.
+        skipped: Versions that are not evaluated, and why.
     """
 
     def __init__(self, config: EvalConfig, pool: EnvPool, monitor: Monitor, status: Status) -> None:
         self._config, self._pool, self._monitor, self._status = config, pool, monitor, status
-        self._versions = EvalVersions(config)
         self._results: dict[tuple[str, str], EvalResults] = {}
+        self._hashes: dict[int, str] = {}  # of the versions that were evaluated
         self.fleet: ReplicaPool | None = None
+        self.skipped: dict[int, str] = {}
 
     @property
     def results(self) -> list[EvalResults]:
@@ -124,13 +126,13 @@ class Evaluation:
             await self._evaluate(None)
             return
         try:
-            async for weights in self._versions.policies(self._status.waiting):
+            async for weights in self._policies(self._config.weights_dir):
                 try:
                     await self._evaluate(weights)
                 except UserError:
                     if weights is None or weights.directory.is_dir():
                         raise
-                    self._versions.skip(weights.version, "it was removed before it was evaluated")
+                    self._skip(weights.version, "it was removed before it was evaluated")
         finally:
             self._status.phase("restoring the base model")
             logger.info("the servers load their base model again")
@@ -237,7 +239,7 @@ class Evaluation:
         """Raise UserError where the numbers cannot be relied on, or a version that was asked for was not evaluated: one
         that was named, or all of them but the base."""
         config, evaluated = self._config, {results.version for results in self.results}
-        skipped = {v: why for v, why in sorted(self._versions.skipped.items()) if v not in evaluated}
+        skipped = {v: why for v, why in sorted(self.skipped.items()) if v not in evaluated}
         lines = [f"version {v} was not evaluated: {why}" for v, why in skipped.items()]
         if not config.steps and evaluated - {BASE}:
             lines = []
@@ -253,60 +255,28 @@ class Evaluation:
 
     def report(self) -> Path | None:
         """Write what there is."""
-        if not self.results and not self._versions.skipped:
+        if not self.results and not self.skipped:
             return None
-        return write_report(self.results, self._versions.skipped, self._config)
+        return write_report(self.results, self.skipped, self._config)
 
+    # -- which versions ------------------------------------------------------------------------------------------------
 
-# -- what is evaluated -------------------------------------------------------------------------------------------------
-
-
-class EvalVersions:
-    """The versions of `weights_dir` that are to be evaluated.
-
-    Attributes:
-        skipped: Versions that are not, and why.
-    """
-
-    def __init__(self, config: EvalConfig) -> None:
-        self._config, self._directory = config, config.weights_dir or Path()
-        self.skipped: dict[int, str] = {}
-        self._hashes: dict[int, str] = {}  # of the versions that were
-
-    def check(self) -> None:
-        """Check what can be known before anything starts: the directory and the named versions exist.
-
-        Raises:
-            UserError: they do not; it lists those that do.
-        """
-        directory, steps = self._directory, self._config.steps
-        if self._config.weights_dir is None or self._config.follow:
-            return
-        committed = list_steps(directory)
-        missing = ", ".join(str(step) for step in steps if step not in (BASE, *committed))
-        if missing or not (steps or self._chosen(committed)):
-            listed = ", ".join(map(str, committed)) or "none"
-            raise UserError(
-                f"weights_dir: there is no version {missing or 'to evaluate'} in {directory} (there: {listed}); those of "
-                "a run are in its weights/, and --follow waits for them"
-            )
-
-    async def policies(self, on_wait: OnWait) -> AsyncIterator[WeightsManifest | None]:
+    async def _policies(self, directory: Path) -> AsyncIterator[WeightsManifest | None]:
         """Yield the base (None) and the versions to evaluate, in order; with `follow` also later ones, until the run has
         ended."""
         config = self._config
-        versions = set(config.steps or self._chosen(list_steps(self._directory)))
+        versions = set(config.steps or _chosen(config, list_steps(directory)))
         if config.eval_base or BASE in versions:
             # The model that the servers were started with; it need not be the one that the run started from.
             yield None
-        writer = TrainerWatch(self._directory.parent, processes=_WRITERS)
+        writer = TrainerWatch(directory.parent, processes=_WRITERS)
         while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
             # Before the look: what was committed before the last word is seen.
             ended = not config.follow or writer.ended(asked_to_stop=False)
-            committed = list_steps(self._directory)
+            committed = list_steps(directory)
             if config.follow:  # the last one is worth knowing, whatever the interval
-                versions |= {*self._chosen(committed), *(committed[-1:] if ended else ())}
-            manifests = (self._find(version) for version in sorted(versions - {BASE}))
+                versions |= {*_chosen(config, committed), *(committed[-1:] if ended else ())}
+            manifests = (self._find(directory, version) for version in sorted(versions - {BASE}))
             manifest = next((manifest for manifest in manifests if manifest is not None), None)
             if manifest is not None:
                 self._hashes[manifest.version] = manifest.hash
@@ -315,21 +285,18 @@ class EvalVersions:
             elif ended:
                 return
             else:
-                on_wait("the next version", "the run that is followed", GONE_SECONDS)
+                self._status.waiting("the next version", "the run that is followed", GONE_SECONDS)
                 await asyncio.sleep(LOOK_SECONDS)
 
-    def skip(self, version: int, why: str) -> None:
+    def _skip(self, version: int, why: str) -> None:
         """Say and remember that `version` is not evaluated, unless it is made again."""
         logger.warning("version {} is not evaluated: {}", version, why)
         self.skipped[version] = why
         self._hashes.pop(version, None)
 
-    def _chosen(self, committed: Sequence[int]) -> list[int]:
-        return [version for version in committed if version != BASE and version % (self._config.interval or 1) == 0]
-
-    def _find(self, version: int) -> WeightsManifest | None:
+    def _find(self, root: Path, version: int) -> WeightsManifest | None:
         """Return a committed version that is still to be evaluated, perhaps again. One that cannot be loaded is skipped."""
-        directory, why = version_dir(self._directory, version), ""
+        directory, why = version_dir(root, version), ""
         try:
             manifest = weights_manifest(directory)
         except CommitError as error:
@@ -340,8 +307,34 @@ class EvalVersions:
             elif self._hashes.get(version) != manifest.hash:
                 return manifest
         if why and version not in self._hashes and version not in self.skipped:
-            self.skip(version, why)
+            self._skip(version, why)
         return None
+
+
+# -- what is evaluated -------------------------------------------------------------------------------------------------
+
+
+def _chosen(config: EvalConfig, committed: Sequence[int]) -> list[int]:
+    return [version for version in committed if version != BASE and version % (config.interval or 1) == 0]
+
+
+def check_versions(config: EvalConfig) -> None:
+    """Check what can be known before anything starts: the directory and the named versions exist.
+
+    Raises:
+        UserError: they do not; it lists those that do.
+    """
+    directory = config.weights_dir
+    if directory is None or config.follow:
+        return
+    committed = list_steps(directory)
+    missing = ", ".join(str(step) for step in config.steps if step not in (BASE, *committed))
+    if missing or not (config.steps or _chosen(config, committed)):
+        listed = ", ".join(map(str, committed)) or "none"
+        raise UserError(
+            f"weights_dir: there is no version {missing or 'to evaluate'} in {directory} (there: {listed}); those of "
+            "a run are in its weights/, and --follow waits for them"
+        )
 
 
 def with_environments(config: EvalConfig) -> EvalConfig:

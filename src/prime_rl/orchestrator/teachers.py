@@ -31,11 +31,7 @@ OnWait = Callable[[str, str, float], None]
 
 
 class TeacherError(Exception):
-    """A request failed. `outcome`: that of an episode which needed the answer."""
-
-    def __init__(self, outcome: Outcome, message: str) -> None:
-        super().__init__(message)
-        self.outcome = outcome
+    """A server did not answer in time, refused a request, or gave no such answer."""
 
 
 class Teacher:
@@ -100,52 +96,39 @@ class Teacher:
         Args:
             hint: Tokens that are read before.
 
-        Raises:
-            TeacherError: the server does not answer in time, refuses the request, or gives no such numbers.
-            UserError: it does not take the key.
+        Raises TeacherError; and UserError if the server does not take the key.
         """
         prompt = [*hint, *tokens]
-        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         async with self.slots:
-            answer = await self._request(
-                "completions", {"model": self.model, "prompt": prompt, **options}, self.timeout
-            )
+            answer = await self._request("completions", body, self.timeout)
         try:
             rest = zip(prompt[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
             logprobs = [0.0, *(float(entry[str(token)]["logprob"]) for token, entry in rest)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise TeacherError(Outcome.INVALID, f"its answer has no prompt_logprobs: {error!r}") from error
+            raise TeacherError(f"its answer has no prompt_logprobs: {error!r}") from error
         if not all(map(math.isfinite, logprobs)):
-            raise TeacherError(Outcome.INVALID, f"{self.root} gives log-probabilities that are not finite")
+            raise TeacherError(f"{self.root} gives log-probabilities that are not finite")
         return array("f", logprobs[len(hint) :])
 
     async def _request(self, route: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
-        """Send one request.
-
-        Raises:
-            TeacherError: there was no answer in time, the server refuses the request or failed, or it answers with
-                something else than a JSON object.
-            UserError: it does not take the key.
-        """
+        """Send one request, and return the JSON object that it is answered with. Raises as `score`."""
         try:
             async with asyncio.timeout(seconds):
                 method = "GET" if body is None else "POST"
                 response = await self._http.request(method, f"{self.root}/v1/{route}", json=body, timeout=seconds)
         except (httpx.HTTPError, TimeoutError) as error:
-            raise TeacherError(Outcome.TEACHER_UNAVAILABLE, f"{self.root} did not answer: {error!r}") from error
+            raise TeacherError(f"{self.root} did not answer: {error!r}") from error
         status = response.status_code
         if status in (401, 403):
             refused = f"the server at {self.root} does not take the key in ${self.config.api_key_var}"
             raise UserError(f"{self._key}: {refused}")
         if not response.is_success:
-            busy = status >= 500 or status in (408, 429)
-            outcome = Outcome.TEACHER_UNAVAILABLE if busy else Outcome.INVALID
-            raise TeacherError(outcome, f"{self.root} answers HTTP {status}: {response.text[:200]}")
+            raise TeacherError(f"{self.root} answers HTTP {status}: {response.text[:200]}")
         try:
             return dict(response.json())
         except (TypeError, ValueError) as error:
-            what = f"{self.root} answers something else than a JSON object: {response.text[:100]!r}"
-            raise TeacherError(Outcome.INVALID, what) from error
+            raise TeacherError(f"{self.root} answers something else: {response.text[:100]!r}") from error
 
 
 class Teachers:
@@ -219,7 +202,7 @@ class Teachers:
         An episode that cannot be scored has failed. Queueing has no deadline; each request has its own.
 
         Args:
-            server: The policy's server that sampled it.
+            server: The policy's server that sampled it, which is its teacher with `opsd`.
             on_scored: Called for every sample.
 
         Raises:
@@ -227,7 +210,12 @@ class Teachers:
         """
         teacher = self._scorers.get(env)
         if isinstance(self._config.algorithm_of(env), OPSD):
-            teacher = self._own.get(server) or self._policy_server(server)
+            if server not in self._own:
+                client, name = self._config.client, self._config.model.name
+                key, seconds = client.api_key_var, client.timeout
+                config = TeacherConfig(base_url=server, model=name, api_key_var=key, timeout=seconds)
+                self._own[server] = Teacher(config, "client")
+            teacher = self._own[server]
         if not result.ok or teacher is None:
             return
         try:
@@ -236,10 +224,4 @@ class Teachers:
                 sample.ref_logprobs = await teacher.score(tokens, sample.hint or ())
                 on_scored()
         except TeacherError as error:
-            result.outcome, result.message = error.outcome, f"its teacher: {error}"
-
-    def _policy_server(self, server: str) -> Teacher:
-        client, model = self._config.client, self._config.model.name
-        config = TeacherConfig(base_url=server, model=model, api_key_var=client.api_key_var, timeout=client.timeout)
-        self._own[server] = Teacher(config, "client")
-        return self._own[server]
+            result.outcome, result.message = Outcome.TEACHER_UNAVAILABLE, f"its teacher: {error}"

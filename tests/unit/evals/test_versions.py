@@ -11,7 +11,7 @@ from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConf
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.results import report_table
-from prime_rl.evals.run import EvalVersions, with_environments
+from prime_rl.evals.run import check_versions, with_environments
 from prime_rl.monitor import Status
 from support.evaluating import World
 
@@ -60,7 +60,7 @@ def test_a_version_that_is_not_there_is_an_error_that_lists_what_is(world, place
     commit(world, 0, 10, 20)
     (world.directory / "out").mkdir()
     with pytest.raises(UserError, match=problem) if problem else nullcontext():
-        EvalVersions(world.config(weights_dir=world.directory / place, **settings)).check()
+        check_versions(world.config(weights_dir=world.directory / place, **settings))
 
 
 @pytest.mark.parametrize(

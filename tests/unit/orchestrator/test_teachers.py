@@ -102,21 +102,14 @@ async def test_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "outcome"),
-    [
-        (503, Outcome.TEACHER_UNAVAILABLE),
-        (429, Outcome.TEACHER_UNAVAILABLE),
-        (garbled, Outcome.TEACHER_UNAVAILABLE),
-        (endless, Outcome.TEACHER_UNAVAILABLE),
-        (400, Outcome.INVALID),
-    ],
+    ("answer", "message"),
+    [(503, "answers HTTP 503: too long"), (garbled, "did not answer: "), (endless, "did not answer: TimeoutError")],
 )
-async def test_a_server_that_fails(answer: int | Handler, outcome: Outcome) -> None:
-    """Contract: an answer that cannot be read, or never ends, is over in time; a refusal is told from a failure."""
+async def test_a_server_that_fails(answer: int | Handler, message: str) -> None:
+    """Contract: an answer that cannot be read, or never ends, is over in time."""
     async with serving(after_start([answer], [])) as url, started(url, timeout=0.5) as teacher:
-        with pytest.raises(TeacherError) as error:
+        with pytest.raises(TeacherError, match=message):
             await teacher.score([5, 10])
-        assert error.value.outcome is outcome
 
 
 async def test_a_server_that_cannot_be_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,23 +148,17 @@ async def test_a_server_that_cannot_be_a_teacher(monkeypatch: pytest.MonkeyPatch
         await silent.close()
 
 
-def finished(hint: int = 0) -> EpisodeResult:
-    sample = SampleTokens.of([5, 10, 20], [False, True, True], [0.0, -1.0, -1.0], 1, 0.0)
-    sample.hint = range(hint)
-    return EpisodeResult("e", "x", "t", Outcome.OK, samples=[sample])
-
-
 @pytest.mark.parametrize("kind", ["opd", "opsd"])
 async def test_an_episode_gets_its_scores_or_is_none(kind: str) -> None:
-    """Contract: every sample has the scores of its teacher, up to `seq_len`, or the episode is counted under what went
-    wrong: another attempt, or invalid. With `opsd` the teacher is the server that sampled it."""
+    """Contract: every sample has the scores of its teacher, up to `seq_len`, or the episode has failed. With `opsd` the
+    teacher is the server that sampled it."""
     before = [] if kind == "opsd" else [vllm]  # nobody has waited for the policy's server
-    async with serving(after_start([vllm, 502, 400], [1] * (1 - len(before)))) as url:
+    async with serving(after_start([vllm, 502], [1] * (1 - len(before)))) as url:
         teacher = {"teacher": {"base_url": url}} if kind == "opd" else {}
         settings = {"seq_len": 2, "sampling": {"max_tokens": 1}, "model": {"name": "big"}}
         made = Teachers(OrchestratorConfig(environment={"id": "x"}, algorithm={"type": kind, **teacher}, **settings))
         await made.start(ignore)
-        for outcome in (Outcome.OK, Outcome.TEACHER_UNAVAILABLE, Outcome.INVALID):
+        for outcome in (Outcome.OK, Outcome.TEACHER_UNAVAILABLE):
             sample = SampleTokens.of([5, 10, 20], [False, True, True], [0.0, -1.0, -1.0], 1, 0.0)
             result = EpisodeResult("e", "x", "t", Outcome.OK, samples=[sample])
             await made.score("x", result, url)
@@ -255,7 +242,7 @@ async def test_a_teacher_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     async def dying(self: Teacher, route: str, body: Any, seconds: float) -> Any:
         asked.append(route)
         if len(asked) > 5:
-            raise TeacherError(Outcome.TEACHER_UNAVAILABLE, "http://teacher did not answer")
+            raise TeacherError("http://teacher did not answer")
         return answer(-1.0, body) if body else {"data": []}
 
     monkeypatch.setattr(Teacher, "_request", dying)
