@@ -62,7 +62,7 @@ def main() -> int:
     options = parser.parse_args()
     cells = [cell for cell in matrix() if not options.only or any(fnmatch(cell.name, p) for p in options.only)]
     if options.list:
-        print("\n".join(f"{cell.name}{'   (inapplicable)' if cell.inapplicable else ''}" for cell in cells))
+        print("\n".join(cell.name for cell in cells))
         return 0
     store = Store(options.out, fresh=options.fresh and not options.table)
     if not options.table:
@@ -124,7 +124,7 @@ def run_all(
     cells: Sequence[Cell], store: Store, scratch: Path, jobs: int, together: int, *, again: bool, keep: bool
 ) -> None:
     """Run what is missing in `store`. First the undisturbed runs that the others are compared with."""
-    missing = [cell for cell in cells if not cell.inapplicable and not store.has(cell.name, again)]
+    missing = [cell for cell in cells if not store.has(cell.name, again)]
     print(f"{len(missing)} of {len(cells)} cells to run, {jobs} at a time, in {scratch}", flush=True)
     references = {
         name: scratch / f"undisturbed-{name}" for name in ("fake", "vllm") if any(c.reference == name for c in missing)
@@ -206,10 +206,10 @@ class Counter:
 
 
 def table(store: Store) -> str:
-    """Fault × process × point → outcome, as Markdown; combinations that cannot happen are listed by boundary."""
+    """Fault × process × point → outcome, as Markdown."""
     rows, lines = store.rows(), []
     machine = store.machine
-    measured = [cell for cell in matrix() if not cell.inapplicable]
+    measured = matrix()
     done = [rows[cell.name] for cell in measured if cell.name in rows]
     right = sum(not row["problems"] for row in done)
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
@@ -242,18 +242,12 @@ def table(store: Store) -> str:
         lines.append(
             f"| {cell.do} | {cell.process} | `{cell.point}` | {outcome} | {cell.exact} | {starts} | {seconds} | {row['date']} |"
         )
-    lines += ["", "Not applicable:", ""]
-    for do in dict.fromkeys(cell.do for cell in matrix() if cell.inapplicable):
-        of_kind = [cell for cell in matrix() if cell.inapplicable and cell.do == do]
-        for reason in dict.fromkeys(cell.inapplicable for cell in of_kind):
-            names = [f"{cell.process} `{cell.point}`" for cell in of_kind if cell.inapplicable == reason]
-            lines.append(_wrap(f"* **{do}** ({reason}): {', '.join(names)}", subsequent_indent="  "))
     return "\n".join(lines)
 
 
-def _wrap(text: str, subsequent_indent: str = "") -> str:
+def _wrap(text: str) -> str:
     """Wrap prose at the width of the docs; no name is broken."""
-    return textwrap.fill(text, 118, subsequent_indent=subsequent_indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def dates(rows: Sequence[Row]) -> str:

@@ -52,7 +52,6 @@ class Cell:
         engines: How many fake ones there are.
         resume: Instead of a new run, the undisturbed one is gone on with from this checkpoint.
         settings: On top of the common ones.
-        inapplicable: Why there is nothing to run.
     """
 
     do: str
@@ -65,7 +64,6 @@ class Cell:
     engines: int = 1
     resume: int | None = None
     settings: Settings = field(default_factory=dict)
-    inapplicable: str = ""
 
     @property
     def name(self) -> str:

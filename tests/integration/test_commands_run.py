@@ -1,6 +1,6 @@
 """Contract: the lines that commands.md says run, run to their end when pasted: on a CPU, with the bundled model and small numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 
 from conftest import InferenceServer, free_port, wait_healthy
 from prime_rl.transport.commit import list_steps
-from support.commands import fork_line, make_checkout, parse_line, read_rows, run_line, training_lines
+from support.commands import fork_line, make_checkout, parse_line, read_rows, run_line
 from support.processes import Command, wait_for_all
 
 SECONDS = 400.0
@@ -77,15 +77,9 @@ def test_every_line_that_should_run_is_run_here() -> None:
     assert {row.line for row in read_rows() if row.kind == "runs"} == ALONE.keys() | SERVED
 
 
-@pytest.fixture(scope="module")
-def run_training() -> Iterator[Callable[..., tuple[int, str]]]:
-    with training_lines() as run:
-        yield run
-
-
 @pytest.mark.parametrize("line", ALONE)
-def test_alone(line: str, checkout: Path, run_training: Callable[..., tuple[int, str]]) -> None:
-    run = fork_line if "--help" in line else run_line if "python" in line else run_training
+def test_alone(line: str, checkout: Path) -> None:
+    run = fork_line if "--help" in line else run_line
     status, output = run(line, checkout, *ALONE[line], seconds=SECONDS)
     assert status == 0, output
     assert "Traceback" not in output

@@ -39,19 +39,22 @@ FAILURES = {
     "a job that fails": (("trainer=family", "orchestrator=fails"), "error: orchestrator failed with exit status 3"),
     "a server that ends before the jobs, though with status 0": (("inference=quits", "trainer=waits"), "error: inference ended too early"),
     "a server that never comes up": (("inference=waits", "trainer=waits"), "inference is not ready after 1 s"),
+    "a job that another try would not mend": (("trainer=mends:early-complains", "orchestrator=waits"), "error: the disk is full"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("children", "says"), FAILURES.values(), ids=FAILURES)
 def test_first_failure_is_reported_and_everything_stopped(launch: Start, children: tuple[str, ...], says: str) -> None:
     """The failing process is named with its `error:` line; nothing is left, grandchildren in other sessions included."""
-    run = launch(*children, ready=1.0 if "inference=waits" in children else 600.0)
+    ready = 1.0 if "inference=waits" in children else 600.0
+    run = launch(*children, ready=ready, policy=PATIENT if "trainer=mends:early-complains" in children else {})
     if "trainer=family" in children:
         run.up("trainer")
     status, out = run.wait()
     assert (status, says in out) == (1, True), out
     assert ("  error: the model is broken" in out) == ("orchestrator=fails" in children)
     assert "cleaning up" not in out
+    assert "starting it again" not in out
     all_gone(run.pids())
 
 
@@ -82,31 +85,21 @@ def test_ctrl_c_drains(launch: Start) -> None:
     all_gone(run.pids())
 
 
-def test_second_ctrl_c_stops_now(launch: Start) -> None:
-    """Even processes that ignore every polite signal are gone at once."""
-    run = launch("trainer=stubborn", "orchestrator=stubborn", drain=300.0)
+@pytest.mark.parametrize(("drain", "says"), [(300.0, "stopping now"), (1.0, "trainer did not finish within 1 s")])
+def test_who_ignores_polite_signals_is_stopped(launch: Start, drain: float, says: str) -> None:
+    """At a second Ctrl-C at once, else when the drain is over. Schedulers send SIGTERM, which drains like Ctrl-C."""
+    run = launch("trainer=stubborn", "orchestrator=drains", drain=drain)
     run.up("trainer", "orchestrator")
-    run.popen.send_signal(signal.SIGINT)
+    run.popen.send_signal(signal.SIGINT if drain > 1.0 else signal.SIGTERM)
     assert run.popen.stdout is not None
     assert "draining" in run.popen.stdout.readline()  # it has taken the first
-    # A second one at once would be an echo of the first (`uv run` passes on what the terminal sends to all).
-    time.sleep(1.0)
-    run.popen.send_signal(signal.SIGINT)
+    if drain > 1.0:
+        # A second one at once would be an echo of the first (`uv run` passes on what the terminal sends to all).
+        time.sleep(1.0)
+        run.popen.send_signal(signal.SIGINT)
     status, out = run.wait()
-    assert status == 130
-    assert "stopping now" in out
+    assert (status, says in out) == (130, True), out
     assert read_status(run.base / "run")["trainer"].outcome == "stopped"
-    all_gone(run.pids())
-
-
-def test_drain_is_bounded(launch: Start) -> None:
-    """A job that does not finish in time is named and stopped. Schedulers send SIGTERM, which drains like Ctrl-C."""
-    run = launch("trainer=stubborn", "orchestrator=drains", drain=1.0)
-    run.up("trainer", "orchestrator")
-    run.popen.terminate()
-    status, out = run.wait()
-    assert status == 130
-    assert "trainer did not finish within 1 s" in out
     all_gone(run.pids())
 
 
@@ -143,16 +136,6 @@ def test_each_kind_of_failure_is_mended(launch: Start) -> None:
     rows = [json.loads(line) for line in (run.base / "run/logs/restarts.jsonl").read_text().splitlines()]
     kept = [(row["number"], row["recover"]) for row in rows if row["process"] == "victim"]
     assert kept == [(1, True)]
-
-
-def test_what_another_try_would_not_mend_ends_the_run(launch: Start) -> None:
-    """Before the process was ready a second try would end with the same error line."""
-    run = launch("trainer=mends:early-complains", "orchestrator=waits", policy=PATIENT)
-    status, out = run.wait()
-    assert status == 1, out
-    assert "error: the disk is full" in out
-    assert "starting it again" not in out
-    all_gone(run.pids())
 
 
 def test_restarts_are_bounded(launch: Start) -> None:

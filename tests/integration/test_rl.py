@@ -1,18 +1,14 @@
 """The whole of `rl`: one command starts, watches and ends everything."""
 
-import signal
 from pathlib import Path
-
-import pytest
 
 from conftest import free_port
 from faults.harness import survivors
 from prime_rl.monitor import read_metrics
-from prime_rl.processes import descendants, is_alive, table
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import open_batch
 from prime_rl.transport.weights import verify_weights
-from support.processes import Command, until
+from support.processes import Command
 
 TIMEOUT = 400.0
 SMALL = [
@@ -54,20 +50,3 @@ def test_one_command_trains_evaluates_and_leaves_a_model(tmp_path, monkeypatch):
     assert "weight_decay = 0.0" in (run / "configs" / "trainer.toml").read_text()  # the file beats the environment
     assert len(read_metrics(run / "metrics" / "trainer.jsonl")) == 3
     assert survivors(run) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_an_interrupted_run_leaves_no_process_behind(tmp_path, number):
-    """Server, engine, trainer, orchestrator and workers are gone within seconds of a kill -9 of `rl`. Ctrl-C drains: exit status 130; what is
-    committed verifies."""
-    run = tmp_path / "run"
-    with Command("rl", *arguments(run, free_port(), "--max-steps", 200), log=tmp_path / "rl.log") as rl:
-        until(lambda: len(list_steps(run / "weights")) >= 3, "third version", rl, seconds=TIMEOUT)
-        below = descendants(rl.process.pid, table())
-        assert len(below) >= 5
-        rl.process.send_signal(number)
-        assert rl.wait(120) == (130 if number == signal.SIGINT else -number)
-        assert ("draining" in rl.tail()) == (number == signal.SIGINT)
-        until(lambda: not any(is_alive(process.id) for process in below), "end of all", seconds=30)
-    verify_weights(run / "weights" / f"step_{max(list_steps(run / 'weights'))}")

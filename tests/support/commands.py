@@ -1,17 +1,9 @@
-"""The rows of tests/integration/commands.md, and a checkout in which their lines can be pasted.
+"""The rows of tests/integration/commands.md, and a checkout in which their lines can be pasted."""
 
-As a program (`python -m support.commands`) it runs lines, each a JSON object on standard input, in forks of one process that has imported the trainers
-and done nothing else: a process that has run torch's threads cannot be forked safely.
-"""
-
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,33 +92,10 @@ def run_line(
 def fork_line(
     line: str, checkout: Path, *more: object, environment: dict[str, str] | None = None, seconds: float = 120
 ) -> tuple[int, str]:
-    """The same for one of our commands, by `run_forked`."""
+    """The same for one of our commands that trains nothing (torch's threads do not outlive a fork), by `run_forked`."""
     words, env = prepare(line, environment)
     done = run_forked(*words, *more, cwd=checkout, env=env, seconds=seconds)
     return done.returncode, done.stdout + done.stderr
-
-
-@contextmanager
-def training_lines() -> Iterator[Callable[..., tuple[int, str]]]:
-    """`fork_line` for lines that train, in another process."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
-    command, env = [sys.executable, "-m", "support.commands"], {**os.environ, "PYTHONPATH": path}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
-
-        def run(line: str, checkout: Path, *more: object, seconds: float) -> tuple[int, str]:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            words, env = prepare(line, None)
-            words += map(str, more)
-            process.stdin.write(
-                json.dumps({"words": words, "cwd": str(checkout), "env": env, "seconds": seconds}) + "\n"
-            )
-            process.stdin.flush()
-            status, output = json.loads(process.stdout.readline())
-            return status, output
-
-        yield run
-        process.kill()
 
 
 def prepare(line: str, environment: dict[str, str] | None) -> tuple[list[str], dict[str, str]]:
@@ -134,12 +103,3 @@ def prepare(line: str, environment: dict[str, str] | None) -> tuple[list[str], d
     assignments, words = parse_line(line)
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PRIME_", "WANDB_", "PYTEST"))}
     return words, {**inherited, **VARIABLES, **(environment or {}), **assignments}
-
-
-if __name__ == "__main__":
-    import prime_rl.trainer.rl.train
-    import prime_rl.trainer.sft.train  # noqa: F401
-
-    for given in map(json.loads, sys.stdin):
-        done = run_forked(*given["words"], cwd=Path(given["cwd"]), env=given["env"], seconds=given["seconds"])
-        print(json.dumps([done.returncode, done.stdout + done.stderr]), flush=True)

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from prime_rl import lifeline
-from prime_rl.processes import ProcessId, ProcessInfo, descendants, identify, kill_family, table
+from prime_rl.processes import identify, kill_family, table
 from prime_rl.wait import wait
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -67,20 +67,6 @@ def test_strangers_are_not_followed() -> None:
     late = {**os.environ, lifeline.ENV: f"{os.getpid()}:1"}  # its pid is another process's now
     done = subprocess.run([sys.executable, "-c", WATCH], env=late, start_new_session=True, capture_output=True, text=True)  # fmt: skip
     assert (done.returncode, "is gone" in done.stderr) == (-signal.SIGKILL, True)
-
-
-def test_module_runs_under_the_watch() -> None:
-    """`python -m prime_rl.lifeline -m module args` runs the module as __main__ with its own arguments."""
-    command = [sys.executable, "-m", "prime_rl.lifeline", "-m", "json.tool", "--compact"]
-    out = subprocess.run(command, input='{"a": 1}', capture_output=True, text=True)
-    assert (out.returncode, out.stdout.strip()) == (0, '{"a":1}')
-
-
-def test_descendants() -> None:
-    """By descent, also into other groups; not strangers."""
-    parents = {1: 0, 10: 1, 11: 10, 12: 11, 20: 1, 21: 20}
-    processes = {pid: ProcessInfo(ProcessId(pid, 1), parent, pid, False) for pid, parent in parents.items()}
-    assert {each.id.pid for each in descendants(10, processes)} == {11, 12}
 
 
 DAEMON = "import os,sys,time; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(1000)"

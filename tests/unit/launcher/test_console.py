@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.launcher.console import Console, minutes
+from prime_rl.launcher.console import Console
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra
@@ -91,12 +91,6 @@ def test_bench_table_leaves_the_first_step_out(tmp_path: Path) -> None:
         add(tmp_path, "trainer", step, 10.0, **{"time/step": seconds, "perf/throughput": 1000.0})
     row = next(line for line in Console(tmp_path, None, bench=True).bench_table() if "step time" in line)
     assert row.split()[-3:] == ["3.00", "2.00", "4.00"]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (75.2, "1:15"), (59.7, "1:00"), (3700, "1:01:40")])
-def test_minutes(seconds: float, text: str) -> None:
-    """Durations as people write them."""
-    assert minutes(seconds) == text
 
 
 def test_console_shows_each_phase_once_and_long_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,11 @@
 """Who counts as stalled, and what the log of a process says of its end."""
 
-import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from prime_rl.launcher.plan import ProcessSpec
-from prime_rl.launcher.supervise import RestartPolicy, SupervisedChild, stall_reason
+from prime_rl.launcher.supervise import RestartPolicy, stall_reason
 from prime_rl.monitor.status import ProcessStatus, Waiting
-from prime_rl.wait import wait
 
 POLICY = RestartPolicy(max_restarts=3, backoff=1.0, heartbeat_timeout=60.0, stall_timeout=1800.0)
 WORKING = ProcessStatus("trainer", 7, "training", 3, 0.0, 0.0, None, None, progress=0.0, ready=0.0)
@@ -67,20 +62,3 @@ def test_who_counts_as_stalled(status: ProcessStatus, expected: str | None) -> N
 def test_a_service_may_idle_and_take_its_time_to_start(status: ProcessStatus, expected: str | None) -> None:
     """Once it has reported answers of its engine it must go on with that, except in a change with its own deadline."""
     assert stall_reason("inference", status, POLICY, NOW, NOW - 1e5, True) == expected
-
-
-@pytest.mark.parametrize(
-    ("printed", "last"),
-    [("error: the disk is full\none\ntwo", ["error: the disk is full"]), ("one\n\n---\ntwo", ["one", "two"])],
-)
-def test_last_words(tmp_path: Path, printed: str, last: list[str]) -> None:
-    """An error for the user before the last lines; never a ruler, nor what an earlier incarnation printed."""
-    log = tmp_path / "log"
-    log.write_text("error: of an earlier incarnation\n")
-    spec = ProcessSpec("trainer", (sys.executable, "-c", f"print({printed!r})"), log)
-    child = SupervisedChild(spec)
-    child.start(os.environ)
-    wait(lambda: child.process.status is not None, subject="end", owner="the child", seconds=60.0)
-    child.process.reap()
-    assert child.process.status == 0
-    assert child.last_words() == last

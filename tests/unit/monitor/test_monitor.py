@@ -99,26 +99,6 @@ logging.getLogger("vllm.core").info("engine"); logging.getLogger("vllm.core").de
         assert re.fullmatch(f"{DATED} INFO    vllm.core: engine\n", text)
 
 
-@pytest.mark.parametrize("level", ["debug", "info", "error"])
-def test_environment_workers_write_such_lines(level: str) -> None:
-    """Without loguru, which their Python need not have. `log.level` holds; libraries say little."""
-    code = f"""
-import logging, sys
-from prime_rl.envs import worker
-assert "loguru" not in sys.modules
-worker._set_up_logging("{level}")
-for name in ("prime_rl.envs.renderer", "library"):
-    for severity in ("debug", "info", "warning", "error"):
-        getattr(logging.getLogger(name), severity)(severity)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
-    own = (severities := ["debug", "info", "warning", "error"])[severities.index(level) :]
-    others = own if level == "debug" else ["warning", "error"]
-    said = [("prime_rl.envs.renderer", own), ("library", others)]
-    expected = [f"{each.upper():<7} {name}: {each}" for name, severities in said for each in severities]
-    assert [re.sub(f"^{DATED} ", "", line) for line in done.stderr.splitlines()] == expected
-
-
 def test_templates_of_log_lines_take_their_arguments() -> None:
     """loguru formats with `{}`: what is written for `logging`, or counts wrong, would lose its arguments without a word."""
     wrong = []
@@ -182,25 +162,6 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     monitor.close()
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(0, 2.0)]
     assert len(path.read_text().splitlines()) == 1
-
-
-def test_status_says_phase_step_and_wait(tmp_path: Path) -> None:
-    """Readers see changes at once, with subject, owner and a deadline that counts from the first call."""
-    status = Status(tmp_path, "trainer")
-    status.phase("loading the model")
-    status.step(3)
-    status.waiting("rollouts/step_3", "orchestrator", 60.0)
-    first = read_status(tmp_path)["trainer"]
-    status.waiting("rollouts/step_3", "orchestrator", 60.0)
-    assert (first.phase, first.step) == ("loading the model", 3)
-    assert first.waiting is not None
-    assert first.waiting.deadline - first.waiting.since == pytest.approx(60.0)
-    assert read_status(tmp_path)["trainer"].waiting == first.waiting
-    status.phase("training")
-    assert read_status(tmp_path)["trainer"].waiting is None
-    status.done("finished")
-    last = read_status(tmp_path)["trainer"]
-    assert (last.phase, last.outcome) == ("done", "finished")
 
 
 def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
