@@ -1,7 +1,7 @@
 """Which names are those of secrets, and tables without the values under such names. Standard library only."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "(withheld)"
@@ -24,6 +24,13 @@ def is_secret(name: str, value: object = "") -> bool:
     # A proxy's password is needed to get anywhere; it opens nothing else.
     in_url = isinstance(value, str) and not name.lower().endswith("_proxy") and _URL_WITH_PASSWORD.search(value)
     return bool(in_url or _SECRET_NAME.search(name))
+
+
+def passed_on(own: Mapping[str, str], promised: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables of `own` that a worker gets, and the names of those withheld from it:
+    secrets that are not `promised`."""
+    withheld = sorted(name for name, value in own.items() if is_secret(name, value) and name not in promised)
+    return {name: value for name, value in own.items() if name not in withheld}, withheld
 
 
 def key_in(table: Mapping[str, Any], place: str = "") -> str | None:

@@ -19,7 +19,6 @@ import zmq
 from prime_rl import faults
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import pool as pool_module
-from prime_rl.envs import worker_process
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
@@ -35,8 +34,8 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "ADJUST_SECONDS", 0.2)
     monkeypatch.setattr(pool_module, "BACKOFF_SECONDS", 0.1)
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(worker_process, "LAG_SECONDS", 1.0)
-    monkeypatch.setattr(worker_process, "TERM_SECONDS", 1.0)
+    monkeypatch.setattr(pool_module, "LAG_SECONDS", 1.0)
+    monkeypatch.setattr(pool_module, "TERM_SECONDS", 1.0)
 
 
 def stub(directory: Path, args: dict[str, Any] | None = None, **settings: Any) -> EnvConfig:
@@ -123,7 +122,7 @@ async def test_the_queue_for_a_full_worker(tmp_path: Path) -> None:
         blocker = asyncio.create_task(run(pool, TASKS - 1))
         await asyncio.sleep(0)
         result = await run(pool, name="late", seconds=0.3)
-        assert (result.outcome, "full" in result.message) == (Outcome.TIMEOUT, True)
+        assert (result.outcome, "free slot" in result.message) == (Outcome.TIMEOUT, True)
         blocker.cancel()
         await asyncio.wait([blocker], timeout=SECONDS)
         assert (await run(pool)).ok
@@ -203,15 +202,17 @@ async def test_what_is_its_own_alone(tmp_path: Path) -> None:
 
 
 async def test_what_costs_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that dies, hangs, or whose messages are none, is replaced; the episode in whose code it died fails, the others may be tried again."""
+    """A worker that dies, hangs, or whose messages are none, is replaced; the episode in whose code it died fails, the others may be tried again.
+    However often that comes in a row: it is no failure to load."""
     monkeypatch.setattr(pool_module, "HANG_SECONDS", 2.5)
+    monkeypatch.setattr(pool_module, "MAX_DEATHS", 2)
     async with serving(tmp_path, stub(tmp_path, {"slow": 1.0})) as pool:
-        for deaths, (deed, (outcome, message)) in enumerate(DEADLY.items(), 1):
+        for deed, (outcome, message) in DEADLY.items():
             offending, neighbour = await two(pool, tmp_path, deed)
             assert (deed, offending.outcome, neighbour.outcome) == (deed, outcome, Outcome.WORKER_DIED)
             assert message in offending.message
-            assert (await run(pool)).ok
-            assert pool.restarts == deaths
+        assert (await run(pool)).ok
+        assert pool.restarts == len(DEADLY)
     log = (tmp_path / "out" / "logs" / "envs" / "stub.log").read_text()
     assert all(said in log for said in ("Segmentation fault", "Aborted", "in _loop"))
 
@@ -251,10 +252,8 @@ async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch
 
 
 async def test_a_kill_at_the_start_and_messages_of_strangers(tmp_path: Path) -> None:
-    """SIGKILL while it loads is no fault of the environment: it is started again. Frames of whoever is no worker are ignored; a worker of another
-    prime-rl fails the pool."""
-    address = "http://127.0.0.1:9"
-    pool = EnvPool([stub(tmp_path)], model="none", base_url=address, api_key=None, output_dir=tmp_path / "out")
+    """SIGKILL while it loads is no fault of the environment: it is started again. Frames of whoever is no worker are ignored."""
+    pool = EnvPool([stub(tmp_path)], model="none", base_url="", api_key=None, output_dir=tmp_path / "out")
     starting = asyncio.create_task(pool.start(SECONDS))
     try:
         await until(lambda: bool(pids(pool)))
@@ -266,10 +265,6 @@ async def test_a_kill_at_the_start_and_messages_of_strangers(tmp_path: Path) -> 
                 stranger.send_multipart(frames)
         assert (await run(pool)).ok
         assert pool.restarts == 1
-        tell(tmp_path, "stub", "foreign")
-        await run(pool)
-        with pytest.raises(UserError, match="speaks protocol 999"):
-            await run(pool)
     finally:
         await pool.close()
 

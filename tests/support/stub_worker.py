@@ -93,8 +93,6 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
             await _stray(directory)
         case "bytes":
             worker_socket().send(b"\xc1\xff" * 100)
-        case "foreign":
-            worker_socket().send(worker.encode(worker.protocol.Ready([], version=999)))
         case "giant":
             result.message = "x" * ((worker.MOST_BYTES) + 1)
         case "unsendable":

@@ -43,11 +43,10 @@ class ClassicEnv:
         if load is None:
             raise ids.LoadError(f"{name} is not classic: {ids.module_name(setup.env_id)} has no load_environment")
         args = dict(setup.args)
-        split = "train" if "split" in ids.keywords(load) else args.pop("split", "train")
+        split = "train" if "split" in inspect.signature(load).parameters else args.pop("split", "train")
         if split not in ("train", "eval"):
             raise ids.LoadError(f"{name}: argument split is {split!r}: 'train' or 'eval' is needed")
-        if not ids.takes_any(load):
-            ids.check_arguments(setup.env_id, setup.args, sorted({*ids.keywords(load), "split"}))
+        ids.check_arguments(setup.env_id, args, load)
         # A classic environment takes SIGINT and SIGTERM for itself.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

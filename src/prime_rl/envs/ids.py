@@ -3,16 +3,16 @@
 Standard library only, and nothing of the package is imported: what is written for another verifiers fails at its import.
 """
 
-import ast
 import difflib
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import re
+import symtable
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,11 @@ from typing import Any, Literal
 import prime_rl
 
 Kind = Literal["verifiers", "classic", "python"]
+VERSIONS = "classic environments run with verifiers 0.1.11 to 0.3.1, those of verifiers.v1 with 0.4.0 alone"
+CLASSIC = (
+    'is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and `requirements`, the '
+    "packages of a Python environment of its own with verifiers 0.1.11 to 0.3.1"
+)
 _REPORTED: set[str] = set()
 
 
@@ -34,7 +39,7 @@ class Broken(Exception):
 
 def module_name(environment_id: str) -> str:
     """`owner/my-env@1.0` → `my_env`, `package.envs.Guess` → `package.envs.guess`, as verifiers finds it."""
-    return _bare(environment_id).replace("-", "_").lower()
+    return environment_id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 
 def find(environment_id: str) -> ModuleSpec | None:
@@ -70,22 +75,16 @@ def check_version(environment_id: str) -> None:
     _, at_sign, wanted = environment_id.rpartition("/")[2].partition("@")
     if not at_sign or wanted == "latest":
         return
-    install = f"`uv run prime env install {environment_id}`, or leave the version out"
     try:
-        present = importlib.metadata.version(_bare(environment_id).partition(".")[0])
+        present = importlib.metadata.version(module_name(environment_id).partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
-        raise LoadError(
-            f"environment {environment_id} asks for version {wanted}, but no package of its name is installed: {install}"
-        ) from None
+        present = "no package of its name"
     # Versions as people write them: `v1.0` is `1.0.0` (PEP 440).
     if re.sub(r"(\.0)+$", "", present) != re.sub(r"(\.0)+$", "", wanted.removeprefix("v")):
         raise LoadError(
-            f"environment {environment_id} asks for version {wanted}, and {present} is installed: {install}"
+            f"environment {environment_id} asks for version {wanted}, and {present} is installed: "
+            f"`uv run prime env install {environment_id}`, or leave the version out"
         )
-
-
-def _bare(environment_id: str) -> str:
-    return environment_id.rpartition("/")[2].partition("@")[0]
 
 
 def kind_of(environment_id: str) -> Kind:
@@ -106,25 +105,13 @@ def kind_of(environment_id: str) -> Kind:
 def _names(source: Path) -> tuple[set[str], set[str]]:
     """What a module defines or imports, and what is in its `__all__`; nothing of one that cannot be read."""
     try:
-        body = ast.parse(source.read_bytes()).body
+        text = source.read_text(encoding="utf-8")
+        symbols = symtable.symtable(text, str(source), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError):
         return set(), set()
-    names: set[str] = set()
-    exported: set[str] = set()
-    for node in body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                names.add(name)
-            case ast.ImportFrom(names=aliases):
-                names |= {alias.asname or alias.name for alias in aliases}
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=value)
-            ):
-                names.add(name)
-                if name == "__all__" and isinstance(value, ast.List | ast.Tuple):
-                    exported = {str(item.value) for item in value.elts if isinstance(item, ast.Constant)}
-    return names, exported
+    exported = re.search(r"^__all__\b[^=]*=\s*[\[(](.*?)[\])]", text, re.MULTILINE | re.DOTALL)
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    return names, set(re.findall(r"""["'](\w+)["']""", exported[1] if exported else ""))
 
 
 def unique(keys: Iterable[str]) -> list[str]:
@@ -173,19 +160,14 @@ def import_module(env_id: str) -> ModuleType:
         raise LoadError(f"environment {env_id!r} failed to import: {describe(error)}") from error
 
 
-def keywords(function: Callable[..., Any]) -> list[str]:
-    """Names of the keyword arguments that a function or class takes."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return sorted(name for name, one in inspect.signature(function).parameters.items() if one.kind in kinds)
-
-
-def takes_any(function: Callable[..., Any]) -> bool:
-    """Whether it has a `**kwargs`."""
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
-
-
-def check_arguments(env_id: str, names: Iterable[str], accepted: Sequence[str]) -> None:
-    """Raises LoadError for an argument that the environment does not take."""
+def check_arguments(env_id: str, names: Iterable[str], taken: Callable[..., Any] | Iterable[str]) -> None:
+    """Raises LoadError for an argument that an environment does not take: its function, or one of the names in `taken`."""
+    if callable(taken):
+        parameters = inspect.signature(taken).parameters.values()
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+            return
+        taken = [one.name for one in parameters]
+    accepted = sorted(taken)
     for name in names:
         if name not in accepted:
             near = difflib.get_close_matches(name, accepted, 1)

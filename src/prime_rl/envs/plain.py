@@ -166,8 +166,7 @@ def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> 
 def _parts(module: Mapping[str, Any], setup: Setup) -> tuple[Callable[..., Any], list[dict[str, Any]]]:
     """The `rollout` of a module, and its tasks. Raises LoadError."""
     env, rollout, tasks = f"environment {setup.env_id!r}", module.get("rollout"), module.get("tasks")
-    if not (callable(tasks) and ids.takes_any(tasks)):
-        ids.check_arguments(setup.env_id, setup.args, ids.keywords(tasks) if callable(tasks) else [])
+    ids.check_arguments(setup.env_id, setup.args, tasks if callable(tasks) else ())
     if not inspect.iscoroutinefunction(rollout):
         raise ids.LoadError(f"{env} needs `async def rollout(task, chat)`")
     try:

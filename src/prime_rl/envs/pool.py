@@ -1,7 +1,8 @@
 """Episodes on environment workers: the processes of all environments and their slots; start, scale, watch and replace them.
 
-An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails its episodes with `worker_died` and is
-started again with backoff; an environment whose workers keep dying without finishing an episode fails the pool with a UserError that quotes its log.
+An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails its episodes with `worker_died`, the one
+in whose code it did so as `errored`, and is started again; an environment whose workers keep dying before they have an episode fails the pool with
+a UserError that quotes its log.
 `_adjust` compares the workers of an environment with its target, which follows the load, and starts and drains until they match; nothing else does.
 """
 
@@ -10,14 +11,16 @@ import itertools
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
@@ -26,12 +29,11 @@ from loguru import logger
 import prime_rl
 from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
-from prime_rl.envs import protocol, worker_process
-from prime_rl.envs.attribution import Page
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
-from prime_rl.envs.worker_process import Request, Worker, WorkerState, passed_on, worker_variables
+from prime_rl.envs import protocol
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Page, Run, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.lifeline import Child
+from prime_rl.redact import passed_on
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
 WATCH_SECONDS = 0.1
@@ -39,12 +41,93 @@ ADJUST_SECONDS = 1.0
 IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
 HANG_SECONDS = 60.0  # that environment code may block a worker's event loop before the worker is replaced
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
-BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers that finished nothing
+BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers without episodes
 MAX_BACKOFF_SECONDS = 15.0
-MAX_DEATHS = 5  # in a row, for each worker of an environment, without one finished episode of the environment
-CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS + processes.DEATH_SECONDS
+MAX_DEATHS = 5  # in a row, for each worker of an environment, of workers without episodes
+TERM_SECONDS = 5.0
+LAG_SECONDS = 3.0  # a worker whose event loop is blocked for so long gets no more episodes until it goes on
+CLOSE_SECONDS = 3 * TERM_SECONDS + processes.DEATH_SECONDS
 MEAN_USE = 0.6  # of a core, that workers should have at most
+_TAIL_LINES, _TAIL_BYTES = 12, 16384  # of a log, in an error
 _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
+
+
+@dataclass(eq=False)
+class Request:
+    """An episode that waits for a slot, or has one."""
+
+    order: Run
+    slot: "asyncio.Future[Worker]"
+    result: asyncio.Future[EpisodeResult]
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process and what the pool knows about it. Times are `time.monotonic()`."""
+
+    identity: str
+    env: str
+    page: Page
+    child: Child
+    ready: bool = False  # it has loaded its environment
+    draining: bool = False  # it gets no more episodes, and ends with its last one
+    pending: dict[int, Request] = field(default_factory=dict)  # by their numbers
+    started: float = field(default_factory=time.monotonic)
+    use: float = 0.0  # of a core, of late
+    measured: tuple[float, float] = (0.0, 0.0)  # the page's `ticked` and `busy` of then
+    ending: str = ""  # how it ended, or why it is to be ended
+    offending_request: int = 0  # in whose code it died or hangs
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    @property
+    def lag(self) -> float:
+        """Seconds for which it has been blocked by the code of one of its episodes, or stopped."""
+        return time.monotonic() - self.page.ticked if self.ready else 0.0
+
+    def measure(self) -> None:
+        """Note how much of a core it used since the last time; one that does not answer uses all of it."""
+        (then, before), (now, busy) = self.measured, (self.page.ticked, self.page.busy)
+        if now > then:
+            self.use, self.measured = (self.use + min(1.0, (busy - before) / (now - then))) / 2, (now, busy)
+        elif self.lag > 1.0:
+            self.use = 1.0
+
+    def die(self, why: str, by_its_code: bool = False) -> None:
+        """Have the pool end it."""
+        if not self.ending:
+            self.ending = why
+            self.offending_request = self.page.request if by_its_code else 0
+
+    def judge(self, start_timeout: float, hang_timeout: float) -> str:
+        """How it ended, or why it must be ended; empty while it is well."""
+        status = self.child.status
+        if status is not None:
+            # Others send these; the kernel sends SIGKILL for want of memory, whoever's code runs.
+            others = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            self.die(processes.describe_exit(status), not others)
+        elif self.draining and not self.pending:
+            self.die("was not needed any more")
+        elif not self.ready and time.monotonic() - self.started > start_timeout:
+            self.die(f"not ready after {start_timeout:.0f} s")
+        elif self.lag > hang_timeout:
+            self.die(f"was blocked for {self.lag:.0f} s: its log says where", by_its_code=True)
+        return self.ending
+
+    async def end(self) -> None:
+        """Send SIGTERM to the process group, then SIGKILL to all that the worker has started. Takes little more than `TERM_SECONDS`.
+
+        One that is blocked gets SIGABRT, on which it writes to its log where it is.
+        """
+        blocked = self.lag > LAG_SECONDS
+        self.child.signal(signal.SIGABRT if blocked else signal.SIGTERM, group=not blocked)
+        with suppress(WaitTimeout):
+            await wait_async(
+                lambda: self.child.status is not None, subject="end", owner=self.identity, seconds=TERM_SECONDS
+            )
+        await asyncio.to_thread(self.child.reap)
 
 
 @dataclass(eq=False)
@@ -62,7 +145,7 @@ class WorkerSet:
     tasks: list[TaskInfo] = field(default_factory=list)
     loaded: bool = False  # by some worker: its tasks are known
     departures: int = 0  # slots that were taken, and are not any more
-    deaths: int = 0  # of workers, since an episode was finished
+    deaths: int = 0  # of workers without episodes, since an episode was finished
     no_start_before: float = 0.0
     idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers than `target` suffice
     waiting: dict[int, Request] = field(default_factory=dict)  # by their numbers, in the order in which they asked
@@ -191,22 +274,20 @@ class EnvPool:
         for each in self._all_sets:
             each.log.parent.mkdir(parents=True, exist_ok=True)
             self._adjust(each)
-        self._create_task(self._receive)
-        self._create_task(self._keep_adjusting)
+        self._create_task(self._receive())
+        self._create_task(self._keep_adjusting())
         try:
-            for each in self._all_sets:
-                await self._await_loaded(each)
+            for own in self._all_sets:
+                await wait_async(
+                    lambda: own.loaded or self._failure is not None,  # noqa: B023 - it is awaited in this round
+                    subject="ready worker", owner=f"environment {own.config.name!r}", seconds=timeout,
+                    poll=LEAST_POLL_SECONDS,
+                )  # fmt: skip
+                if self._failure is not None:
+                    raise self._failure
         except BaseException:
             await self.close()
             raise
-
-    async def _await_loaded(self, own: WorkerSet) -> None:
-        await wait_async(
-            lambda: own.loaded or self._failure is not None, subject="ready worker", poll=LEAST_POLL_SECONDS,
-            owner=f"environment {own.config.name!r}", seconds=self._start_timeout,
-        )  # fmt: skip
-        if self._failure is not None:
-            raise self._failure
 
     async def close(self) -> None:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
@@ -222,19 +303,17 @@ class EnvPool:
                 task.cancel()
             self._exit_stack.close()
 
-    def _create_task(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task whose failure is the pool's."""
-
-        async def guarded() -> None:
-            try:
-                await work(*args)
-            except Exception as error:  # noqa: BLE001 - whatever it is, nobody may go on waiting for the pool
-                logger.exception("the environment pool failed")
-                self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
-
-        task = asyncio.create_task(guarded())
+        task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # nobody may go on waiting for the pool
+            logger.opt(exception=error).error("the environment pool failed")
+            self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
 
     def _fail(self, error: UserError) -> None:
         """Stop the pool: every caller, waiting or coming, gets this error."""
@@ -250,7 +329,7 @@ class EnvPool:
         return [worker for worker in self.workers.values() if worker.env == own.config.name]
 
     def _ready(self, own: WorkerSet) -> list[Worker]:
-        return [worker for worker in self.of(own) if worker.state is WorkerState.READY and not worker.ending]
+        return [worker for worker in self.of(own) if worker.ready and not worker.draining and not worker.ending]
 
     # ---- episodes
 
@@ -289,7 +368,7 @@ class EnvPool:
         own, number, timeout = self.sets[env], next(self._request_numbers), max(0.0, deadline - time.monotonic())
         task_id, sampler = own.tasks[task_index].task_id, self._samplers.get(env)
         base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
-        order = protocol.Run(number, episode_id, task_index, task_id, sampling, policy_version, base_url, timeout)
+        order = Run(number, episode_id, task_index, task_id, sampling, policy_version, base_url, timeout)
         loop = asyncio.get_running_loop()
         request = own.waiting[number] = Request(order, loop.create_future(), loop.create_future())
         self._fill(own)
@@ -300,10 +379,9 @@ class EnvPool:
                 self._adjust(own)
                 await asyncio.wait({request.slot}, timeout=timeout)
             if not request.slot.done():
-                if self._ready(own):
-                    message = f"all workers of {env!r} were full for {timeout:.0f} s, and no episode ended"
-                    return order.failed(env, Outcome.TIMEOUT, message)
-                return order.failed(env, Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
+                outcome = Outcome.TIMEOUT if self._ready(own) else Outcome.WORKER_DIED
+                message = f"no worker of {env!r} had a free slot for {timeout:.0f} s, and no episode ended"
+                return order.failed(env, outcome, message)
             worker = request.slot.result()
             async with asyncio.timeout(timeout + GRACE_SECONDS):
                 self._send(worker, order)
@@ -329,7 +407,7 @@ class EnvPool:
     def _fill(self, own: WorkerSet) -> None:
         """Give free slots to waiting episodes, in the order in which they asked."""
         while own.waiting:
-            free = [worker for worker in self.of(own) if worker.free]
+            free = [worker for worker in self._ready(own) if worker.lag < LAG_SECONDS]
             worker = min(free, key=lambda worker: len(worker.pending), default=None)
             if worker is None or len(worker.pending) >= own.config.max_concurrent:
                 return
@@ -366,12 +444,12 @@ class EnvPool:
                 own.target, own.idle_since = max(wanted, own.target // 2), now
         ready.sort(key=lambda worker: len(worker.pending))
         for worker in ready[: max(0, len(ready) - own.target)]:
-            worker.state = WorkerState.DRAINING
+            worker.draining = True
             logger.info(
                 "worker {} is not needed any more: it ends after its {} episodes", worker.identity, len(worker.pending)
             )
         # One that is to end counts until it is reaped: `_supervise` says when another may take its place.
-        staying = [worker for worker in self.of(own) if worker.state is not WorkerState.DRAINING]
+        staying = [worker for worker in self.of(own) if not worker.draining]
         for _ in range(own.target - len(staying)):
             if now >= own.no_start_before:
                 self._start_worker(own)
@@ -395,12 +473,14 @@ class EnvPool:
             self._fail(UserError(f"a worker of environment {own.config.name!r} cannot be started: {error}"))
         else:
             self.workers[identity] = worker
-            self._create_task(self._supervise, own, worker)
+            self._create_task(self._supervise(own, worker))
 
     async def _supervise(self, own: WorkerSet, worker: Worker) -> None:
         """Watch a process to its end, fail its episodes, end all it has started, and say when another one may take its place."""
         while not (why := worker.judge(self._start_timeout, HANG_SECONDS)):
             await asyncio.sleep(WATCH_SECONDS)  # bounded: by the end of the process; one that is stuck is judged so
+        if not worker.draining and not worker.pending:
+            own.deaths += 1  # else its episodes fail, and are counted as such: it can load
         for number, request in worker.pending.items():
             outcome, message = Outcome.WORKER_DIED, why
             if number == worker.offending_request:
@@ -409,17 +489,17 @@ class EnvPool:
                 request.result.set_result(request.order.failed(own.config.name, outcome, message))
         await worker.end()
         del self.workers[worker.identity]
-        if worker.state is not WorkerState.DRAINING and self._failure is None:
-            own.deaths += 1
+        if not worker.draining and self._failure is None:
             if own.deaths >= MAX_DEATHS * own.target:
-                times = f"{own.deaths} times in a row without finishing an episode"
-                name, lines = own.config.name, worker_process.tail(own.log)
-                self._fail(UserError(f"workers of environment {name!r} died {times}: {why}\n{lines}"))
+                times = f"{own.deaths} times in a row without having had an episode"
+                self._fail(
+                    UserError(f"workers of environment {own.config.name!r} died {times}: {why}\n{_tail(own.log)}")
+                )
                 return
             self.restarts += 1
             logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, own.log)
-            pause = processes.backoff_seconds(own.deaths - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-            if own.loaded and worker.state is WorkerState.STARTING:  # others do the work, and may set `deaths` to 0
+            pause = processes.backoff_seconds(max(0, own.deaths - 1), BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+            if own.loaded and not worker.ready:  # others do the work, and may set `deaths` to 0
                 pause = MAX_BACKOFF_SECONDS
             own.no_start_before = time.monotonic() + pause
         self._adjust(own)
@@ -446,13 +526,8 @@ class EnvPool:
                 if request is not None and not request.result.done():  # else it comes too late, or twice
                     own.deaths = 0
                     request.result.set_result(message.episode)
-            case protocol.Ready() if message.version != protocol.VERSION:
-                spoken = f"speaks protocol {message.version}, this is {protocol.VERSION}"
-                self._fail(
-                    UserError(f"the worker of {worker.env!r} {spoken}: its Python environment holds another prime-rl")
-                )
             case protocol.Ready():
-                worker.state, worker.measured = WorkerState.READY, (worker.page.ticked, worker.page.busy)
+                worker.ready, worker.measured = True, (worker.page.ticked, worker.page.busy)
                 if not own.loaded:
                     own.loaded = True
                     tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
@@ -466,7 +541,7 @@ class EnvPool:
                     self._fail(UserError(f"{why} (log: {own.log}){withheld}"))
                 worker.die(why)
             case _:
-                worker.die(f"sent an unexpected {message.kind!r}")
+                worker.die(f"sent an unexpected {type(message).__name__}")
 
     def _send(self, worker: Worker, message: protocol.Message) -> None:
         if not worker.ending:
@@ -479,6 +554,22 @@ class EnvPool:
 
 def _v1(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + "/v1"
+
+
+def worker_variables(passed: Mapping[str, str], *, base_urls: Sequence[str], api_key: str | None) -> dict[str, str]:
+    """Return `passed`, and what a worker needs from us: the engine's key, no proxy towards our own servers."""
+    local = dict.fromkeys(["127.0.0.1", "localhost", *(urlsplit(url).hostname or "" for url in base_urls)])
+    no_proxy = ",".join([passed.get("NO_PROXY", passed.get("no_proxy", "")), *local]).strip(",")
+    own = {"NO_PROXY": no_proxy, "no_proxy": no_proxy, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**passed, **({API_KEY_VAR: api_key} if api_key else {}), **own}
+
+
+def _tail(log: Path) -> str:
+    """Return the last lines of a log, indented for printing below a message."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
 
 
 # ---- how many workers

@@ -7,18 +7,20 @@
     Result ──────────────────▶
     Failed ──────────────────▶                     it cannot load the environment, or run further episodes
 
-Standard library and msgpack only: workers import this from their own virtual environments.
+Beside it they share a `Page` of memory. Standard library and msgpack only: workers import this from their own virtual environments.
 """
 
+import ctypes
+import mmap
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import msgpack
 
-VERSION = 12
 MOST_BYTES = 128 << 20  # of a result: ten million tokens
 ROLES = ("", "system", "user", "assistant", "tool")
 """Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
@@ -138,7 +140,6 @@ class EpisodeResult:
 
 @dataclass
 class Setup:
-    kind: ClassVar[str] = "setup"
     name: str
     env_id: str
     args: dict[str, Any]
@@ -157,21 +158,17 @@ class Setup:
 
 @dataclass
 class Ready:
-    kind: ClassVar[str] = "ready"
     task_ids: list[str]
     bounded: bool = True  # these are all there are
-    version: int = VERSION
 
 
 @dataclass
 class Failed:
-    kind: ClassVar[str] = "failed"
     message: str
 
 
 @dataclass
 class Run:
-    kind: ClassVar[str] = "run"
     request: int
     episode_id: str
     task_index: int
@@ -188,25 +185,40 @@ class Run:
 
 @dataclass
 class Cancel:
-    kind: ClassVar[str] = "cancel"
     request: int
 
 
 @dataclass
 class Result:
-    kind: ClassVar[str] = "result"
     request: int
     episode: EpisodeResult
 
 
+class Page(ctypes.Structure):
+    """A file that both sides map. The worker writes, the pool reads, also when the worker is dead or hangs."""
+
+    _fields_ = [
+        ("request", ctypes.c_uint64),  # the one whose code runs in the event loop, 0 for none
+        ("ticked", ctypes.c_double),  # when the event loop last came round, by `time.monotonic()`; 0 until it is ready
+        ("busy", ctypes.c_double),  # seconds in which the process computed or its event loop was blocked
+    ]
+
+    @classmethod
+    def of(cls, path: Path) -> "Page":
+        """Map a file, which is made if there is none."""
+        with path.open("a+b") as file:
+            file.truncate(ctypes.sizeof(cls))
+            return cls.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(cls)))
+
+
 Message = Setup | Ready | Failed | Run | Cancel | Result
-_KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in get_args(Message)}
+_KINDS: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
 _ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"}  # of a sample: bytes on the wire
 
 
 def encode(message: Message) -> bytes:
     """Make one frame. Raises TypeError, ValueError, OverflowError: an environment put into its result what cannot be sent."""
-    return msgpack.packb({"kind": message.kind, **vars(message)}, default=_plain)
+    return msgpack.packb({"kind": type(message).__name__, **vars(message)}, default=_plain)
 
 
 def pack_episode(episode: EpisodeResult) -> bytes:

@@ -13,20 +13,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from loguru import logger
 
 from prime_rl.config.shared import EnvConfig
-from prime_rl.envs.adapter import VERSIONS
-from prime_rl.envs.worker_process import passed_on
+from prime_rl.envs.ids import VERSIONS
 from prime_rl.errors import UserError
+from prime_rl.redact import passed_on
 
 BUILD_SECONDS = 1800.0
 # What our side of a worker imports: the wire, and the token client with its renderers.
 _OURS = ("msgpack", "pyzmq", "renderers", "transformers", "tokenizers", "jinja2", "aiohttp", "huggingface-hub")
-_PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg")  # of a local directory: what it needs
 
 Env = TypeVar("Env", bound=EnvConfig)
 
@@ -70,11 +70,12 @@ def _python(env: EnvConfig) -> Path:
         if (path := _local(requirement)) is not None:  # uv runs elsewhere; edits of a directory count at once
             absolute = f"{path}{''.join(requirement.partition('[')[1:])}"
             words = ["--editable", absolute] if path.is_dir() else [absolute]
-            for file in (path, *(path / name for name in _PROJECT_FILES)):
+            for file in (path, *(path / name for name in ("pyproject.toml", "setup.py", "setup.cfg"))):
                 digest.update(file.read_bytes() if file.is_file() else b"")
         wanted += words
     digest.update("\n".join(wanted).encode())
-    target = _cache() / digest.hexdigest()[:24]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prime-rl" / "environments"
+    target = cache / digest.hexdigest()[:24]
     if not (target / "bin" / "python").exists():  # also where the interpreter that it was made with is gone
         logger.info("making the Python environment of {} in {}", env.name, target)
         try:
@@ -85,35 +86,27 @@ def _python(env: EnvConfig) -> Path:
 
 
 def _make(env: EnvConfig, wanted: Sequence[str], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent, ignore_cleanup_errors=True) as made:
-        _uv(env, made, "venv", "--relocatable", "--python", sys.executable, "venv")
-        _uv(env, made, "pip", "install", "--python", "venv/bin/python", *wanted)
-        shutil.rmtree(target, ignore_errors=True)
-        (Path(made) / "venv").rename(target)
-
-
-def _uv(env: EnvConfig, directory: str, *arguments: str) -> None:
-    """Run uv outside any project, whose settings would be taken for ours. Raises UserError."""
+    """Raises UserError, with uv's reason."""
     # A package that is built runs code of its own; uv itself needs the keys to its indexes.
     passed, _ = passed_on(os.environ, [*env.secrets, *(name for name in os.environ if name.startswith("UV_"))])
     variables = {name: value for name, value in passed.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
     where = f"environment {env.name}: its requirements {env.requirements} cannot be installed"
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        subprocess.run(
-            ["uv", "--quiet", *arguments], cwd=directory, env=variables, check=True, capture_output=True, text=True,
-            timeout=BUILD_SECONDS,
-        )  # fmt: skip
+        # Outside any project, whose settings uv would take for ours.
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent, ignore_cleanup_errors=True) as made:
+            run = partial(
+                subprocess.run, cwd=made, env=variables, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS
+            )  # fmt: skip
+            run(["uv", "--quiet", "venv", "--relocatable", "--python", sys.executable, "venv"])
+            run(["uv", "--quiet", "pip", "install", "--python", "venv/bin/python", *wanted])
+            shutil.rmtree(target, ignore_errors=True)
+            (Path(made) / "venv").rename(target)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"{where} within {BUILD_SECONDS:.0f} s") from error
     except subprocess.CalledProcessError as error:
         which = f"\n{VERSIONS}" if env.adapter != "python" and "verifiers" in error.stderr else ""
         raise UserError(f"{where}\n{error.stderr.strip()}{which}") from error
-
-
-def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "prime-rl" / "environments"
 
 
 def _local(requirement: str) -> Path | None:

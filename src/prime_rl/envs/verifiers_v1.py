@@ -158,7 +158,7 @@ def _remember_factories() -> None:
 def _env_config(setup: Setup) -> Any:
     _import(setup.env_id)
     known = set(taskset_config_type(setup.env_id).model_fields) - {"id"}
-    check_arguments(setup.env_id, setup.args, sorted(known))
+    check_arguments(setup.env_id, setup.args, known)
     taskset = {"id": setup.env_id, **setup.args}
     try:
         bare = vf.resolve_env_config({"taskset": taskset})

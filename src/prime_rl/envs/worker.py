@@ -7,6 +7,7 @@ knows which adapter it needs.
 import argparse
 import asyncio
 import contextlib
+import contextvars
 import faulthandler
 import functools
 import gc
@@ -17,8 +18,13 @@ import signal
 import sys
 import time
 import traceback
+import types
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Protocol, Self
 from weakref import WeakValueDictionary
 
 import zmq
@@ -26,13 +32,62 @@ import zmq.asyncio
 
 from prime_rl import faults, lifeline, processes
 from prime_rl.envs import protocol
-from prime_rl.envs.adapter import Adapter, load
-from prime_rl.envs.attribution import Page, attribute_steps, attributed
-from prime_rl.envs.ids import Broken, LoadError
-from prime_rl.envs.protocol import MOST_BYTES, Outcome, Setup, decode, encode
+from prime_rl.envs.ids import CLASSIC, VERSIONS, Broken, LoadError, check_version, find, kind_of
+from prime_rl.envs.protocol import MOST_BYTES, EpisodeResult, Outcome, Page, Run, Setup, decode, encode
 
 TICK_SECONDS = 0.2
+_request: contextvars.ContextVar[int] = contextvars.ContextVar("request", default=0)  # whose code runs
 MAX_THREADS = 64  # Python's own number is six on two cores: too few where some never end
+
+
+class Adapter(Protocol):
+    """A loaded environment. It serves between `__aenter__` and `__aexit__`."""
+
+    task_ids: list[str]
+    """Durable and unique, in the environment's own order."""
+    bounded: bool
+    """Whether these are all the tasks there are."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *_: object) -> None: ...
+    async def run(self, run: Run) -> EpisodeResult:
+        """One episode to its end, sampled by the server at `run.base_url`. What fails is an outcome, not an exception.
+
+        Raises:
+            Broken: this episode failed of something that every later one would fail of.
+        """
+
+
+def load(setup: Setup) -> Adapter:
+    """The environment of a setup, loaded.
+
+    Raises:
+        LoadError: it is not there, or cannot be used as it is set up.
+    """
+    check_version(setup.env_id)
+    kind = kind_of(setup.env_id) if setup.adapter == "auto" else setup.adapter
+    if kind != "verifiers" and (setup.demonstration or setup.chat):
+        wish = "demonstrated to a teacher" if setup.demonstration else "evaluated on APIs by their chat route"
+        raise LoadError(f"environment {setup.env_id!r}: tasks of {kind} environments cannot be {wish}")
+    if kind == "python":
+        from prime_rl.envs.plain import PlainEnv
+
+        return PlainEnv(setup)
+    if kind == "classic":
+        if not any(find_spec(f"verifiers.{name}") for name in ("legacy", "clients")):
+            raise LoadError(f"environment {setup.env_id!r} {CLASSIC}")
+        from prime_rl.envs.classic import ClassicEnv
+
+        return ClassicEnv(setup)
+    installed = metadata.version("verifiers")
+    if not installed.startswith("0.4."):
+        fault = "not found" if find(setup.env_id) is None else "is written for verifiers.v1"
+        raise LoadError(
+            f"environment {setup.env_id!r} {fault}: its Python environment has verifiers {installed}; {VERSIONS}"
+        )
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    return VerifiersEnv(setup)
 
 
 class _WaitTimer(selectors.DefaultSelector):
@@ -46,6 +101,48 @@ class _WaitTimer(selectors.DefaultSelector):
             return super().select(timeout)
         finally:
             self.seconds += time.monotonic() - begin
+
+
+def attributed(request: int) -> contextvars.Context:
+    """A context for the task of an episode; tasks that it starts inherit it."""
+    context = contextvars.copy_context()
+    context.run(_request.set, request)
+    return context
+
+
+def attribute_steps(loop: asyncio.AbstractEventLoop, page: Page) -> None:
+    """Have each step of attributed tasks write its request into the page."""
+
+    def make_task(loop: Any, coro: Any, context: contextvars.Context | None = None, **more: Any) -> "asyncio.Task[Any]":
+        request = (contextvars.copy_context() if context is None else context).get(_request, 0)
+        return asyncio.Task(_run(coro, request, page) if request else coro, loop=loop, context=context, **more)
+
+    loop.set_task_factory(make_task)
+
+
+async def _run(coro: Coroutine[Any, Any, Any], request: int, page: Page) -> Any:
+    return await _steps(coro, request, page)
+
+
+@types.coroutine
+def _steps(coro: Coroutine[Any, Any, Any], request: int, page: Page) -> Generator[Any, Any, Any]:
+    """Run a task's coroutine step by step. What would end the event loop fails the task."""
+    step: Callable[[Any], Any] = coro.send
+    value: Any = None
+    while True:
+        before, page.request = page.request, request
+        try:
+            awaited = step(value)
+        except StopIteration as done:
+            return done.value
+        except SystemExit as error:
+            raise RuntimeError(f"the environment's code called sys.exit({error.code!r})") from error
+        finally:
+            page.request = before
+        try:
+            step, value = coro.send, (yield awaited)
+        except BaseException as error:  # noqa: BLE001 - the coroutine's own, cancellation above all
+            step, value = coro.throw, error
 
 
 class WorkerServer:
@@ -88,16 +185,16 @@ class WorkerServer:
         while True:
             frame = await self._socket.recv()  # bounded: the next command is the pool's to give; SIGTERM ends it
             match decode(frame):
-                case protocol.Run() as run:
+                case Run() as run:
                     task = group.create_task(self._episode(env, setup.name, run), context=attributed(run.request))
                     self._running[run.request] = task
                 case protocol.Cancel(request=request):
                     if (running := self._running.get(request)) is not None:
                         running.cancel()
                 case other:
-                    raise RuntimeError(f"unexpected message {other.kind!r}")
+                    raise RuntimeError(f"unexpected message {other}")
 
-    async def _episode(self, env: Adapter, name: str, run: protocol.Run) -> None:
+    async def _episode(self, env: Adapter, name: str, run: Run) -> None:
         failed, broken = functools.partial(run.failed, name), ""
         try:
             if env.task_ids[run.task_index : run.task_index + 1] != [run.task_id]:

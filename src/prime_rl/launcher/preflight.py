@@ -8,7 +8,6 @@ from pathlib import Path
 
 from prime_rl.config.shared import ClientConfig, EnvConfig
 from prime_rl.envs import ids, venv
-from prime_rl.envs.adapter import CLASSIC
 from prime_rl.errors import UserError
 from prime_rl.importing import look_here
 from prime_rl.inference import checks
@@ -54,7 +53,7 @@ def check_environment(environment: EnvConfig) -> None:
         )
     kind = ids.kind_of(environment.id) if environment.adapter == "auto" else environment.adapter
     if kind == "classic":
-        raise UserError(f"environment {environment.id} {CLASSIC}")
+        raise UserError(f"environment {environment.id} {ids.CLASSIC}")
     try:
         ids.check_version(environment.id)
     except ids.LoadError as error:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.config import EvalConfig, OrchestratorConfig, parse
-from prime_rl.envs.adapter import load
 from prime_rl.envs.ids import LoadError, check_version, find, kind_of, module_name, unique
 from prime_rl.envs.protocol import Setup
+from prime_rl.envs.worker import load
 
 
 @pytest.fixture
@@ -98,12 +97,3 @@ def test_kinds_that_are_not_for_the_installed_verifiers(tmp_path: Path, monkeypa
     wrong = r"'new-env' is written for verifiers\.v1: .* has verifiers 0\.3\.1; .*v1 with 0\.4\.0 alone"
     with pytest.raises(LoadError, match=wrong):
         load(Setup("new-env", "new-env", {}, "model", "auto", "info"))
-
-
-@pytest.mark.parametrize("listed", [["a,owner/b@1.0"], ["a", "owner/b@1.0"], ["a,", "owner/b@1.0"]])
-def test_ids_on_the_command_line(listed: list[str]) -> None:
-    """Lists with commas or blanks; an `@` within an id is not a config file's."""
-    config = parse(EvalConfig, ["--environment-ids", *listed], {})
-    assert [env.id for env in config.environments] == ["a", "owner/b@1.0"]
-    orchestrator = parse(OrchestratorConfig, ["--environment.id", "owner/b@1.0"], {})
-    assert orchestrator.environments[0].id == "owner/b@1.0"

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from fake_engine import FakeEngine, assert_exact, make_tokenizer
 
-from prime_rl.envs.adapter import load
 from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
+from prime_rl.envs.worker import load
 
 GUESS = Path(__file__).parents[2] / "support" / "envs" / "guess"
 HEAD = "tasks = [{'id': 'one', 'prompt': 'Say a.', 'system_prompt': 's', 'answer': 'a'}]\n"
@@ -207,7 +207,7 @@ def test_imports_little(model: Path) -> None:
     """A worker of a plain environment holds neither verifiers nor torch nor transformers; what imports transformers later has it with torch."""
     code = (
         f"import sys; sys.path.insert(0, {str(GUESS)!r})\n"
-        "from prime_rl.envs.adapter import load\nfrom prime_rl.envs.protocol import Setup\n"
+        "from prime_rl.envs.worker import load\nfrom prime_rl.envs.protocol import Setup\n"
         f"load(Setup('guess', 'guess', {{}}, {str(model)!r}, 'auto', 'info'))\n"
         "print(sorted({'verifiers', 'torch', 'transformers'} & set(sys.modules)))\n"
         "from transformers.utils.import_utils import is_torch_available\nprint(is_torch_available())"

@@ -1,12 +1,9 @@
 """The wire: every message survives it unchanged, and nothing else gets in."""
 
-import contextlib
 from array import array
 
 import msgpack
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prime_rl.envs import protocol
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, ProtocolError, Result, SampleTokens, decode, encode
@@ -37,7 +34,7 @@ MESSAGES: list[protocol.Message] = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_round_trip(message: protocol.Message) -> None:
     """What is decoded equals what was encoded, floats to the last bit, outcomes as outcomes."""
     assert decode(encode(message)) == message
@@ -46,19 +43,13 @@ def test_round_trip(message: protocol.Message) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        {"kind": "nonsense"}, {"request": 1}, {"kind": "cancel"}, {"kind": "cancel", "request": 1, "more": 2},
-        {"kind": "result", "request": 1, "episode": None}, {"kind": ["cancel"], "request": 1}, [1, 2], "cancel",
-        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "samples": [], "outcome": "great"}},
+        {"kind": "nonsense"}, {"request": 1}, {"kind": "Cancel"}, {"kind": "Cancel", "request": 1, "more": 2},
+        {"kind": "Result", "request": 1, "episode": None}, {"kind": ["Cancel"], "request": 1}, [1, 2], "Cancel",
+        {"kind": "Result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "samples": [], "outcome": "great"}},
     ],
 )  # fmt: skip
 def test_foreign_messages_are_refused(data: object) -> None:
     """Unknown kinds and outcomes, missing or unknown fields (another version's): ProtocolError."""
-    with pytest.raises(ProtocolError):
-        decode(msgpack.packb(data))
-
-
-@given(st.binary(max_size=200))
-def test_garbage_is_refused(frame: bytes) -> None:
-    """No bytes can raise anything but ProtocolError."""
-    with contextlib.suppress(ProtocolError):
-        decode(frame)
+    for frame in (msgpack.packb(data), msgpack.packb(data)[:-1], b"\xc1\xff"):
+        with pytest.raises(ProtocolError):
+            decode(frame)

@@ -96,14 +96,14 @@ def test_local_package(calls: Path, package: Path) -> None:
     assert prepared("./my_env[extra]") != first
 
 
-def test_uv_says_why(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_says_why(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reason, with the environment's name; nothing is left behind, and the next try tries again."""
     monkeypatch.setenv("UV_FAILS", "  ╰─▶ Because nope was not found")
     with pytest.raises(UserError) as caught:
         prepared("nope", name="mine")
     assert "environment mine: its requirements ['nope'] cannot be installed\n╰─▶ Because nope" in str(caught.value)
     assert "verifiers" not in str(caught.value)
-    assert not list(venv._cache().iterdir())
+    assert not list((tmp_path / "cache" / "prime-rl" / "environments").iterdir())
     monkeypatch.setenv("UV_FAILS", "  ╰─▶ Because my-env depends on verifiers<0.1.10")
     with pytest.raises(UserError, match=r"run with verifiers 0\.1\.11 to 0\.3\.1, those of verifiers.v1 with 0\.4\.0"):
         prepared("nope", name="mine")

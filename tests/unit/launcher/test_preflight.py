@@ -63,7 +63,7 @@ def test_environments() -> None:
     refused: dict[str, dict[str, Any]] = {
         r"no-such-env is not installed .*prime env install no-such-env": {"id": "no-such-env"},
         "no Python interpreter": {"id": "elsewhere", "python": "/nonexistent/python"},
-        r"asks for version 9\.9, but no package of its name is installed": {"id": "owner/reverse-text@9.9"},
+        r"asks for version 9\.9, and no package of its name is installed": {"id": "owner/reverse-text@9.9"},
         "requirements: ./nowhere does not exist": {"id": "elsewhere", "requirements": ["./nowhere"]},
         r"written for the classic verifiers API.*requirements": {"id": "reverse-text", "adapter": "classic"},
     }
