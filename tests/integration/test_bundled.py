@@ -106,7 +106,6 @@ def _cheat(prompt: str) -> str:
     ("task", "reply", "turns", "chips"),
     [
         (0, _caller, {"player_1": [0], "player_2": [1]}, -2.0),  # JQ-1
-        (7, _caller, {"player_2": [0], "player_1": [1]}, -2.0),  # QK-2
         (11, _folder, {"player_2": [0, 2], "player_1": [1]}, 1.0),  # KQ-2: the opener speaks twice and loses its ante
         (1, _cheat, {"player_2": [0]}, 2.0),  # JQ-2: who opens with nonsense loses; the other never spoke
     ],

@@ -86,59 +86,41 @@ async def test_calls_are_answered(desk: Any, engine: FakeEngine) -> None:
     roles = [ROLES[role] for role, _ in itertools.groupby(sample.roles or b"")]
     assert roles == ["user", "assistant", "tool", "assistant"]
     assert (result.num_turns, result.reward) == (2, 2.0)
-    assert {name: result.metrics[name] for name in ("tool_calls", "malformed_tool_calls")} == {
-        "tool_calls": 2.0,
-        "malformed_tool_calls": 0.0,
-    }
+    assert (result.metrics["tool_calls"], result.metrics["malformed_tool_calls"]) == (2.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
         ('<tool_call>\n{"name": "desk_add", "arguments": {"a": 1,}}\n</tool_call>', "it is no JSON, or has no name"),
-        ('<tool_call>\n{"name": "desk_clear", "arguments": {}}', "it is no JSON, or has no name or no end"),
         (call("desk_subtract", a=1), "there is no tool 'desk_subtract' (tools: desk_add, desk_divide"),
         ('<tool_call>\n{"name": "desk_add", "arguments": [1]}\n</tool_call>', "its arguments are no JSON object"),
+        (call("desk_divide", a=1, b=0), "division by zero"),
+        (call("desk_add", b=1), "Field required"),
     ],
 )
-async def test_malformed_calls_are_the_models_fault(desk: Any, engine: FakeEngine, said: str, answer: str) -> None:
+async def test_bad_calls_are_the_models_fault(desk: Any, engine: FakeEngine, said: str, answer: str) -> None:
     """The model is told, the conversation goes on, and it is counted; what it sampled is trained on as it is."""
     script(engine, [said, "Sorry."])
     result = await run(desk, engine)
     assert result.ok, result.message
-    assert f"tool: Error: the call cannot be made: {answer}" in result.completion
-    assert (result.num_turns, result.metrics["malformed_tool_calls"]) == (2, 1.0)
+    assert answer in result.completion
+    malformed = "Error: the call cannot be made" in result.completion
+    assert (result.metrics["malformed_tool_calls"], result.metrics["failed_tool_calls"]) == (malformed, not malformed)
     assert_exact(*result.samples, engine.exchanges)
 
 
-@pytest.mark.parametrize(
-    ("said", "answer"),
-    [
-        (call("desk_divide", a=1, b=0), "division by zero"),
-        (call("desk_add", a="two"), "Input should be a valid integer"),
-        (call("desk_add", b=1), "Field required"),
-    ],
-)
-async def test_a_tool_that_raises_tells_the_model(desk: Any, engine: FakeEngine, said: str, answer: str) -> None:
-    """Its error, also about its arguments, is the result of the call."""
-    script(engine, [said, "Oh."])
-    result = await run(desk, engine)
-    assert result.ok, result.message
-    assert answer in result.completion
-    assert (result.metrics["malformed_tool_calls"], result.metrics["failed_tool_calls"]) == (0.0, 1.0)
-
-
 async def test_what_hangs_or_dies(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that takes too long is told to the model; one that blocks or dies costs the episode, and the worker."""
+    """A call that takes too long is told to the model. A server that it blocked costs the next episode, one that died
+    its own, and the worker."""
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     monkeypatch.setattr(tools, "CALL_SECONDS", 1.0)
     async with VerifiersEnv(setup(engine, "env-desk")) as env:
-        script(engine, [call("desk_wait", seconds=300), "Too slow."])
+        script(engine, [call("desk_stall"), "Too slow."])
         result = await run(env, engine)
         assert result.ok, result.message
         assert "Error: no result within 1 seconds" in result.completion
-        script(engine, [call("desk_stall"), "Never said."])
         monkeypatch.setattr(tools, "CONNECT_SECONDS", 0.5)
         with pytest.raises(Broken, match="tool servers desk do not list their tools: "):
             await run(env, engine)
@@ -153,16 +135,10 @@ async def test_a_server_of_each_episode(engine: FakeEngine) -> None:
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     async with VerifiersEnv(setup(engine, "env-pad")) as env:
-        script(engine, [call("word") + call("shout", text="a"), "Done."])
+        script(engine, [call("word"), "Done."])
         result = await run(env, engine)
     assert result.ok, result.message
-    assert result.completion.splitlines() == [
-        "assistant: word({})",
-        'shout({"text": "a"})',
-        "tool: hello",
-        "tool: A",
-        "assistant: Done.",
-    ]
+    assert result.completion.splitlines() == ["assistant: word({})", "tool: hello", "assistant: Done."]
 
 
 async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:

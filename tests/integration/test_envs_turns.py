@@ -66,17 +66,8 @@ async def test_branched_prompts_are_the_templates(model: Path) -> None:
         expected = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert engine.exchanges[1].prompt == expected
     assert trained(result.samples) == sampled(engine)
-    assert sum(sum(role == ROLES.index("user") for role in one.roles or b"") > 0 for one in result.samples) == 3
     users = [sum(role == ROLES.index("user") for role in one.roles or b"") for one in result.samples]
     assert max(users) <= users[0] + 2  # none tells again what an earlier one told
-
-
-async def test_max_turns(model: Path) -> None:
-    """The conversation ends with as many replies, is judged, and is marked."""
-    async with world(model, max_turns=2) as (engine, env):
-        result = await run(engine, env)
-    assert (result.ok, result.num_turns, result.reward, result.is_truncated) == (True, 2, 2.0, True), result.message
-    assert len(engine.exchanges) == 2
 
 
 async def test_a_full_context_stops(model: Path) -> None:
@@ -111,9 +102,6 @@ async def test_a_task_longer_than_the_context(model: Path) -> None:
         assert str(length) in result.message
     async with world(model, args={"words": ["x" * 300]}, context=length) as (engine, env):
         assert (await run(engine, env, max_tokens=None)).outcome is Outcome.PROMPT_TOO_LONG
-    async with world(model, args={"words": ["x" * 300]}, context=length + 1) as (engine, env):
-        result = await run(engine, env, max_tokens=None)
-        assert (result.ok, len(engine.exchanges[0].completion)) == (True, 1), result.message
 
 
 @pytest.mark.parametrize("settings", [{}, {"trajectories": "branched"}, {"max_turns": 1}])

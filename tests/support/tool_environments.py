@@ -20,13 +20,6 @@ class Desk(vf.Toolset[vf.SharedToolsetConfig, Count]):
         return a / b
 
     @vf.tool
-    async def wait(self, seconds: float) -> str:
-        \"\"\"Waits.\"\"\"
-        import asyncio
-        await asyncio.sleep(seconds)
-        return "waited"
-
-    @vf.tool
     def stall(self) -> str:
         \"\"\"Blocks the server.\"\"\"
         time.sleep(600)
@@ -47,11 +40,6 @@ class Pad(vf.Toolset[vf.ToolsetConfig, vf.State]):
     def word(self) -> str:
         \"\"\"The task.\"\"\"
         return self.text
-
-    @vf.tool
-    def shout(self, text: str) -> str:
-        \"\"\"In capitals.\"\"\"
-        return text.upper()
 
 if __name__ == "__main__":
     (Pad if os.environ.get("VF_STATE_URL") else Desk).run()

@@ -1,7 +1,7 @@
-"""Classic verifiers environments (`load_environment(**args)`), as verifiers 0.1.11 to 0.3.1 run them.
+"""Classic verifiers environments (`load_environment(**args)`), as verifiers 0.3.1 runs them.
 
-Imported in a worker whose Python environment holds one of these; what needs nothing of it is in `conversation`. The
-model is asked by our own client: what is trained on is what it sent and got, of those replies in the trajectory.
+Imported in a worker whose Python environment holds it; what needs nothing of it is in `conversation`. The model is asked
+by our own client: what is trained on is what it sent and got, of those replies in the trajectory.
 
 Rubrics score one episode. Functions that score a group of them (`states`, `completions`, …) are refused: the episodes of
 a group may run at different times and in different workers. A function that raises scores 0, as verifiers has it, if its
@@ -10,7 +10,6 @@ weight is 0, and else fails its episode.
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +21,10 @@ from prime_rl.envs.conversation import CallFailed, ContextFull, Conversation, En
 from prime_rl.envs.convert import Message, Turn, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 
-_ROOT = "verifiers.legacy" if importlib.util.find_spec("verifiers.legacy") else "verifiers"  # before 0.3.1
-errors, types = (importlib.import_module(f"{_ROOT}.{name}") for name in ("errors", "types"))
-ClassicClient: Any = importlib.import_module(f"{_ROOT}.clients.client").Client
-MultiTurnEnv: Any = importlib.import_module(f"{_ROOT}.envs.multiturn_env").MultiTurnEnv
+# By name: verifiers 0.4, with which our own types are checked, does not have them.
+errors, types = (importlib.import_module(f"verifiers.legacy.{name}") for name in ("errors", "types"))
+ClassicClient: Any = importlib.import_module("verifiers.legacy.clients.client").Client
+MultiTurnEnv: Any = importlib.import_module("verifiers.legacy.envs.multiturn_env").MultiTurnEnv
 
 # What reward functions raised in the episode that is being scored.
 _RAISED: ContextVar[list[str]] = ContextVar("raised")
@@ -119,8 +118,7 @@ class ClassicEnv:
         result.reward = float(output["reward"] or 0.0)
         result.prompt, result.completion = _text(output["prompt"]), _text(output["completion"])
         for ours, theirs in (("setup", "setup"), ("agent", "generation"), ("scoring", "scoring")):
-            if theirs in output["timing"]:  # since verifiers 0.1.14
-                result.timing[ours] = float(output["timing"][theirs]["duration"])
+            result.timing[ours] = float(output["timing"][theirs]["duration"])
         if (error := state.get("error")) is not None:
             result.outcome, result.message = Outcome.ERRORED, ids.report(error.__cause__ or error)
         elif state.get("timed_out"):

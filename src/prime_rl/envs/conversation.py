@@ -287,9 +287,8 @@ class EngineConnection:
             except APIStatusError as error:
                 if error.status_code not in _NOT_PASSED_ON:
                     raise
-        reply = await self._request("POST", url, body, headers)
-        self._own_route = self._own_route and not own  # a router: it answered there, and not here
-        return reply
+                self._own_route = False  # a router
+        return await self._request("POST", url, body, headers)
 
     async def close(self) -> None:
         await self._session.close()

@@ -98,19 +98,10 @@ def _sample(turns: Sequence[Turn], path: list[int], used: Collection[int]) -> Sa
         if number not in used:
             mask[start:end] = b"\1" * (end - start)
             logprobs[start:end] = turn.logprobs
-            new = max([begin, repeated, *(_shared(turn.prompt_ids, turns[one].ids) for one in used)])
+            new = max(begin, repeated)
             roles[new:end] = turn.roles[new:] + reply * len(turn.completion_ids)
     prompt_len = repeated or len(first.prompt_ids)
     return SampleTokens(array("i", ids), bytes(mask), array("f", logprobs), prompt_len, reward=0.0, roles=bytes(roles))
-
-
-def _shared(ids: list[int], other: list[int]) -> int:
-    """How many tokens two sequences have in common at their beginning."""
-    low, high = 0, min(len(ids), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if ids[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
 
 
 def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]] | None) -> EpisodeResult:

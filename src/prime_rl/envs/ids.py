@@ -21,10 +21,10 @@ from typing import Any, Literal
 import prime_rl
 
 Kind = Literal["verifiers", "classic", "python"]
-VERSIONS = "classic environments run with verifiers 0.1.11 to 0.3.1, those of verifiers.v1 with 0.4.0 alone"
+VERSIONS = "classic environments run with verifiers 0.3.1, those of verifiers.v1 with 0.4.0 alone"
 CLASSIC = (
     'is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and `requirements`, the '
-    "packages of a Python environment of its own with verifiers 0.1.11 to 0.3.1"
+    "packages of a Python environment of its own with verifiers 0.3.1"
 )
 _REPORTED: set[str] = set()
 

@@ -28,13 +28,14 @@ Whatever `rollout` raises is the outcome of that episode. It runs in the worker'
 `asyncio.to_thread`.
 """
 
+import contextlib
 import copy
 import hashlib
 import inspect
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Self
@@ -74,8 +75,7 @@ class Chat:
         self.replies: list[Reply] = []
         self.metrics: dict[str, float] = {}
         self.tools: list[dict[str, Any]] | None = tools
-        self.over = ""
-        """Why the conversation is over ("": it is not)."""
+        self.over = False
         self._conversation = conversation
         self._max_turns = max_turns
 
@@ -89,14 +89,13 @@ class Chat:
         self.messages = [*self.messages, *new]
         if not self.messages:
             raise ValueError("nothing has been said: the task has no prompt, and `chat` was called without text")
-        if self._max_turns and len(self.replies) >= self._max_turns:
-            self.over = f"max_turns ({self._max_turns}) are used up"
+        self.over = self.over or bool(self._max_turns and len(self.replies) >= self._max_turns)
         if self.over:
             return None
         try:
             turn = await self._conversation.reply(self.messages, self.tools)
         except ContextFull:
-            self.over = "the model's context is full"
+            self.over = True
             return None
         self.messages = [*self.messages, turn.message]
         self.replies.append(_reply(turn))
@@ -136,12 +135,12 @@ class PlainEnv:
         try:
             returned = await self._rollout(task, chat)
         except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
-            after = f" (after the conversation was over: {chat.over})" if chat.over else ""
+            after = " (after the conversation was over: see max_turns and the model's context)" if chat.over else ""
             result.outcome, result.message = Outcome.ERRORED, f"{ids.report(error)}{after}"
         else:
             _judge(result, returned, chat.metrics)
         result.timing = {"agent": time.monotonic() - begun}
-        result.is_truncated = bool(chat.over)
+        result.is_truncated = chat.over
         result.prompt, result.completion = text_of(chat.messages[:first]), text_of(chat.messages[first:])
         conversation.finish(result, setup)
         return result
@@ -170,12 +169,9 @@ def _parts(module: Mapping[str, Any], setup: Setup) -> tuple[Callable[..., Any],
     if not inspect.iscoroutinefunction(rollout):
         raise ids.LoadError(f"{env} needs `async def rollout(task, chat)`")
     try:
-        rows = tasks(**setup.args) if callable(tasks) else tasks
-        loaded = list(itertools.islice(rows, MAX_TASKS + 1)) if isinstance(rows, Iterable) else None
+        loaded = list(itertools.islice(tasks(**setup.args) if callable(tasks) else tasks or (), MAX_TASKS + 1))
     except Exception as error:
-        raise ids.LoadError(f"{env} failed to load: {ids.describe(error)}") from error
-    if loaded is None:
-        raise ids.LoadError(f"{env}: `tasks` is to be a list of tasks, or a function that gives them")
+        raise ids.LoadError(f"{env}: `tasks` gives no tasks: {ids.describe(error)}") from error
     if not 0 < len(loaded) <= MAX_TASKS:
         raise ids.LoadError(f"{env} has {f'more than {MAX_TASKS}' if loaded else 'no'} tasks")
     for number, task in enumerate(loaded):
@@ -196,14 +192,9 @@ def _key(env_id: str, task: Mapping[str, Any]) -> str:
 def _reply(turn: Turn) -> Reply:
     calls = []
     for call in turn.tool_calls:
-        arguments: Any = {}
-        problem = "" if call.status == "ok" else str(call.status)
-        if not problem:
-            try:
-                arguments = parsed_json(arguments_of(call))
-            except ValueError:
-                problem = "invalid_json"
-            if not isinstance(arguments, dict):
-                arguments, problem = {}, problem or "arguments are no object"
-        calls.append(ToolCall(call.id or "", call.name or "", arguments, problem))
+        arguments: Any = None
+        with contextlib.suppress(ValueError):
+            arguments = parsed_json(arguments_of(call)) if call.status == "ok" else None
+        problem = str(call.status) if call.status != "ok" else "" if isinstance(arguments, dict) else "invalid_json"
+        calls.append(ToolCall(call.id or "", call.name or "", {} if problem else arguments, problem))
     return Reply(turn.message["content"], turn.message.get("reasoning_content", ""), calls, turn.is_truncated)

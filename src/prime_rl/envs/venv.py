@@ -57,10 +57,10 @@ def _python(env: EnvConfig) -> Path:
     check(env)
     own = importlib.metadata.version("verifiers")
     verifiers = {  # the newest that the environment's own package allows, of those that our adapters run
-        "classic": ["verifiers>=0.1.11,<=0.3.1"],
+        "classic": ["verifiers==0.3.1"],
         "python": [],
         "verifiers": [f"verifiers=={own}"],
-        "auto": [f"verifiers>=0.1.11,<={own}"],
+        "auto": [f"verifiers>=0.3.1,<={own}"],
     }[env.adapter]
     # In the versions of this interpreter: all kinds of environments make the same tokens of a conversation.
     wanted = [*verifiers, *(f"{package}=={importlib.metadata.version(package)}" for package in _OURS)]

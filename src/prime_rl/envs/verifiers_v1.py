@@ -35,12 +35,7 @@ from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskset_config_type
 
 from prime_rl.envs.chat import PatientClient, chat_config
-from prime_rl.envs.conversation import (
-    EngineClient,
-    PromptRefused,
-    arguments_of,
-    request_settings,
-)
+from prime_rl.envs.conversation import EngineClient, PromptRefused, arguments_of, request_settings
 from prime_rl.envs.convert import CONTEXT_FULL, Message, classify, convert, opening
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup

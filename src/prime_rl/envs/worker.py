@@ -74,7 +74,7 @@ def load(setup: Setup) -> Adapter:
 
         return PlainEnv(setup)
     if kind == "classic":
-        if not any(find_spec(f"verifiers.{name}") for name in ("legacy", "clients")):
+        if find_spec("verifiers.legacy") is None:
             raise LoadError(f"environment {setup.env_id!r} {CLASSIC}")
         from prime_rl.envs.classic import ClassicEnv
 

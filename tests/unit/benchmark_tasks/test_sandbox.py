@@ -50,18 +50,6 @@ def test_no_network() -> None:
         assert "Operation not permitted" in ran.message
 
 
-def test_the_namespace_alone_keeps_the_network_away(tmp_path: Path) -> None:
-    """Contract: without the filter of calls, too."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        code = (
-            f"import os, socket\nfrom benchmark_tasks import jail\njail.enter_namespaces({str(tmp_path)!r}, 1, [])\n"
-            f"print(socket.socket().connect_ex(('127.0.0.1', {port})))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() not in ("", "0"), done.stderr
-
-
 STARTERS = [
     "import os\nwhile True: os.fork()",
     "import subprocess\nsubprocess.Popen(['sleep', '600'])",
@@ -221,15 +209,6 @@ def test_without_isolation_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert "MemoryError" in sandbox.run("x = bytearray(1 << 30)", "", LIMITS, unsafe=True).message
     finally:
         sandbox.check.cache_clear()
-
-
-def test_a_program_cannot_blame_the_jail() -> None:
-    """Contract: whatever it exits with and writes, it is the program that failed."""
-    program = (
-        "import os, sys\nfor fd in range(3, 64):\n  try: os.write(fd, b'no namespaces')\n  except OSError: pass\n"
-        "print('unshare: Operation not permitted', file=sys.stderr)\nsys.exit({})"
-    )
-    assert {run(program.format(status)).ended for status in (1, 113, 127, 255)} == {Ended.FAILED}
 
 
 @pytest.mark.parametrize("machine", sorted(jail.CALLS))

@@ -36,10 +36,7 @@ def test_problems_are_within_bounds() -> None:
     ("settings", "message"),
     [
         ({"split": "test"}, "split must be 'train' or 'eval', not 'test'"),
-        ({"by": "middle"}, "by must be 'first', 'last' or 'both', not 'middle'"),
-        ({"n": 0}, "num_tasks must be at least 1, not 0"),
         ({"min_turns": 4}, "need 1 <= min_turns <= max_turns, not 4 and 3"),
-        ({"min_names": 1}, "need 2 <= min_names <= max_names, not 1 and 4"),
         ({"max_turns": 30}, "30 turns of 4 names are more than 80 people: lower max_turns or max_names"),
     ],
 )
@@ -47,14 +44,6 @@ def test_nonsense_is_refused(settings: dict[str, Any], message: str) -> None:
     """Settings that make no sense are named."""
     with pytest.raises(ValueError, match=message):
         problems(**{"split": "train", "n": 3, **settings})
-
-
-def test_turns() -> None:
-    """What is asked, and what is right."""
-    assert PROBLEM.message(0) == "Sort by last name:\nAda Wolf\nBruno Abbot"
-    assert PROBLEM.message(1) == "Add these and sort everyone by last name again:\nClara Quinn"
-    assert PROBLEM.truth(1) == ["Bruno Abbot", "Clara Quinn", "Ada Wolf"]
-    assert Problem("first", PROBLEM.turns).truth(1) == ["Ada Wolf", "Bruno Abbot", "Clara Quinn"]
 
 
 def test_parse() -> None:

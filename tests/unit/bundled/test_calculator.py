@@ -4,39 +4,25 @@ import json
 import subprocess
 import sys
 from fractions import Fraction
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from calculator.arithmetic import ArithmeticRefused, calculate, evaluate
-from calculator.data import TEMPLATES, Problem, parse, problems
+from calculator.arithmetic import ArithmeticRefused, calculate
+from calculator.data import parse, problems
 
 
 def test_splits() -> None:
-    """Train and eval are disjoint whatever the seeds; settings that make no sense are named."""
-    ids = [{problem.id for seed in range(5) for problem in problems(split, 200, seed)} for split in ("train", "eval")]
+    """Train and eval are disjoint whatever the seeds, answers are as Python computes them; nonsense is refused."""
+    found = [[problem for seed in range(5) for problem in problems(split, 200, seed)] for split in ("train", "eval")]
+    ids = [{problem.id for problem in half} for half in found]
     assert not ids[0] & ids[1]
+    assert all(problem.answer == eval(problem.expression) >= 0 for half in found for problem in half)
     with pytest.raises(ValueError, match="split must be 'train' or 'eval', not 'test'"):
         problems("test", 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_tasks must be from 1 to 100000"):
         problems("eval", 10**9)
-
-
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
-def test_answers_make_sense(template: Any) -> None:
-    """Also at the ends of the ranges: whole, not negative, as Python computes it, and every number is in the text."""
-    lows, highs = zip(*template.ranges, strict=True)
-    corners = [lows, highs] + [
-        tuple(highs[j] if j == i else lows[j] for j in range(len(lows))) for i in range(len(lows))
-    ]
-    for numbers in corners:
-        problem = Problem(template, numbers)
-        assert problem.answer == eval(problem.expression)
-        assert problem.answer >= 0
-        assert all(str(number) in problem.text for number in numbers)
-        assert "{" not in problem.text
 
 
 def test_parse() -> None:
@@ -111,14 +97,3 @@ def test_work_is_bounded() -> None:
         "  except ArithmeticRefused: pass\n"
     )
     assert subprocess.run([sys.executable, "-c", code], input=json.dumps(HUGE), text=True, timeout=120).returncode == 0
-
-
-@settings(max_examples=300)
-@given(st.text("0123456789.+-*/%() eE", max_size=60))
-def test_any_text_has_a_value_or_a_reason(expression: str) -> None:
-    """No other exception, and no number that is too large, comes out."""
-    try:
-        value = evaluate(expression)
-    except ArithmeticRefused:
-        return
-    assert max(abs(value.numerator), value.denominator) < 2**512

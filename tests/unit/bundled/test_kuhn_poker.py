@@ -2,7 +2,7 @@
 
 import itertools
 
-from kuhn_poker.game import BET, DEALS, PASS, Deal, is_over, message, parse, payoff, play
+from kuhn_poker.game import BET, DEALS, PASS, Deal, is_over, parse, payoff, play
 
 # Who wins what at each end, by position: "showdown" by the card, else the position that the other folded to.
 ENDS = {"pp": ("showdown", 1), "pbb": ("showdown", 2), "bb": ("showdown", 2), "bp": (0, 1), "pbp": (1, 1)}
@@ -50,11 +50,3 @@ def test_illegal_moves_lose() -> None:
     for history, word in itertools.product(("", "p", "b", "pb"), ("check", "bet", "fold", "call")):
         legal = (word in ("fold", "call")) == history.endswith("b")
         assert (parse(f"<move>{word.upper()}</move>", history) is not None) == legal
-
-
-def test_messages() -> None:
-    """A player learns its card, its turn, what the other did and what it may do; never the other's card."""
-    assert message("Q", "") == "Your card is Q. You act first. check or bet?"
-    assert message("Q", "p") == "Your card is Q. You act second. Your opponent checks. check or bet?"
-    assert message("Q", "b") == "Your card is Q. You act second. Your opponent bets. fold or call?"
-    assert message("Q", "pb") == "Your opponent bets. fold or call?"

@@ -60,14 +60,6 @@ async def test_what_another_try_does_not_change_is_told_at_once():
     assert await refused(lambda *_: quota) == (402, 1)
 
 
-async def test_a_lost_connection_is_tried_as_often():
-    async with ChatApi() as api:
-        pass
-    with pytest.raises(ProviderError) as told:  # nobody listens there any more
-        await ask(api)
-    assert told.value.status_code == 503
-
-
 async def test_what_the_api_asks_to_wait_is_waited_for(monkeypatch):
     """Contract: at least `Retry-After`; an API that asks for more than two minutes is not waited for."""
     pauses = []

@@ -73,7 +73,7 @@ def test_kinds_need_their_own(calls: Path, monkeypatch: pytest.MonkeyPatch) -> N
     code of its own: it gets the keys that the environment was promised, and uv those of its indexes."""
     for name in ("OPENAI_API_KEY", "HF_TOKEN", "UV_INDEX_OURS_PASSWORD", "USEFUL"):
         monkeypatch.setenv(name, "s3cret")
-    wanted = {"auto": ">=0.1.11,<=0.4.0 ", "verifiers": "==0.4.0 ", "classic": ">=0.1.11,<=0.3.1 "}
+    wanted = {"auto": ">=0.3.1,<=0.4.0 ", "verifiers": "==0.4.0 ", "classic": "==0.3.1 "}
     places = {prepared("x", adapter=adapter, secrets=["HF_TOKEN"]) for adapter in (*wanted, "python")}
     asked = [line for line in calls.read_text().splitlines() if line.startswith("pip")]
     assert len(places) == len(asked) == 4
@@ -105,7 +105,7 @@ def test_uv_says_why(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "verifiers" not in str(caught.value)
     assert not list((tmp_path / "cache" / "prime-rl" / "environments").iterdir())
     monkeypatch.setenv("UV_FAILS", "  ╰─▶ Because my-env depends on verifiers<0.1.10")
-    with pytest.raises(UserError, match=r"run with verifiers 0\.1\.11 to 0\.3\.1, those of verifiers.v1 with 0\.4\.0"):
+    with pytest.raises(UserError, match=r"run with verifiers 0\.3\.1, those of verifiers.v1 with 0\.4\.0"):
         prepared("nope", name="mine")
     monkeypatch.setenv("UV_FAILS", "")
     assert Path(prepared("nope")).exists()

@@ -87,7 +87,6 @@ TRAINED: dict[str, Case] = {
     # Of an assistant's message content and end of turn, no header and no line break after it; none of a prompt.
     "messages": (CHATML, {"messages": [SYSTEM, *ONCE["messages"]]}, "<system/S>/<user/a>/<assistant/[b>]"),
     "turns": (CHATML, TWICE, "<user/a>/<assistant/[b>]/<user/c>/<assistant/[d>]"),
-    "lists": (CHATML, {"prompt": [user("Hi")], "completion": [assistant("Yo")]}, "<user/Hi>/<assistant/[Yo>]"),
     "text": (CHATML, {"prompt": "Hi", "completion": "Yo"}, "<user/Hi>/<assistant/[Yo>]"),
     "mixed": (CHATML, {"prompt": [user("Hi")], "completion": "Yo"}, "<user/Hi>/<assistant/[Yo>]"),
     "of a completion": (
@@ -101,7 +100,6 @@ TRAINED: dict[str, Case] = {
     "nothing": (CHATML, ONCE, "", {"assistant": False}),
     # Without a template prompt and completion are joined.
     "plain": (None, PLAIN, "1 + 1 =[ 2>]"),
-    "plain, nothing": (None, PLAIN, "1 + 1 = 2>", {"assistant": False}),
     # Calls from objects or JSON, beside the nulls of a columnar store.
     "calls": (TINY, answered({"x": 1}, None), ANSWERED),
     "JSON calls": (TINY, answered('{"x": 1}') | {"tools": '[{"name": "f"}]'}, ANSWERED),
@@ -155,14 +153,13 @@ def test_renderers_of_the_package(tmp_path: Path) -> None:
         (STARTS_ALONE, ONCE, "ends message 1 .* with no token at which servers stop"),
         (THINKS, ONCE, r"message 1 \(assistant\) cannot be trained in the context that inference sees"),
         (None, {"messages": [user("a")]}, "has no chat template, which rows of messages need"),
-        (None, {"prompt": [user("a")], "completion": "b"}, "has no chat template, which rows of messages need"),
         # Malformed rows
-        (CHATML, {"messages": "a"}, "`messages` is 'a'; needed"),
-        (CHATML, {"messages": []}, r"`messages` is \[\]; needed"),
+        (CHATML, {"messages": "a"}, "`messages` is 'a', not a list of messages; fine-tuning needs"),
+        (CHATML, {"messages": []}, r"`messages` is \[\], not a list"),
         (CHATML, {"prompt": None, "completion": "b"}, "`prompt` is None"),
         (CHATML, {"messages": [{"content": "a"}]}, "`messages`, message 0.role: Field required"),
         (CHATML, {"messages": [{"role": "user"}]}, "neither `content` nor `tool_calls`"),
-        (CHATML, {"messages": [assistant("", tool_calls=[{"arguments": {}}])]}, "function.name: Field required"),
+        (CHATML, {"messages": [assistant("", tool_calls=[{"arguments": {}}])]}, "function: Field required"),
         (CHATML, calling("{a:"), "function.arguments.* Invalid JSON"),
         (CHATML, {"messages": [user([{"type": "image"}])]}, "0.content: Input should be a valid string"),
         (CHATML, {"messages": [user("a")], "tools": "{"}, "`tools` is text but not JSON"),

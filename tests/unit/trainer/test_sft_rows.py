@@ -41,11 +41,11 @@ def test_splits(tmp_path: Path) -> None:
     rows would be trained on. So is a subset of anything local."""
     path = str(store("splits", tmp_path))
     assert len(load_rows(SFTData(name=path, split="test"))) == 1
-    assert "no split 'validation'; it has train, test" in refused(path, split="validation")
+    assert "of splits only train, test: see" in refused(path, split="validation")
     for kind in ("jsonl", "saved"):
         path = str(store(kind, tmp_path / kind))
-        assert "data.split 'test': " in refused(path, split="test")
-        assert "data.subset 'en' chooses within a dataset of the hub" in refused(path, subset="en")
+        for more in ({"split": "test"}, {"subset": "en"}):
+            assert "has no subsets, and of splits only train" in refused(path, **more)
 
 
 def test_tool_arguments_stay_apart(tmp_path: Path) -> None:

@@ -73,18 +73,14 @@ def check_columns(row: Row, name: str) -> None:
 def _load_local(path: Path, config: SFTData) -> "list[Row] | Dataset":
     from datasets import Dataset, DatasetDict, load_from_disk
 
-    if config.subset is not None:
-        raise UserError(f"data.subset {config.subset!r} chooses within a dataset of the hub, and {path} is a local one")
+    saved: Any = load_from_disk(str(path)) if path.is_dir() else None
+    splits = list(saved) if isinstance(saved, DatasetDict) else [SFTData.model_fields["split"].default]
+    if config.subset is not None or config.split not in splits:  # else all rows would be trained on
+        raise UserError(
+            f"dataset {path} has no subsets, and of splits only {', '.join(splits)}: see data.subset and data.split"
+        )
     if path.is_dir():
-        saved = load_from_disk(str(path))
-        if isinstance(saved, DatasetDict):
-            if config.split not in saved:
-                raise UserError(f"saved dataset {path} has no split {config.split!r}; it has {', '.join(saved)}")
-            return saved[config.split]
-    if config.split != SFTData.model_fields["split"].default:  # else all rows would be trained on
-        raise UserError(f"data.split {config.split!r}: {path} has no splits, give the file of that split")
-    if path.is_dir():
-        return saved
+        return saved[config.split] if isinstance(saved, DatasetDict) else saved
     if path.suffix not in _SUFFIXES:
         raise UserError(f"dataset {path} is neither a saved dataset nor a file {' or '.join(_SUFFIXES)}")
     if path.suffix == ".parquet":
@@ -109,10 +105,6 @@ def _without_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
 
 
-def _as_call(value: Any) -> Any:
-    return {"function": value} if isinstance(value, Mapping) and "function" not in value else _without_nulls(value)
-
-
 def _as_text(content: Any) -> Any:
     """Content as text, if it is a list of parts that are text."""
     if isinstance(content, Sequence) and not isinstance(content, str):
@@ -135,7 +127,7 @@ class _Call(BaseModel, extra="allow"):
 class _Message(BaseModel, extra="allow"):
     role: str
     content: Annotated[str, BeforeValidator(_as_text)] = ""
-    tool_calls: list[Annotated[_Call, BeforeValidator(_as_call)]] = []
+    tool_calls: list[Annotated[_Call, BeforeValidator(_without_nulls)]] = []
 
 
 _MESSAGES = TypeAdapter(list[Annotated[_Message, BeforeValidator(_without_nulls)]])
@@ -149,8 +141,7 @@ def _messages(value: Any, column: str, role: str = "") -> list[Message]:
     if isinstance(value, str) and role:
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        form = "a non-empty list of messages" + (" or text" if role else "")
-        raise UserError(f"`{column}` is {value!r:.80}; needed: {ACCEPTED}, as {form}")
+        raise UserError(f"`{column}` is {value!r:.80}, not a list of messages; fine-tuning needs {ACCEPTED}")
     try:
         parsed = [message.model_dump() for message in _MESSAGES.validate_python(list(value))]
     except ValidationError as error:
