@@ -83,7 +83,7 @@ def resume_point(config: "OrchestratorConfig") -> ResumePoint:
             start = min(batches, default=0)
         else:
             assert asked is not None
-            root = checkpoints_root(config.output_dir, ckpt)
+            root = JointCheckpoints(config.output_dir, ckpt).root
             start = checkpoints.choose_step(root, asked, PART, None if recover else config.max_steps)
             state, version = read_state(checkpoints.part_dir(root, start, PART)), 0 if recover else start
         step = first_missing_batch(batches, start)
@@ -95,11 +95,6 @@ def resume_point(config: "OrchestratorConfig") -> ResumePoint:
         began = f"the run began with seed {state.seed} and would go on with {config.seed}"
         raise UserError(f"{began}: tasks would be repeated and left out; give --seed {state.seed}")
     return ResumePoint(step, version, resumed=not recover, recovered=recover, state=state)
-
-
-def checkpoints_root(output_dir: Path, ckpt: "CkptConfig | None") -> Path:
-    """Return the directory of the run's checkpoints."""
-    return ((ckpt and ckpt.output_dir) or output_dir) / "checkpoints"
 
 
 def read_state(directory: Path) -> OrchestratorState:
@@ -120,15 +115,12 @@ class JointCheckpoints:
     """The orchestrator owns the joint manifest: it adds its part to the trainer's, joins the two, removes what is not kept."""
 
     def __init__(self, output_dir: Path, ckpt: "CkptConfig | None") -> None:
-        self.root = checkpoints_root(output_dir, ckpt)
+        self.root = ((ckpt and ckpt.output_dir) or output_dir) / "checkpoints"
         self.rollouts = output_dir / "rollouts"
         self._keep = (None, None) if ckpt is None else (ckpt.keep, ckpt.keep_interval)
         # The trainer may be reading it, while a later one that it is about to give up still stands.
         self._resumed = () if ckpt is None or ckpt.resume_step is None else (ckpt.resume_step,)
         self._single: set[int] = set()  # without a batch before them
-        # An earlier incarnation may have died before it removed something. After a resume, checkpoints about to be
-        # superseded may still exist: do not prune before the next checkpoint.
-        self._untidy = not self._resumed
 
     def join(self, incarnations: Mapping[int, int]) -> list[int]:
         """Complete every checkpoint whose trainer part is committed and belongs to the current lineage. Returns their steps.
@@ -143,8 +135,7 @@ class JointCheckpoints:
                 manifest = read_manifest(checkpoints.part_dir(self.root, step, "trainer"))
                 waiting[step] = checkpoints.saved_by(manifest, max(incarnations, default=0))
         joined = [step for step in joinable(waiting, incarnations) if self._join(step)]
-        if joined or self._untidy:
-            self._untidy = False
+        if joined:
             checkpoints.remove_expendable(self.root, *self._keep, self._resumed)
         return joined
 

@@ -1,7 +1,7 @@
 """What the orchestrator reports about a step."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,11 +14,12 @@ from prime_rl.orchestrator.scheduler import Batch, Drop, Group
 
 @dataclass
 class Tally:
-    """What happened since the last committed batch. Episodes are counted by the ledger."""
+    """What happened since the last committed batch."""
 
     before: Counts = field(default_factory=Counts)  # before that batch was committed
     turned_away: list[tuple[Group[EpisodeResult], str]] = field(default_factory=list)  # complete groups, and why
-    output_tokens: int = 0
+    finished: int = 0  # episodes with a result
+    output_tokens: int = 0  # of these
     seconds_idle: float = 0.0  # nothing was in flight
 
 
@@ -42,18 +43,19 @@ def step_metrics(
         several: Whether the run trains on several environments: then each that has finished episodes has distributions
             of its own.
 
-    Distributions (`distribution`) of reward, advantage, lengths and turns are over all finished episodes of the batch,
-    before any filter; `off_policy/*` counts, for the samples that are trained, the steps between this one and the
-    oldest version that sampled one of their tokens.
+    `made/…` is of all complete groups since the step before. Distributions (`distribution`) of reward, advantage,
+    lengths and turns are over all finished episodes of the batch, before any filter; `off_policy/*` counts, for the
+    samples that are trained, the steps between this one and the oldest version that sampled one of their tokens.
     """
     dropped = {reason: max(0, now.dropped.get(reason, 0) - tally.before.dropped.get(reason, 0)) for reason in Drop}
     failures = {reason: dropped[reason] for reason in (Drop.ERRORED, Drop.TIMEOUT) if dropped[reason]}
-    failed, finished = sum(failures.values()), _finished(now) - _finished(tally.before)
+    failed = sum(failures.values())
     ages = [batch.step - min(sample.policy_versions) for sample in scored.samples]
     episodes = len(batch.finished)
+    rewards = [rewards_of(group) for group in [*batch.groups, *(group for group, _ in tally.turned_away)]]
     metrics = {
         "is_truncated/mean": _mean([episode.result.is_truncated for episode in batch.finished]),
-        "errors/rate": failed / max(max(0, finished) + failed, 1),
+        "errors/rate": failed / max(tally.finished + failed, 1),
         "filtered/zero_advantage": 0.0,
         "filtered/beyond_seq_len": len(scored.truncated) / episodes,
         "off_policy/mean": _mean(ages),
@@ -69,6 +71,10 @@ def step_metrics(
     metrics |= {f"time/update_{phase}": taken for phase, taken in updates[1].items()}
     metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.filtered.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in failures.items()}
+    turned_away = Counter(reason for _, reason in tally.turned_away)
+    metrics |= {f"turned_away/{reason}": float(count) for reason, count in sorted(turned_away.items())}
+    metrics |= {f"made/{name}": share for name, share in _solved(rewards).items()}
+    metrics["made/reward/mean"] = _mean([reward for group in rewards for reward in group])
     metrics |= _distributions(batch.groups, scored)
     by_env = defaultdict[str, list[Group[EpisodeResult]]](list)
     for group in batch.groups:
@@ -76,14 +82,6 @@ def step_metrics(
     for env, groups in by_env.items():
         metrics |= (_distributions(groups, scored, f"/{env}") if several else {}) | _own_metrics(groups, env)
     return metrics
-
-
-def group_metrics(groups: Sequence[Group[EpisodeResult]], turned_away: Iterable[str]) -> dict[str, float]:
-    """Metrics of all complete groups since the step before. `turned_away`: why, for each that is in no batch."""
-    rewards = [rewards_of(group) for group in groups]
-    metrics = {f"turned_away/{reason}": float(count) for reason, count in sorted(Counter(turned_away).items())}
-    metrics["made/reward/mean"] = _mean([reward for group in rewards for reward in group])
-    return metrics | {f"made/{name}": share for name, share in _solved(rewards).items()}
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
@@ -128,12 +126,6 @@ def _own_metrics(groups: Sequence[Group[EpisodeResult]], env: str) -> dict[str, 
             for name, value in values.items():
                 own[f"{env}/{kind}/{name}/mean"].append(value)
     return {name: _mean(values) for name, values in sorted(own.items())}
-
-
-def _finished(counts: Counts) -> int:
-    """All episodes that ended with a result and were not too old; the commit of a batch does not change it."""
-    left_out = sum(counts.dropped.get(reason, 0) for reason in (Drop.FILTERED, Drop.TRUNCATED))
-    return counts.finished + counts.batched + left_out
 
 
 def rewards_of(group: Group[EpisodeResult]) -> list[float]:

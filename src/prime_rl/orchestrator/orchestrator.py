@@ -37,7 +37,7 @@ from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, restore
-from prime_rl.orchestrator.metrics import Tally, group_metrics, rewards_of, step_metrics
+from prime_rl.orchestrator.metrics import Tally, rewards_of, step_metrics
 from prime_rl.orchestrator.samples import Admission, ScoredBatch, output_tokens, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
 
 _WAKE_SECONDS = 1.0
-_QUIET_SECONDS = 15.0
 FLUSH_SECONDS = 1.0  # between two flushes of the ledger within a step
 _LAUNCHED_AT_ONCE = 64  # ten thousand in one turn of the event loop would hold it up for a third of a second
 FULL_COLLECTION_SECONDS = 600.0  # between two full garbage collections
@@ -174,8 +173,6 @@ class Orchestrator:
             group.create_task(self.pool.start(config.client.ready_timeout))
             group.create_task(self.fleet.wait_ready(self.status.waiting))
         self.evaluations.check_tasks()
-        if not config.trainer:
-            logger.info("no trainer takes part: all batches come from the base model (version 0)")
         version = await self.weight_sync.start(self.progress, self.evaluations.owed)
         self.started = True
         self._make_scheduler(version)
@@ -216,7 +213,7 @@ class Orchestrator:
         self.weight_sync.begin(self.scheduler)
         newest = version if published.newest is None else published.newest
         restore(self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.curriculum)
-        self.tally = Tally(self.ledger.counts())
+        self.tally.before = self.ledger.counts()
         self.scheduler.begin_incarnation(published.incarnation.number, published.incarnations)
 
     def _gate(self, group: Group[EpisodeResult]) -> str | None:
@@ -240,14 +237,11 @@ class Orchestrator:
                 self.fleet.start(start.episode, replica)
             task = self._watched(self._run_episode(start, replica))
             if replica is not None:
-                task.add_done_callback(partial(self._free_slot, replica))
+                task.add_done_callback(partial(lambda replica, _: self.fleet.end(replica), replica))
             if not self._running:
                 self._count_idle(time.monotonic())
             self._running[start.episode] = task
         return True
-
-    def _free_slot(self, replica: Replica, task: "asyncio.Task[None]") -> None:
-        self.fleet.end(replica)
 
     async def _run_episode(self, start: Start, replica: Replica | None) -> None:
         """Run an episode on `replica`, or with the environment's teacher as the sampler (None)."""
@@ -264,14 +258,12 @@ class Orchestrator:
                 server=None if replica is None else replica.name,
             )
         answered = result.outcome
-        if replica is None:
-            self._end_episode(start, result)
-            return
-        await self.teachers.score(env, result, replica.name, self.status.progress)
+        if replica is not None:
+            await self.teachers.score(env, result, replica.name, self.status.progress)
         self._end_episode(start, result)
-        if answered is Outcome.OK:
+        if replica is not None and answered is Outcome.OK:
             self.fleet.succeeded(replica)
-        elif answered is Outcome.ENGINE_UNAVAILABLE:
+        elif replica is not None and answered is Outcome.ENGINE_UNAVAILABLE:
             self.weight_sync.episode_failed(replica)
 
     def _end_episode(self, start: Start, result: EpisodeResult) -> None:
@@ -282,6 +274,7 @@ class Orchestrator:
         self.admission.apply_filters(start.task.env, result)
         if result.ok:
             self._outcomes.append(None)
+            self.tally.finished += 1
             self.tally.output_tokens += output_tokens(result)
             self.scheduler.finish(start.episode, result)
             if self.teachers.sampler_of(start.task.env) is not None:
@@ -349,24 +342,14 @@ class Orchestrator:
                 raise WaitTimeout(subject, "trainer", seconds)
         elif not gated:
             self._gated_since = None
-            self._show_status()
+            if self.evaluations.running:
+                pass  # they show their own
+            elif (loading := self.fleet.loading) is None:
+                self.status.phase("making rollouts")
+            else:
+                servers, subject = ", ".join(one.name for one in self.fleet.ready), f"version {loading} to be loaded"
+                self.status.waiting(subject, f"inference at {servers}", self.config.client.timeout)
         self._check_error_rate()
-
-    def _show_status(self) -> None:
-        """Show what the orchestrator does while episodes are in flight, or what keeps it waiting for unusually long."""
-        quiet = time.monotonic() - self._last_end
-        if self.evaluations.running:
-            return  # it shows its own
-        if (loading := self.fleet.loading) is not None:
-            servers = ", ".join(replica.name for replica in self.fleet.ready)
-            timeout = self.config.client.timeout
-            self.status.waiting(f"version {loading} to be loaded", f"inference at {servers}", timeout)
-        elif quiet > _QUIET_SECONDS:
-            owners = ", ".join(["inference", "environments", *self.teachers.names])
-            seconds = self.config.rollout_timeout + self.teachers.max_request_seconds
-            self.status.waiting(f"one of {self.scheduler.in_flight} episodes to end", owners, seconds)
-        else:
-            self.status.phase("making rollouts")
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -408,32 +391,27 @@ class Orchestrator:
         """
         opened = self.scheduler.groups_opened
         counts = await self._check_ledger()
-        others, reasons = [group for group, _ in self.tally.turned_away], [why for _, why in self.tally.turned_away]
-        groups = sorted([*others, *batch.groups], key=lambda group: group.number)
+        now = time.monotonic()
+        if not self._running:
+            self._count_idle(now)
+        tally, self.tally = self.tally, Tally(counts)  # groups that complete from now on are of the next step
+        seconds, self._step_began = now - self._step_began, now
+        groups = sorted([*(group for group, _ in tally.turned_away), *batch.groups], key=lambda group: group.number)
         self.curriculum.observe((group.task, rewards_of(group)) for group in groups)
         self.admission.empty_batches = 0
         pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
-        metrics = self._step_metrics(batch, scored, counts) | group_metrics(groups, reasons) | self.curriculum.metrics()
+        updates, several = self.weight_sync.take_times(), len(self.config.environments) > 1
+        metrics = step_metrics(batch, scored, tally, counts, seconds=seconds, updates=updates, several=several)
+        metrics |= self.curriculum.metrics() | {"workers/cpu": self.pool.busiest}
+        if (limit := self.limits.look()) is not None:
+            metrics[limit.name.metric] = limit.share
         self.monitor.log(batch.step, metrics)
-        self.tally, self._algorithm_state = Tally(counts), scored.state
+        self._algorithm_state = scored.state
         state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, pools)
         extra = batch_extra(batched) | {"state": asdict(state)}
         names = [env.name for env in self.config.environments]
         await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
         return metrics
-
-    def _step_metrics(self, batch: Batch[EpisodeResult], scored: ScoredBatch, counts: Counts) -> dict[str, float]:
-        now = time.monotonic()
-        if not self._running:
-            self._count_idle(now)
-        metrics = step_metrics(
-            batch, scored, self.tally, counts,
-            seconds=now - self._step_began, updates=self.weight_sync.take_times(),
-            several=len(self.config.environments) > 1,
-        )  # fmt: skip
-        self._step_began = now
-        metrics["workers/cpu"] = self.pool.busiest
-        return metrics | ({} if (limit := self.limits.look()) is None else {limit.name.metric: limit.share})
 
     def _count_idle(self, now: float) -> None:
         """Count the time since the last episode of this step ended: nothing was in flight."""
@@ -515,17 +493,7 @@ class Orchestrator:
 async def orchestrate(config: "OrchestratorConfig") -> None:
     """Run the orchestrator to its end, or until SIGINT or SIGTERM asks it to stop (the second signal stops at once)."""
     spare_collector()
-    status = Status(config.output_dir, "orchestrator")
-    try:
-        await _orchestrate(config, status)
-    except asyncio.CancelledError:
-        logger.info("stopped at once: what was in flight is started again in a run that goes on")
-        status.done("stopped")
-        raise
-
-
-async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
-    current = asyncio.current_task()
+    status, current = Status(config.output_dir, "orchestrator"), asyncio.current_task()
     assert current is not None
     try:
         async with AsyncExitStack() as stack:
@@ -565,12 +533,18 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
             orchestrator = Orchestrator(run_config, pool, servers, status, monitor, teachers)
             await orchestrator.run()
         status.done("stopped" if orchestrator.stopping else "finished")
-    except* (UserError, CommitError) as group:
-        error: BaseException = group
+    except asyncio.CancelledError:
+        logger.info("stopped at once: what was in flight is started again in a run that goes on")
+        status.done("stopped")
+        raise
+    except (UserError, CommitError, BaseExceptionGroup) as failed:
+        error: BaseException = failed
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        if not isinstance(error, UserError | CommitError):
+            raise
         status.done(f"failed: {error}")
-        raise UserError(str(error)) from group
+        raise UserError(str(error)) from failed
 
 
 def spare_collector() -> None:

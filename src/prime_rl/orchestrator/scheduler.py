@@ -16,8 +16,8 @@ It answers three questions:
   episode for step n starts only on a policy version >= max(0, n - async_level): with level 0 nothing starts before the
   trainer has caught up (synchronous, on-policy), with k the servers work up to k steps ahead. Batches are *staggered*:
   the episodes of one batch start at once, those beyond it at a pace, so that batches complete one after the other.
-* *What is a batch?* (`ready_batch`) The first complete groups, whatever finished first. A group that can teach nothing
-  may be turned away at the gate: another one is opened in its place (dynamic sampling).
+* *What is a batch?* (`ready_batch`) The first complete groups, whatever finished first. One that can teach nothing may
+  be turned away as it completes: another one is opened in its place (dynamic sampling).
 * *What does not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that sampled one of
   its tokens; what could only be trained later is cancelled or dropped. What was sampled by a superseded incarnation of
   the trainer, or by a server that failed its verification, is dropped and sampled again in the same place.
@@ -246,8 +246,8 @@ class Scheduler(Generic[Result]):
         version: The policy version the servers serve.
         incarnation: The trainer's present incarnation.
         emit: Called with every event, in order.
-        gate: Returns why a complete group should not be trained, or None. A group that it turns away leaves room for
-            another, so that batches stay full.
+        gate: Returns why a group that has just become complete should not be trained, or None. One that it turns away
+            leaves room for another, so that batches stay full.
     """
 
     def __init__(
@@ -269,10 +269,9 @@ class Scheduler(Generic[Result]):
         self.groups_opened = 0
         self._tasks, self._emit, self._gate = tasks, emit, gate
         self._groups: dict[int, Group[Result]] = {}  # in no batch yet, in the order of opening
-        # Numbers of groups, kept up to date by `_set`: there may be thousands, and events as many a second.
+        # Numbers of groups, kept up to date by `_sort`: there may be thousands, and events as many a second.
         self._startable: set[int] = set()  # with an episode to start
-        self._complete: set[int] = set()
-        self._admitted: set[int] = set()  # complete, and let through by the gate
+        self._complete: set[int] = set()  # and let through by the gate
         # When groups were opened: those of the last turns, and one more.
         self._opened: deque[float] = deque(maxlen=_TURNS * (limits.async_level + 1) * limits.groups_per_batch + 1)
         self._running: dict[str, Start] = {}
@@ -285,7 +284,7 @@ class Scheduler(Generic[Result]):
         """
         for group in groups:
             self._groups[group.number] = group
-            self._reindex(group)
+            self._sort(group)
         self._drop_stale()
 
     # -- what may start -----------------------------------------------------------------------------------------------
@@ -309,12 +308,16 @@ class Scheduler(Generic[Result]):
             if (paced := self.paced_until()) is not None and paced > now:
                 self.opens_at = paced
                 return None
-            group = self._open(now)
+            slots = {number: GroupSlot(number) for number in range(self.limits.group_size)}
+            group = self._groups[self.groups_opened] = Group(self.groups_opened, next(self._tasks), slots)
+            self.groups_opened += 1
+            self._opened.append(now)
         slot = group.next_slot
         assert slot is not None  # or the group could not be started
         start = Start(group.number, slot.number, slot.attempt, group.task, self.version)
         self._running[start.episode] = start
-        self._set(group, slot.number, State.RUNNING)
+        slot.state = State.RUNNING
+        self._sort(group)
         self._emit(Issued(start, self.incarnation))
         return start
 
@@ -339,14 +342,6 @@ class Scheduler(Generic[Result]):
         step, last = planned_step(self.step, position, self.limits.groups_per_batch), self.limits.max_steps
         return (last is None or step < last) and may_start(step, self.version, self.limits.async_level)
 
-    def _open(self, now: float) -> Group[Result]:
-        slots = {number: GroupSlot(number) for number in range(self.limits.group_size)}
-        group: Group[Result] = Group(self.groups_opened, next(self._tasks), slots)
-        self._groups[group.number] = group
-        self.groups_opened += 1
-        self._opened.append(now)
-        return group
-
     # -- how episodes end ---------------------------------------------------------------------------------------------
 
     def finish(self, episode: str, result: Result) -> None:
@@ -356,7 +351,8 @@ class Scheduler(Generic[Result]):
         finished = Finished(start, start.version, self.announced, result, self.incarnation)
         self._unverified[episode] = finished
         insort(group.finished, finished, key=lambda one: one.start.number)
-        self._set(group, start.number, State.FINISHED)
+        group.slots[start.number].state = State.FINISHED
+        self._sort(group)
         if self._too_old(finished.first):
             self._drop_stale()
 
@@ -364,26 +360,29 @@ class Scheduler(Generic[Result]):
         """End an episode without a result. Returns whether it is issued again: with `retry`, up to `max_attempts`."""
         start = self._running.pop(episode)
         retried = retry and start.attempt + 1 < self.limits.max_attempts
-        self._drop(start, reason, detail, retried)
+        self._drop([start], reason, detail, retried)
         return retried
 
-    def _drop(self, start: Start, reason: Drop, detail: str, retried: bool = False) -> None:
-        """End an episode untrained; with `retried` its slot is tried once more."""
-        group = self._groups[start.group]
-        group.finished = [one for one in group.finished if one.start != start]
-        group.slots[start.number].attempt += retried
-        self._admitted.discard(group.number)  # what is left is another group
-        self._emit(Dropped(start, reason, detail, retried))
-        self._set(group, start.number, State.PENDING if retried else State.FAILED)
+    def _drop(self, starts: Sequence[Start], reason: Drop, detail: str, retried: bool = False) -> None:
+        """End episodes untrained; with `retried` their slots are tried once more."""
+        groups = {start.group: self._groups[start.group] for start in starts}
+        for start in starts:
+            group, slot = groups[start.group], groups[start.group].slots[start.number]
+            group.finished = [one for one in group.finished if one.start != start]
+            slot.attempt += retried
+            slot.state = State.PENDING if retried else State.FAILED
+            self._emit(Dropped(start, reason, detail, retried))
+        for group in groups.values():
+            self._sort(group)
 
     def _retry(self, finished: Iterable[Finished[Result]], running: list[Start], detail: str) -> list[Start]:
         """Drop these episodes as stale and try their slots once more. Returns `running`; the loop cancels it."""
-        for one in finished:
-            self._unverified.pop(one.start.episode, None)
-            self._drop(one.start, Drop.STALE, detail, retried=True)
+        starts = [one.start for one in finished]
+        for start in starts:
+            self._unverified.pop(start.episode, None)
         for start in running:
             del self._running[start.episode]
-            self._drop(start, Drop.STALE, detail, retried=True)
+        self._drop([*starts, *running], Drop.STALE, detail, retried=True)
         return running
 
     # -- versions of the policy ---------------------------------------------------------------------------------------
@@ -443,11 +442,10 @@ class Scheduler(Generic[Result]):
 
     def _drop_stale(self) -> None:
         """Drop finished episodes that are too old for the step that is collected."""
-        for group in list(self._groups.values()):
-            for finished in group.finished:
-                if self._too_old(finished.first):
-                    self.verify([finished.start.episode])  # the ledger has what is dropped, too
-                    self._drop(finished.start, Drop.STALE, BEYOND_BOUND)
+        finished = [one for group in self._groups.values() for one in group.finished]
+        stale = [one.start for one in finished if self._too_old(one.first)]
+        self.verify([start.episode for start in stale])  # the ledger has what is dropped, too
+        self._drop(stale, Drop.STALE, BEYOND_BOUND)
 
     # -- what the servers served --------------------------------------------------------------------------------------
 
@@ -480,19 +478,11 @@ class Scheduler(Generic[Result]):
     # -- what is a batch ----------------------------------------------------------------------------------------------
 
     def ready_batch(self) -> Batch[Result] | None:
-        """The batch of the current step if enough groups are complete, whatever the order of their results.
-
-        Groups that the gate turns away are dropped; nothing else changes until `advance` or `discard`.
-        """
-        for number in sorted(self._complete - self._admitted):
-            if (reason := self._gate(self._groups[number])) is None:
-                self._admitted.add(number)
-            else:
-                self._discard(self._groups[number], Drop.FILTERED, reason)
+        """The batch of the current step if enough groups are complete, whatever the order of their results."""
         count = self.limits.groups_per_batch
-        if len(self._admitted) < count:
+        if len(self._complete) < count:
             return None
-        return Batch(self.step, [self._groups[number] for number in sorted(self._admitted)[:count]])
+        return Batch(self.step, [self._groups[number] for number in sorted(self._complete)[:count]])
 
     def advance(self, batched: Batched) -> None:
         """Go on to the next step: the batch is committed. What is too old for that step is dropped.
@@ -550,22 +540,21 @@ class Scheduler(Generic[Result]):
 
     # -- the groups ---------------------------------------------------------------------------------------------------
 
-    def _set(self, group: Group[Result], number: int, state: State) -> None:
-        """Set the state of a slot. A complete group without any result is discarded."""
-        group.slots[number].state = state
-        self._reindex(group)
-
-    def _reindex(self, group: Group[Result]) -> None:
-        if group.complete and not group.finished:
+    def _sort(self, group: Group[Result]) -> None:
+        """Note what can be done with a group after a change; one that is complete now may be turned away."""
+        startable, complete = group.next_slot is not None, group.complete
+        if complete and not group.finished:
             self._discard(group, Drop.ERRORED, "no episode of the group has a result")
-            return
-        for numbers, belongs in ((self._startable, group.next_slot is not None), (self._complete, group.complete)):
-            if belongs:
-                numbers.add(group.number)
-            else:
-                numbers.discard(group.number)
+        elif complete and (reason := self._gate(group)) is not None:
+            self._discard(group, Drop.FILTERED, reason)
+        else:
+            for numbers, belongs in ((self._startable, startable), (self._complete, complete)):
+                if belongs:
+                    numbers.add(group.number)
+                else:
+                    numbers.discard(group.number)
 
     def _remove(self, group: Group[Result]) -> None:
         del self._groups[group.number]
-        for numbers in (self._startable, self._complete, self._admitted):
+        for numbers in (self._startable, self._complete):
             numbers.discard(group.number)

@@ -115,16 +115,11 @@ def test_only_checkpoints_of_the_present_history_are_joined(tmp_path):
 
 
 def test_what_is_not_kept_is_removed(tmp_path):
-    """By the next incarnation, too, where a crash came before it or in the middle. Never the one that is resumed from: a
-    later part, of an incarnation about to be given up, may be joined before the trainer has begun its new one."""
-    root = tmp_path / "checkpoints"
+    """What a crash left, too. Never the one that is resumed from: a later part, of an incarnation about to be given up,
+    may be joined before the trainer has begun its new one."""
     commit_batches(tmp_path, 0, 1, 2, 3)
     commit_checkpoint(tmp_path, 1)
-    commit_trainer_part(tmp_path, 2)
-    assert JointCheckpoints(tmp_path, CkptConfig(keep=1, resume_step=1)).join({}) == [2]
-    assert checkpoints.complete_steps(root) == [1, 2]
-    commit_checkpoint(tmp_path, 4)
-    (root / ".step_1.old-0").mkdir()
-    checkpoints.clean(root, PART)
-    assert JointCheckpoints(tmp_path, CkptConfig(keep=1)).join({}) == []
-    assert sorted(path.name for path in root.iterdir()) == ["step_4"]
+    for step, resumed, left in ((2, 1, [1, 2]), (4, None, [4])):
+        commit_trainer_part(tmp_path, step)
+        assert JointCheckpoints(tmp_path, CkptConfig(keep=1, resume_step=resumed)).join({}) == [step]
+        assert checkpoints.complete_steps(tmp_path / "checkpoints") == left
