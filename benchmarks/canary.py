@@ -110,7 +110,7 @@ async def ask(server: InferenceServer, root: Path) -> dict[str, float]:
                 await engine.score(_tokens(version)), version.reference.logprobs if version.reference else ()
             )
             row |= {f"{name}_mean": found.mean, f"{name}_most": found.largest}
-        tolerance = check.tolerance(server.root)
+        tolerance = check.calibrations[server.root].tolerance
         assert tolerance is not None
         row |= {"band_mean": tolerance.mean, "band_most": tolerance.largest}
         row["report_seconds"] = await _median(engine.served)

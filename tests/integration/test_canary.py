@@ -15,7 +15,7 @@ from prime_rl.fleet.logprob_check import LEAST_LARGEST, LEAST_MEAN, LogprobCheck
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from support import trainer as support
-from support.canaries import DRIFTED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
+from support.canaries import DRIFTED, STEPPED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
 
 world, make_policy = support.world, support.make_policy
 
@@ -34,13 +34,13 @@ async def test_right_weights_are_in_a_narrow_tolerance(run: Run) -> None:
     drifted = run.commit(run.changed(DRIFTED))
     for version in (drifted, run.base, drifted):
         assert (await run.load(version)).largest < 1e-4
-    tolerance = run.canaries.tolerance(run.server.root)
+    tolerance = run.canaries.calibrations[run.server.root].tolerance
     assert tolerance is not None
     assert (tolerance.mean, tolerance.largest) == (LEAST_MEAN, LEAST_LARGEST)
 
     run.canaries = LogprobCheck()  # another orchestrator goes on: the server serves the drifted weights
     assert (await run.load(drifted)).largest < 1e-4
-    assert run.canaries.tolerance(run.server.root) == tolerance
+    assert run.canaries.calibrations[run.server.root].tolerance == tolerance
 
 
 CAUGHT = [skip_a_tensor, swap_layers, stay, flip(30)]
@@ -60,3 +60,12 @@ async def test_the_canary_finds_what_a_loader_did_wrong(
     async with InferenceClient(ClientConfig(base_url=run.server.base_url)) as engine:
         assert (await engine.served()).holds(version)
     run.server.reset()
+
+
+async def test_the_canary_finds_weights_that_stay_what_they_were_though_the_band_hides_it(run: Run) -> None:
+    """Contract: a step away from what it was given before, a server that keeps that is within the tolerance, but its numbers are the very same."""
+    await run.load(run.base)
+    version = run.commit(run.changed(STEPPED), run.changed(0.0))
+    with pytest.raises(LogprobCheckFailed, match="the very same as before"):
+        await run.load(version)
+    assert run.hides(await run.difference(version))

@@ -85,7 +85,7 @@ class Run:
 
     @property
     def hides(self) -> Callable[[Difference], bool]:
-        tolerance = self.canaries.tolerance(self.server.root)
+        tolerance = self.canaries.calibrations[self.server.root].tolerance
         assert tolerance is not None
         return lambda difference: difference.within(tolerance)
 

@@ -86,7 +86,7 @@ class LogprobCheck:
     """Calibrates and checks the servers of a run; a tolerance holds until a server is started again."""
 
     def __init__(self) -> None:
-        self._calibrations: dict[str, Calibration] = {}  # by address
+        self.calibrations: dict[str, Calibration] = {}  # by address
         self._said = False
 
     async def prepare(self, client: InferenceClient, weights: WeightsManifest) -> None:
@@ -99,7 +99,7 @@ class LogprobCheck:
             ServerError: it did not answer, or version 0 cannot be read.
             UserError: it holds another base model.
         """
-        known = self._calibrations.get(client.root)
+        known = self.calibrations.get(client.root)
         try:
             served: Served | None = await client.served()
         except ServerError:
@@ -114,7 +114,7 @@ class LogprobCheck:
                 self._said = True
                 logger.warning("servers are checked by hashes alone: a version has no log-probabilities of the fixed prompt")  # fmt: skip
             if served is not None:
-                self._calibrations[client.root] = Calibration(served.boot)
+                self.calibrations[client.root] = Calibration(served.boot)
             return
         if served is None or not served.holds(base):
             served = await client.load_weights(base)
@@ -130,7 +130,7 @@ class LogprobCheck:
         mean, largest = max(FACTOR * difference.mean, LEAST_MEAN), max(FACTOR * difference.largest, LEAST_LARGEST)
         tolerance = Difference(mean, largest)
         logger.info("{}: log-probabilities differ by {} on the base weights; the tolerance is {}", client.root, difference, tolerance)  # fmt: skip
-        self._calibrations[client.root] = Calibration(served.boot, tolerance, scores)
+        self.calibrations[client.root] = Calibration(served.boot, tolerance, scores)
 
     async def check(self, client: InferenceClient, weights: WeightsManifest, served: Served) -> None:
         """Check a server that has loaded `weights`, and reports what is `served`.
@@ -139,7 +139,7 @@ class LogprobCheck:
             LogprobCheckFailed: it computes something else, or does not answer any more.
             ServerError: it was started again meanwhile.
         """
-        known = self._calibrations.get(client.root)
+        known = self.calibrations.get(client.root)
         if weights.reference is None or known is None:
             return
         if known.boot != served.boot:
@@ -163,11 +163,6 @@ class LogprobCheck:
                 f"{claim} does not compute it: its log-probabilities of the fixed prompt {why} {OFF}"
             )
         known.scores = scores
-
-    def tolerance(self, root: str) -> Difference | None:
-        """Return the tolerance of the server at this address; None if it has none."""
-        known = self._calibrations.get(root)
-        return None if known is None else known.tolerance
 
 
 def _base_of(weights: WeightsManifest) -> WeightsManifest | None:

@@ -161,10 +161,6 @@ class ReplicaPool:
         return [replica for replica in self.replicas if replica.ready]
 
     @property
-    def quarantined(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.state is ReplicaState.QUARANTINED]
-
-    @property
     def loading(self) -> int | None:
         """The version that a ready replica is loading now, if one is."""
         return next((replica.loading for replica in self.ready if replica.loading is not None), None)

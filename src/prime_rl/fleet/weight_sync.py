@@ -79,7 +79,6 @@ class WeightSync:
         self._settled.set()
         self._loads: dict[Replica, asyncio.Task[None]] = {}  # of that version
         self._joins: dict[Replica, asyncio.Task[None]] = {}
-        self._reading: dict[Replica, int] = {}  # versions that replicas which join load
         self._departed: dict[Replica, str] = {}  # replicas that have left, and the boot of each that did
         self._unsent_since: float | None = None  # since when the trainer's publisher has not sent what was asked for
 
@@ -102,8 +101,9 @@ class WeightSync:
     def begin(self, scheduler: "Scheduler[Any]") -> None:
         """`scheduler` decides from now on; replicas that do not answer yet get work once they do."""
         self.scheduler = scheduler
-        for replica in self.pool.quarantined:
-            self._join_soon(replica)
+        for replica in self.pool.replicas:
+            if not replica.ready:
+                self._join_soon(replica)
 
     async def close(self) -> None:
         """Have no further replica join."""
@@ -148,7 +148,7 @@ class WeightSync:
                 for replica in up:
                     if replica not in failures:
                         self.pool.move(replica, ReplicaState.READY)
-                self.published.write_lease(lease_after_load(incarnation, version))
+                self._lease_after_load(incarnation, version)
                 return version
             self._count_failures(failures, version, up)
             if any(isinstance(error, VersionNotSent) for error in failures.values()):
@@ -211,7 +211,7 @@ class WeightSync:
         back = f": back from version {served}" if self.scheduler.must_go_back else ""
         logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
         if not self.scheduler.must_go_back:
-            self.published.write_lease(lease_after_load(incarnation.number, served, self._reading.values()))
+            self._lease_after_load(incarnation.number, served)
 
     async def _serve(self) -> None:
         """Have every ready replica load the newest version: a newer one, or where the trainer gave up what is served the
@@ -244,7 +244,7 @@ class WeightSync:
             else:
                 self._take_time(version, time.monotonic() - began)
                 self._drop(scheduler.serve(version))
-            self.published.write_lease(lease_after_load(incarnation.number, version, self._reading.values()))
+            self._lease_after_load(incarnation.number, version)
             self.status.progress()
         self._loop.wake.set()
         await self._loop.on_version_served(version)
@@ -261,6 +261,10 @@ class WeightSync:
     def _lease_before_load(self, incarnation: int, version: int) -> None:
         assert self.published.lease is not None  # `start` has taken one
         self.published.write_lease(lease_before_load(self.published.lease, incarnation, version))
+
+    def _lease_after_load(self, incarnation: int, served: int) -> None:
+        reading = [replica.loading for replica in self.pool.replicas if replica.loading is not None]
+        self.published.write_lease(lease_after_load(incarnation, served, reading))
 
     # -- one load, and its failures ------------------------------------------------------------------------------------
 
@@ -417,16 +421,8 @@ class WeightSync:
             UserError: no replica was ready for `client.ready_timeout`.
             LoadError: as `_count_failures`.
         """
-        if seconds := backoff_seconds(replica.failures):
-            if self.pool.ready:
-                await self._accept_or_invalidate(replica)
-            seconds = seconds if self.pool.ready else min(seconds, RETRY_SECONDS)
-            logger.warning(
-                "{} gets no work for {:.0f} s{}: it failed what it was given {} times in a row",
-                replica.name, seconds, self.pool.where(), replica.failures,
-            )  # fmt: skip
-            await asyncio.sleep(seconds)
-        delay = RETRY_SECONDS
+        rest = backoff_seconds(replica.failures)
+        delay, rested = RETRY_SECONDS, time.monotonic() + (rest if self.pool.ready else min(rest, RETRY_SECONDS))
         while (
             replica.state is ReplicaState.QUARANTINED
         ):  # bounded: `_check_ready_timeout`, and the run's end cancels it
@@ -434,7 +430,9 @@ class WeightSync:
             answers = await replica.client.answers()
             if answers or self.pool.ready:
                 verified = await self._accept_or_invalidate(replica)
-            if answers:
+            if answers and time.monotonic() < rested:
+                trouble = f"it failed what it was given {replica.failures} times in a row"
+            elif answers:
                 version = self.scheduler.version
                 try:
                     if await self._catch_up(replica, verified):
@@ -467,11 +465,7 @@ class WeightSync:
         if scheduler.must_go_back or not self._settled.is_set():
             return False
         if not verified or (replica.loaded is not None and replica.loaded.version != version):
-            self._reading[replica] = version  # it is not pruned before this has ended
-            try:
-                await self._load_one(replica, version)
-            finally:
-                del self._reading[replica]
+            await self._load_one(replica, version)
         changed = scheduler.must_go_back or (version, incarnation) != (scheduler.version, scheduler.incarnation)
         if changed or not self._settled.is_set():
             return False

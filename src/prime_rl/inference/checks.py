@@ -21,7 +21,7 @@ _GIB = 1 << 30
 _TINY_GIB, _TINY_CACHE_GIB = 0.1, 4.0
 
 
-def check(config: InferenceConfig, engine: Engine, host: str) -> None:
+def check(config: InferenceConfig, engine: Engine) -> None:
     """Check everything that can be known without vLLM."""
     check_device(config.device, engine)
     # Development routes would shadow ours; the server in Rust has neither our routes nor their guard.
@@ -33,8 +33,6 @@ def check(config: InferenceConfig, engine: Engine, host: str) -> None:
     model = local_model(config.model.name)
     if model is not None:
         check_model(model, needs_weights=config.vllm.get("load_format") != "dummy")
-    if not config.headless:
-        check_port(host, config.server.port)
 
 
 def local_model(name: str) -> Path | None:
@@ -96,47 +94,28 @@ def check_model(model: Path, needs_weights: bool = True) -> None:
             raise UserError(str(error)) from error
 
 
-_held_ports: list[socket.socket] = []  # until this process ends
-
-
-def check_port(host: str, port: int, option: str = "--server.port") -> None:
-    """Check that the port is free and that no inference server that is still loading has it; `option` chooses another."""
-    _claim_port(port, option).close()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            in_use = error.errno == errno.EADDRINUSE
-            why = "is in use" if in_use else f"cannot be used on {host} ({error.strerror or error})"
-            raise UserError(f"port {port} {why}: stop what listens there, or choose another with {option}") from error
-
-
-def hold_port(port: int) -> None:
-    """Make `port` this server's until this process ends.
+def claim_port(host: str, port: int, option: str = "--server.port") -> socket.socket:
+    """Check that the port is free, and make it this process's until the returned socket is closed; `option` chooses another.
 
     Processes that answer together share a port (SO_REUSEPORT), and a server binds it long before it listens: the kernel
-    would let a second server of the same user have it, too, and clients reach one or the other.
+    would let a second server of the same user have it, too, and clients reach one or the other. So a server also binds a
+    name in the kernel that only one socket of a network namespace has.
     """
-    holder = _claim_port(port, "--server.port")
-    os.register_at_fork(after_in_child=holder.close)  # an engine that ends a moment after its server does not keep it
-    _held_ports.append(holder)
-
-
-def _claim_port(port: int, option: str) -> socket.socket:
-    """Bind a name in the kernel that only one socket of a network namespace has."""
-    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        holder.bind(f"\0prime-rl inference: port {port}")
+        claim.bind(f"\0prime-rl inference: port {port}")
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
     except OSError as error:
-        holder.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
+        claim.close()
+        in_use = error.errno == errno.EADDRINUSE
+        why = "is in use" if in_use else f"cannot be used on {host} ({error.strerror or error})"
         raise UserError(
-            f"port {port} is taken by another inference server, which may still be loading: stop it, or choose another with {option}"
+            f"port {port} {why}: stop what listens or still loads there, or choose another with {option}"
         ) from error
-    return holder
+    return claim
 
 
 def check_device(device: str, engine: Engine) -> None:

@@ -22,19 +22,13 @@ LOOK_SECONDS = 0.25  # between two looks at what costs nothing: whether the engi
 GRACE_SECONDS = 2.0  # for requests in flight to get their error before this process ends
 
 
-async def watch_engine(
-    client: Any,
-    status: Status,
-    on_stop: Callable[[], None] = lambda: None,
-    end: Callable[[], None] = lambda: os._exit(1),
-) -> None:
+async def watch_engine(client: Any, status: Status, on_stop: Callable[[], None]) -> None:
     """Ask and look until cancelled or until the engine is dead. Runs in the server's event loop, in the main thread.
 
     Args:
         client: vLLM's engine client.
         status: Progresses with each answer.
         on_stop: Called when a signal asks to stop.
-        end: Called once the engine is dead; ends the process with status 1 by default.
     """
     stopping, handlers = False, []
 
@@ -73,4 +67,4 @@ async def watch_engine(
         if client.errored and not stopping:
             logger.error("the engine died; its own last words are above")
             status.done("failed: the engine died")
-            end()
+            os._exit(1)

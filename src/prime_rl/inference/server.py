@@ -76,9 +76,12 @@ def run(config: InferenceConfig) -> None:
     log.setup(config.log.level, config.process)
     engine = compat.require_engine()
     compat.require_plugin()
-    checks.check(config, engine, guarded_host(config))
+    checks.check(config, engine)
     if not config.headless:
-        checks.hold_port(config.server.port)
+        claim = checks.claim_port(guarded_host(config), config.server.port)
+        os.register_at_fork(
+            after_in_child=claim.close
+        )  # an engine that ends a moment after its server does not keep it
     argv = arguments(config, engine)
     check_and_commit(config, "inference")  # what could not start writes nothing
     log.setup(config.log.level, config.process, config.output_dir)
@@ -146,20 +149,16 @@ def guarded_host(config: InferenceConfig) -> str:
     """
     key = config.api_key or os.environ.get("VLLM_API_KEY")
     host = config.server.host or (ALL_ADDRESSES if key else LOOPBACK)
-    if config.headless or key or is_loopback(host):
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if config.headless or key or loopback:
         return host
     raise UserError(
         f"server.host {host} would open the weight routes to every host that reaches it: set a key (VLLM_API_KEY, which clients need "
         "too), or leave server.host out to listen on loopback"
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:

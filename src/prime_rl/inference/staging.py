@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -107,11 +106,7 @@ class Staging:
             with self._side_stream():
                 self.tensors = self._stage()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
-            cause: BaseException | None = error
-            while cause is not None:  # frees the buffers that the frames of the failure refer to
-                traceback.clear_frames(cause.__traceback__)
-                cause = cause.__cause__ or cause.__context__
-            self._error = error
+            self._error = error.with_traceback(None)  # its frames refer to the buffer
         self.seconds = time.perf_counter() - began
         if self._dropped.is_set():  # meanwhile
             self.tensors = []

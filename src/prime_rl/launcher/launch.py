@@ -9,7 +9,7 @@ from prime_rl.config.loader import say
 from prime_rl.config.shared import how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
-from prime_rl.inference.checks import check_port
+from prime_rl.inference.checks import claim_port
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console, minutes
@@ -139,7 +139,7 @@ def _taken_port(plan: Plan) -> UserError | None:
     try:
         for server in plan.servers:
             if server.port is not None:
-                check_port(server.host, server.port, "--inference.server.port")
+                claim_port(server.host, server.port, "--inference.server.port").close()
     except UserError as error:
         return error
     return None

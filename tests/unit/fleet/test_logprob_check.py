@@ -100,7 +100,9 @@ async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_any
     check, one, two = LogprobCheck(), commit(tmp_path, 1), commit(tmp_path, 2)
     server.noise = 0.05
     await server.update(check, one)
-    assert check.tolerance(server.root) == Difference(pytest.approx(0.05 * FACTOR), pytest.approx(0.05 * FACTOR))
+    assert check.calibrations[server.root].tolerance == Difference(
+        pytest.approx(0.05 * FACTOR), pytest.approx(0.05 * FACTOR)
+    )
     assert server.gave == [1]
     server.noise = 0.79
     await server.update(check, two)
@@ -112,7 +114,9 @@ async def test_a_server_is_calibrated_once_an_incarnation_before_it_is_given_any
 
     server.boot, server.noise = "second", 0.1
     await server.update(check, one)
-    assert check.tolerance(server.root) == Difference(pytest.approx(0.1 * FACTOR), pytest.approx(0.1 * FACTOR))
+    assert check.calibrations[server.root].tolerance == Difference(
+        pytest.approx(0.1 * FACTOR), pytest.approx(0.1 * FACTOR)
+    )
 
     async def restarted(weights: WeightsManifest) -> Served:
         server.boot = "third"
@@ -137,7 +141,7 @@ async def test_what_a_server_is_given_to_be_calibrated(server, tmp_path, case, g
     server.unusable = case != "other version"
     await server.update(check, commit(tmp_path, 2))
     assert server.gave == gave
-    assert check.tolerance(server.root) is not None
+    assert check.calibrations[server.root].tolerance is not None
 
 
 async def test_a_server_of_another_base_model_is_rejected(server, tmp_path):

@@ -1,12 +1,11 @@
 """Bad input is one clear line, found without importing vLLM."""
 
 import json
-import os
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from prime_rl.inference import checks, compat
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
-PORT = 10**6 + os.getpid()  # no real one: only the name is held, and tests run beside one another
 
 
 @pytest.fixture
@@ -45,17 +43,7 @@ def test_broken_models_are_named(model: Path) -> None:
         checks.check_model(model)
 
 
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
-    sockets: list[socket.socket] = []
-    monkeypatch.setattr(checks, "_held_ports", sockets)
-    checks.hold_port(PORT)
-    yield sockets
-    for holder in sockets:
-        holder.close()
-
-
-def test_a_port_that_is_taken_is_named(held: list[socket.socket]) -> None:
+def test_a_port_that_is_taken_is_named() -> None:
     """Contract: before anything is loaded, also where a server that is still loading has it: the kernel would let both have it (SO_REUSEPORT). The
     launcher's check names its own option."""
     with socket.socket() as taken:
@@ -63,15 +51,15 @@ def test_a_port_that_is_taken_is_named(held: list[socket.socket]) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} is in use"):
-            checks.check_port("127.0.0.1", port)
-    checks.check_port("127.0.0.1", port)
+            checks.claim_port("127.0.0.1", port)
+    with (
+        closing(checks.claim_port("127.0.0.1", port)),
+        pytest.raises(UserError, match=rf"port {port} is in use: .* --inference.server.port$"),
+    ):
+        checks.claim_port("0.0.0.0", port, "--inference.server.port")
     with pytest.raises(UserError, match="cannot be used on 203"):
-        checks.check_port("203.0.113.1", port)
-    with pytest.raises(UserError, match=f"port {PORT} is taken by another inference server"):
-        checks.hold_port(PORT)
-    with pytest.raises(UserError, match=rf"port {PORT} is taken by another .* --inference.server.port$"):
-        checks.check_port("0.0.0.0", PORT, "--inference.server.port")
-    checks.hold_port(PORT + 1)
+        checks.claim_port("203.0.113.1", port)
+    checks.claim_port("127.0.0.1", port).close()
 
 
 def test_the_device_and_the_routes_are_what_was_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +77,7 @@ def test_the_device_and_the_routes_are_what_was_built_for(monkeypatch: pytest.Mo
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"):
         monkeypatch.setenv(name, "1")
         with pytest.raises(UserError, match=name):
-            checks.check(InferenceConfig(), CPU, "127.0.0.1")
+            checks.check(InferenceConfig(), CPU)
         monkeypatch.delenv(name)
 
 
