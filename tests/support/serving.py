@@ -36,23 +36,13 @@ def perturbed(model: Path, seed: int = 1, by: float = 0.1) -> dict[str, torch.Te
     return tensors
 
 
-def commit(
-    root: Path,
-    version: int,
-    model: Path,
-    tensors: dict[str, torch.Tensor],
-    *,
-    spoil: str | None = None,
-) -> Path:
-    """Commit `tensors` as a trainer does. `spoil` damages the files before the commit, so that the manifest agrees."""
+def commit(root: Path, version: int, model: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Commit `tensors` as a trainer does."""
     directory = version_dir(root, version)
     extra: dict[str, Any] = {}
     with stage(directory, step=version, producer="trainer", extra=extra) as tmp:
         (tmp / "config.json").write_bytes((model / "config.json").read_bytes())
         save_file(tensors, tmp / "model.safetensors", {"format": "pt"})
-        if spoil == "trailing":
-            with open(tmp / "model.safetensors", "ab") as file:
-                file.write(b"\0" * 64)
         extra |= manifest_extra(version, 0, hash_directory(tmp))
     return directory
 

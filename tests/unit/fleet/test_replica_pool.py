@@ -6,7 +6,7 @@ import random
 import pytest
 
 from prime_rl.fleet.client import Served
-from prime_rl.fleet.replicas import ReplicaState, backoff_seconds
+from prime_rl.fleet.replicas import ReplicaState
 from support.fleet import Server, ready_fleet
 
 
@@ -53,17 +53,6 @@ def test_an_episode_goes_to_its_group_where_loads_are_even_and_a_retry_to_a_serv
                 assert replica not in fleet.replicas
             case "away":
                 fleet.move(replica, ReplicaState.QUARANTINED if replica.ready else ReplicaState.READY)
-
-
-def test_of_episodes_that_fail_together_one_counts():
-    """A restart fails all that is in flight at once: one failure, which costs nothing; further ones cost more and more."""
-    fleet = ready_fleet(2, slack=0)
-    victim = fleet.replicas[0]
-    for _ in range(50):
-        fleet.failed(victim)
-        fleet.move(victim, ReplicaState.QUARANTINED)
-    assert victim.failures == 1
-    assert [backoff_seconds(failures) for failures in (0, 1, 2, 3, 4, 11)] == [0, 0, 1, 2, 4, 60]
 
 
 async def test_a_verification_does_not_count_what_a_restarted_server_sampled_though_it_has_loaded_again():

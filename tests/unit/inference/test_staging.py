@@ -87,14 +87,6 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], shari
     assert list(read.tensors) == []
 
 
-def test_another_version_is_not_read(tmp_path: Path) -> None:
-    """Contract: a directory that was committed anew since the server looked at its manifest is refused, though it is right in itself."""
-    read = Staging(commit(tmp_path), "0" * 32, CPU, Subscriber())
-    with pytest.raises(ExchangeError, match="committed anew: .* not 000000000000"):
-        read.wait(SECONDS)
-    assert read.answer()["retry"]
-
-
 def test_without_room_the_version_is_hashed_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: where memory is short nothing is kept; the one who verifies has hashed it, the others do not read it at all."""
     directory = commit(tmp_path)
