@@ -5,13 +5,11 @@ evals/<env>/<policy>/results.jsonl     a line an attempt, appended as they finis
 evals/report.json                      all environments and policies
 """
 
-import fcntl
 import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -20,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.envs.protocol import EpisodeResult, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.monitor.monitor import JsonLines
-from prime_rl.transport.commit import disk_errors, write_atomically
+from prime_rl.transport.commit import write_atomically
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
     from prime_rl.config.shared import SamplingConfig
 
-RESULTS, SETTINGS, LOCK, REPORT = "results.jsonl", "settings.json", ".lock", "report.json"
+RESULTS, SETTINGS, REPORT = "results.jsonl", "settings.json", "report.json"
 _ROUNDING = 1e-9  # of a reward that is a sum of weighted ones
 _Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 _KEPT_FIELDS = (
@@ -246,28 +244,6 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
     """The chance that at least one of k ≤ `attempts` attempts, drawn without replacement, solved the task:
     1 − C(n−c, k) / C(n, k), the unbiased estimate of Chen et al. 2021."""
     return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
-
-
-# -- the directory -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Keep other evaluations from writing to the directory, and from giving the servers other weights for it.
-
-    Raises:
-        UserError: one is running.
-    """
-    with disk_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / LOCK).open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            what = f"another evaluation is writing to {directory}"
-            raise UserError(f"{what}: wait for it, or give another --output-dir") from error
-        yield
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

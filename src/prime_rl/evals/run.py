@@ -18,7 +18,7 @@ from prime_rl.envs.ids import installed
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
-from prime_rl.evals.results import EvalPlan, EvalResults, alone, report_table, write_report
+from prime_rl.evals.results import EvalPlan, EvalResults, report_table, write_report
 from prime_rl.evals.runner import EvalRunner, KeyRejected, eval_environments, tasks_of
 from prime_rl.fleet.client import InferenceClient, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
@@ -28,6 +28,7 @@ from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import GONE_SECONDS, TrainerWatch
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
+from prime_rl.transport.settings import running_processes
 from prime_rl.transport.weights import WeightsManifest, never_written_message, version_dir, weights_manifest
 from prime_rl.wait import within
 
@@ -46,17 +47,18 @@ async def run_evals(config: EvalConfig) -> list[EvalResults]:
         UserError: the server does not answer, an environment cannot be loaded, a named version is not evaluated, no
             attempt of an environment was scored, too many failed, or another evaluation runs in the same directory.
     """
-    with alone(config.output_dir / "evals"):
-        status, outcome = Status(config.output_dir, "eval"), "stopped"
-        try:
-            results = await _run_evals(config, status)
-            outcome = "finished"
-            return results
-        except Exception as error:
-            outcome = f"failed: {error}"
-            raise
-        finally:  # also while it waits: an `rl` in this directory shows what waits there
-            status.done(outcome)
+    if "eval" in running_processes(config.output_dir):
+        raise UserError(f"another eval is running in {config.output_dir}: wait for it, or give another --output-dir")
+    status, outcome = Status(config.output_dir, "eval"), "stopped"
+    try:
+        results = await _run_evals(config, status)
+        outcome = "finished"
+        return results
+    except Exception as error:
+        outcome = f"failed: {error}"
+        raise
+    finally:  # also while it waits: an `rl` in this directory shows what waits there
+        status.done(outcome)
 
 
 async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
@@ -377,7 +379,7 @@ async def way_of_asking(config: EvalConfig, on_wait: OnWait) -> Literal["tokens"
         UserError: nobody answers there.
     """
     client = config.client
-    if client.type != "auto" or len(client.base_urls) != 1 or client.admin_roots:
+    if client.type != "auto" or config.weights_dir is not None or len(client.base_urls) != 1 or client.admin_roots:
         return "chat" if client.type == "chat" else "tokens"
     root = client.api_roots[0]
     async with InferenceClient(client, proxies=not is_own_host(urlsplit(root).hostname or "")) as engine:
@@ -387,10 +389,7 @@ async def way_of_asking(config: EvalConfig, on_wait: OnWait) -> Literal["tokens"
             return "tokens"
         except ServerError:
             raise
-        except UserError as error:  # it has no such route, or one of another kind
-            if config.weights_dir is not None:
-                missing = f"{root} has no weight routes: is this server started with `inference`?"
-                raise UserError(f"weights_dir: {missing}") from error
+        except UserError:  # it has no such route, or one of another kind
             return "chat"
 
 

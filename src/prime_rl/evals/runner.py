@@ -129,7 +129,7 @@ class EvalRunner:
     async def _run_on_server(
         self, run: Callable[..., Coroutine[Any, Any, EpisodeResult]], fleet: ReplicaPool
     ) -> EpisodeResult | None:
-        """Run an attempt on the least loaded server that has not failed the last one. None: the server was lost."""
+        """Run an attempt on the least loaded server that has not failed the last one; None if it was lost."""
         try:
             replica = await wait_async(
                 lambda: least_loaded_healthy(fleet.ready),

@@ -102,7 +102,12 @@ def advantages(
     result, after = [[0.0] * len(group) for group in groups], dict(state)
     if not isinstance(config, ByReward):
         return result, after
-    rows = [(row, indices) for row, group in enumerate(groups) for indices in _by_agent(group)]
+    rows = []
+    for row, group in enumerate(groups):
+        by_agent: dict[str, list[int]] = {}
+        for index, attempt in enumerate(group):
+            by_agent.setdefault(attempt.agent, []).append(index)
+        rows += [(row, indices) for indices in by_agent.values()]
     parts = [penalized([groups[row][index] for index in indices], config.length_penalty) for row, indices in rows]
     for (row, indices), values in zip(rows, ESTIMATORS[config.type](parts, config, after), strict=True):
         for index, value in zip(indices, values, strict=True):
@@ -139,14 +144,6 @@ def call_own(config: "CustomAlgorithm | CustomFilter", kind: str, argument: Any,
 @cache
 def _load(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
     return load_function(path, dict.fromkeys(names), positional=1, key=key)
-
-
-def _by_agent(group: Sequence[Attempt]) -> list[list[int]]:
-    """Return the indices in the group of each agent's attempts, in the order in which agents come."""
-    by_agent: dict[str, list[int]] = {}
-    for index, attempt in enumerate(group):
-        by_agent.setdefault(attempt.agent, []).append(index)
-    return list(by_agent.values())
 
 
 # -- length penalties ---------------------------------------------------------------------------------------------------------

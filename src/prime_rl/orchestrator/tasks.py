@@ -91,29 +91,16 @@ class Pools:
 
 
 class Curriculum:
-    """The difficulty pools of those environments that have any.
-
-    Args:
-        tasks: The tasks of each environment.
-        configs: Of the environments with pools.
-    """
+    """The difficulty pools of those environments that have any: those in `configs`."""
 
     def __init__(
-        self,
-        tasks: Mapping[str, Sequence[Task]],
-        configs: Mapping[str, "CurriculumConfig"],
-        seed: int,
+        self, tasks: Mapping[str, Sequence[Task]], configs: Mapping[str, "CurriculumConfig"], seed: int
     ) -> None:
-        self.pools: dict[str, Pools] = {}
-        for env, config in configs.items():
-            self.pools[env] = Pools(tasks[env], config, f"{seed}/{env}")
+        self.pools = {env: Pools(tasks[env], config, f"{seed}/{env}") for env, config in configs.items()}
 
     def observe(self, groups: Iterable[tuple[Task, Sequence[float]]]) -> None:
-        """Update the pools when a batch is cut.
-
-        Args:
-            groups: Task and rewards of every group that left since the batch before, in the order of opening.
-        """
+        """Take note, when a batch is cut, of the task and rewards of every group that left since the one before, in the
+        order of opening."""
         for task, rewards in groups:
             if rewards and task.env in self.pools:
                 self.pools[task.env].observe(task.index, sum(rewards) / len(rewards))
@@ -155,9 +142,8 @@ def task_stream(
     """Tasks for ever: environments drawn by their ratio, each one's tasks shuffled anew every epoch.
 
     Args:
-        tasks: The tasks of each environment.
+        tasks: Of each environment. The same seed gives the same stream: a resumed run draws what was drawn before.
         ratios: Relative weight of each environment.
-        seed: The run's seed; the same seed gives the same stream: a resumed run draws again what was drawn before.
         pools: Environments that draw by difficulty instead of uniformly. What they give depends on what is observed.
     """
 

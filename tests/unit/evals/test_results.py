@@ -9,7 +9,7 @@ import pytest
 from prime_rl.config.shared import SamplingConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
-from prime_rl.evals.results import EvalPlan, EvalResults, alone, pass_at_k
+from prime_rl.evals.results import EvalPlan, EvalResults, pass_at_k
 
 
 def result(reward=1.0, outcome=Outcome.OK, task="0", **more):
@@ -58,7 +58,7 @@ def test_what_was_added_is_read_again(tmp_path):
     made.close()
 
 
-def test_neither_other_settings_nor_another_command_go_on_with_it(tmp_path):
+def test_other_settings_do_not_go_on_with_it(tmp_path):
     settings = {"sampling": {"temperature": 1.0, "top_p": 1.0}, "environment": {"args": {}}}
     made = opened(tmp_path / "s", settings)
     made.add(0, result())
@@ -73,11 +73,6 @@ def test_neither_other_settings_nor_another_command_go_on_with_it(tmp_path):
     (tmp_path / "s" / "results.jsonl").write_text("nonsense\n")
     with pytest.raises(UserError, match=r"line 1 of .* is damaged"):
         opened(tmp_path / "s", {"seed": 1})
-    with alone(tmp_path):
-        with pytest.raises(UserError, match="another evaluation is writing"), alone(tmp_path):
-            pass
-    with alone(tmp_path):
-        pass
 
 
 def test_means_are_over_tasks_and_leave_failed_attempts_out():
