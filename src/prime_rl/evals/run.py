@@ -379,7 +379,7 @@ async def way_of_asking(config: EvalConfig, on_wait: OnWait) -> Literal["tokens"
         UserError: nobody answers there.
     """
     client = config.client
-    if client.type != "auto" or config.weights_dir is not None or len(client.base_urls) != 1 or client.admin_roots:
+    if client.type != "auto" or len(client.base_urls) != 1 or client.admin_roots:
         return "chat" if client.type == "chat" else "tokens"
     root = client.api_roots[0]
     async with InferenceClient(client, proxies=not is_own_host(urlsplit(root).hostname or "")) as engine:
@@ -390,6 +390,8 @@ async def way_of_asking(config: EvalConfig, on_wait: OnWait) -> Literal["tokens"
         except ServerError:
             raise
         except UserError:  # it has no such route, or one of another kind
+            if config.weights_dir is not None:
+                raise
             return "chat"
 
 

@@ -14,7 +14,6 @@ from prime_rl.evals import runner
 from prime_rl.evals.results import EvalPlan, EvalResults
 from prime_rl.evals.run import way_of_asking
 from prime_rl.evals.runner import EvalRunner, Evaluations, tasks_of, wire_sampling
-from prime_rl.fleet.replicas import ReplicaState
 from prime_rl.launcher.preflight import check_key
 from support.fleet import ready_fleet
 
@@ -50,52 +49,6 @@ async def test_what_one_server_fails_is_made_by_another(monkeypatch, sick):
     results, pool = EvalResults(PLAN, TASKS, 0), Pool(*(f"http://{number}" for number in range(sick)))
     await EvalRunner(pool, [results], 0, max_concurrent=30, timeout=1, fleet=await loaded_fleet(3)).run()
     assert [row["reward"] is not None for row in results.made] == [sick < 3] * 32
-
-
-async def test_what_a_lost_server_has_is_made_by_another():
-    """Contract: what a server that answers no verification sampled counts for nothing, whatever came of it."""
-    fleet, results = await loaded_fleet(2), EvalResults(PLAN, TASKS, 0)
-    fleet.replicas[0].verify = lambda: asyncio.sleep(0, False)
-    await EvalRunner(Pool(fleet.replicas[0].name), [results], 0, 4, 60, fleet=fleet).run()
-    assert all(row["reward"] is not None for row in results.made)
-    assert results.complete
-    assert not fleet.replicas[0].ready
-
-
-async def test_an_evaluation_of_a_version_that_is_superseded_ends():
-    """Contract: it waits for no server that will not serve this version again, and the results are not complete."""
-    fleet, superseded, results = ready_fleet(1, slack=0), [], EvalResults(PLAN, TASKS, 0)
-    fleet.move(fleet.replicas[0], ReplicaState.QUARANTINED)
-    run = EvalRunner(Pool(), [results], 0, 2, 60, fleet=fleet, superseded=lambda: bool(superseded)).run()
-    asyncio.get_running_loop().call_later(0.05, superseded.append, True)
-    await asyncio.wait_for(run, 30)
-    assert not results.rows
-
-
-async def test_less_than_all_attempts_are_never_logged():
-    """Contract: where a newer version comes up meanwhile that one is evaluated instead."""
-    fleet, calls = await loaded_fleet(1), []
-    sync = SimpleNamespace(
-        version_lock=asyncio.Lock(), pool=fleet, quarantine=None, newer_version_waiting=False,
-        scheduler=SimpleNamespace(version=0, must_go_back=False),
-    )  # fmt: skip
-
-    class Superseding(Pool):
-        async def run(self, *, server, **arguments):
-            calls.append(server)
-            sync.newer_version_waiting = len(calls) == 3
-            return await super().run(server=server)
-
-    evaluations, logged = Evaluations.__new__(Evaluations), []
-    evaluations.config = SimpleNamespace(seed=0, rollout_timeout=60, most_in_flight=1)
-    evaluations._pool, evaluations._weight_sync = Superseding(), sync
-    evaluations._status = SimpleNamespace(phase=lambda text: None)
-    evaluations._plans, evaluations._logged, evaluations._log = [PLAN], {}, logged.append
-    await evaluations._evaluate()
-    assert (len(calls), logged) == (3, [])
-    sync.newer_version_waiting = False
-    await evaluations._evaluate()
-    assert [(results.complete, len(results.failed)) for results in logged] == [(True, 0)]
 
 
 async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() -> None:
@@ -165,6 +118,11 @@ async def test_a_server_that_says_what_it_serves_is_ours(monkeypatch, tmp_path, 
     settings["client"] = {"base_url": "http://a/v1", "ready_timeout": 5, "type": kind}
     assert await way_of_asking(EvalConfig.model_validate(settings), lambda *wait: waits.append(wait)) == way
     assert len(waits) == len(answers) - 1
+    if (answers, kind) == ([UNKNOWN], "auto"):
+        with pytest.raises(UserError, match="http://a"):
+            await way_of_asking(
+                EvalConfig.model_validate(settings | {"weights_dir": tmp_path}), lambda *wait: print(wait)
+            )
 
 
 def test_a_variable_that_was_named_has_to_be_set(monkeypatch):
