@@ -29,7 +29,7 @@ from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Report, StepMetrics, sum_on_device
 from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.sft import train as sft
-from prime_rl.trainer.source import Source, find_model
+from prime_rl.trainer.source import Source, attention_heads, find_model
 from prime_rl.trainer.training_loop import forward_backward, optimizer_step
 from prime_rl.trainer.weight_publisher import WeightPublisher
 
@@ -253,8 +253,8 @@ class Bench:
     def chosen(self) -> str:
         """The settings that were chosen, in short."""
         config = self.config.model
-        needs = attention.needs_of(self.shape, compute_dtype(config.dtype, self.world.device))
-        backend, _ = attention.choose(config.attention, attention.this_machine(self.world.device, needs), needs)
+        machine, dtype = attention.this_machine(self.world.device), compute_dtype(config.dtype, self.world.device)
+        backend, _ = attention.choose(config.attention, machine, dtype, attention_heads(self.shape)[2])
         return f"{backend}, {self.policy.memory.settings}"
 
     def estimated_gib(self) -> float | None:

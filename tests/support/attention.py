@@ -1,11 +1,10 @@
 """Attention written out, a CPU stand-in for torch's own FlashAttention, and a model to call attention by.
 
 The stand-in lets a CPU check what of ours is around every kernel: which arguments it gets, what is kept for backward,
-windows, tracing. tests/gpu/test_attention.py compares all real kernels with `sdpa`, and so does every run before it
-uses one (`attention.trial`).
+windows, tracing. tests/gpu/test_attention.py compares all real kernels with `sdpa`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -24,6 +23,13 @@ def pack(lengths: Sequence[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 def boundaries(lengths: Sequence[int], device: str = "cpu") -> dict[str, Tensor]:
     return attention.boundaries(pack(lengths, device)[0], max(lengths))
+
+
+def with_gradients(kernel: Callable[..., Tensor], inputs: Any, d_out: Tensor, *mask: Any) -> tuple[Tensor, ...]:
+    """Out, and the gradients of q, k and v (`inputs`) when `d_out` is that of out; `mask`: the kernel's other arguments."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = kernel(*leaves, *mask)
+    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None) -> Tensor:

@@ -409,8 +409,7 @@ class Orchestrator:
         self._algorithm_state = scored.state
         state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, pools)
         extra = batch_extra(batched) | {"state": asdict(state)}
-        names = [env.name for env in self.config.environments]
-        await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
+        await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
         return metrics
 
     def _count_idle(self, now: float) -> None:

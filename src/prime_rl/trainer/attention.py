@@ -7,8 +7,6 @@ last). No mask function is registered under our name, so transformers builds no 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,29 +20,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from prime_rl.errors import UserError
 from prime_rl.trainer.attention_kernels import KERNELS, load
 from prime_rl.trainer.parallel import World, agree, on_main
-from prime_rl.trainer.source import attention_heads, one_line
+from prime_rl.trainer.source import attention_heads
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import Attention
 
 NAME = "prime_rl_packed"
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
-"""(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], cu_seqlens, longest document, scale, sliding window) -> [T, Hq, D]"""
-
 _HOPPER = (9, 0)
-_TRIAL_ERROR = 2e-2  # of bfloat16 against float32; kernels that are right stay under 4e-3
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a model asks of an attention kernel."""
-
-    dtype: torch.dtype
-    query_heads: int
-    key_heads: int
-    head_dim: int
-    windows: bool = False
+# The largest heads for which `auto` takes a backend; for larger ones some GPUs have no kernel, or none for backward.
+_SURE_HEAD_DIM = {"flash_attention_4": 128, "flash_attention_3": 256, "cudnn": 128, "varlen": 256}
 
 
 @dataclass(frozen=True)
@@ -53,7 +38,7 @@ class Machine:
 
     Args:
         capability: Compute capability of the GPU.
-        obstacle: What keeps a backend's library from working here: "is not installed: …"; None when nothing does.
+        obstacle: What keeps a backend's library from being loaded: "is not installed: …"; None when nothing does.
     """
 
     device: str
@@ -73,36 +58,21 @@ def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, wo
     Raises:
         UserError: the wanted backend cannot run here; says why.
     """
-    needs = needs_of(config, dtype)
-    machine = this_machine(world.device, needs)
-
-    backend, line = on_main(world, lambda: choose(wanted, machine, needs))
-    agree(world, lambda: choose(backend, machine, needs))
+    machine, head_dim = this_machine(world.device), attention_heads(config)[2]
+    backend, line = on_main(world, lambda: choose(wanted, machine, dtype, head_dim))
+    agree(world, lambda: choose(backend, machine, dtype, head_dim))
     if world.is_main:
         logger.info("{}", line)
     return register(backend)
 
 
-def needs_of(config: PretrainedConfig, dtype: torch.dtype) -> Needs:
-    """What the model of `config` asks of an attention kernel."""
-    windows = getattr(config.get_text_config(), "sliding_window", None) is not None
-    return Needs(dtype, *attention_heads(config), windows)
+def this_machine(device: torch.device) -> Machine:
+    """The machine that this process runs on."""
+    return Machine(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0), load)
 
 
-def this_machine(device: torch.device, needs: Needs) -> Machine:
-    """The machine that this process runs on. A library works if it loads and a small trial comes out right."""
-    if device.type != "cuda":
-        return Machine(device.type)
-
-    @cache
-    def obstacle(backend: str) -> str | None:
-        return load(backend) or trial(backend, needs, device)
-
-    return Machine(device.type, torch.cuda.get_device_capability(device), obstacle)
-
-
-def choose(wanted: str, machine: Machine, needs: Needs) -> tuple[str, str]:
-    """The backend that `wanted` means on a machine: `auto` is the fastest that can do what the model needs.
+def choose(wanted: str, machine: Machine, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """The backend that `wanted` means on a machine: `auto` is the fastest that is installed and does what is needed.
 
     Returns:
         The backend, and a line that names it and says why each faster one was passed over.
@@ -111,75 +81,38 @@ def choose(wanted: str, machine: Machine, needs: Needs) -> tuple[str, str]:
         UserError: the named backend cannot run; says what to install or use.
     """
     if wanted != "auto":
-        reason = why_not(wanted, machine, needs)
+        reason = why_not(wanted, machine, dtype, head_dim)
         if reason is not None:
             raise UserError(f"model.attention {wanted} {reason}; `auto` takes the fastest that runs here")
         return wanted, f"attention: {wanted}"
     passed_over: list[str] = []
     for backend in KERNELS if machine.device == "cuda" else ():
-        reason = why_not(backend, machine, needs)
+        reason = why_not(backend, machine, dtype, head_dim)
+        if reason is None and head_dim > _SURE_HEAD_DIM[backend]:
+            reason = f"may have no kernel for heads of size {head_dim}"
         if reason is None:
             return backend, f"attention: {backend}" + (f" ({'; '.join(passed_over)})" if passed_over else "")
         passed_over.append(f"{backend} {reason}")
     return "sdpa", "attention: sdpa" + (f" ({'; '.join(passed_over)})" if passed_over else "")
 
 
-def why_not(backend: str, machine: Machine, needs: Needs) -> str | None:
+def why_not(backend: str, machine: Machine, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why a backend cannot run, as the rest of a sentence that begins with its name. None: it can."""
     if backend == "sdpa":
         return None
     if machine.device != "cuda":
         return "needs a GPU"
-    if needs.dtype not in (torch.bfloat16, torch.float16):
-        return f"does not compute in {str(needs.dtype).removeprefix('torch.')}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"does not compute in {str(dtype).removeprefix('torch.')}"
     here = "{}.{}".format(*machine.capability)
     if backend == "flash_attention_3" and machine.capability != _HOPPER:
         return f"needs a Hopper GPU: compute capability 9.0, not {here}"
     least = (8, 0) if backend == "varlen" else _HOPPER
     if machine.capability < least:
         return "needs compute capability {}.{} or more, not {}".format(*least, here)
-    if needs.head_dim > 256 or needs.head_dim % 8:
-        return f"has no kernel for heads of size {needs.head_dim}"
+    if head_dim > 256 or head_dim % 8:
+        return f"has no kernel for heads of size {head_dim}"
     return machine.obstacle(backend)
-
-
-def trial(backend: str, needs: Needs, device: torch.device) -> str | None:
-    """Compare attention over three short documents, forward and backward, with `sdpa` in float32.
-
-    Returns None, or what went wrong.
-    """
-    draw = torch.Generator(device).manual_seed(0)
-    cu_seqlens = torch.tensor([0, *accumulate((70, 1, 57))], dtype=torch.int32, device=device)
-    total, longest, scale = 128, torch.tensor(70), needs.head_dim**-0.5
-
-    def normal(heads: int) -> Tensor:
-        return torch.randn(total, heads, needs.head_dim, device=device, generator=draw).to(needs.dtype)
-
-    inputs = normal(needs.query_heads), normal(needs.key_heads), normal(needs.key_heads)
-    d_out = normal(needs.query_heads)
-    for window in (None, 16) if needs.windows else (None,):
-        mask = cu_seqlens, longest, scale, window
-        try:
-            got = with_gradients(lambda *arguments: KERNELS[backend](*arguments)[0], inputs, d_out, *mask)
-            want = with_gradients(sdpa, [x.float() for x in inputs], d_out.float(), *mask)
-            worst = max(map(relative_error, got, want))
-        except Exception as error:  # noqa: BLE001 libraries have errors of their own, assertions among them
-            return f"fails here: {one_line(error)}"
-        if not worst < _TRIAL_ERROR:
-            return f"is wrong here: its relative error is {worst:.1g}" + (" with a sliding window" if window else "")
-    return None
-
-
-def with_gradients(kernel: Kernel, inputs: Any, d_out: Tensor, *mask: Any) -> tuple[Tensor, ...]:
-    """Out, and the gradients of q, k and v (`inputs`) when `d_out` is that of out; `mask`: the kernel's other arguments."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = kernel(*leaves, *mask)
-    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """‖got − want‖ / ‖want‖."""
-    return ((got.to(want.dtype) - want).norm() / want.norm()).item()
 
 
 def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor]:

@@ -11,12 +11,14 @@ keep its output by name. All have the form `prime_rl::name(q, k, v, cu_seqlens, 
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from prime_rl.errors import UserError
 from prime_rl.trainer.source import one_line
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -50,7 +52,9 @@ def packed_operator(
     def attend(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(_dense(q), _dense(k), _dense(v), _mask(cu_seqlens, longest, scale, window))
+        mask = _mask(cu_seqlens, longest, scale, window)
+        with _named_failure(name):
+            out, lse = forward(_dense(q), _dense(k), _dense(v), mask)
         return out.contiguous(), lse.contiguous()
 
     @attend.register_fake
@@ -72,7 +76,8 @@ def packed_operator(
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mask = _mask(cu_seqlens, longest, scale, window)
-        dq, dk, dv = backward(_dense(d_out), _dense(q), _dense(k), _dense(v), out, lse, mask)
+        with _named_failure(name):
+            dq, dk, dv = backward(_dense(d_out), _dense(q), _dense(k), _dense(v), out, lse, mask)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
     @differentiate.register_fake
@@ -88,6 +93,19 @@ def packed_operator(
 
     attend.register_autograd(gradients, setup_context=keep)
     return attend
+
+
+@contextmanager
+def _named_failure(name: str) -> Iterator[None]:
+    """Raise UserError for what a library raises, running out of memory apart."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # libraries have errors of their own, assertions among them
+        raise UserError(
+            f"attention {name} fails here: {one_line(error)}: choose another with model.attention"
+        ) from error
 
 
 def _mask(cu_seqlens: Tensor, longest: Tensor, scale: float, window: int | None) -> Mask:
@@ -220,19 +238,10 @@ def _cudnn_arguments(mask: Mask, tokens: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _cudnn_call(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    import cudnn
-
-    try:
-        return operator(*args, **kwargs)
-    except cudnn.cudnnGraphNotSupportedError as error:
-        raise RuntimeError(f"cuDNN {cudnn.backend_version()} has no plan for this: {error}") from error
-
-
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     arguments = _cudnn_arguments(mask, *q.shape[:2])
     q, k, v = (x.contiguous() for x in (q, k, v))  # for backward's sake, see there
-    out, lse_TH1 = _cudnn_call(torch.ops.cudnn.sdpa_fwd, q, k, v, mask.scale, **arguments, return_lse=True)
+    out, lse_TH1 = torch.ops.cudnn.sdpa_fwd(q, k, v, mask.scale, **arguments, return_lse=True)
     return out, lse_TH1[..., 0].t()
 
 
@@ -241,7 +250,7 @@ def _cudnn_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     statistics = _by_document(lse, arguments["cu_seqlens_q"], arguments["max_seqlen_q"])
     # Of a q that is laid out by head, as the compiler may have it, the front end silently makes a wrong dq (1.32, H200).
     tensors = *(x.contiguous() for x in (d_out, q, k, v, out)), statistics
-    dq, dk, dv = _cudnn_call(torch.ops.cudnn.sdpa_bwd, *tensors, mask.scale, **arguments)
+    dq, dk, dv = torch.ops.cudnn.sdpa_bwd(*tensors, mask.scale, **arguments)
     return dq, dk, dv
 
 

@@ -283,9 +283,6 @@ class Checkpoints:
         # The launcher restarts a trainer that was asked to resume with both: once the run has begun, it goes on by itself.
         opened = incarnations.read_incarnations(self.output_dir)
         begun = opened or list_steps(self.recovery) or max(list_steps(self.weights), default=0) > 0
-        if resume is not None and self.recover:
-            decides = ("begun", "--recover") if begun else ("not begun", f"ckpt.resume_step {resume}")
-            logger.info("this run has {}: {} decides", *decides)
         if self.recover and (resume is None or begun):
             is_finished = marked_finished and self.max_steps in list_steps(self.weights)
             if is_finished and self.config is None:
@@ -351,9 +348,8 @@ class Checkpoints:
             renamed = supersede(self._final(later[-1], "recovery checkpoint"), self.incarnation)
             logger.warning("the recovery checkpoint of step {} is superseded; it was moved to {}", later[-1], renamed)
         self._remove_recovery_but(max((step for step in list_steps(self.recovery) if step <= start), default=None))
-        if self.alone() and start in checkpoints.steps_with(
-            self.root, PART
-        ):  # where a crash came between part and joint manifest
+        # A crash may have come between part and joint manifest.
+        if self.alone() and start in checkpoints.steps_with(self.root, PART):
             checkpoints.join(self.root, start, checkpoints.TRAINER_ONLY, PART)
 
     # ---- writing

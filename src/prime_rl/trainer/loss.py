@@ -123,17 +123,6 @@ def describe(sums: Sequence[float]) -> dict[str, float]:
 
 STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "rl_scale", "ce_scale", "ref_kl_scale")
 
-# By type: (logprob, sampler's logprob, advantage, config[, sequences]) -> (loss per token [N], dropped from the policy gradient [N] bool)
-_POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "default": policy_losses.default,
-    "ipo": policy_losses.ipo,
-    "grpo": policy_losses.grpo,
-    "ppo_clip": policy_losses.ppo_clip,
-    "gspo": policy_losses.gspo,
-    "cispo": policy_losses.cispo,
-    "reinforce": policy_losses.reinforce,
-}
-
 
 @dataclass(frozen=True)
 class SequenceLoss:
@@ -166,7 +155,7 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
         _try_out(policy_loss, config.path, coupled)
     else:
         coupled = config.type == "gspo" or (config.type == "reinforce" and config.level != "token")
-        policy_loss = partial(_POLICY_LOSSES[config.type], config=config)
+        policy_loss = partial(getattr(policy_losses, config.type), config=config)
 
     def loss_of(
         logprob: Tensor, entropy: Tensor, streams: Tensor, sequences: Sequences | None = None

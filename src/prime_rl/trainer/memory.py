@@ -38,6 +38,10 @@ OUTSIDE = 3 * GIB
 RESERVE = 0.03  # of the estimate: gaps between tensors, and the estimate's own error
 LARGEST_CHUNK = 8192  # tokens; with 16,384 the head is no faster
 UNPLANNED_CHUNK = 4096
+REMEDIES = (
+    "what takes less: --model.activation-checkpointing full, --model.reshard-after-forward true, "
+    "--model.activation-offload true, --optim.offload true, fewer tokens a micro-batch (seq_len), more GPUs"
+)
 HOST_SHARE = 0.5  # most of the host's available memory that is offloaded to, unless that is asked for by name
 
 
@@ -402,7 +406,7 @@ def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
     if settings.offloaded:
         text += f"; {_gib(offloaded_bytes(plan.shape, plan.job, settings))} GiB of activations offloaded to host memory"
     if not _fits(estimated, plan.budget):
-        text += f"; too little, if the estimate holds: {_remedies(plan)}"
+        text += f"; too little, if the estimate holds: {REMEDIES}"
     return text
 
 
@@ -416,7 +420,7 @@ def watched(plan: MemoryPlan) -> Iterator[None]:
         if plan.job is not None:
             estimated = estimate(plan.shape, plan.job, plan.settings)
             text += f"; a step's estimate is {_gib(estimated.total)} GiB, most of it in {estimated.moment}: "
-            text += f"{_listed(estimated)}; {_remedies(plan)}"
+            text += f"{_listed(estimated)}; {REMEDIES}"
         raise UserError(text) from error
 
 
@@ -428,18 +432,3 @@ def _listed(estimated: Estimate) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f}"
-
-
-def _remedies(plan: MemoryPlan) -> str:
-    """What takes less memory and is not done yet."""
-    assert plan.job is not None
-    settings = plan.settings
-    changes = {
-        "--model.activation-checkpointing full": set(settings.levels) != {"full"},
-        "--model.reshard-after-forward true": not settings.reshard,
-        "--model.activation-offload true": not settings.offloaded,
-        "--optim.offload true": plan.job.state_bytes > 0,
-        "fewer tokens a micro-batch (seq_len)": True,
-        "more GPUs": True,
-    }
-    return f"what takes less: {', '.join(change for change, is_open in changes.items() if is_open)}"

@@ -57,9 +57,8 @@ class SingleRankUnit:
                     masters[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
                 setattr(module, name, masters[parameter])
         self._model, self._dtype, self._exact = model, dtype, {masters[parameter] for parameter in exact}
-        self._computed_copies: list[
-            tuple[nn.Module, str, nn.Parameter, nn.Parameter]
-        ] = []  # module, name, master, copy
+        # module, name, master, copy
+        self._computed_copies: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._rows: list[Tensor] = []  # of the masters that are copied, and their copies
         self._copies: list[Tensor] = []
         self._gathered = self._in_backward = False
@@ -253,7 +252,8 @@ def build_policy(
     )
     settings = memory.settings
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
-    others = _other_modules(lm)
+    apart = lm.model.layers, lm.get_input_embeddings()  # the rest is the norm before the head
+    others = [each for each in lm.model.children() if each not in apart and any(True for _ in each.parameters())]
     for module in [*blocks, *others] if compiled else ():
         module.compile(fullgraph=True)
     if settings.offloaded:
@@ -274,15 +274,6 @@ def build_policy(
         directory = source.directory
         agree(world, lambda: load_weights(policy, directory, world))
     return policy
-
-
-def _other_modules(lm: PreTrainedModel) -> list[nn.Module]:
-    """What has parameters beside layers, embedding and head: the norm before the head."""
-    return [
-        module
-        for module in lm.model.children()
-        if module not in (lm.model.layers, lm.get_input_embeddings()) and any(True for _ in module.parameters())
-    ]
 
 
 def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: World) -> None:

@@ -374,14 +374,6 @@ def orthogonalize(x_BRC: Tensor) -> Tensor:
     return x_BSL.mT if tall else x_BSL
 
 
-def update_scale(rows: int, columns: int) -> float:
-    """The factor of an orthogonalized update beside the learning rate, 0.2 sqrt(max(rows, columns)).
-
-    The root mean square is then that of a typical AdamW update (Liu et al. 2025), whose learning rates serve.
-    """
-    return 0.2 * math.sqrt(max(rows, columns))
-
-
 @dataclass(frozen=True)
 class _Batch:
     """Matrices [rows, columns] that are orthogonalized together.
@@ -437,7 +429,9 @@ def _update_batch(settings: Settings, batch: _Batch, chunk: Chunk) -> Iterator[N
     rows, columns, group = batch.rows, batch.columns, batch.group
     values = [elements.value() for elements, _ in chunk]
     grads, momenta = [elements.grad() for elements, _ in chunk], [states[0] for _, states in chunk]
-    outbox = torch.cat(_directions(settings, grads, momenta))
+    torch._foreach_lerp_(momenta, grads, 1 - settings["momentum"])
+    ahead = torch._foreach_lerp(grads, momenta, settings["momentum"])
+    outbox = torch.cat([each.to(torch.bfloat16 if each.is_cuda else torch.float32) for each in ahead])
     if group is None:
         yield
         update = orthogonalize(outbox.view(-1, rows, columns))
@@ -463,15 +457,8 @@ def _update_batch(settings: Settings, batch: _Batch, chunk: Chunk) -> Iterator[N
         dist.all_to_all_single(update, outbox, theirs, ours, group=group)
     torch._foreach_mul_(values, 1 - settings["lr"] * settings["weight_decay"])
     updates = update.float().split([value.numel() for value in values])
-    torch._foreach_add_(values, updates, alpha=-settings["lr"] * update_scale(rows, columns))
-
-
-def _directions(settings: Settings, grads: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
-    """Bring the momenta up to date; the directions to orthogonalize, in the type that is computed in."""
-    torch._foreach_lerp_(momenta, grads, 1 - settings["momentum"])
-    ahead = torch._foreach_lerp(grads, momenta, settings["momentum"])
-    dtype = torch.bfloat16 if momenta[0].is_cuda else torch.float32
-    return [direction.to(dtype) for direction in ahead]
+    # The root mean square is then that of a typical AdamW update (Liu et al. 2025), whose learning rates serve.
+    torch._foreach_add_(values, updates, alpha=-settings["lr"] * 0.2 * math.sqrt(max(rows, columns)))
 
 
 def _group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
@@ -508,12 +495,6 @@ def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: in
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
     }[shape]
     return config.min_lr + (lr - config.min_lr) * weight
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set every group's learning rate for the next update."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:

@@ -22,7 +22,7 @@ from prime_rl.trainer.lm_head import TokenLoss, add_up
 from prime_rl.trainer.loss import STREAMS, SequenceLoss
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import Policy, build_policy, compute_dtype
-from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate
 from prime_rl.trainer.packing import (
     Document,
     MicroBatch,
@@ -273,7 +273,8 @@ def forward_backward(
 def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, lr: float, max_norm: float | None) -> Tensor:
     """Clip, update, clear the gradients. Returns the gradient norm before clipping, [] on the device."""
     norm = clip_gradients(policy, max_norm)
-    set_learning_rate(optimizer, lr)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
@@ -308,9 +309,8 @@ def warm_up(
 def _random_batch(tokens: int, vocabulary: int) -> MicroBatch:
     """Random tokens in a few documents. No token has a weight, hence no gradient."""
     draw = np.random.default_rng(0)
-    lengths = [len(part) for part in np.array_split(np.arange(tokens), min(3, tokens))]
     documents = []
-    for length in lengths:
+    for length in map(len, np.array_split(np.arange(tokens), min(3, tokens))):
         ids, streams = draw.integers(0, vocabulary, length), np.zeros((len(STREAMS), length), dtype=np.float32)
         documents.append(Document(ids, np.ones(length, dtype=np.bool_), 1.0, streams))
     return collate(documents, len(STREAMS))

@@ -104,17 +104,14 @@ def write_batch(
     step: int,
     samples: Sequence[Sample],
     extra: dict[str, Any] | None = None,
-    environments: Sequence[str] = (),
 ) -> Path:
     """Commit the samples of one step under `root`.
 
-    The manifest lists the sample ids, the environments, and each sample's length and number of loss tokens, so that
-    packing need not open the file.
+    The manifest lists the sample ids, and each sample's length and number of loss tokens, so that packing need not
+    open the file.
 
     Args:
         extra: More entries of the manifest.
-        environments: All that the run trains on, in the same order in every step, including those without samples
-            in this step.
 
     Raises:
         ValueError: a sample's streams do not fit its tokens.
@@ -130,7 +127,6 @@ def write_batch(
         "samples": columns["sample_id"],
         "lengths": list(map(len, columns["input_ids"])),
         "loss_tokens": [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]],
-        "environments": [*environments, *sorted(set(columns["env"]).difference(environments))],
     }
     record_batch = pa.record_batch(columns, schema=SCHEMA)
     final = step_dir(root, step)
@@ -177,11 +173,6 @@ class RolloutBatch:
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample, shape [samples]."""
         return np.asarray(self.manifest.extra["lengths"], dtype=np.int64)
-
-    @property
-    def environments(self) -> list[str]:
-        """Names of the run's environments in the same order in every step."""
-        return list(self.manifest.extra["environments"])
 
     def group_ids(self) -> list[str]:
         """Return the group of each sample; reads only that column."""

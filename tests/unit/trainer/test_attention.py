@@ -16,12 +16,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, attention_kernels
-from prime_rl.trainer.attention import Machine, Needs, choose, with_gradients
+from prime_rl.trainer.attention import Machine, choose
 from prime_rl.trainer.attention_kernels import KERNELS, cudnn_plan, load
 from prime_rl.trainer.parallel import World
 from support import attention as support
+from support.attention import with_gradients
 
-BF16 = Needs(torch.bfloat16, query_heads=16, key_heads=8, head_dim=128)
+BF16 = torch.bfloat16, 128
 PACKS = [(1,), (9,), (5, 7, 1, 12), (1, 1, 1)]
 
 
@@ -50,20 +51,20 @@ def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple
         (Machine("cpu"), BF16, "attention: sdpa"),
         (gpu(HOPPER), BF16, "attention: flash_attention_4"),
         (
-            gpu(HOPPER, flash_attention_4=ABSENT, flash_attention_3=ABSENT, cudnn="fails here: no plan"),
+            gpu(HOPPER, flash_attention_4=ABSENT, flash_attention_3=ABSENT, cudnn=ABSENT),
             BF16,
             "attention: varlen (flash_attention_4 is not installed; flash_attention_3 is not installed; "
-            "cudnn fails here: no plan)",
+            "cudnn is not installed)",
         ),
         (
-            gpu((10, 0), flash_attention_4="fails here: no kernel", cudnn=ABSENT),
-            BF16,
-            "attention: varlen (flash_attention_4 fails here: no kernel; flash_attention_3 needs a Hopper GPU: compute "
-            "capability 9.0, not 10.0; cudnn is not installed)",
+            gpu((10, 0)),
+            (torch.bfloat16, 256),
+            "attention: varlen (flash_attention_4 may have no kernel for heads of size 256; flash_attention_3 needs a "
+            "Hopper GPU: compute capability 9.0, not 10.0; cudnn may have no kernel for heads of size 256)",
         ),
         (
             gpu(HOPPER),
-            Needs(torch.bfloat16, 8, 1, 512),
+            (torch.bfloat16, 512),
             "attention: sdpa ("
             + "; ".join(
                 f"{name} has no kernel for heads of size 512"
@@ -73,9 +74,9 @@ def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple
         ),
     ],
 )
-def test_auto_takes_the_fastest_and_says_why(machine: Machine, needs: Needs, line: str) -> None:
+def test_auto_takes_the_fastest_and_says_why(machine: Machine, needs: tuple[torch.dtype, int], line: str) -> None:
     """`auto` passes a backend over only for a reason, and says it."""
-    assert choose("auto", machine, needs)[1] == line
+    assert choose("auto", machine, *needs)[1] == line
 
 
 @pytest.mark.parametrize(
@@ -83,16 +84,18 @@ def test_auto_takes_the_fastest_and_says_why(machine: Machine, needs: Needs, lin
     [
         ("varlen", Machine("cpu"), BF16, "model.attention varlen needs a GPU"),
         ("flash_attention_3", gpu(AMPERE), BF16, "flash_attention_3 needs a Hopper GPU: compute .* 9.0, not 8.0"),
-        ("cudnn", gpu(HOPPER), Needs(torch.float32, 16, 8, 128), "cudnn does not compute in float32"),
+        ("cudnn", gpu(HOPPER), (torch.float32, 128), "cudnn does not compute in float32"),
         ("flash_attention_4", gpu(HOPPER, flash_attention_4=ABSENT), BF16, "flash_attention_4 is not installed"),
         ("varlen", gpu(VOLTA), BF16, "varlen needs compute capability 8.0 or more, not 7.0"),
-        ("cudnn", gpu(HOPPER), Needs(torch.bfloat16, 16, 8, 100), "cudnn has no kernel for heads of size 100"),
+        ("cudnn", gpu(HOPPER), (torch.bfloat16, 100), "cudnn has no kernel for heads of size 100"),
     ],
 )
-def test_a_named_backend_that_cannot_run_is_refused(wanted: str, machine: Machine, needs: Needs, message: str) -> None:
+def test_a_named_backend_that_cannot_run_is_refused(
+    wanted: str, machine: Machine, needs: tuple[torch.dtype, int], message: str
+) -> None:
     """It is never replaced silently."""
     with pytest.raises(UserError, match=message) as caught:
-        choose(wanted, machine, needs)
+        choose(wanted, machine, *needs)
     assert "\n" not in str(caught.value)
 
 
@@ -134,17 +137,14 @@ def test_what_is_absent_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         assert remedy in (load(name) or "")
 
 
-def test_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: a kernel that is right passes; one that ignores the window, which would train the wrong model without
-    an error, and one that fails are reasons."""
-    needs = Needs(torch.bfloat16, 4, 2, 16, windows=True)
-    assert "fails here" in (attention.trial("varlen", needs, torch.device("cpu")) or "")  # no kernel on a CPU
-    with support.varlen():
-        assert attention.trial("varlen", needs, torch.device("cpu")) is None
-        real = support.scores
-        monkeypatch.setattr(support, "scores", lambda *args: real(*args[:-1], -1))
-        assert attention.trial("varlen", BF16, torch.device("cpu")) is None
-        assert "with a sliding window" in (attention.trial("varlen", needs, torch.device("cpu")) or "")
+def test_a_kernel_that_fails_is_one_line() -> None:
+    """Contract: it says which, and the option that takes another."""
+    q, k, v, _ = (x.bfloat16() for x in qkv(3))
+    with pytest.raises(
+        UserError, match=r"attention varlen fails here: .*: choose another with model\.attention"
+    ) as caught:
+        KERNELS["varlen"](q, k, v, *support.pack([3]), 0.3, None)  # there is none on a CPU
+    assert "\n" not in str(caught.value)
 
 
 # Numbers

@@ -19,7 +19,7 @@ from prime_rl.config.trainer import (
     SchedulerConfig,
 )
 from prime_rl.trainer import optim
-from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate
 from prime_rl.trainer.parallel import World
 from support import optim as support
 from support import trainer
@@ -58,7 +58,6 @@ def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw() -> None:
     config = Muon(lr=1e-2, weight_decay=0.3)
     model = support.make_toy()
     optimizer = build_optimizer(model, config)
-    set_learning_rate(optimizer, 1e-2)
     got = support.train(model, optimizer, range(4))
     apart = {"embed_tokens.weight", "lm_head.weight"} | {name for name in got if name.endswith(("norm.weight", "bias"))}
     for name, value, gradients in support.start_and_gradients():

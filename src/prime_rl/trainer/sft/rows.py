@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 from loguru import logger
-from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config import SFTConfig
 from prime_rl.errors import UserError
@@ -164,8 +163,12 @@ class RowData(StepSource):
         """The samples of a row. Raises UserError, with the row's number, for one that is malformed."""
         try:
             samples = self._renderer.samples(self.rows[index])
-            for sample in samples:
-                check_vocabulary(sample, self.vocabulary, self.tokenizer)
+            worst = max((int(sample.input_ids.max()) for sample in samples if len(sample.input_ids)), default=0)
+            if worst >= self.vocabulary:
+                text = self.tokenizer.decode([worst])
+                raise UserError(
+                    f"token {worst} ({text!r}), but the model has only {self.vocabulary}: whose tokenizer is this?"
+                )
         except UserError as error:
             raise UserError(f"dataset row {index}: {error}") from error
         return samples
@@ -177,14 +180,6 @@ class RowData(StepSource):
         samples = stream.step(data.batch_size)
         dropped = {reason: stream.dropped[reason] - before[reason] for reason in ("too_long", "untrained")}
         return pack(samples, self.config, self.world, self.costs, stream.taken - taken, dropped)
-
-
-def check_vocabulary(tokens: Tokens, vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError for a token that the model has no embedding of."""
-    if len(tokens.input_ids) and tokens.input_ids.max() >= vocabulary:
-        worst = int(tokens.input_ids.max())
-        text = tokenizer.decode([worst])
-        raise UserError(f"token {worst} ({text!r}), but the model has only {vocabulary}: whose tokenizer is this?")
 
 
 class FakeRows(StepSource):
