@@ -29,17 +29,9 @@ another file first.
   {prog} --completion SHELL   a script for bash, zsh or fish
 """
 SHELLS = {
-    "bash": """\
-{function}() {{ COMPREPLY=($(compgen -W "{options}" -- "${{COMP_WORDS[COMP_CWORD]}}")); }}
-complete -o default -F {function} {prog}""",
-    "zsh": """\
-#compdef {prog}
-{function}() {{ compadd -- {options}; _files; }}
-compdef {function} {prog}""",
-    "fish": """\
-for option in {options}
-    complete -c {prog} -l (string sub -s 3 -- $option)
-end""",
+    "bash": 'complete -o default -W "{options}" {prog}',
+    "zsh": 'autoload -U compinit bashcompinit && compinit && bashcompinit; complete -o default -W "{options}" {prog}',
+    "fish": "for option in {options}; complete -c {prog} -l (string sub -s 3 -- $option); end",
 }
 
 
@@ -62,7 +54,7 @@ def completion(cls: type[Section], prog: str, shell: str) -> str:
     if shell not in SHELLS:
         raise ConfigError(f"--completion needs one of {', '.join(SHELLS)}")
     options = " ".join(sorted({spell(setting.keys, "option") for setting in settings(cls)}))
-    return SHELLS[shell].format(prog=prog, function=f"_complete_{prog.replace('-', '_')}", options=options)
+    return SHELLS[shell].format(prog=prog, options=options)
 
 
 def help_text(cls: type[Section], prog: str, topic: str = "", in_text: bool = False) -> str:

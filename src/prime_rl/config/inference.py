@@ -46,21 +46,12 @@ class InferenceConfig(BaseConfig):
     model: InferenceModel = option(InferenceModel, "The model and how it is served.")
     server: ServerConfig = option(ServerConfig, "Where the server listens.")
     api_key: str | None = option(None, "Key that requests must carry; better given as VLLM_API_KEY.", mark="secret")
-    weights_root: Path | None = option(
-        None,
-        "Only directory that weights are loaded from (None: any committed version).",
-    )
-    stage_on_device: bool = option(
-        True,
-        "New weights may be staged in the GPU's memory, not only in the host's (set by `rl`).",
-    )
+    weights_root: Path | None = option(None, "Only directory that weights are loaded from (None: any).")
+    stage_on_device: bool = option(True, "Stage new weights in the GPU's memory where they fit (set by `rl`).")
     device: Device = option("auto", "Where to serve (auto: CUDA where there is a GPU).")
     max_model_len: PositiveInt | None = option(None, "Most tokens of prompt and reply (None: the model's own).")
     gpu_memory_utilization: float | None = option(
-        None,
-        "Share of a GPU's memory for its servers (None: room for a staged version; 0.4 if shared).",
-        gt=0,
-        le=1,
+        None, "Share of a GPU's memory for its servers (None: room for a staged version; 0.4 if shared).", gt=0, le=1
     )
     kv_cache_gib: PositiveFloat | None = option(None, "KV cache in GiB per GPU (None: by gpu_memory_utilization).")
     tensor_parallel_size: PositiveInt = option(1, "GPUs that share one layer.")
