@@ -38,9 +38,9 @@ from prime_rl.monitor.status import TrainerWatch
 from prime_rl.orchestrator.checkpoint import PART, JointCheckpoints, OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, restore
 from prime_rl.orchestrator.metrics import Tally, rewards_of, step_metrics
-from prime_rl.orchestrator.samples import Admission, ScoredBatch, output_tokens, score_batch
-from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start
-from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
+from prime_rl.orchestrator.samples import Admission, ScoredBatch, filter_reason, output_tokens, score_batch
+from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start, Task
+from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import CommitError, clean_stages
@@ -186,7 +186,10 @@ class Orchestrator:
 
     def _make_scheduler(self, version: int) -> None:
         config, published = self.config, self.weight_sync.published
-        tasks = {env.name: tasks_of_env(env.name, self.pool.tasks(env.name)) for env in config.environments}
+        tasks = {
+            env.name: [Task(env.name, task.index, task.task_id) for task in self.pool.tasks(env.name)]
+            for env in config.environments
+        }
         by_difficulty = {env: pools for env in tasks if (pools := config.curriculum_of(env)) is not None}
         self.curriculum = Curriculum(tasks, by_difficulty, config.seed)
         ratios = {env.name: env.ratio for env in config.environments}
@@ -271,8 +274,8 @@ class Orchestrator:
         self._last_end = time.monotonic()
         self.status.progress()
         self.wake.set()
-        self.admission.apply_filters(start.task.env, result)
         if result.ok:
+            result.filtered = filter_reason(self.config.filters_of(start.task.env), result, self.config.seq_len)
             self._outcomes.append(None)
             self.tally.finished += 1
             self.tally.output_tokens += output_tokens(result)

@@ -48,7 +48,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Admission:
-    """Decides about every finished episode and every complete group.
+    """Decides about every complete group, and when the run is hopeless.
 
     Raises:
         UserError: a function of the user's own is not there, or does not take its arguments.
@@ -64,11 +64,6 @@ class Admission:
         self._config, self._groups = config, config.batch_size // config.rollouts_per_example
         self.empty_batches = 0  # in a row; reset by the loop when a batch with samples is cut
         self._turned_away: Counter[str] = Counter()  # groups in a row, by reason
-
-    def apply_filters(self, env: str, result: EpisodeResult) -> None:
-        """Mark an episode that a filter leaves out."""
-        if result.ok:
-            result.filtered = filter_reason(self._config.filters_of(env), result, self._config.seq_len)
 
     def gate(self, group: Group[EpisodeResult]) -> str | None:
         """Return why a complete group is turned away, or None.

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from prime_rl.envs.protocol import TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.scheduler import Task
 
@@ -161,11 +160,6 @@ def task_stream(
     while True:
         name = choose.choices(names, weights)[0] if len(names) > 1 else names[0]
         yield pools[name].draw() if name in pools else next(streams[name])
-
-
-def tasks_of_env(env: str, tasks: Sequence[TaskInfo]) -> list[Task]:
-    """Convert an environment's task list for `task_stream`."""
-    return [Task(env, task.index, task.task_id) for task in tasks]
 
 
 def request_seed(seed: int, subject: str, number: int) -> int:
