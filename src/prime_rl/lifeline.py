@@ -79,17 +79,16 @@ class Child:
         if self.running:  # perhaps as a zombie, which ignores it
             (os.killpg if group else os.kill)(self.pid, number)
 
-    def reap(self) -> set[processes.ProcessInfo]:
-        """SIGKILL it and all that it has started, wait until it is gone, and return what was killed."""
+    def reap(self) -> None:
+        """SIGKILL it and all that it has started, and wait until they are gone."""
         if not self.running:
-            return set()
+            return
         killed = processes.kill_family(self.pid, self._mark)
         try:
             self._popen.wait(timeout=processes.DEATH_SECONDS)
         except subprocess.TimeoutExpired:
             self._popen.returncode = -signal.SIGKILL
         self.survivors = processes.await_death(killed)
-        return killed
 
 
 def watch() -> None:

@@ -25,20 +25,8 @@ class WaitTimeout(UserError):
         self.subject, self.owner, self.seconds = subject, owner, seconds
 
 
-OnWait = Callable[[float], None]
-
-
-def wait(
-    until: Callable[[], T | None],
-    *,
-    subject: str,
-    owner: str,
-    seconds: float,
-    poll: float = 0.1,
-    on_wait: OnWait | None = None,
-    stop: Callable[[], bool] | None = None,
-) -> T | None:
-    """Look again and again until `until` gives something that is neither None nor False.
+def wait(until: Callable[[], T | None], *, subject: str, owner: str, seconds: float, poll: float = 0.1) -> T:
+    """Look again and again until `until` gives something that is neither None nor False, and return that.
 
     Args:
         until: Looks once.
@@ -46,19 +34,14 @@ def wait(
         owner: Who owes it.
         seconds: The deadline, counted from now.
         poll: Seconds between two looks; at least 0.05.
-        on_wait: Called before each pause with the seconds waited so far.
-        stop: Asked before each pause; when it returns true the wait ends with None.
-
-    Returns:
-        What `until` gave, or None when `stop` asked to end.
 
     Raises:
         WaitTimeout: after `seconds`.
     """
-    start = time.monotonic()
+    deadline = time.monotonic() + seconds
     while not (value := until()):
-        if not _may_pause(start, subject, owner, seconds, on_wait, stop):
-            return None
+        if time.monotonic() >= deadline:
+            raise WaitTimeout(subject, owner, seconds)
         time.sleep(max(poll, LEAST_POLL_SECONDS))
     return value
 
@@ -70,30 +53,16 @@ async def wait_async(
     owner: str,
     seconds: float,
     poll: float = 0.1,
-    on_wait: OnWait | None = None,
-    stop: Callable[[], bool] | None = None,
-) -> T | None:
-    """`wait` in an event loop: the same arguments, result and errors."""
+    on_wait: Callable[[float], None] = lambda _: None,
+) -> T:
+    """`wait` in an event loop. `on_wait` is called before each pause with the seconds waited so far."""
     start = time.monotonic()
     while not (value := until()):
-        if not _may_pause(start, subject, owner, seconds, on_wait, stop):
-            return None
+        if (waited := time.monotonic() - start) >= seconds:
+            raise WaitTimeout(subject, owner, seconds)
+        on_wait(waited)
         await asyncio.sleep(max(poll, LEAST_POLL_SECONDS))
     return value
-
-
-def _may_pause(
-    start: float, subject: str, owner: str, seconds: float, on_wait: OnWait | None, stop: Callable[[], bool] | None
-) -> bool:
-    """Between two looks: whether to go on waiting. Raises WaitTimeout after the deadline."""
-    waited = time.monotonic() - start
-    if stop is not None and stop():
-        return False
-    if waited >= seconds:
-        raise WaitTimeout(subject, owner, seconds)
-    if on_wait is not None:
-        on_wait(waited)
-    return True
 
 
 async def within(awaitable: Awaitable[T], *, subject: str, owner: str, seconds: float) -> T:

@@ -96,16 +96,11 @@ def until(condition: Callable[[], object], what: str, *commands: Command, second
 
 def wait_for_all(commands: Sequence[Command], timeout: float) -> None:
     """Every command exits with 0 within `timeout` seconds; the first that fails fails the test at once."""
-    deadline = time.monotonic() + timeout
-    while any(command.process.poll() is None for command in commands):
-        failed = [command for command in commands if command.process.poll() not in (None, 0)]
-        late = (
-            [command for command in commands if command.process.poll() is None] if time.monotonic() > deadline else []
-        )
-        for command in failed + late:
-            raise AssertionError(f"{command.name} exited with {command.process.poll()}:\n{command.tail()}")
+    deadline, statuses = time.monotonic() + timeout, [command.process.poll() for command in commands]
+    while None in statuses and not any(statuses) and time.monotonic() < deadline:
         time.sleep(0.1)
-    for command in commands:
+        statuses = [command.process.poll() for command in commands]
+    for command in sorted(commands, key=lambda command: not command.process.poll()):  # first one that failed
         command.succeed(0)
 
 

@@ -22,12 +22,6 @@ rank.stdout.readline()
 print(rank.pid, flush=True)
 rank.wait()
 """
-LAUNCHER = f"""
-import os, subprocess, sys
-from prime_rl import lifeline
-child = subprocess.Popen([sys.executable, "-c", {AGENT!r}], env=os.environ | lifeline.variable())
-child.wait()
-"""
 DIRECT = AGENT.replace("start_new_session=True", "start_new_session=True, env=os.environ | lifeline.variable()")
 DIRECT = f"import os; from prime_rl import lifeline{DIRECT}"
 FOLLOWER = f"import sys; from prime_rl.lifeline import follow; assert follow(int(sys.argv[1])); {SLEEP}"
@@ -44,9 +38,9 @@ def gone(pid: int) -> bool:
     return wait(lambda: identify(pid) is None, subject="its end", owner="the kernel", seconds=60) is True
 
 
-@pytest.mark.parametrize(("code", "is_stopped"), [(LAUNCHER, False), (FOLLOWED, False), (DIRECT, True)])
+@pytest.mark.parametrize(("code", "is_stopped"), [(FOLLOWED, False), (DIRECT, True)])
 def test_who_watches_a_process_ends_with_it(code: str, is_stopped: bool) -> None:
-    """SIGKILL of the launcher ends a rank below it and a child that is stopped; of a server, its engine."""
+    """SIGKILL of the launcher ends a child that is stopped; of a server, its engine (test_launcher.py has whole trees)."""
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())

@@ -131,13 +131,13 @@ class EvalRunner:
     ) -> EpisodeResult | None:
         """Run an attempt on the least loaded server that has not failed the last one; None if it was lost."""
         try:
-            replica = await wait_async(
-                lambda: least_loaded_healthy(fleet.ready),
-                subject="server that serves", owner="inference", seconds=self.timeout, stop=self.superseded,
+            await wait_async(
+                lambda: least_loaded_healthy(fleet.ready) is not None or self.superseded(),
+                subject="server that serves", owner="inference", seconds=self.timeout,
             )  # fmt: skip
         except WaitTimeout as error:
             return EpisodeResult("", "", "", Outcome.ENGINE_UNAVAILABLE, str(error))
-        if replica is None:
+        if (replica := least_loaded_healthy(fleet.ready)) is None:
             return None
         with fleet.busy(replica):
             loaded = replica.loaded

@@ -16,7 +16,7 @@ from prime_rl.config.loader import say
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
 from prime_rl.launcher.console import minutes
-from prime_rl.launcher.supervise import RESTARTS, RestartPolicy, log_tail, stall_reason
+from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import ProcessStatus
@@ -89,8 +89,7 @@ class _Examination:
     def _look_at(self, name: str, status: ProcessStatus | None) -> None:
         label = name.replace(".", " ")
         if status is None:
-            restarts = self.launched and (self.run / "logs" / RESTARTS).exists()
-            self.rows.append((label, f"no report; restarts: logs/{RESTARTS}" if restarts else "no report"))
+            self.rows.append((label, "no report"))
             return
         if status.outcome is not None:
             self.rows.append((label, f"{'ended':<11}{status.outcome}, {self._ago(status.since)}"))

@@ -25,7 +25,6 @@ from prime_rl.monitor.status import ProcessStatus, say_for
 from prime_rl.processes import backoff_seconds, describe_exit, send, table
 from prime_rl.wait import WaitTimeout, wait
 
-RESTARTS = "restarts.jsonl"  # in logs/, a line a restart
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 300.0
 _STOP_SECONDS = 15.0
@@ -347,7 +346,7 @@ class Supervisor:
             f"(restart {child.restarts} of at most {most} in a row{', recovering' if recover else ''})"
         )
         row = {"process": name, "reason": reason, "number": child.restarts, "recover": recover, "time": time.time()}
-        with suppress(OSError), (self._output_dir / "logs" / RESTARTS).open("a") as file:
+        with suppress(OSError), (self._output_dir / "logs" / "restarts.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         return True
 
@@ -396,9 +395,8 @@ class Supervisor:
             child.process.signal(signal.SIGKILL if loading else signal.SIGTERM)
         with suppress(WaitTimeout):
             wait(
-                lambda: all(child.process.status is not None for child in running),
+                lambda: self._interrupts > 1 or all(child.process.status is not None for child in running),
                 subject="end of the processes", owner="themselves", seconds=self._stop_seconds, poll=_POLL_SECONDS,
-                stop=lambda: self._interrupts > 1,
             )  # fmt: skip
         for child in running:
             self._reap(child)

@@ -394,12 +394,11 @@ class Checkpoints:
 
     def _await_dependencies(self, step: int, final: Path, dependencies_committed: Callable[[], bool]) -> None:
         wait(
-            dependencies_committed,
+            lambda: self._closing or dependencies_committed(),
             subject=f"row and version of the state after {step} updates",
             owner="the training loop",
             seconds=self._timeout,
             poll=LEAST_POLL_SECONDS,
-            stop=lambda: self._closing,
         )
         if not dependencies_committed():
             raise UserError(

@@ -16,7 +16,6 @@ from prime_rl.launcher.rundir import (
     Owner,
     clean,
     cleaned,
-    forget_status,
     refuse_results,
 )
 from prime_rl.monitor import Status, read_status
@@ -100,20 +99,6 @@ def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None
     assert (tmp_path / "elsewhere" / "step_1").exists()
 
 
-def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
-    """After a typo was mended the run starts again without ado."""
-    for name in ("logs/trainer.log", "status/trainer.json", "status/trainer.1.json", "metrics/orchestrator.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "weights" / "step_0").mkdir(parents=True)
-    refuse_results(tmp_path)
-    (tmp_path / "status/orchestrator.json").mkdir()  # somebody's
-    forget_status(tmp_path)
-    (tmp_path / "status/orchestrator.json").rmdir()
-    assert (tmp_path / "logs/trainer.log").exists()
-    assert not any((tmp_path / "status").iterdir())
-
-
 def left_behind(root: Path) -> None:
     """What an earlier run, and a server that still runs, have written."""
     for name in ("rollouts/step_0", "weights/step_1", "logs"):
@@ -123,12 +108,14 @@ def left_behind(root: Path) -> None:
         (root / "logs" / f"{name}.log").write_text("x")
 
 
-def test_what_a_server_and_an_eval_measured_is_no_earlier_run(tmp_path: Path) -> None:
-    """Contract: beside a server or an evaluation a run starts without `--clean`, and leaves what that has made."""
+def test_what_is_no_earlier_run(tmp_path: Path) -> None:
+    """Contract: beside a server, an evaluation, or the remains of a start that failed a run starts without `--clean`. It leaves what the others have made."""
     (tmp_path / "metrics").mkdir()
     for name in ("inference", "eval"):
         (tmp_path / "metrics" / f"{name}.jsonl").write_text("{}\n")
     (tmp_path / "evals" / "rt" / "api").mkdir(parents=True)
+    (tmp_path / "metrics" / "orchestrator.jsonl").touch()  # of a run that failed at its start
+    (tmp_path / "weights" / "step_0").mkdir(parents=True)
     Status(tmp_path, "eval").close()
     path = status_path(tmp_path, "eval")
     path.write_text(json.dumps({**json.loads(path.read_text()), "started": 1}))  # its pid is another process's now
