@@ -15,7 +15,6 @@ from kuhn_poker.game import DEALS
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.verifiers_v1 import VerifiersEnv
 from support.fake_engine import FakeEngine, assert_exact, make_tokenizer
-from wordle.data import words
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,7 +43,6 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     )
     settings: dict[str, dict[str, Any]] = {
         "math500": {"data": str(data)},
-        "wordle": {"split": "eval", "max_turns": 4},
         "kuhn-poker": {},
         "calculator": {"num_tasks": 4},
     }
@@ -52,8 +50,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     async with AsyncExitStack() as stack:
         envs = {}
         for name, args in settings.items():
-            turns = 4 if name == "calculator" else 0
-            setup = Setup(name, name, args, str(model), "auto", "info", max_turns=turns)
+            setup = Setup(name, name, args, str(model), "auto", "info", max_turns=4)
             envs[name] = await stack.enter_async_context(VerifiersEnv(setup))
         yield World(await stack.enter_async_context(FakeEngine(model, max_model_len=2048)), envs)
 
@@ -74,18 +71,6 @@ async def test_a_benchmark(world: World) -> None:
         assert (result.outcome, result.reward) == (Outcome.OK, reward), result.message
         assert result.metrics["answered"] == float("box" in answer)
         assert_exact(result.samples[0], world.engine.exchanges)
-
-
-async def test_solving_wordle(world: World) -> None:
-    """A wrong guess, then the word: solved with three of four replies' worth of speed; the game ends there."""
-    secret = words("eval")[2]
-    result = await world.play("wordle", 2, lambda prompt: f"<guess>{secret if _turn(prompt) else 'zzzzz'}</guess>")
-    assert result.ok, result.message
-    assert result.task_id == f"wordle/{secret}"
-    assert result.rewards == pytest.approx({"solved": 1.0, "speed": 0.5 * 0.75, "partial": 0.5, "format": 0.2})
-    assert (result.reward, result.num_turns, result.metrics) == (pytest.approx(2.075), 2, {"guesses": 2.0})
-    assert _asked(world.engine.tokenizer.decode(world.engine.exchanges[1].prompt)) == "z z z z z\nX X X X X\n3 left."
-    assert_exact(result.samples[0], world.engine.exchanges)
 
 
 def _caller(prompt: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Run, SampleTokens, Setup
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, SampleTokens, Setup
 from support.environments import write_environments
 from support.fake_engine import FakeEngine, make_tokenizer
 from support.turn_environments import SOURCES
@@ -53,21 +53,6 @@ def joined(lists: list[list[Any]]) -> list[Any]:
 
 def sampled(engine: FakeEngine) -> list[list[tuple[int, float]]]:
     return [list(zip(one.completion, array("f", one.logprobs), strict=True)) for one in engine.exchanges]
-
-
-async def test_branched_prompts_are_the_templates(model: Path) -> None:
-    """Rendered anew: bytes that are no text come back as the template writes what they decode to, and still each token is trained once."""
-    async with world(model, trajectories="branched") as (engine, env):
-        engine.reply = lambda prompt: "caf\u00e9"
-        result = await run(engine, env, max_tokens=4)  # ends within a letter
-        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]
-        said = engine.tokenizer.decode(engine.exchanges[0].completion, skip_special_tokens=True)
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "two"}]
-        expected = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert engine.exchanges[1].prompt == expected
-    assert trained(result.samples) == sampled(engine)
-    users = [sum(role == ROLES.index("user") for role in one.roles or b"") for one in result.samples]
-    assert max(users) <= users[0] + 2  # none tells again what an earlier one told
 
 
 async def test_a_full_context_stops(model: Path) -> None:

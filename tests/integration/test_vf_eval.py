@@ -2,9 +2,9 @@
 
 import asyncio
 import importlib
-import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,24 +47,15 @@ async def test_vf_eval(name: str, tmp_path: Path) -> None:
         line = next(line for line in documented.splitlines() if "vf-eval" in line)
         words = shlex.split(re.sub(r"http\S+", api.base_url, line).replace("MODEL", "tiny"))[2:]  # without `uv run`
         more = ["-n", "2", "--no-rich", "--output-dir", str(tmp_path)]
-        process = await asyncio.create_subprocess_exec(
-            str(Path(sys.executable).parent / words[0]),
-            *words[1:],
-            *more,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        async with asyncio.timeout(SECONDS):
-            output = (await process.communicate())[0].decode()
-    assert process.returncode == 0, output
-    assert "Unclosed" not in output
+        command = [str(Path(sys.executable).parent / words[0]), *words[1:], *more]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "Unclosed" not in done.stdout + done.stderr
     (results,) = tmp_path.rglob("traces.jsonl")
     text = results.read_text()
-    episodes = [json.loads(row) for row in text.splitlines()]
     assert f'"{EXPECTED[name]}"' in text
-    assert len(episodes) >= 2
+    assert len(text.splitlines()) >= 2
     assert '"errors": [{' not in text, text[:2000]
-    assert api.bodies
     if name == "calculator":
         told = [message["content"] for body in api.bodies for message in body["messages"] if message["role"] == "tool"]
         assert told == ["42", "42"]

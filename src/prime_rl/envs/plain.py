@@ -1,18 +1,13 @@
 """Environments in plain Python (`adapter = "python"`): a module with two names, and no library to learn.
 
-    # guess.py
     def tasks(count=100):                        # or a list; `args` of the environment are its keyword arguments
-        for number in range(count):
-            yield {"id": f"guess/{number}", "prompt": "Guess my number.", "number": number}
+        return [{"id": f"guess/{number}", "prompt": "Guess my number.", "number": number} for number in range(count)]
 
     async def rollout(task, chat):               # once per episode, with a copy of the task
         reply = await chat()                     # the model's reply to what has been said
-        for _ in range(5):
-            if reply is None or reply.text == str(task["number"]):
-                break
+        while reply is not None and reply.text != str(task["number"]):
             reply = await chat("No. Again.")     # say something, and get the reply to it
-        right = reply is not None and reply.text == str(task["number"])
-        return {"right": float(right), "turns": -0.1 * len(chat.replies)}
+        return {"right": float(reply is not None), "turns": -0.1 * len(chat.replies)}
 
 A task is a dict. `prompt` is what the user says first, or a list of messages; `system_prompt` comes before it; both may
 be missing where `rollout` speaks for itself. `id` names the task for good, in this run and the next; without one it is

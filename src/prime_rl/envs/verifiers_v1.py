@@ -80,15 +80,11 @@ class VerifiersEnv:
             self._tasks = _load_tasks(self._env.taskset)
             self.bounded: bool = self._env.taskset.bounded
             self.task_ids = unique(task.key for task in self._tasks)
+            shows = self._engine.renderer if self._engine and setup.demonstration else None
+            self._show = functools.partial(_hint, shows, setup)
+            self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
-        self._show = functools.partial(
-            _hint, self._engine.renderer if self._engine and setup.demonstration else None, setup
-        )
-        try:
-            self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
-        except ValueError as error:
-            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import pytest
-import verifiers.v1 as vf
 
 import alphabet_sort.data
 import calculator.data
@@ -48,18 +47,3 @@ def test_data_need_no_verifiers() -> None:
         "sys.exit('verifiers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("package", "keys", "environment"),
-    [
-        ("wordle", wordle.data.words("eval", 3), "WordleEnv"),
-        ("alphabet-sort", _ids(alphabet_sort.data.problems("eval", 3)), "AlphabetSortEnv"),
-        ("reverse-text", reverse_text.data.texts("eval", 3), "ReverseTextEnv"),
-    ],
-)
-def test_verifiers_loads_the_package(package: str, keys: list[str], environment: str) -> None:
-    """verifiers' own loader finds taskset, environment, harness and settings; keys are durable."""
-    env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": package, "split": "eval", "num_tasks": 3}}))
-    assert type(env).__name__ == environment
-    assert [task.key for task in env.taskset] == [f"{package}/{key}" for key in keys]

@@ -63,16 +63,4 @@ def test_games_of_kuhn_poker() -> None:
     assert ends == {"pp", "pbp", "pbb", "bp", "bb"}
 
 
-def test_solutions_fit_the_tiny_model() -> None:
-    """A token a byte and a context of 1024: the whole conversation has room, with the definition of the tool."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES.parent / "assets" / "tiny-reverse")
-    rows = [_script_tool.solution(problem) for problem in problems("train", 300)]
-    lengths = [
-        len(tokenizer.apply_chat_template(row["messages"], tools=row["tools"], return_dict=False)) for row in rows
-    ]
-    assert max(lengths) < 1024
-
-
 _script_tool = _script("tool_use")

@@ -191,10 +191,7 @@ def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:
     ("fault", "outcome"),
     [
         (("ProviderError", "Connection error.", 503), Outcome.ENGINE_UNAVAILABLE),
-        (("ProviderError", "busy", 429), Outcome.ENGINE_UNAVAILABLE),
-        (("ProviderError", "Scale-out endpoints are disabled", 403), Outcome.ENGINE_DENIED),
         (("ProviderError", "Incorrect API key provided", 401), Outcome.ENGINE_DENIED),
-        (("ProviderError", "no such model", 404), Outcome.ENGINE_REFUSED),
         (("ProviderError", "n must be 1", 400), Outcome.ENGINE_REFUSED),
         (("ProviderError", "Prompt length (9) exceeds maximum context length (8).", 400), Outcome.PROMPT_TOO_LONG),
         (("ProviderError", "The prompt (length 9) is longer than the maximum model length of 8.", 400), Outcome.PROMPT_TOO_LONG),

@@ -66,10 +66,9 @@ async def test_one_turn_is_exact(model: Path, package: Callable[[str, str], str]
     assert_exact(sample, engine.exchanges)
     assert (sample.prompt_len, sample.reward) == (len(exchange.prompt), 1.0)
     assert (result.input_tokens, result.output_tokens) == (len(exchange.prompt), len(exchange.completion))
+    pinned = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 64, "seed": 7, "logprobs": 1}
     sent = exchange.body["sampling_params"]
-    assert {key: sent[key] for key in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "logprobs")} == {
-        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 64, "seed": 7, "logprobs": 1,
-    }  # fmt: skip
+    assert {key: sent[key] for key in pinned} == pinned
     assert "min_tokens" not in sent
     assert exchange.body["cache_salt"] == "v3"
 

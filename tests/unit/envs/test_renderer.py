@@ -86,7 +86,6 @@ def test_auto_takes_chatml_only_when_it_is(tmp_path: Path) -> None:
     ("which", "choice", "message"),
     [
         ("bare", "auto", "has no chat template"),
-        ("bare", "default", "has no chat template"),
         ("nowhere", "auto", "cannot load the tokenizer of .*nowhere"),
         ("plain", "chatmll", "unknown renderer 'chatmll'"),
         ("plain", "no.such.Renderer", "cannot load the renderer 'no.such.Renderer'"),
@@ -120,27 +119,3 @@ def test_calls_are_read(tokenizer: Any, text: str, content: str, statuses: list[
     parsed, bare = renderer.parse_response(ids, tools=TOOLS), renderer.parse_response(ids)
     assert (parsed.content, [call.status for call in parsed.tool_calls]) == (content, statuses)
     assert (bare.content, bare.tool_calls) == (text, [])
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    completion=st.lists(st.integers(3, 250), max_size=12),
-    closed=st.booleans(),
-    followup=st.lists(texts, min_size=1, max_size=2),
-)
-def test_bridge_extends_what_was_sampled(
-    tokenizer: Any, completion: list[int], closed: bool, followup: list[str]
-) -> None:
-    """Whatever the model sampled (even bytes that are no text), the next prompt starts with exactly those ids; none where it would be re-tokenized."""
-    renderer = ChatMLRenderer(tokenizer)
-    (end,) = renderer.get_stop_token_ids()
-    prompt = renderer.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-    sampled = [token for token in completion if token != end] + ([end] if closed else [])
-    new = [{"role": "user", "content": text} for text in followup]
-    bridged = renderer.bridge_to_next_turn(prompt, sampled, new)
-    assert bridged is not None
-    newline = tokenizer.encode("\n", add_special_tokens=False)
-    rest = ([] if closed else [end]) + newline + renderer.render_ids(new, add_generation_prompt=True)
-    assert bridged.token_ids == prompt + sampled + rest
-    for refused in ([{"role": "assistant", "content": "x"}], []):
-        assert renderer.bridge_to_next_turn(prompt, sampled, refused) is None

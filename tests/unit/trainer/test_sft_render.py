@@ -88,7 +88,6 @@ TRAINED: dict[str, Case] = {
     "messages": (CHATML, {"messages": [SYSTEM, *ONCE["messages"]]}, "<system/S>/<user/a>/<assistant/[b>]"),
     "turns": (CHATML, TWICE, "<user/a>/<assistant/[b>]/<user/c>/<assistant/[d>]"),
     "text": (CHATML, {"prompt": "Hi", "completion": "Yo"}, "<user/Hi>/<assistant/[Yo>]"),
-    "mixed": (CHATML, {"prompt": [user("Hi")], "completion": "Yo"}, "<user/Hi>/<assistant/[Yo>]"),
     "of a completion": (
         CHATML,
         {"prompt": talk("a", "b", "c")["messages"], "completion": [assistant("d")]},
@@ -124,22 +123,13 @@ def test_trained_tokens(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_renderers_of_the_package(tmp_path: Path) -> None:
-    """Contract: a model that renderers knows is rendered as its episodes are: earlier reasoning is dropped, and the last
-    reply of a template that ends none is ended."""
+    """Contract: a model that renderers knows is rendered as its episodes are: earlier reasoning is dropped."""
     qwen = AutoTokenizer.from_pretrained(make_tokenizer(tmp_path / "qwen", tags=True))
     row = talk("a", "<think>\nhm\n</think>\n\nb", "c", "<think>\nso\n</think>\n\nd")
     assert shown(row, qwen, "Qwen/Qwen3-0.6B") == [
         "<user/a>/<assistant/[<think>/hm/</think>//b>]",
         "<user/a>/<assistant/b>/<user/c>/<assistant/[<think>/so/</think>//d>]",
     ]
-    tags = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"]
-    tags += ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"]
-    glm = AutoTokenizer.from_pretrained(make_tokenizer(tmp_path / "glm"))
-    glm.add_special_tokens(
-        {"additional_special_tokens": [*tags, "</arg_value>", "<tool_response>", "</tool_response>"]}
-    )
-    (text,) = shown(talk("a", "b"), glm, "zai-org/GLM-4.5-Air")
-    assert text == "[gMASK]<sop><|user|>/a<|assistant|>/[<think></think>/b<|endoftext|>]"
 
 
 @pytest.mark.parametrize(
@@ -156,14 +146,12 @@ def test_renderers_of_the_package(tmp_path: Path) -> None:
         # Malformed rows
         (CHATML, {"messages": "a"}, "`messages` is 'a', not a list of messages; fine-tuning needs"),
         (CHATML, {"messages": []}, r"`messages` is \[\], not a list"),
-        (CHATML, {"prompt": None, "completion": "b"}, "`prompt` is None"),
         (CHATML, {"messages": [{"content": "a"}]}, "`messages`, message 0.role: Field required"),
         (CHATML, {"messages": [{"role": "user"}]}, "neither `content` nor `tool_calls`"),
         (CHATML, {"messages": [assistant("", tool_calls=[{"arguments": {}}])]}, "function: Field required"),
         (CHATML, calling("{a:"), "function.arguments.* Invalid JSON"),
         (CHATML, {"messages": [user([{"type": "image"}])]}, "0.content: Input should be a valid string"),
         (CHATML, {"messages": [user("a")], "tools": "{"}, "`tools` is text but not JSON"),
-        (CHATML, {"text": "a"}, "columns text; fine-tuning needs"),
     ],
 )
 def test_refused(template: str | None, row: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerBase) -> None:
