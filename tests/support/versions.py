@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from prime_rl import faults
 from prime_rl.config.trainer import TrainerModel, WeightsConfig
+from prime_rl.errors import UserError
 from prime_rl.faults import Fault
 from prime_rl.trainer import weight_copy
 from prime_rl.trainer.model import Policy, build_policy
@@ -209,7 +211,10 @@ def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
         right[version], directory = whole(), version_dir(run / "run" / "weights", version)
         if device == "cuda":
             torch.cuda._sleep(100_000_000)  # cycles: the copy is enqueued some 0.05 s before it happens
-        publisher.publish(version, durable=version == 2)
+        loop_went_on = threading.Event()
+        publisher.publish(version, partial(refuse_unless, loop_went_on), durable=version == 2)
+        on_main(world, lambda: None)  # a collective of the loop: no rank waits for the commit
+        loop_went_on.set()
         if version < 3:  # at once: a version is the weights at the time it was published
             change(policy)
         publisher.settle(everything=False)  # committed; files may still be written beside the next version
@@ -223,6 +228,11 @@ def rank(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -
     assert not list(run.glob("**/.*")), "nothing is left of what was under way"
     publisher.close()
     close_world()
+
+
+def refuse_unless(event: threading.Event) -> None:
+    if not event.wait(SECONDS / 3):
+        raise UserError("the loop waited until a version was committed")
 
 
 def check(directory: Path, right: dict[str, torch.Tensor]) -> None:

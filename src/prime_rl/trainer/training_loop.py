@@ -161,7 +161,7 @@ def run(
         checkpoints.poll(step)
         if not data.arrived(step):  # nothing is gained by running ahead: what the step before began is finished first
             rows.flush()
-            versions.settle()
+            versions.settle(unless=partial(data.arrived, step))
         started = time.perf_counter()
         if not data.wait(step, stop):
             break

@@ -116,15 +116,14 @@ class WeightCopy:
         local = parameter.to_local().detach()
         if self.world.shards == 1:
             return local
-        shape, stride = parameter.shape, parameter.stride()
-        return DTensor.from_local(  # cast before it travels
-            local.to(self.dtype),
+        mesh, placements, shape, stride = (
             parameter.device_mesh,
             parameter.placements,
-            run_check=False,
-            shape=shape,
-            stride=stride,
-        ).full_tensor()
+            parameter.shape,
+            parameter.stride(),
+        )
+        cast = local.to(self.dtype)  # before it travels
+        return DTensor.from_local(cast, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
     def to_host(self) -> Tensor:
         """Copy the buffer to host memory, on rank 0. May be called in any thread, once the copy has finished."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from prime_rl.config.trainer import TrainerConfig, WeightsConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.parallel import World, agree, background_world, on_main
+from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import DTYPE_NAMES, Copy, WeightCopy, on_device
@@ -40,6 +40,7 @@ from prime_rl.transport.weights import (
 from prime_rl.wait import WaitTimeout
 
 Times = dict[str, float]  # seconds
+_POLL_SECONDS = 0.02
 _REMOVAL = "end of removing old versions"
 
 
@@ -205,10 +206,12 @@ class WeightPublisher:
         self._committer.submit(f"weights/step_{version}", lambda: self._commit(version, durable, scored, check))
         self._waited += time.perf_counter() - copying
 
-    def settle(self, *, everything: bool = True) -> None:
+    def settle(self, *, everything: bool = True, unless: Callable[[], bool] | None = None) -> None:
         """Wait until the version under way is committed; UserError if it fails or is late.
 
-        With `everything`: also until durable versions are written and old ones removed.
+        Args:
+            everything: Also until durable versions are written and old ones removed.
+            unless: Ends the wait early: the same answer on every rank.
         """
 
         def results() -> Times | None:
@@ -217,6 +220,14 @@ class WeightPublisher:
             return next((times for times in committed if times is not None), None)
 
         began = time.perf_counter()
+        while unless is not None:  # bounded: by the time that a version may take
+            tasks, seconds = [*self._committer.tasks, *self._disk.tasks], time.perf_counter() - began
+            if all(gather(self.world, seconds > self._committer.timeout or all(task.done() for _, task in tasks))):
+                break
+            if unless():
+                self._waited += time.perf_counter() - began
+                return
+            time.sleep(_POLL_SECONDS)
         times = agree(self.world, results)
         self._waited += time.perf_counter() - began
         if times is not None:

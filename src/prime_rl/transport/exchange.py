@@ -56,7 +56,7 @@ _CTAS = 4  # multiprocessors for a transfer: 100 GB/s between two H100s, and the
 _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 1e-3  # between two looks at whether a GPU is done
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
-_UNREACHABLE_SECONDS = 300.0  # of failures of a publisher that has sent nothing yet; a trainer may be restarting
+_UNREACHABLE_SECONDS = 180.0  # of failures of a publisher that has sent nothing yet; a trainer may be restarting
 _CLOSED = "the other side has closed the connection"
 _UNKNOWN_PROTOCOL = "the other side does not speak this protocol"
 

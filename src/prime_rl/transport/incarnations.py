@@ -9,14 +9,7 @@ from pathlib import Path
 
 from prime_rl import faults
 from prime_rl.errors import UserError
-from prime_rl.transport.commit import (
-    MANIFEST,
-    CommitError,
-    clean_stages,
-    list_steps,
-    step_dir,
-    write_atomically,
-)
+from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, step_dir, write_atomically
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import weights_manifest
 

@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 from prime_rl.transport import protocol
 from prime_rl.transport.protocol import Lease
 
-NOTHING, FRESH, RECOVER = (
-    -1,
-    -1,
-    -2,
-)  # FRESH, RECOVER: how a trainer that is started goes on; N >= 0: from that checkpoint
+NOTHING = -1
+FRESH, RECOVER = -1, -2  # how a trainer that is started goes on; N >= 0: from that checkpoint
 
 
 class Bounds(NamedTuple):
@@ -370,8 +367,7 @@ def _follow(d: Dir, o: Orch, b: Bounds) -> Steps:
         newest = protocol.newest_version(d.versions, known)
         if newest is not None and newest > o.served:
             announced = newest if b.bug != "announced-late" else o.announced
-            early = d._replace(lease=Lease(o.seen - 1, newest)) if b.bug == "lease-raised-early" else d
-            yield f"orchestrator announces version {newest}", early, o._replace(loading=newest, announced=announced)
+            yield f"orchestrator announces version {newest}", d, o._replace(loading=newest, announced=announced)
         lease = protocol.lease_after_load(o.seen - 1, o.served, reading)
         if loaded and d.lease != lease:
             yield f"orchestrator raises its lease to version {lease.version}", d._replace(lease=lease), o
@@ -386,7 +382,7 @@ def _take_up(d: Dir, o: Orch, b: Bounds) -> tuple[str, Dir, Orch]:
     number, left = o.seen - 1, current(d, o, b)
 
     def stays(first: int) -> bool:
-        return b.bug == "old-version-kept" or protocol.may_batch(first, o.announced, number, d.history)
+        return protocol.may_batch(first, o.announced, number, d.history)
 
     if not stays(o.served):
         back = cancelled(left, lambda first: True)._replace(phase="look", loading=NOTHING)
@@ -431,7 +427,7 @@ def _batch(d: Dir, o: Orch, b: Bounds) -> Steps:
         after = o._replace(sealed=None, step=o.step + 1, ledger=o.finished)
         yield f"orchestrator commits rollouts/step_{o.step}", d._replace(batches=d.batches + 1), after
         return
-    blind = b.bug in ("incarnations-not-read-at-cut", "old-incarnation-goes-on")
+    blind = b.bug == "old-incarnation-goes-on"
     if o.step >= b.steps or not o.finished or (len(d.incarnations) > o.seen and not blind):
         return  # that incarnation is taken up first
     chosen, *others = o.finished

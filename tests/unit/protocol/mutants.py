@@ -44,8 +44,6 @@ def prune_in_a_new_incarnation(versions: Any, incarnations: Any, *, lease: Lease
 MUTANTS = {
     "lease-ignored": Mutant("pruning ignores the lease", Bounds(steps=2, async_level=0, killed="E"), "pruned",
         {"prunable": lambda *of, lease, **others: prunable(*of, lease=None, **others)}),
-    "lease-raised-early": Mutant("the lease is raised before the load ends",
-        Bounds(replicas=2, steps=3, crashes=1, async_level=0, drain=False, killed="E"), "pruned"),
     "lease-of-target": Mutant("the lease of a new incarnation leaves out what is still read for a dead orchestrator",
         SYNCHRONOUS._replace(killed="TOE"), "pruned",
         {"lease_before_load": lambda held, incarnation, version: Lease(incarnation, version)}),
@@ -69,9 +67,6 @@ MUTANTS = {
         SMALL, "is committed already", {"superseded_versions": lambda versions, incarnations: []}),
     "old-incarnation-goes-on": Mutant("the orchestrator does not notice the trainer's new incarnation", SMALL, "given up"),
     "old-incarnation-batched": Mutant("finished episodes of a superseded incarnation are kept", SMALL, "given up"),
-    "old-version-kept": Mutant("what is served is gone on with, though the new incarnation superseded it",
-        SMALL, "which a server has to load"),
-    "incarnations-not-read-at-cut": Mutant("a batch is cut by the incarnations that were read before", SMALL, "given up"),
     "same-number-not-loaded": Mutant("a new incarnation's version is not loaded where one of that number is served",
         SMALL, "given up"),
     "gate-off-by-one": Mutant("the staleness gate is off by one", Bounds(steps=3, crashes=0), "async level",

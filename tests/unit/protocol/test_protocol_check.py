@@ -46,15 +46,6 @@ def test_a_deliberate_bug_is_found(name):
     assert MUTANTS[name].breaks in outcome.violation
 
 
-def test_a_counterexample_is_a_shortest_way_in_the_words_of_the_run():
-    """Synchronous training whose plan forgets the groups before: the second episode starts too early, at once."""
-    with mutated("plan-off-by-one") as bounds:
-        outcome = search(bounds)
-    assert outcome.violation == "an episode for step 1 starts on version 0, async level 0"
-    assert outcome.trace[-2:] == ["orchestrator serves version 0", "an episode starts, stamped version 0"]
-    assert "trainer opens incarnation 0 at step 0" in outcome.trace
-
-
 def test_every_decision_of_the_protocol_is_called_by_a_process():
     """What is checked is what runs: a function that only the model calls would prove nothing."""
     called = set()

@@ -11,7 +11,7 @@ from prime_rl.transport.incarnations import (
     read_versions,
     write_lease,
 )
-from prime_rl.transport.protocol import Lease, continues_from
+from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import TensorEntry, manifest_extra
 
 
@@ -58,12 +58,3 @@ def test_a_lease(tmp_path):
     for _ in range(2):
         drop_lease(tmp_path)
     assert read_lease(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("incarnations", "goes_on"),
-    [({0: 0}, False), ({0: 0, 1: 4}, True), ({0: 0, 1: 4, 2: 6}, True), ({0: 0, 1: 4, 2: 2}, False)],
-)
-def test_a_resumed_run_waits_for_the_incarnation_that_goes_on_from_its_checkpoint(incarnations, goes_on):
-    """Not the one that is superseded; and a trainer that has crashed and recovered since still counts."""
-    assert continues_from(4, incarnations) == goes_on

@@ -37,9 +37,7 @@ def write_status(root: Path, claim: dict[str, object], **fields: object) -> Path
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_steps": 5}, "max_steps is 5 here, but None in the trainer"),
         ({"async_level": 2}, "async_level is 2 here, but 1 in the trainer"),
-        ({"seed": 3}, "seed is 3 here, but 0 in the trainer"),
         ({"model": ModelConfig(name="other")}, "model.name is other here, but Qwen/Qwen3-0.6B in the trainer"),
         ({"ckpt": CkptConfig(interval=7)}, "ckpt.interval is 7 here, but 50 in the trainer"),
         ({"seq_len": 10**6}, "seq_len is 1000000 in the orchestrator, but"),
