@@ -1,7 +1,7 @@
 """Versions of the weights by each transport: of a run in this process, of trainers that are killed, of several ranks.
 
 As a program it forks trainers from a process that has imported everything, but has run no threads of torch:
-`python -m support.versions killed TRANSPORT MODEL ROOT`, `python -m support.versions ranks JSON`.
+`python -m support.versions killed MODEL ROOT`, `python -m support.versions ranks JSON`.
 """
 
 import json
@@ -114,14 +114,11 @@ def open_run(transport: str, world: World, policy: Policy, model: Path, root: Pa
 
 # ---- trainers that are killed
 
-# Of the plain transport tests/faults kills all there is.
-POINTS = {
-    "filesystem": ["rename:weights/step_3"],
-    "memory": [
-        *("rename:weights/step_3", "lasting:weights/step_2", "lasts:weights/step_2"),
-        "renamed:weights/step_4/manifest.json",
-    ],
-}
+# Of publishing from memory; a trainer that writes files is killed everywhere by tests/faults.
+POINTS = (
+    *("rename:weights/step_3", "lasting:weights/step_2", "lasts:weights/step_2"),
+    "renamed:weights/step_4/manifest.json",
+)
 
 
 def whole_incarnation(run: Run) -> None:
@@ -142,7 +139,7 @@ def go_on(run: Run) -> None:
     assert [path.name for path in run.weights.iterdir() if path.name.startswith(".")] == []
 
 
-def live(story: Callable[[Run], None], transport: str, model: str, root: Path, fault: Fault | None) -> int:
+def live(story: Callable[[Run], None], model: str, root: Path, fault: Fault | None) -> int:
     """Exit status of a process that lives `story`: 0, or -9 where it was killed. A planned fault must have fired."""
     root.mkdir(exist_ok=True)
     plan = root / "plan.json"
@@ -157,7 +154,7 @@ def live(story: Callable[[Run], None], transport: str, model: str, root: Path, f
         try:
             world = init_world("cpu", 60)
             policy = build_policy(find_model(model), TrainerModel(), world)
-            with open_run(transport, world, policy, Path(model), root) as run:
+            with open_run("memory", world, policy, Path(model), root) as run:
                 story(run)
         except BaseException:  # noqa: BLE001 it ends here, whatever it is
             traceback.print_exc()
@@ -170,12 +167,12 @@ def live(story: Callable[[Run], None], transport: str, model: str, root: Path, f
     return status
 
 
-def killed(transport: str, model: str, root: str) -> None:
-    for number, point in enumerate(POINTS[transport]):
+def killed(model: str, root: str) -> None:
+    for number, point in enumerate(POINTS):
         directory = Path(root) / str(number)
         fault = Fault(point, "trainer", "kill")
-        assert live(whole_incarnation, transport, model, directory, fault) == -signal.SIGKILL, point
-        assert live(go_on, transport, model, directory, None) == 0, point
+        assert live(whole_incarnation, model, directory, fault) == -signal.SIGKILL, point
+        assert live(go_on, model, directory, None) == 0, point
 
 
 # ---- several ranks

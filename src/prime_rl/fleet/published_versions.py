@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from prime_rl.transport.incarnations import Seen, drop_lease, read_incarnations, read_lease, read_versions, write_lease
+from prime_rl.transport.incarnations import drop_lease, read_incarnations, read_lease, read_versions, write_lease
 from prime_rl.transport.protocol import Incarnation, Lease, current_incarnation, newest_version, valid
 from prime_rl.transport.weights import WeightsManifest, version_dir, weights_manifest
 
@@ -16,7 +16,6 @@ class PublishedVersions:
         self.incarnations: dict[int, int] = {}
         self.versions: dict[int, int] = {}
         self.lease = read_lease(output_dir)
-        self._seen: Seen = {}
 
     @property
     def incarnation(self) -> Incarnation:
@@ -30,7 +29,7 @@ class PublishedVersions:
 
     def refresh(self) -> None:
         """Read the run directory. Versions first: a version is never seen without the incarnation that made it."""
-        self.versions = read_versions(self.weights_dir, self._seen)
+        self.versions = read_versions(self.weights_dir)
         self.incarnations = read_incarnations(self.output_dir)
 
     def valid(self, version: int) -> bool:

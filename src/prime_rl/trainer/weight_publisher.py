@@ -152,7 +152,6 @@ class WeightPublisher:
         self._copies = WeightCopy(policy, world, dtype, gpu=gpu)
         self._copied, self._version = Copy(), 0  # the copy, and its version
         self._publisher: Publisher | None = None  # of rank 0
-        self._seen: incarnations.Seen = {}
         self._background = background_world(world, timeout)
         self._committer = _Thread("weights", "the thread that commits it", timeout)  # has one task at most
         self._disk = _Thread("disk", "the thread that writes and removes them", timeout)
@@ -331,7 +330,7 @@ class WeightPublisher:
             self._disk.submit(_REMOVAL, self._prune)
 
     def _prune(self) -> None:
-        versions = incarnations.read_versions(self.root, self._seen)
+        versions = incarnations.read_versions(self.root)
         starts, lease = incarnations.read_incarnations(self.output_dir), incarnations.read_lease(self.output_dir)
         level, keep, needed = self.async_level, self.config.keep, self._needed()
         for version in prunable(versions, starts, lease=lease, async_level=level, keep=keep, checkpoints=needed):

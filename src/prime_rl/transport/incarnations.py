@@ -5,6 +5,8 @@ The trainer opens an incarnation by committing `incarnations/<incarnation>.json`
 """
 
 import json
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from prime_rl import faults
@@ -14,9 +16,6 @@ from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import weights_manifest
 
 _LEASE = "leases/orchestrator.json"
-
-Seen = dict[tuple[int, int, int], int]
-"""The incarnation that a manifest names, by version, inode and time of the manifest."""
 
 # ---- incarnations
 
@@ -61,25 +60,23 @@ def refuse_if_superseded(output_dir: Path, incarnation: int) -> None:
 # ---- versions
 
 
-def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
+@lru_cache(maxsize=4096)
+def _made_by(directory: Path, inode: int, modified: int) -> int:
+    """Return the incarnation that a version's manifest names. The same file (by inode and time) is read once."""
+    return weights_manifest(directory).incarnation
+
+
+def read_versions(weights_dir: Path) -> dict[int, int]:
     """Return every committed version, and the incarnation that made it.
 
     One that is removed or damaged meanwhile is left out.
-
-    Args:
-        seen: Filled with what was read; a caller that looks often keeps one, so that each manifest is read once.
     """
-    seen, versions = {} if seen is None else seen, {}
+    versions = {}
     for version in list_steps(weights_dir):
         directory = step_dir(weights_dir, version)
-        try:
+        with suppress(CommitError, FileNotFoundError):
             stat = (directory / MANIFEST).stat()
-            key = version, stat.st_ino, stat.st_mtime_ns
-            if key not in seen:
-                seen[key] = weights_manifest(directory).incarnation
-            versions[version] = seen[key]
-        except (CommitError, FileNotFoundError):
-            continue
+            versions[version] = _made_by(directory, stat.st_ino, stat.st_mtime_ns)
     return versions
 
 

@@ -63,9 +63,10 @@ def publisher(buffer: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publi
     made.close()
 
 
-def manifest(publisher: Publisher, version: int = 3) -> WeightsManifest:
-    address = publisher.address()
-    return WeightsManifest(version, 0, "hash", TENSORS, None, Path("weights"), publisher=address)
+def manifest(publisher: Publisher, version: int = 3, **address: object) -> WeightsManifest:
+    """A version, at another address or with another token if they are given."""
+    there = replace(publisher.address(), **address)
+    return WeightsManifest(version, 0, "hash", TENSORS, None, Path("weights"), publisher=there)
 
 
 def receive(asked: WeightsManifest, subscriber: Subscriber | None = None) -> Tensor:
@@ -101,23 +102,16 @@ def test_a_version_that_is_superseded_is_refused_by_name(publisher: Publisher, b
         receive(manifest(publisher), subscriber)
 
 
-def at(publisher: Publisher, **changes: object) -> WeightsManifest:
-    """Version 3, at another address or with another token."""
-    asked = manifest(publisher)
-    assert asked.publisher is not None
-    return replace(asked, publisher=replace(asked.publisher, **changes))
-
-
 def test_another_runs_trainer_and_one_that_is_gone_are_named(publisher: Publisher) -> None:
     """Contract: who does not know the token gets nothing, and it is written nowhere; of a connection that fails both addresses are named."""
     with pytest.raises(ExchangeError, match="does not know this token: another run's trainer"):
-        receive(at(publisher, token="another"))
+        receive(manifest(publisher, token="another"))
     assert publisher.address().token not in repr(manifest(publisher))
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     message = f"{socket.gethostname()} does not reach the trainer's publisher at 127.0.0.1:{port}"
     with pytest.raises(ExchangeError, match=message):
-        receive(at(publisher, port=port))
+        receive(manifest(publisher, port=port))
 
 
 def test_only_a_publisher_that_has_sent_something_is_waited_for(
@@ -125,15 +119,13 @@ def test_only_a_publisher_that_has_sent_something_is_waited_for(
 ) -> None:
     """Contract: a trainer that starts again is; an address that a server never reaches ends the run in minutes."""
     monkeypatch.setattr(exchange, "_UNREACHABLE_SECONDS", 0.0)
-    subscriber, reached = Subscriber(), manifest(publisher)
+    subscriber, reached, elsewhere = Subscriber(), manifest(publisher), manifest(publisher, token="another")
     receive(reached, subscriber)
     publisher.close()
     subscriber.close()
     for _ in range(3):
         with pytest.raises(ExchangeError, match="does not reach"):
             receive(reached, subscriber)
-    assert reached.publisher is not None
-    elsewhere = replace(reached, publisher=replace(reached.publisher, token="another"))
     with pytest.raises(ExchangeError, match="does not reach"):
         receive(elsewhere, subscriber)
     with pytest.raises(UserError, match="does not reach .*nothing has come from there for 0 s"):
@@ -160,7 +152,7 @@ def test_strangers_disturb_nobody(words: bytes, publisher: Publisher, buffer: Te
         accepted = threads.submit(stranger.accept)
         connecting = threads.submit(lambda: accepted.result(30)[0].sendall(words))
         with pytest.raises(ExchangeError, match=r"^[^\n]+$"):
-            receive(at(publisher, port=stranger.getsockname()[1]))
+            receive(manifest(publisher, port=stranger.getsockname()[1]))
         connecting.result(30)
 
 

@@ -33,14 +33,13 @@ def test_incarnations_are_numbered_in_the_order_of_their_opening(tmp_path):
 
 def test_a_version_that_another_incarnation_committed_again_is_read_again(tmp_path):
     """What was seen before is remembered by the file, not by the number."""
-    seen = {}
     commit_version(tmp_path, 0, 0)
     commit_version(tmp_path, 3, 0)
-    assert read_versions(tmp_path, seen) == {0: 0, 3: 0}
+    assert read_versions(tmp_path) == {0: 0, 3: 0}
     prune(tmp_path / "step_3")
-    assert read_versions(tmp_path, seen) == {0: 0}
+    assert read_versions(tmp_path) == {0: 0}
     commit_version(tmp_path, 3, 1)
-    assert read_versions(tmp_path, seen) == {0: 0, 3: 1}
+    assert read_versions(tmp_path) == {0: 0, 3: 1}
 
 
 def test_a_lease(tmp_path):
