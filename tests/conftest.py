@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -40,7 +41,6 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 REPOSITORY = Path(__file__).parent.parent
-FAIL_TO_LOAD = (925,)
 # Of the integration tests, those that start real servers.
 WITH_SERVERS = (
     "test_algorithms", "test_canary", "test_commands_run", "test_data_parallel", "test_evals", "test_examples",
@@ -154,8 +154,6 @@ class InferenceServer:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -242,23 +240,16 @@ def tiny_model() -> Path:
 
 @pytest.fixture(scope="session")
 def inference_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
-    """One real vLLM server for the whole session: float32, requests may carry seeds. Call `.reset()` before relying on its weights.
-
-    The first load of each version of `FAIL_TO_LOAD` fails.
-    """
+    """One real vLLM server for the whole session: float32, requests may carry seeds. Call `.reset()` before relying on its weights."""
     directory = tmp_path_factory.mktemp("server")
     with launch_server(directory / "server", tiny_model, environment=failing_loads(directory)) as server:
         yield server
 
 
 def failing_loads(directory: Path) -> dict[str, str]:
-    """Variables of a server whose first load of each version of `FAIL_TO_LOAD` fails."""
+    """Variables of a server whose first load of version 925 fails."""
     plan = directory / "faults.json"
-    plan.write_text(
-        json.dumps(
-            [{"point": f"loading:v{version}", "process": "inference", "do": "error"} for version in FAIL_TO_LOAD]
-        )
-    )
+    plan.write_text(json.dumps([{"point": "loading:v925", "process": "inference", "do": "error"}]))
     return {faults.ENV: str(plan)}
 
 

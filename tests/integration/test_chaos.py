@@ -62,7 +62,7 @@ async def strike(pool: EnvPool, chance: random.Random, pause: float) -> None:
         await asyncio.sleep(chance.uniform(0.5, 1.5) * pause)
         if processes := list(pool.workers.values()):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(chance.choice(processes).pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
+                os.kill(chance.choice(processes).child.pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
 
 
 async def train(world: World, steps: int) -> None:

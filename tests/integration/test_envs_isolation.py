@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from prime_rl import faults
 from prime_rl.config.shared import EnvConfig
@@ -64,7 +63,7 @@ async def run(
 
 
 def pids(pool: EnvPool) -> set[int]:
-    return {process.pid for process in pool.workers.values()}
+    return {worker.child.pid for worker in pool.workers.values()}
 
 
 # ---- how many
@@ -108,9 +107,8 @@ async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_the_queue_for_a_full_worker(tmp_path: Path) -> None:
-    """Nobody is overtaken. The wait takes none of an episode's time: together these take longer than one of them may. A deadline that passes
-    meanwhile is a timeout that says so, and leaves no slot taken."""
-    async with serving(tmp_path, stub(tmp_path, {"seconds": 0.15, "slow": 1000.0}, max_concurrent=1)) as pool:
+    """Nobody is overtaken. The wait takes none of an episode's time: together these take longer than one of them may."""
+    async with serving(tmp_path, stub(tmp_path, {"seconds": 0.15}, max_concurrent=1)) as pool:
         order: list[int] = []
 
         async def one(number: int) -> None:
@@ -119,13 +117,6 @@ async def test_the_queue_for_a_full_worker(tmp_path: Path) -> None:
 
         await asyncio.gather(*(one(number) for number in range(12)))
         assert order == list(range(12))
-        blocker = asyncio.create_task(run(pool, TASKS - 1))
-        await asyncio.sleep(0)
-        result = await run(pool, name="late", seconds=0.3)
-        assert (result.outcome, "free slot" in result.message) == (Outcome.TIMEOUT, True)
-        blocker.cancel()
-        await asyncio.wait([blocker], timeout=SECONDS)
-        assert (await run(pool)).ok
 
 
 async def test_a_closed_pool_answers(tmp_path: Path) -> None:
@@ -152,7 +143,7 @@ async def test_equal_environments_share_workers(tmp_path: Path, monkeypatch: pyt
         assert [(result.env, result.ok) for result in results] == [("stub", True), ("stub-eval", True), ("other", True)]
         assert (pool.tasks("stub-eval"), results[1].reward) == (pool.tasks("stub"), results[0].reward)
         for worker in pool.workers.values():
-            variables = Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{worker.child.pid}/environ").read_bytes().split(b"\0")
             assert (b"OPENAI_API_KEY=sk-for-the-judge" in variables) == (worker.env == "other")
 
 
@@ -228,41 +219,30 @@ async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path) -> None
 
 
 async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed or stopped with an episode or with its result in hand; a result lost, doubled or failed: each costs its own
-    episode at most, is counted once, and the next episode runs."""
-    monkeypatch.setattr(pool_module, "HANG_SECONDS", 2.5)
-    deeds = {"run:stub": ("kill", "stop"), "result:stub": ("kill", "drop", "duplicate", "error")}
+    """Killed with a result in hand; a result lost, doubled or failed: each costs its own episode at most, is counted once,
+    and the next episode runs."""
     # The nth match of a point meets its nth fault.
-    plan = [{"point": at, "process": "environment", "do": do} for at, every in deeds.items() for do in every]
+    deeds = ("kill", "drop", "duplicate", "error")
+    plan = [{"point": "result:stub", "process": "environment", "do": deed} for deed in deeds]
     (tmp_path / "faults.json").write_text(json.dumps(plan))
     monkeypatch.setenv(faults.ENV, str(tmp_path / "faults.json"))
     async with serving(tmp_path, stub(tmp_path)) as pool:
-        for outcome, reason in (
-            (Outcome.WORKER_DIED, "SIGKILL"),
-            (Outcome.ERRORED, "blocked"),
-            (Outcome.WORKER_DIED, "SIGKILL"),
-        ):
-            result = await run(pool)
-            assert (result.outcome, reason in result.message) == (outcome, True)
+        assert (await run(pool)).outcome is Outcome.WORKER_DIED
         assert (await run(pool, seconds=1.0)).outcome is Outcome.TIMEOUT
         workers = pids(pool)
         outcomes = [(await run(pool)).outcome for _ in range(3)]
         assert outcomes == [Outcome.OK, Outcome.ERRORED, Outcome.OK]
-        assert (pids(pool), pool.restarts) == (workers, 3)
+        assert (pids(pool), pool.restarts) == (workers, 1)
 
 
-async def test_a_kill_at_the_start_and_messages_of_strangers(tmp_path: Path) -> None:
-    """SIGKILL while it loads is no fault of the environment: it is started again. Frames of whoever is no worker are ignored."""
+async def test_a_kill_at_the_start(tmp_path: Path) -> None:
+    """SIGKILL while it loads is no fault of the environment: it is started again."""
     pool = EnvPool([stub(tmp_path)], model="none", base_url="", api_key=None, output_dir=tmp_path / "out")
     starting = asyncio.create_task(pool.start(SECONDS))
     try:
         await until(lambda: bool(pids(pool)))
         os.kill(next(iter(pids(pool))), signal.SIGKILL)
         await starting
-        with zmq.Context.instance().socket(zmq.DEALER) as stranger:
-            stranger.connect(pool._address)
-            for frames in ([b""], [b"x", b"y", b"z"], [b"\xc1"]):
-                stranger.send_multipart(frames)
         assert (await run(pool)).ok
         assert pool.restarts == 1
     finally:
@@ -279,7 +259,7 @@ async def test_a_kill_at_the_start_and_messages_of_strangers(tmp_path: Path) -> 
 async def test_crash_loop_ends_the_pool(
     tmp_path: Path, script: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that keeps dying without finishing an episode is an error of the run, which quotes the log."""
+    """A worker that keeps dying without an episode is an error of the run, which quotes the log."""
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 2)
     python = tmp_path / "python-of-its-own"
     if script is not None:

@@ -12,8 +12,6 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult
 from support.fake_engine import FakeEngine
 
-START_SECONDS = 180.0
-
 TASKSET = """
 import itertools, os, random, sys, time
 from typing import Any
@@ -87,7 +85,6 @@ class PoolWorld:
 
     engine: FakeEngine
     pool: EnvPool
-    output: Path
 
     async def run(self, env: str, task: int = 0, *, seconds: float = 60.0, **sampling: Any) -> EpisodeResult:
         return await self.pool.run(
@@ -107,7 +104,7 @@ async def open_pool(
     async with FakeEngine(model, max_model_len=context) as engine:
         pool = EnvPool(envs, model=str(model), base_url=engine.base_url, api_key="secret", output_dir=output)
         try:
-            await pool.start(START_SECONDS)
-            yield PoolWorld(engine, pool, output)
+            await pool.start(timeout=180.0)
+            yield PoolWorld(engine, pool)
         finally:
             await pool.close()

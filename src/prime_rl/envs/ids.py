@@ -129,10 +129,8 @@ def unique(keys: Iterable[str]) -> list[str]:
 def describe(error: BaseException) -> str:
     """`Type: message at file:line` of the code that raised, on one line."""
     message = " ".join(str(error).split())[:500]
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    where = f" ({frames[-1][0].f_code.co_filename}:{frames[-1][1]})" if frames else ""
     return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"
 
 

@@ -10,11 +10,11 @@ import asyncio
 import itertools
 import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +28,7 @@ from loguru import logger
 
 import prime_rl
 from prime_rl import processes
+from prime_rl.config.orchestrator import OPSD
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import protocol
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Page, Run, TaskInfo
@@ -48,7 +49,7 @@ TERM_SECONDS = 5.0
 LAG_SECONDS = 3.0  # a worker whose event loop is blocked for so long gets no more episodes until it goes on
 CLOSE_SECONDS = 3 * TERM_SECONDS + processes.DEATH_SECONDS
 MEAN_USE = 0.6  # of a core, that workers should have at most
-_TAIL_LINES, _TAIL_BYTES = 12, 16384  # of a log, in an error
+_TAIL_LINES = 12  # of a log, in an error
 _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
 
 
@@ -77,10 +78,6 @@ class Worker:
     measured: tuple[float, float] = (0.0, 0.0)  # the page's `ticked` and `busy` of then
     ending: str = ""  # how it ended, or why it is to be ended
     offending_request: int = 0  # in whose code it died or hangs
-
-    @property
-    def pid(self) -> int:
-        return self.child.pid
 
     @property
     def lag(self) -> float:
@@ -144,7 +141,6 @@ class WorkerSet:
     target: int = 1  # workers that it should have: one shows whether it can be loaded, before others start
     tasks: list[TaskInfo] = field(default_factory=list)
     loaded: bool = False  # by some worker: its tasks are known
-    departures: int = 0  # slots that were taken, and are not any more
     deaths: int = 0  # of workers without episodes, since an episode was finished
     no_start_before: float = 0.0
     idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers than `target` suffice
@@ -158,14 +154,6 @@ class Sampler:
     base_url: str
     model: str
     api_key: str
-
-
-@dataclass(frozen=True)
-class Demonstration:
-    """What a teacher is shown of a task: a field, and the text around it."""
-
-    field: str
-    template: str
 
 
 class EnvPool:
@@ -194,7 +182,7 @@ class EnvPool:
         output_dir: Path,
         log_level: str = "info",
         samplers: Mapping[str, Sampler] | None = None,
-        demonstrations: Mapping[str, Demonstration] | None = None,
+        demonstrations: Mapping[str, OPSD] | None = None,
         chat_timeout: float | None = None,
     ) -> None:
         """Check what can be checked before a worker starts.
@@ -231,13 +219,12 @@ class EnvPool:
                 renderer=renderer,
                 log_level=log_level,
                 sampled_by=sampler.model if sampler else "",
-                demonstration=shown.field if shown else "",
+                demonstration=shown.demonstration if shown else "",
                 template=shown.template if shown else "",
                 adapter=config.adapter,
                 max_turns=config.max_turns or 0,
                 trajectories=config.trajectories,
-                chat=chat_timeout is not None,
-                request_timeout=chat_timeout or 0.0,
+                chat_timeout=chat_timeout or 0.0,
             )
             log = Path(output_dir) / "logs" / "envs" / f"{config.name.replace('/', '--')}.log"
             least, most = worker_range(config.workers, config.max_workers, len(envs))
@@ -260,8 +247,9 @@ class EnvPool:
             UserError: not found, failing to import or load, bad arguments, no chat template, not ready in time.
         """
         self._start_timeout = timeout
-        self._directory = Path(tempfile.mkdtemp(prefix="prime-envs-"))  # short: socket paths are limited to 107 bytes
-        self._exit_stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        # Short: socket paths are limited to 107 bytes.
+        directory = tempfile.TemporaryDirectory(prefix="prime-envs-", ignore_cleanup_errors=True)
+        self._directory = Path(self._exit_stack.enter_context(directory))
         # What a Python of its own finds of ours: prime_rl, and nothing else.
         (self._directory / "path").mkdir()
         (self._directory / "path" / "prime_rl").symlink_to(Path(prime_rl.__file__).parent)
@@ -353,8 +341,8 @@ class EnvPool:
         deadline: float,
         server: str | None = None,
     ) -> EpisodeResult:
-        """Run one episode; always returns a result by `deadline` (a `time.monotonic()` value) plus a short grace, and the wait for a worker: while
-        others' episodes end, it takes none of this one's time. Cancelling the call cancels the episode and its engine requests.
+        """Run one episode; returns a result by `deadline` (a `time.monotonic()` value) plus a short grace, and the wait for a
+        free slot, which takes none of its time. Cancelling the call cancels the episode and its engine requests.
 
         Args:
             sampling: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed …; None values are left out.
@@ -373,16 +361,9 @@ class EnvPool:
         request = own.waiting[number] = Request(order, loop.create_future(), loop.create_future())
         self._fill(own)
         try:
-            departures = -1
-            while not request.slot.done() and departures != own.departures:  # bounded: those before it leave in time
-                departures = own.departures
-                self._adjust(own)
-                await asyncio.wait({request.slot}, timeout=timeout)
-            if not request.slot.done():
-                outcome = Outcome.TIMEOUT if self._ready(own) else Outcome.WORKER_DIED
-                message = f"no worker of {env!r} had a free slot for {timeout:.0f} s, and no episode ended"
-                return order.failed(env, outcome, message)
-            worker = request.slot.result()
+            self._adjust(own)
+            await asyncio.wait({request.slot})  # bounded: those before it leave in time; without workers the pool fails
+            worker = request.slot.result()  # bounded: it is done
             async with asyncio.timeout(timeout + GRACE_SECONDS):
                 self._send(worker, order)
                 return replace(await request.result, env=env)  # owed by the worker; failed when that is gone
@@ -390,19 +371,13 @@ class EnvPool:
             message = f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline"
             return order.failed(env, Outcome.TIMEOUT, message)
         finally:
-            self._leave(own, request)
-
-    def _leave(self, own: WorkerSet, request: Request) -> None:
-        """Free the slot of an episode, or its place among those that wait."""
-        number = request.order.request
-        request.result.cancel()
-        if own.waiting.pop(number, None) is None and request.slot.exception() is None:
-            worker = request.slot.result()  # bounded: it is done
-            del worker.pending[number]
-            if request.result.cancelled():  # it is late, or its call was cancelled
-                self._send(worker, protocol.Cancel(number))
-            own.departures += 1
-            self._fill(own)
+            request.result.cancel()
+            if own.waiting.pop(number, None) is None and request.slot.exception() is None:
+                worker = request.slot.result()  # bounded: it is done
+                del worker.pending[number]
+                if request.result.cancelled():  # it is late, or its call was cancelled
+                    self._send(worker, protocol.Cancel(number))
+                self._fill(own)
 
     def _fill(self, own: WorkerSet) -> None:
         """Give free slots to waiting episodes, in the order in which they asked."""
@@ -463,8 +438,8 @@ class EnvPool:
         setup, page = files.with_suffix(".setup"), files.with_suffix(".page")
         if own.config.python is not None:
             variables = {**variables, "PYTHONPATH": str(self._directory / "path")}
-        command = [own.config.python or sys.executable, "-m", "prime_rl.envs.worker", "--address", self._address]
-        command += ["--identity", identity, "--setup", str(setup), "--page", str(page)]
+        command = [own.config.python or sys.executable, "-m", "prime_rl.envs.worker"]
+        command += [self._address, identity, str(setup), str(page)]
         try:
             setup.write_bytes(protocol.encode(own.setup))
             with own.log.open("ab") as output:
@@ -566,10 +541,8 @@ def worker_variables(passed: Mapping[str, str], *, base_urls: Sequence[str], api
 
 def _tail(log: Path) -> str:
     """Return the last lines of a log, indented for printing below a message."""
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
+    with log.open(errors="replace") as file:
+        return "".join(f"  | {line}" for line in deque(file, _TAIL_LINES)).rstrip()
 
 
 # ---- how many workers

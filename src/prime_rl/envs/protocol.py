@@ -75,9 +75,8 @@ class SampleTokens:
     reward: float
     agent: str = ""  # which of the environment's agents it is of
     part: int = 0  # which of the episode's parts it is of
-    roles: bytes | None = (
-        None  # (T,) whose message a token belongs to: index into `ROLES`; 0: an earlier sequence has it
-    )
+    # (T,) whose message a token belongs to: index into `ROLES`; 0: an earlier sequence has it.
+    roles: bytes | None = None
     hint: "array[int] | None" = None  # tokens that a teacher reads before these
     # Of a teacher: 32 bits, 0.0 for the first token; for all T tokens or the leading ones that it scored.
     ref_logprobs: "array[float] | None" = None
@@ -152,8 +151,9 @@ class Setup:
     adapter: str = "auto"
     max_turns: int = 0  # replies in one conversation (0: any number)
     trajectories: str = "interleaved"
-    chat: bool = False  # ask the model by its chat route, as any OpenAI-compatible API: no tokens, nothing to train on
-    request_timeout: float = 0.0  # seconds without a byte of an answer by that route
+    # Seconds without a byte of an answer, of an OpenAI-compatible API that is asked by its chat route: no tokens, nothing
+    # to train on (0: the model is asked by tokens).
+    chat_timeout: float = 0.0
 
 
 @dataclass

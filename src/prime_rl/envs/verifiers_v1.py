@@ -70,9 +70,9 @@ class VerifiersEnv:
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
         self._branched = setup.trajectories == "branched"
-        self._engine = None if setup.chat else EngineClient(setup, _has_tools(setup.env_id, config))
+        self._engine = None if setup.chat_timeout else EngineClient(setup, _has_tools(setup.env_id, config))
         self._client: Any = (
-            chat_config(setup.request_timeout) if setup.chat else vf.TrainClientConfig(api_key_var=API_KEY_VAR)
+            chat_config(setup.chat_timeout) if setup.chat_timeout else vf.TrainClientConfig(api_key_var=API_KEY_VAR)
         )
         self._clients: dict[str, Any] = {}  # by the server's address
         try:

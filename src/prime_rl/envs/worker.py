@@ -1,10 +1,9 @@
-"""An environment worker: `python -m prime_rl.envs.worker --address ipc://… --identity …`, started by `pool`.
+"""An environment worker: `python -m prime_rl.envs.worker ADDRESS IDENTITY SETUP PAGE`, started by `pool`; the last two are files.
 
 One event loop runs the episodes, and says in a page of shared memory that it comes round. Imports the standard library, pyzmq and msgpack until it
 knows which adapter it needs.
 """
 
-import argparse
 import asyncio
 import contextlib
 import contextvars
@@ -66,7 +65,7 @@ def load(setup: Setup) -> Adapter:
     """
     check_version(setup.env_id)
     kind = kind_of(setup.env_id) if setup.adapter == "auto" else setup.adapter
-    if kind != "verifiers" and (setup.demonstration or setup.chat):
+    if kind != "verifiers" and (setup.demonstration or setup.chat_timeout):
         wish = "demonstrated to a teacher" if setup.demonstration else "evaluated on APIs by their chat route"
         raise LoadError(f"environment {setup.env_id!r}: tasks of {kind} environments cannot be {wish}")
     if kind == "python":
@@ -101,13 +100,6 @@ class _WaitTimer(selectors.DefaultSelector):
             return super().select(timeout)
         finally:
             self.seconds += time.monotonic() - begin
-
-
-def attributed(request: int) -> contextvars.Context:
-    """A context for the task of an episode; tasks that it starts inherit it."""
-    context = contextvars.copy_context()
-    context.run(_request.set, request)
-    return context
 
 
 def attribute_steps(loop: asyncio.AbstractEventLoop, page: Page) -> None:
@@ -186,7 +178,9 @@ class WorkerServer:
             frame = await self._socket.recv()  # bounded: the next command is the pool's to give; SIGTERM ends it
             match decode(frame):
                 case Run() as run:
-                    task = group.create_task(self._episode(env, setup.name, run), context=attributed(run.request))
+                    context = contextvars.copy_context()  # tasks that the episode starts inherit it
+                    context.run(_request.set, run.request)
+                    task = group.create_task(self._episode(env, setup.name, run), context=context)
                     self._running[run.request] = task
                 case protocol.Cancel(request=request):
                     if (running := self._running.get(request)) is not None:
@@ -200,8 +194,7 @@ class WorkerServer:
             if env.task_ids[run.task_index : run.task_index + 1] != [run.task_id]:
                 raise LookupError(f"task {run.task_index} is another one here: the environment loads others each time")
             async with asyncio.timeout(run.timeout):
-                if faults.point(f"run:{name}") == "error":
-                    raise RuntimeError("fault injection")
+                faults.point(f"run:{name}")
                 result = await env.run(run)
         except TimeoutError:
             result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
@@ -218,12 +211,12 @@ class WorkerServer:
             result = failed(Outcome.ERRORED, "fault injection")
         try:  # an environment may have put anything into it
             frame = encode(protocol.Result(run.request, result))
-            wrong = f"is of {len(frame) >> 20} MiB, {MOST_BYTES >> 20} are allowed" if len(frame) > MOST_BYTES else ""
+            if len(frame) > MOST_BYTES:
+                raise ValueError(f"it has {len(frame) >> 20} MiB, {MOST_BYTES >> 20} are allowed")
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
             traceback.print_exc()
-            wrong = f"cannot be sent: {type(error).__name__}: {error}"
-        if wrong:
-            frame = encode(protocol.Result(run.request, failed(Outcome.INVALID, f"the environment's result {wrong}")))
+            wrong = f"the environment's result cannot be sent: {type(error).__name__}: {error}"
+            frame = encode(protocol.Result(run.request, failed(Outcome.INVALID, wrong)))
         for _ in range({"drop": 0, "duplicate": 2}.get(fault or "", 1)):
             await self._socket.send(frame)  # bounded: the pool reads, or the lifeline ends this process
         if broken:
@@ -248,22 +241,17 @@ def main() -> None:
     faulthandler.enable()  # the last words of one that an extension kills
     processes.offer_to_the_kernel()
     faults.arm("environment")
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--identity", required=True)
-    parser.add_argument("--setup", type=Path, required=True, help="file with the setup message")
-    parser.add_argument("--page", type=Path, required=True, help="file of the shared page")
-    args = parser.parse_args()
-    setup = decode(args.setup.read_bytes())
+    address, identity, setup_file, page_file = sys.argv[1:]
+    setup = decode(Path(setup_file).read_bytes())
     assert isinstance(setup, Setup)
     _set_up_logging(setup.log_level)
-    page, timer = Page.of(args.page), _WaitTimer()
+    page, timer = Page.of(Path(page_file)), _WaitTimer()
     loop = asyncio.SelectorEventLoop(timer)
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment"))
     attribute_steps(loop, page)
 
     async def serve() -> None:
-        await WorkerServer(args.address, args.identity, page, timer).serve(setup)
+        await WorkerServer(address, identity, page, timer).serve(setup)
 
     with contextlib.suppress(asyncio.CancelledError):
         loop.run_until_complete(serve())

@@ -18,7 +18,7 @@ from loguru import logger
 
 from prime_rl.config.orchestrator import OPD, OPSD, SFT, TeacherConfig, TeacherServer
 from prime_rl.config.shared import api_root
-from prime_rl.envs.pool import Demonstration, Sampler
+from prime_rl.envs.pool import Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 
@@ -189,10 +189,10 @@ class Teachers:
         teacher = self._samplers.get(env)
         return None if teacher is None else Sampler(teacher.root, teacher.model, teacher.api_key)
 
-    def demonstration_of(self, env: str) -> Demonstration | None:
-        """Return the demonstration that workers add to the scoring prompt (OPSD), or None."""
+    def demonstration_of(self, env: str) -> OPSD | None:
+        """Return what says which demonstration workers add to the scoring prompt, or None."""
         algorithm = self._config.algorithm_of(env)
-        return Demonstration(algorithm.demonstration, algorithm.template) if isinstance(algorithm, OPSD) else None
+        return algorithm if isinstance(algorithm, OPSD) else None
 
     async def score(
         self, env: str, result: EpisodeResult, server: str, on_scored: Callable[[], None] = lambda: None
