@@ -7,7 +7,7 @@ On a CPU: tests/unit/inference/test_receiving.py.
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from prime_rl.inference.staging import Staging
-from prime_rl.transport.commit import stage
+from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import ExchangeError, Subscriber
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 from support.publishing import PublishingTrainer
@@ -163,3 +163,17 @@ def test_no_memory_of_the_trainers_is_held_between_two_versions(tmp_path: Path, 
     before = torch.cuda.mem_get_info(SERVER)[0]
     trainer.kill()
     assert torch.cuda.mem_get_info(SERVER)[0] >= before + SIZE
+
+
+def test_the_trainer_is_killed_in_the_middle(
+    trainer: Trainer, subscriber: Subscriber, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: the version is given up, or whole; what is served stays as it is, and a later version arrives."""
+    served, directory, progress = receive(trainer.publish(1), subscriber), trainer.publish(2), Staging._progress
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "_progress", lambda read: (progress(read), trainer.kill()))
+        with suppress(ExchangeError, CommitError):
+            check(receive(directory, subscriber), 2)
+    check(served, 1)
+    served.drop()
+    check(receive(commit(tmp_path / "later", 3), subscriber), 3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prime_rl.config.trainer import DefaultLoss, GRPOLoss
+from prime_rl.config.trainer import DefaultLoss
 from prime_rl.trainer.lm_head import add_up, fused_token_loss
 from prime_rl.trainer.loss import STREAMS, describe, make_loss
 from prime_rl.trainer.packing import Document, collate, to_device
@@ -40,78 +40,58 @@ def sums_of(tokens: Tokens, config: Any = None, dtype: torch.dtype = torch.float
     return make_loss(config or DefaultLoss())(logprob, entropy, stack(tokens).to(dtype))[1]
 
 
-def subset(tokens: Tokens, chosen: Any) -> Tokens:
-    return {name: values[chosen] for name, values in tokens.items()}
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_against_numpy(seed: int) -> None:
-    """Contract: every metric is what its name says of the tokens of the loss mask; what the policy loss drops, of those
-    that it acts on."""
-    tokens = draw_tokens(seed)
-    got = describe(sums_of(tokens).tolist())
-    on = subset(tokens, tokens["mask"])
-    x, advantage = on["new"] - on["logprobs"], on["advantages"]
-    k3, change = np.expm1(x) - x, np.exp(on["new"]) - np.exp(on["logprobs"])
-    acting = on["rl_scale"] != 0
-    dropped = acting & np.where(advantage > 0, change > 0.2, change < -0.2)
-    assert 0 < dropped.sum() < acting.sum() < len(x)
-    values = {"entropy/all": on["entropy"], "mismatch_kl/all": k3, "importance_ratio": np.exp(x), "mismatch_kl_k1": -x}
-    for name, numbers in values.items():
-        assert got[f"{name}/mean"] == pytest.approx(numbers.mean(), rel=1e-9, abs=1e-12)
-        assert got[f"{name}/max"] == pytest.approx(numbers.max())
-    assert got["is_masked/mean"] == pytest.approx(dropped[acting].mean())
-    assert got["is_masked_low/mean"] == pytest.approx((dropped & (x < 0))[acting].mean())
-    assert got["is_masked_high/mean"] == pytest.approx((dropped & (x >= 0))[acting].mean())
-    for name, part in (("masked_mismatch_kl", dropped), ("unmasked_mismatch_kl", acting & ~dropped)):
-        assert got[f"{name}/mean"] == pytest.approx(k3[part].mean())
-    assert (got["entropy/mean"], got["mismatch_kl/mean"]) == (got["entropy/all/mean"], got["mismatch_kl/all/mean"])
-
-
-def of_reference(tokens: Tokens) -> dict[str, float]:
-    """What the loss towards a reference drops, with numpy, and the mismatch there and elsewhere."""
-    x, change = tokens["new"] - tokens["logprobs"], np.exp(tokens["new"]) - np.exp(tokens["logprobs"])
-    pulled, dropped, k3 = tokens["ref_kl_scale"] != 0, change < -0.2, np.expm1(x) - x
-    assert 0 < (pulled & dropped).sum() < pulled.sum()
-    return {
-        "ref_kl/is_masked/mean": dropped[pulled].mean(),
-        "ref_kl/masked_mismatch_kl/mean": k3[pulled & dropped].mean(),
-        "ref_kl/unmasked_mismatch_kl/mean": k3[pulled & ~dropped].mean(),
+def expected(tokens: Tokens, kl_coef: float) -> dict[str, float]:
+    """With numpy: means and maxima of the tokens that each name speaks of; of none there is no number."""
+    new, advantage, on = tokens["new"], tokens["advantages"], tokens["mask"]
+    x, change = new - tokens["logprobs"], np.exp(new) - np.exp(tokens["logprobs"])
+    gap, k3 = new - tokens["ref_logprobs"], np.expm1(x) - x
+    with np.errstate(over="ignore"):
+        apart = np.exp(-gap) - 1 + gap
+    acting, pulled = on & (tokens["rl_scale"] != 0), tokens["ref_kl_scale"] != 0
+    dropped, far = acting & np.where(advantage > 0, change > 0.2, change < -0.2), change < -0.2
+    everywhere = {
+        "entropy/all": tokens["entropy"], "mismatch_kl/all": k3, "importance_ratio": np.exp(x), "mismatch_kl_k1": -x
+    }  # fmt: skip
+    means = {
+        **{name: (values, on) for name, values in everywhere.items()},
+        "entropy": (tokens["entropy"], on),
+        "mismatch_kl": (k3, on),
+        "is_masked": (dropped, acting),
+        "is_masked_low": (dropped & (x < 0), acting),
+        "is_masked_high": (dropped & (x >= 0), acting),
+        "masked_mismatch_kl": (k3, dropped),
+        "unmasked_mismatch_kl": (k3, acting & ~dropped),
+        "ref_kl": (apart, pulled | acting if kl_coef else pulled),
+        "nll": (-new, tokens["ce_scale"] != 0),
+        "ref_kl/is_masked": (far, pulled),
+        "ref_kl/masked_mismatch_kl": (k3, pulled & far),
+        "ref_kl/unmasked_mismatch_kl": (k3, pulled & ~far),
     }
+    largest = {f"{name}/max": values[on].max() for name, values in everywhere.items() if on.any()}
+    return largest | {f"{name}/mean": values[of].mean() for name, (values, of) in means.items() if of.any()}
 
 
-def test_a_step_without_policy_loss_masks_nothing() -> None:
-    """Contract: what the policy loss would drop of tokens that it does not act on is no number; the mask of
-    distillation has its own, on its tokens alone."""
-    tokens = draw_tokens(0)
-    assert describe(sums_of(tokens).tolist()).items() >= approximately(of_reference(tokens)).items()
-    mask = tokens["mask"]
-    distilled = {**tokens, "rl_scale": 0 * mask, "ref_kl_scale": mask * 1.0, "advantages": 0 * mask}
-    got = describe(sums_of(distilled).tolist())
-    assert got.items() >= approximately(of_reference(distilled)).items()
-    assert {name for name in got if "masked" in name} == of_reference(distilled).keys()
-    assert "mismatch_kl/all/mean" in got
+DRAWN = draw_tokens(0)
+NONE = np.zeros(len(DRAWN["mask"]))
+CASES: dict[str, Tokens] = {
+    **{f"drawn {seed}": draw_tokens(seed) for seed in range(3)},
+    "only distilled": {**DRAWN, "rl_scale": NONE, "ref_kl_scale": DRAWN["mask"] * 1.0, "advantages": NONE},
+    "only reinforced": {**DRAWN, "ref_kl_scale": NONE, "ce_scale": NONE, "ref_logprobs": NONE + 900},
+    "of the sampler": {**DRAWN, "new": DRAWN["logprobs"]},
+    "none": {name: values[:0] for name, values in DRAWN.items()},
+}
 
 
-def approximately(values: dict[str, float]) -> dict[str, Any]:
-    return {name: pytest.approx(value) for name, value in values.items()}
-
-
-def test_components_against_numpy() -> None:
-    """Contract: `ref_kl` and `nll` are means over the tokens of their components, on the mask or off it, and `loss` is
-    the loss."""
-    tokens = draw_tokens(0)
-    gap = tokens["new"] - tokens["ref_logprobs"]
-    apart = np.exp(-gap) - 1 + gap
-    pulled, on = tokens["ref_kl_scale"] != 0, tokens["rl_scale"] != 0
-    for config, members in ((DefaultLoss(), pulled), (GRPOLoss(kl_coef=0.1), pulled | on)):
-        loss = make_loss(config)(torch.tensor(tokens["new"]), torch.tensor(tokens["entropy"]), stack(tokens))[0]
-        got = describe(sums_of(tokens, config).tolist())
-        assert got["loss/mean"] == loss.item()
-        assert got["ref_kl/mean"] == pytest.approx(apart[members].mean())
-        assert got["nll/mean"] == pytest.approx(-tokens["new"][tokens["ce_scale"] != 0].mean())
-    alone = {**tokens, "ref_kl_scale": 0 * gap, "ce_scale": 0 * gap, "ref_logprobs": np.full(len(gap), 900.0)}
-    assert not {"ref_kl/mean", "nll/mean"} & describe(sums_of(alone).tolist()).keys()
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("tokens", CASES.values(), ids=CASES.keys())
+def test_against_numpy(tokens: Tokens, kl_coef: float) -> None:
+    """Contract: every metric is what its name says of its tokens, on the mask or off it; what is a mean over nothing is
+    left out; `loss` is the loss."""
+    config = DefaultLoss(kl_coef=kl_coef)
+    loss = make_loss(config)(torch.tensor(tokens["new"]), torch.tensor(tokens["entropy"]), stack(tokens))[0].item()
+    values = {"loss/mean": loss} | expected(tokens, kl_coef)
+    got = describe(sums_of(tokens, config).tolist())
+    assert got == {name: pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True) for name, value in values.items()}
 
 
 def test_sums_add_up_over_packing_and_chunks() -> None:
@@ -136,16 +116,6 @@ def test_sums_add_up_over_packing_and_chunks() -> None:
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         assert list(other.values()) == pytest.approx(list(found[0].values()), rel=1e-9)
-
-
-def test_what_is_a_mean_over_nothing_is_left_out() -> None:
-    """Contract: no tokens, or none that were dropped, give no number instead of one that means nothing."""
-    tokens = draw_tokens(0)
-    assert describe(sums_of(subset(tokens, slice(0))).tolist()) == {"loss/mean": 0}
-    kept = describe(sums_of({**tokens, "new": tokens["logprobs"]}).tolist())
-    assert kept["is_masked/mean"] == 0
-    assert (kept["mismatch_kl/all/max"], kept["importance_ratio/mean"], kept["importance_ratio/max"]) == (0, 1, 1)
-    assert not {"masked_mismatch_kl/mean"} & kept.keys()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 50.0, -500.0])

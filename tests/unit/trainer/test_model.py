@@ -1,6 +1,5 @@
 """The policy: packing, checkpointing and compiling change nothing; what does not fit is refused in one line."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.packing import collate, to_device
-from prime_rl.trainer.parallel import World, choose_device
+from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
 from support import trainer as support
@@ -120,14 +119,6 @@ def test_a_last_norm_of_another_name(make_policy: Callable[..., Policy], tmp_pat
         torch.testing.assert_close(gradient, want[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is asked for and not there is an error; auto falls back."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="no GPU"):
-        choose_device("cuda")
-    assert choose_device("auto") == "cpu"
-
-
 def retensor(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -185,12 +176,3 @@ def test_random_weights_follow_the_seed(world: World, tied_model: Path, tmp_path
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
     assert (a["model.norm.weight"] == 1).all()
-
-
-def test_sharded_checkpoint(make_policy: Callable[..., Policy], untied_model: Path, tmp_path: Path) -> None:
-    """A model in several files with an index loads like the one in a single file."""
-    model = AutoModelForCausalLM.from_pretrained(untied_model)
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 10
-    one, several = dict(named_parameters(make_policy(untied_model))), dict(named_parameters(make_policy(tmp_path)))
-    assert all(torch.equal(one[name].full_tensor(), several[name].full_tensor()) for name in one)

@@ -3,8 +3,6 @@ boundaries; steps are prepared ahead by a thread, with errors where they belong 
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.config.trainer import DefaultLoss, PolicyLoss
 from prime_rl.errors import UserError
-from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import (
     Costs,
     Document,
@@ -26,10 +22,6 @@ from prime_rl.trainer.packing import (
     to_device,
 )
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.rl import data as rl_data
-from prime_rl.trainer.rl.data import RolloutData
-from prime_rl.trainer.source import find_model
-from prime_rl.transport.rollouts import write_batch
 from support import trainer as support
 
 CPU = torch.device("cpu")
@@ -154,46 +146,3 @@ def test_steps_are_prepared_ahead(no_thread_is_left: None, world: World) -> None
     go_on.set()
     source.close()
     assert made == [0, 1, 2, 3, 4]
-
-
-def rollouts(root: Path, world: World, model: Path, loss: PolicyLoss | None = None) -> RolloutData:
-    config = support.make_config(root, model, dist_timeout=30.0).model_copy(update={"loss": loss or DefaultLoss()})
-    return RolloutData(config, world, find_model(str(model)), lambda subject, owner, timeout: None)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_groups_of_a_step(
-    ranks: int, no_thread_is_left: None, world: World, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Contract: with normalization group every group's weights add up to 1 / groups, over micro-batches and ranks."""
-    draw, group_of = (
-        np.random.default_rng(0),
-        [number % 5 for number in range(23)],
-    )  # members lie in several record batches
-    samples = [
-        replace(support.make_sample(draw, str(number), 40 + number), group_id=f"group {group}")
-        for number, group in enumerate(group_of)
-    ]
-    write_batch(tmp_path / "rollouts", 0, samples)
-    readers = [rollouts(tmp_path, world, tied_model, PolicyLoss(normalization="group")) for _ in range(ranks)]
-    for rank, reader in enumerate(readers):
-        reader.world = replace(world, rank=rank, size=ranks)
-    steps = [reader.prepare(0) for reader in readers]
-    counts = [rl_data._tokens_of_groups(step) for step in steps]
-    monkeypatch.setattr(rl_data, "sum_over_ranks", lambda world, values: [*values[:3], *sum(counts)])
-    weights, micro_batches = np.zeros(5), [set[int]() for _ in range(5)]
-    for reader, step in zip(readers, steps, strict=True):
-        rl_data.normalize(step, world, reader.config.loss)
-        for batch, groups in zip(step.batches, step.groups, strict=True):
-            documents = groups[batch.documents()[0]]
-            weights += np.bincount(documents, batch.streams[STREAMS.index("rl_scale")], minlength=5)
-            for group in documents:
-                micro_batches[group].add(id(batch))
-        reader.close()
-    assert all(len(found) > 1 for found in micro_batches)
-    assert weights.tolist() == pytest.approx([0.2] * 5, rel=1e-5)
-    tokens = {
-        place: sum(sum(one.loss_mask) for one, g in zip(samples, group_of, strict=True) if g == place)
-        for place in range(5)
-    }
-    assert sum(counts).tolist() == list(tokens.values())

