@@ -155,11 +155,6 @@ class EvalResults:
         return [row for row in self.made if row["reward"] is None]
 
     @property
-    def errors(self) -> dict[str, int]:
-        """Failed attempts by reason."""
-        return dict(Counter(row["outcome"] for row in self.failed))
-
-    @property
     def complete(self) -> bool:
         """Whether every attempt was made, well or not."""
         return len(self.made) == len(self.attempts)
@@ -233,7 +228,7 @@ class EvalResults:
             "tasks": len(self.tasks),
             "attempts_per_task": self.k,
             "complete": self.complete,
-            "errors": self.errors,
+            "errors": dict(Counter(row["outcome"] for row in self.failed)),
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
             "metrics": self.metrics(),

@@ -301,12 +301,7 @@ class Evaluations:
         metrics = {**results.logged(), f"eval/{env}/policy_incarnation": float(incarnation)}
         self._monitor.log(results.version, metrics)
         self._logged[env, results.version] = incarnation
-        reward = metrics.get(f"eval/{env}/reward/mean")
-        logger.info(
-            "eval {} on version {} | {:.1f} s | {} | errors {}",
-            env, results.version, results.seconds,
-            "no episode succeeded" if reward is None else f"reward {reward:.4f}", results.errors,
-        )  # fmt: skip
+        logger.info("eval on version {} | {:.1f} s | {}", results.version, results.seconds, results.line())
 
     def _complete(self, version: int) -> bool:
         return all(self._is_logged(plan.env, version) for plan in self._plans)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
     from prime_rl.config.orchestrator import AlgorithmConfig, FilterConfig, GibberishFilter, RepetitionFilter
 
-DYNAMIC_SAMPLING, DIFFICULTY = "dynamic_sampling", "difficulty"
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, and without a pattern (2^64 divided by the golden ratio)
 _MAX_EMPTY_BATCHES = 10  # in a row
 _LEAST_TURNED_AWAY = 100  # in a row: ten small batches are not enough to tell bad luck from a task that teaches nothing
@@ -105,11 +104,11 @@ def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> st
         return "+".join(sorted({result.filtered for result in results}))
     counted = [one for result in results for one in attempts(result).values()]
     if filters.dynamic_sampling and not carries_signal(config.algorithm_of(env), counted):
-        return DYNAMIC_SAMPLING
+        return "dynamic_sampling"
     if filters.difficulty is not None:
         mean = sum(result.reward for result in results) / len(results)
         if not filters.difficulty.low < mean < filters.difficulty.high:
-            return DIFFICULTY
+            return "difficulty"
     return None
 
 
