@@ -6,6 +6,7 @@ import statistics
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTo
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.algorithms import own_function
 from prime_rl.orchestrator.ledger import Counts
-from prime_rl.orchestrator.metrics import Tally, distribution, step_metrics
+from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.samples import ScoredBatch, filter_reason, score_batch, streams_of, turned_away
 from prime_rl.orchestrator.scheduler import Batch, Drop, Finished, Group, Start, Task
 from prime_rl.transport.rollouts import write_batch
@@ -40,19 +41,10 @@ from prime_rl.transport.rollouts import write_batch
 TASK = Task("reverse-text", 3, "train/abc")
 
 
-class Settings:
+def settings(seq_len: int = 100, filter_zero_advantage: bool = True, **algorithms: AlgorithmConfig) -> Any:
     """The part of the orchestrator's configuration that scoring reads."""
-
-    def __init__(self, seq_len: int = 100, filter_zero_advantage: bool = True, **algorithms: AlgorithmConfig) -> None:
-        self.algorithms = {"reverse-text": GRPO(), **algorithms}
-        self.seq_len = seq_len
-        self.filter_zero_advantage = filter_zero_advantage
-
-    def algorithm_of(self, env: str) -> AlgorithmConfig:
-        return self.algorithms[env]
-
-    def filters_of(self, env: str) -> FilterConfig:
-        return FilterConfig()
+    algorithm_of = {"reverse-text": GRPO(), **algorithms}.__getitem__
+    return SimpleNamespace(seq_len=seq_len, filter_zero_advantage=filter_zero_advantage, algorithm_of=algorithm_of)
 
 
 def tokens(sampled: int = 3, reward: float = 0.0, agent: str = "") -> SampleTokens:
@@ -78,8 +70,8 @@ def batch(*groups: list[Finished[EpisodeResult]], tasks: tuple[Task, ...] = ()) 
     ])  # fmt: skip
 
 
-def score(groups: Batch[EpisodeResult], **settings: Any) -> ScoredBatch:
-    return score_batch(groups, Settings(**settings), {"reverse-text": 0.7}, {})
+def score(groups: Batch[EpisodeResult], **changes: Any) -> ScoredBatch:
+    return score_batch(groups, settings(**changes), {"reverse-text": 0.7}, {})
 
 
 def test_a_sample_carries_its_lineage_and_its_advantage_on_sampled_tokens_only(tmp_path: Path) -> None:
@@ -158,9 +150,9 @@ def test_every_environment_has_its_own_algorithm_and_its_state() -> None:
         [episode(0, 1.0), episode(1, 0.0)],
         tasks=(TASK, Task("poker", 0, "t")),
     )
-    settings = Settings(**{"reverse-text": RLOO(), "poker": RAE(decay=0.5)})
+    mixed = settings(**{"reverse-text": RLOO(), "poker": RAE(decay=0.5)})
     before = {"poker": {"": 1.0}}
-    scored = score_batch(groups, settings, {"reverse-text": 1.0, "poker": 1.0}, before)
+    scored = score_batch(groups, mixed, {"reverse-text": 1.0, "poker": 1.0}, before)
     values = {sample.sample_id: float(sample.advantages.sum() / 3) for sample in scored.samples}
     # poker: 1 - 1 = 0, which is filtered; the average stays 1; then 0 - 1 = -1, and it falls to 0.5
     assert values == {"7.0.0.0": 1.0, "7.1.0.0": -0.5, "7.2.0.0": -0.5, "8.1.0.0": -1.0}
@@ -259,17 +251,6 @@ def rewarded(*rewards: float, sampled: int = 3, filtered: str = "") -> list[Fini
     return [
         episode(number, reward, samples=[tokens(sampled)], filtered=filtered) for number, reward in enumerate(rewards)
     ]
-
-
-def test_distribution() -> None:
-    """Against the standard library."""
-    values = [0.3, -1.0, 2.5, 0.0, 0.1, 7.0, 0.25, -0.5, 1.0, 1.5, 2.0]
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    assert distribution(values) == pytest.approx({
-        "mean": statistics.fmean(values), "std": statistics.pstdev(values), "min": -1.0, "max": 7.0,
-        "p10": deciles[0], "median": statistics.median(values), "p90": deciles[-1],
-    })  # fmt: skip
-    assert distribution([]) == {}
 
 
 def test_metrics_of_a_step() -> None:
