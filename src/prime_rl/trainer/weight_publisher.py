@@ -273,31 +273,27 @@ class WeightPublisher:
             on_main(world, lambda: incarnations.refuse_if_superseded(self.output_dir, self.incarnation))
         finally:
             copy_seconds = self._copied.finish()
-        times = on_main(world, lambda: self._commit_on_main(version, durable, reference))
-        return {f"time/export_{part}": seconds for part, seconds in {"copy": copy_seconds, **times}.items()}
-
-    def _commit_on_main(self, version: int, durable: bool, reference: LogprobReference | None) -> Times:
-        if self._publisher is not None:
-            times = self._offer(self._publisher, version, durable, reference)
+        final = version_dir(self.root, version)
+        if self.memory:
+            times = on_main(world, lambda: self._offer(final, version, durable, reference))
         else:
-            final, incarnation = version_dir(self.root, version), self.incarnation
-            times = write_version(
-                self._copies, self.source, final, version=version, incarnation=incarnation, reference=reference
-            )
+            files, own = (self._copies, self.source, final), self.incarnation
+            times = on_main(world, lambda: write_version(*files, version=version, incarnation=own, reference=reference))
         if all(subject != _REMOVAL or future.done() for subject, future in self._disk.tasks):
             self._submit_prune()
-        return times
+        return {f"time/export_{part}": seconds for part, seconds in {"copy": copy_seconds, **times}.items()}
 
-    def _offer(self, publisher: Publisher, version: int, durable: bool, reference: LogprobReference | None) -> Times:
+    def _offer(self, final: Path, version: int, durable: bool, reference: LogprobReference | None) -> Times:
         """Offer a version, and commit a manifest that names the publisher."""
-        began, copies = time.perf_counter(), self._copies
+        began, copies, publisher = time.perf_counter(), self._copies, self._publisher
+        assert publisher is not None
         stream = torch.cuda.Stream(copies.buffer.device) if copies.buffer.is_cuda else None
         with nullcontext() if stream is None else torch.cuda.stream(stream):  # not behind what the training computes
             sums = checksums(copies.buffer, copies.ranges)
         summed = time.perf_counter()
         tensors = {name: replace(entry, checksum=sums[name]) for name, entry in copies.tensors.items()}
         extra = manifest_extra(version, self.incarnation, tensors, reference=reference, publisher=publisher.address())
-        stage = Stage(version_dir(self.root, version))
+        stage = Stage(final)
         try:
             publisher.offer(version, self.incarnation, extra["hash"], copies.size)
             stage.commit(step=version, producer="trainer", extra=extra)

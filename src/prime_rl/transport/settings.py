@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import read_record, read_status
+from prime_rl.monitor.status import ProcessStatus, read_record, read_status
 from prime_rl.processes import ProcessId, is_alive, me
 from prime_rl.transport.commit import write_atomically
 
@@ -106,11 +106,9 @@ def suggestions(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
 
 def running_processes(output_dir: Path) -> set[str]:
     """Return the names of the other processes that are running in a run directory."""
+    statuses = read_status(output_dir).items()
     names: set[str] = {one.process for one in _committed(output_dir) if _is_running(output_dir, one)}
-    for name, status in read_status(output_dir).items():
-        if status.outcome is None and _is_believed_alive(status.id, status.host, status.heartbeat + _FRESH_SECONDS):
-            names.add(name.partition(".")[0])
-    return names
+    return names | {name.partition(".")[0] for name, status in statuses if _is_live(status)}
 
 
 def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
@@ -151,13 +149,14 @@ def difference(mine: ProcessSettings, partner: ProcessSettings) -> str | None:
 
 def _is_running(output_dir: Path, partner: ProcessSettings) -> bool:
     """Whether the process that committed these settings is still running."""
-    itself, until = ProcessId(partner.pid, partner.started), partner.time + _START_SECONDS
-    status = read_status(output_dir).get(partner.process)
+    itself, status = ProcessId(partner.pid, partner.started), read_status(output_dir).get(partner.process)
     if status is not None and (status.id, status.host) == (itself, partner.host):
-        if status.outcome is not None:
-            return False
-        until = status.heartbeat + _FRESH_SECONDS
-    return _is_believed_alive(itself, partner.host, until)
+        return _is_live(status)
+    return _is_believed_alive(itself, partner.host, partner.time + _START_SECONDS)
+
+
+def _is_live(status: ProcessStatus) -> bool:
+    return status.outcome is None and _is_believed_alive(status.id, status.host, status.heartbeat + _FRESH_SECONDS)
 
 
 def _is_believed_alive(process: ProcessId, host: str, until: float) -> bool:

@@ -23,7 +23,6 @@ from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import WeightCopy
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, write_version
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, prune
-from prime_rl.transport.exchange import ExchangeError
 from prime_rl.transport.incarnations import drop_lease, write_lease
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import verify_weights, weights_manifest
@@ -184,28 +183,16 @@ def test_resume(run: Run) -> None:
 # ---- memory
 
 
-def test_what_is_received_is_what_was_trained(memory: Run) -> None:
-    """Contract: the newest version can be had bit by bit, its directory holds a manifest alone, and the one before is
-    superseded."""
-    incarnation = memory.incarnation()
-    for version in (1, 2):
-        memory.train(incarnation, range(version, version + 1))
-        directory = memory.weights / f"step_{version}"
-        assert [path.name for path in directory.iterdir()] == [MANIFEST]
-        with pytest.raises(CommitError, match="never written"):
-            verify_weights(directory)
-        assert_equal(received(directory), trained(memory.policy))
-    with pytest.raises(ExchangeError, match="version 1 of incarnation 0 is superseded: .* holds version 2"):
-        received(memory.weights / "step_1")
-
-
 def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: its files come into the directory that is there, under the same hash, while the publisher still has
-    it."""
+    """Contract: at first its directory holds a manifest alone; its files come into that one, under the same hash, while
+    the publisher still has it."""
     incarnation, directory, seen = memory.incarnation(), memory.weights / "step_1", list[Any]()
 
     def point(name: str, *_: object) -> None:
         if name == "lasting:weights/step_1":
+            with pytest.raises(CommitError, match="never written"):
+                verify_weights(directory)
+            assert {path.name for path in directory.iterdir()} == {MANIFEST, ".durable"}
             seen.extend([directory.stat().st_ino, received(directory)])
 
     monkeypatch.setattr("prime_rl.transport.weights.faults.point", point)
