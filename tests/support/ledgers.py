@@ -1,22 +1,12 @@
 """Small ledgers for tests."""
 
-import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.audit import audit
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra
-from prime_rl.orchestrator.scheduler import (
-    Batched,
-    Discarded,
-    Drop,
-    Dropped,
-    Finished,
-    Issued,
-    Start,
-    Task,
-)
+from prime_rl.orchestrator.scheduler import Batched, Discarded, Drop, Dropped, Finished, Issued, Start, Task
 from prime_rl.transport.rollouts import Sample, write_batch
 
 
@@ -111,10 +101,3 @@ def conserved(output_dir: Path) -> Counts:
     """The counts of a run, whose ledger must not contradict itself."""
     assert audit(output_dir).faults == []
     return stored_counts(output_dir / "ledger.sqlite")
-
-
-def dump(path: Path) -> list[tuple[object, ...]]:
-    """Everything a ledger holds, in a fixed order."""
-    with closing(sqlite3.connect(path)) as db:
-        tables = ("meta", "issued", "groups", "episodes", "results")
-        return [(table, *row) for table in tables for row in sorted(db.execute(f"SELECT * FROM {table}"), key=repr)]

@@ -26,14 +26,10 @@ class World:
     group: int = 4
     request_rate: float = 150.0  # of one request alone
     engine_rate: float = 20_000.0  # of as many as fill the engine
-    gradual: bool = (
-        False  # the engine fills gradually: n requests get engine_rate * n / (n + engine_rate / request_rate)
-    )
+    gradual: bool = False  # n requests get engine_rate * n / (n + engine_rate / request_rate): it fills gradually
     seats: int = 10**9
     reply: float = 128.0  # mean length
-    spread: float = (
-        0.0  # of the lognormal lengths, which are at most four times as long as their mean; 0: all are equal
-    )
+    spread: float = 0.0  # of the lognormal lengths, at most four times as long as their mean; 0: all are equal
 
     def tokens_per_second(self, requests: float) -> float:
         """Of all together."""
@@ -79,12 +75,8 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
     core: Scheduler[None] = Scheduler(limits, endless_tasks())
     lengths = world.lengths((steps + 2 * world.level + 4) * limits.groups_per_batch).tolist()
     now = sampled = trainer_free = 0.0  # `sampled`: tokens of a request that was there all the time
-    queue, running, versions = (
-        deque(),
-        [],
-        deque(),
-    )  # running: (value of `sampled` at its end, episode); versions: (trained at, number)
-    ends = []
+    queue, running, versions = deque(), [], deque()  # running: (`sampled` at its end, episode)
+    ends = []  # versions: (trained at, number)
     while len(ends) < steps:
         while (start := core.next_start(now if paced else 0.0)) is not None:
             queue.append(start)

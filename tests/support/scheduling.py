@@ -1,30 +1,16 @@
-"""A scheduler in a random world without clock or network, alone or with its ledger."""
+"""A scheduler with its ledger in a random world, without clock or network."""
 
 import itertools
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.checkpoint import OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, restore
-from prime_rl.orchestrator.scheduler import (
-    Batch,
-    Batched,
-    Discarded,
-    Drop,
-    Dropped,
-    Event,
-    Issued,
-    Limits,
-    Scheduler,
-    Start,
-    Task,
-)
+from prime_rl.orchestrator.scheduler import Batch, Drop, Limits, Scheduler, Start, Task
 from prime_rl.orchestrator.tasks import Curriculum, task_stream
 from prime_rl.transport.commit import stage
 from prime_rl.transport.protocol import newest_version
@@ -39,62 +25,29 @@ def endless_tasks() -> Iterator[Task]:
     return (Task("env", i, f"task-{i}") for i in itertools.count())
 
 
-class Counted(Scheduler[Any]):
-    """A scheduler whose events are counted, as a ledger would."""
+class World:
+    """A trainer, a fleet and an orchestrator in one thread, driven by chance.
+
+    Batches are committed in `directory`; a crash forgets all that is not in it, and comes with probability `crash_rate`
+    at each point of a commit, and between.
+    """
 
     def __init__(
         self,
         limits: Limits,
-        tasks: Iterator[Task] | None = None,
-        emit: Callable[[Event], None] = lambda event: None,
-        **kwargs: Any,
+        seed: int,
+        directory: Path,
+        *,
+        failure_rate: float = 0.2,
+        turned_away: float = 0.0,
+        crash_rate: float = 0.0,
     ) -> None:
-        self.issued, self.trained, self.dropped = 0, 0, Counter[str]()
-        self.discards: list[tuple[int, str, str]] = []
-        self.open: dict[int, set[str]] = {}  # issued episodes that have not ended, by group
-        self.standing: list[int] = []  # groups that are neither in a batch nor discarded
-        self._store = emit
-        super().__init__(limits, tasks or endless_tasks(), emit=self.count, **kwargs)
-
-    def count(self, event: Event) -> None:
-        match event:
-            case Issued(start):
-                self.issued += 1
-                if start.group not in self.standing:
-                    self.standing.append(start.group)
-                self.open.setdefault(start.group, set()).add(start.episode)
-            case Dropped(start, reason):
-                self.open.get(start.group, set()).discard(start.episode)
-                self.dropped[reason] += 1
-            case Discarded(group, reason, detail):
-                self.dropped[reason] += len(self.open.pop(group, ()))
-                self.discards.append((group, str(reason), detail))
-                self.standing = [number for number in self.standing if number != group]
-            case Batched(_, groups):
-                self.trained += len(event.trained)
-                self.dropped[Drop.FILTERED] += len(event.filtered)
-                self.dropped[Drop.TRUNCATED] += len(event.truncated)
-                self.standing = [number for number in self.standing if number not in groups]
-        self._store(event)
-
-    def check_conservation(self) -> None:
-        assert self.issued == self.trained + self.dropped.total() + self.held
-
-
-class World:
-    """A trainer, a fleet and an orchestrator in one thread, driven by chance.
-
-    With a `directory` the scheduler has a ledger there, and batches are committed there; a crash forgets all that is not in it.
-    """
-
-    def __init__(self, limits: Limits, seed: int, failure_rate: float, turned_away: float, directory: Path | None = None) -> None:  # fmt: skip
         self.limits, self.random, self.directory = limits, random.Random(seed), directory
-        self.failure_rate, self.turned_away = failure_rate, turned_away
+        self.failure_rate, self.turned_away, self.crash_rate = failure_rate, turned_away, crash_rate
         self.clock = 0.0
         self.incarnations, self.versions = {0: 0}, {0: 0}
         self.batches: list[tuple[Batch[EpisodeResult], set[str]]] = []  # each with what is trained of it
         self.crashes = 0
-        self.ledger: Ledger | None = None
         self.start()
 
     @property
@@ -106,46 +59,37 @@ class World:
     def start(self) -> None:
         """A new incarnation of the orchestrator."""
         self.running: dict[str, Start] = {}
-
-        def gate(group: object) -> str | None:
-            return "dull" if self.random.random() < self.turned_away else None
-
-        if self.directory is None:
-            self.scheduler = Counted(self.limits, gate=gate)
-            return
-        progress = resume_point(
-            OrchestratorConfig(output_dir=self.directory, recover=self.crashes > 0, environment={"id": "env"})
-        )
+        config = OrchestratorConfig(output_dir=self.directory, recover=self.crashes > 0, environment={"id": "env"})
+        progress, incarnation = resume_point(config), max(self.incarnations)
         self.ledger = Ledger(self.directory / "ledger.sqlite")
+        self.ledger._db.execute("PRAGMA synchronous = OFF")  # no power fails here
         stream = task_stream(TASKS, {"env": 2.0, "other": 1.0}, 0)
-        self.scheduler = Counted(
-            self.limits, stream, self.ledger.record, gate=gate, step=progress.step, version=self.newest, incarnation=max(self.incarnations)
-        )  # fmt: skip
+        self.scheduler = Scheduler[EpisodeResult](
+            self.limits, stream, progress.step, self.newest, incarnation, self.ledger.record, self.gate
+        )
         rollouts = self.directory / "rollouts"
         restore(self.scheduler, self.ledger, rollouts, progress, stream, self.newest, Curriculum({}, {}, 0))
-        self.scheduler.begin_incarnation(max(self.incarnations), self.incarnations)
+        self.scheduler.begin_incarnation(incarnation, self.incarnations)
         self.check()
+
+    def gate(self, group: object) -> str | None:
+        return "dull" if self.random.random() < self.turned_away else None
 
     def check(self) -> None:
         """Nothing is lost or counted twice, as the scheduler and, once it is written, the ledger have it."""
-        assert self.scheduler.in_flight <= self.limits.max_concurrent
-        if self.ledger is None:
-            self.scheduler.check_conservation()
-        else:
-            self.ledger.flush()
-            self.ledger.check(self.scheduler.held)
+        assert self.scheduler.in_flight == len(self.running) <= self.limits.max_concurrent
+        self.ledger.flush()
+        self.ledger.check(self.scheduler.held)
 
     def run(self) -> None:
-        weights = {"land": 10, "prove": 2, "train": 2, "serve": 3, "ship": 3, "doubt": 0.3, "rewind": 0.3}
-        weights |= {"flush": 2, "crash": 0.6} if self.directory is not None else {}
+        weights = {"land": 10, "prove": 2, "train": 2, "serve": 3, "ship": 3, "doubt": 0.3, "rewind": 0.3, "check": 2}
+        weights["crash"] = 6 * self.crash_rate
         actions = [getattr(self, name) for name in weights]
         for _ in range(20_000):
             if self.scheduler.done:
                 return
             self.fill()
             self.random.choices(actions, list(weights.values()))[0]()
-            if self.ledger is None or self.random.random() < 0.3:  # what is not written when it crashes is lost
-                self.check()
         raise AssertionError("the run did not end: it is stuck")
 
     def fill(self) -> None:
@@ -154,11 +98,10 @@ class World:
         while (start := self.scheduler.next_start(self.clock)) is not None:
             assert start.episode not in self.running
             self.running[start.episode] = start
-            if not self.crashes:  # else an earlier orchestrator may have opened the group
-                before = self.scheduler.standing.index(start.group)
-                step = self.scheduler.step + before // self.limits.groups_per_batch
-                assert start.version >= max(0, step - self.limits.async_level)
-                assert step < (self.limits.max_steps or 0)
+            before = list(self.scheduler._groups).index(start.group)
+            step = self.scheduler.step + before // self.limits.groups_per_batch
+            assert start.version >= max(0, step - self.limits.async_level)
+            assert step < (self.limits.max_steps or 0)
 
     def land(self) -> None:
         if not self.running:
@@ -183,10 +126,6 @@ class World:
         self.forget(lost)
         if not several:
             self.scheduler.retract()
-
-    def flush(self) -> None:
-        assert self.ledger is not None
-        self.ledger.flush()
 
     def train(self) -> None:
         """The trainer commits a version, if there is a batch for it."""
@@ -222,26 +161,24 @@ class World:
         batched = batch.committed(names[len(filtered) :], filtered)
         if self.crashed():
             return
-        if self.directory is not None and self.ledger is not None:
-            self.ledger.flush()
-            if self.crashed():
-                return
-            state = OrchestratorState(batch.step + 1, groups_opened=self.scheduler.groups_opened)
-            extra = batch_extra(batched) | {"state": asdict(state)}
-            place = self.directory / "rollouts" / f"step_{batch.step}"
-            with stage(place, step=batch.step, producer="orchestrator", extra=extra):
-                pass
+        self.ledger.flush()
+        if self.crashed():
+            return
+        state = OrchestratorState(batch.step + 1, groups_opened=self.scheduler.groups_opened)
+        extra = batch_extra(batched) | {"state": asdict(state)}
+        place = self.directory / "rollouts" / f"step_{batch.step}"
+        with stage(place, step=batch.step, producer="orchestrator", extra=extra):
+            pass
         self.batches.append((batch, set(batched.trained)))
         if not self.crashed():
             self.scheduler.advance(batched)
 
     def crashed(self) -> bool:
-        if crash := self.directory is not None and self.random.random() < 0.1:
+        if crash := self.random.random() < self.crash_rate:
             self.crash()
         return crash
 
     def crash(self) -> None:
-        assert self.ledger is not None
         self.crashes += 1
         self.ledger.close()
         if self.random.random() < 0.1:  # somebody removed a damaged ledger

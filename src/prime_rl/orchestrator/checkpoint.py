@@ -27,34 +27,23 @@ PART: checkpoints.Part = "orchestrator"
 
 @dataclass(frozen=True)
 class OrchestratorState:
-    """The orchestrator's state between two steps. Random numbers have none: task stream and requests are functions of `seed`.
+    """The orchestrator's state between two steps. Task stream and requests are functions of `seed`: no random state."""
 
-    Args:
-        step: The next step to collect.
-        seed: The run's seed.
-        groups_opened: The position in the task stream.
-        algorithm: What each environment's algorithm remembers, if anything.
-        curriculum: The difficulty pools of each environment that has any, whole: no earlier batch is needed.
-    """
-
-    step: int = 0
-    seed: int = 0
-    groups_opened: int = 0
-    algorithm: dict[str, Any] = field(default_factory=dict)
-    curriculum: dict[str, dict[str, Any]] = field(default_factory=dict)
+    step: int = 0  # collected next
+    seed: int = 0  # the run's
+    groups_opened: int = 0  # the position in the task stream
+    algorithm: dict[str, Any] = field(default_factory=dict)  # what each environment's algorithm remembers
+    curriculum: dict[str, dict[str, Any]] = field(default_factory=dict)  # difficulty pools by environment, whole
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where the run goes on: `step` is collected next, `version` is the step that the trainer's incarnation starts from.
+    """Where the run goes on."""
 
-    `resumed`: from a checkpoint, with what was committed after it. `recovered`: from whatever is committed.
-    """
-
-    step: int = 0
-    version: int = 0
-    resumed: bool = False
-    recovered: bool = False
+    step: int = 0  # collected next
+    version: int = 0  # the step that the trainer's incarnation starts from
+    resumed: bool = False  # from a checkpoint, with what was committed after it
+    recovered: bool = False  # from whatever is committed
     state: OrchestratorState = field(default_factory=OrchestratorState)
 
     @property

@@ -210,20 +210,13 @@ class Discarded:
 
 @dataclass(frozen=True)
 class Batched:
-    """The batch of `step` was committed, with `groups`. Every finished episode of theirs is in one of the three lists.
-
-    Args:
-        groups: The tasks of its groups, by their numbers.
-        trained: Episodes with samples in it.
-        filtered: Those left out for want of a learning signal, or by a filter.
-        truncated: Those left out because none of their sampled tokens fits a sample.
-    """
+    """The batch of `step` was committed. Every finished episode of its groups is in one of the three lists."""
 
     step: int
-    groups: Mapping[int, Task]
-    trained: Sequence[str]
-    filtered: Sequence[str]
-    truncated: Sequence[str] = ()
+    groups: Mapping[int, Task]  # by their numbers
+    trained: Sequence[str]  # with samples in it
+    filtered: Sequence[str]  # left out for want of a learning signal, or by a filter
+    truncated: Sequence[str] = ()  # left out because none of their sampled tokens fits a sample
 
     @property
     def episodes(self) -> set[str]:
@@ -292,8 +285,7 @@ class Scheduler(Generic[Result]):
     def next_start(self, now: float = 0.0) -> Start | None:
         """Start the next episode that may start now. Opened groups are continued before a new one is opened.
 
-        Args:
-            now: Seconds on the caller's clock. While it stands still there is no pace.
+        `now`: seconds on the caller's clock. While it stands still there is no pace.
         """
         self.opens_at = None
         if self.must_go_back or len(self._running) >= self.limits.max_concurrent:
@@ -398,10 +390,9 @@ class Scheduler(Generic[Result]):
         self.announced = self.version
 
     def serve(self, version: int) -> list[Start]:
-        """End the update: the servers serve `version` from now on. What could only be trained too late is dropped.
+        """End the update: the servers serve `version` from now on.
 
-        Returns:
-            What was in flight; the loop cancels it.
+        Episodes in flight that could only be trained too late are dropped, and returned: the loop cancels them.
         """
         self.announce(version)
         self.version = version
@@ -413,8 +404,7 @@ class Scheduler(Generic[Result]):
     def begin_incarnation(self, incarnation: int, incarnations: Mapping[int, int]) -> list[Start]:
         """Enter the trainer's incarnation `incarnation`: what superseded versions sampled is sampled again.
 
-        Returns:
-            What was in flight; the loop cancels it. If `must_go_back` is set then, nothing starts before `go_back`.
+        Returns what was in flight; the loop cancels it. If `must_go_back` is set then, nothing starts before `go_back`.
         """
 
         def superseded(first: int, last: int, made_in: int) -> bool:
@@ -464,13 +454,9 @@ class Scheduler(Generic[Result]):
                 self._emit(finished)
 
     def invalidate(self, detail: str, episodes: Collection[str]) -> list[Start]:
-        """Drop and retry what a server sampled since its last successful verification.
+        """Drop and retry those of `episodes` that are in flight or unverified: the server that sampled them failed.
 
-        Args:
-            episodes: What it sampled; those that are neither in flight nor unverified are passed over.
-
-        Returns:
-            What was in flight; the loop cancels it.
+        Returns what was in flight; the loop cancels it.
         """
         unverified = [finished for name, finished in self._unverified.items() if name in episodes]
         return self._retry(unverified, [start for name, start in self._running.items() if name in episodes], detail)

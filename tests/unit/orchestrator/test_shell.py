@@ -2,18 +2,15 @@
 evaluations, deadlines, stopping."""
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
 
-from prime_rl.config.shared import ORCHESTRATOR_STEPS
-from prime_rl.envs.protocol import EpisodeResult, FirstTasks, Outcome, TaskInfo
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import Served
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.monitor.status import read_status
-from prime_rl.orchestrator import orchestrator as loop
 from prime_rl.orchestrator.audit import audit_text
 from prime_rl.transport.commit import list_steps, prune
 from support.scripted import World, fresh, has_batch, until
@@ -89,13 +86,6 @@ async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped
     assert logged == set(world.pool.evaluated)
 
 
-async def test_an_evaluation_of_all_tasks_of_an_endless_environment_is_refused_before_anything_is_trained(tmp_path):
-    world = fresh(tmp_path, eval={"interval": 2, **HELD_OUT})
-    world.pool.tasks = lambda env: FirstTasks([TaskInfo("task", 0)])
-    await fails(world, "environment 'held-out' is endless: set num_examples")
-    assert list_steps(tmp_path / "rollouts") == []
-
-
 async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_evaluated_again(tmp_path):
     """Contract: a number is not a policy: what is logged last for it is of the one that the run goes on with, also after
     a restart of this process."""
@@ -137,62 +127,40 @@ async def test_a_stop_ends_an_evaluation_and_none_begins_after_it(tmp_path):
     assert list_steps(tmp_path / "rollouts") == []
 
 
-async def test_a_trainer_that_owes_a_version_is_named_when_the_deadline_passes(tmp_path):
-    """weights_timeout: the wait ends, and says what was waited for and who owed it."""
-    await fails(fresh(tmp_path, weights_timeout=1.5), "no weights/step_1 from trainer after 2 s")
-
-
-TURNED_AWAY = r"groups in a row were turned away \({}: \d+\): the task is too easy or too hard, .* filters"
-
-
-@pytest.mark.parametrize(
-    ("filters", "message"),
-    [
-        ({}, "10 batches in a row carried no learning signal"),
-        ({"dynamic_sampling": True}, TURNED_AWAY.format("dynamic_sampling")),
-        ({"difficulty": {"low": 0.5}}, TURNED_AWAY.format("difficulty")),
-        ({"custom": {"path": f"{__file__}:everything"}}, TURNED_AWAY.format("custom")),
-    ],
-)
-async def test_batches_that_teach_nothing_end_the_run(tmp_path, filters, message):
-    """Contract: groups that are turned away are not replaced for ever; the end names the filters."""
-    world = fresh(tmp_path, filters=filters)
-    run = world.pool.run
-
-    async def equal(**arguments) -> EpisodeResult:
-        result = await run(**arguments)
-        result.reward = 0.25
-        return result
-
-    world.pool.run = equal
-    await fails(world, message)
-    assert list_steps(tmp_path / "rollouts") == []
-
-
 def everything(result: EpisodeResult) -> bool:
     return True
 
 
-async def test_episodes_that_fail_as_fast_as_they_start_end_the_run(tmp_path):
-    """Each makes room for another one: starting them must not keep the loop from counting them."""
-    world = fresh(tmp_path, batch_size=512, max_concurrent=256)
-    world.pool.seconds = 0.0
-    world.pool.before = lambda episode, version: Outcome.ERRORED
-    await fails(world, "of the last .* episodes failed")
-    assert "errored" in audit_text(tmp_path), "those that failed since the last flush are counted, too"
+TURNED_AWAY = r"groups in a row were turned away \({}: \d+\): the task is too easy or too hard, .* filters"
+EQUAL, FAILING = {"reward": 0.25}, {"outcome": Outcome.ERRORED}
+CUSTOM = {"path": f"{__file__}:everything"}
 
 
-async def test_without_a_trainer_all_batches_come_from_the_base_model(tmp_path, heard):
-    """Contract: it waits for nobody, whatever async level would say; a server that an earlier run has left on another
-    version is reset first."""
-    world = World(tmp_path, trainer=False)
-    world.engine.now = Served(7, "of an earlier run", "1")
-    await world.orchestrator().run()
-    assert list_steps(tmp_path / "rollouts") == [0, 1, 2]
-    for step in range(3):
-        assert (world.versions(step), world.really_sampled(step)) == ([0], {0})
-    assert heard.messages[-1] == "no trainer: 3 batches committed on the base model (version 0)"
-    assert not list_steps(tmp_path / "weights")
+@pytest.mark.parametrize(
+    ("settings", "result", "message"),
+    [
+        ({"weights_timeout": 1.5}, {}, "no weights/step_1 from trainer after 2 s"),
+        ({}, EQUAL, "10 batches in a row carried no learning signal"),
+        ({"filters": {"dynamic_sampling": True}}, EQUAL, TURNED_AWAY.format("dynamic_sampling")),
+        ({"filters": {"difficulty": {"low": 0.5}}}, EQUAL, TURNED_AWAY.format("difficulty")),
+        ({"filters": {"custom": CUSTOM}}, EQUAL, TURNED_AWAY.format("custom")),
+        ({"batch_size": 512, "max_concurrent": 256}, FAILING, "of the last .* episodes failed"),
+    ],
+)
+async def test_what_never_comes_ends_the_run(tmp_path, settings, result, message):
+    """Contract: a trainer that owes a version is named after weights_timeout; groups that teach nothing are not replaced
+    for ever; episodes that fail as fast as they start do not keep the loop from counting them."""
+    world = fresh(tmp_path, **settings)
+    run, world.pool.seconds = world.pool.run, 0.0
+
+    async def scripted(**arguments) -> EpisodeResult:
+        return dataclasses.replace(await run(**arguments), **result)
+
+    world.pool.run = scripted
+    await fails(world, message)
+    assert len(list_steps(tmp_path / "rollouts")) == int("weights_timeout" in settings)
+    if result == FAILING:
+        assert "errored" in audit_text(tmp_path), "those that failed since the last flush are counted, too"
 
 
 async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
@@ -216,14 +184,3 @@ async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
     named = [[name for name in row if name.startswith("limit/")] for row in made]
     assert named == [[], [], ["limit/training"]]
     assert {row["workers/cpu"] for row in made} == {0.97}
-
-
-async def test_a_benchmark_is_a_run_without_a_trainer_that_keeps_its_metrics_alone(tmp_path, monkeypatch):
-    """Contract: `--bench` runs its few steps through all of the loop, and leaves no batch and no ledger."""
-    world = World(tmp_path, bench=True, max_steps=100)
-    for name, value in (("make_pool", world.pool), ("connect_all", [world.engine]), ("spare_collector", None)):
-        monkeypatch.setattr(loop, name, lambda *_, value=value: value)
-    await loop.orchestrate(world.config)
-    assert len(rows_of(world)) == ORCHESTRATOR_STEPS
-    assert read_status(tmp_path)["orchestrator"].outcome == "finished"
-    assert not any((tmp_path / name).exists() for name in ("rollouts", "ledger.sqlite", "leases"))

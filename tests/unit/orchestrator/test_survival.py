@@ -20,7 +20,6 @@ from prime_rl.orchestrator.ledger import open_copy
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import read_lease
-from prime_rl.transport.protocol import Lease
 from support.scripted import ScriptedPool, World, has_batch, until
 
 STEPS = 5
@@ -67,8 +66,18 @@ class MixedPool(ScriptedPool):
 
 
 def make_world(directory, **settings) -> World:
+    """The lease covers every version that is read: taken before, of its incarnation, and raised only once it is served."""
     directory.mkdir()
     world = World(directory, seq_len=2, sampling={"max_tokens": 1}, **(EVERYTHING | settings))
+    update = world.engine.update
+
+    async def covered(weights):
+        lease = read_lease(directory)
+        assert lease.version <= weights.version
+        assert weights.incarnation <= lease.incarnation
+        return await update(weights)
+
+    world.engine.update = covered
     world.pool = MixedPool(world.engine)
     world.trainer.live(0, 0)
     world.trainer.commit(0)
@@ -169,14 +178,24 @@ async def cut_off(world: World, seconds: float, meanwhile: Callable[[], Awaitabl
     world.config = world.config.model_copy(update={"recover": True})
 
 
-@pytest.mark.parametrize("seed", range(2))
-async def test_a_synchronous_run_that_is_killed_at_random_moments_ends_like_one_that_is_not(tmp_path, reference, seed):
+async def stop(world: World, seconds: float) -> None:
+    """Start an orchestrator and ask it to stop after so many seconds."""
+    orchestrator = world.orchestrator()
+    asyncio.get_running_loop().call_later(0.1 + seconds / 4, orchestrator.stop)
+    await orchestrator.run()
+    world.config = world.config.model_copy(update={"recover": True})
+
+
+@pytest.mark.parametrize("interrupt", [cut_off, stop])
+async def test_a_synchronous_run_that_is_interrupted_at_random_moments_ends_like_one_that_is_not(
+    tmp_path, reference, interrupt
+):
     """Ledger, batches, weights, checkpoints, evaluations and metrics are equal but for times, and so are draws, pools and
-    moving averages, whenever it is cut off, eight times here."""
-    world, chance = make_world(tmp_path / "run"), random.Random(seed)
+    moving averages: whether it is killed, or stopped by Ctrl-C, episodes in flight are started again under their name."""
+    world, chance = make_world(tmp_path / "run"), random.Random(1)
     trainer = asyncio.create_task(train(world))
-    for _ in range(8):
-        await cut_off(world, chance.uniform(0.02, 0.35))
+    for _ in range(6):
+        await interrupt(world, chance.uniform(0.02, 0.35))
     await finish(world, trainer)
     check(world, reference)
 
@@ -211,19 +230,6 @@ async def test_a_synchronous_run_that_is_killed_at_durable_boundaries_ends_like_
         run = asyncio.create_task(world.orchestrator().run())
         await asyncio.wait([run], timeout=30)
         assert isinstance(run.exception(), Killed)
-        world.config = world.config.model_copy(update={"recover": True})
-    await finish(world, trainer)
-    check(world, reference)
-
-
-async def test_a_run_that_is_stopped_goes_on_with_what_was_in_flight(tmp_path, reference):
-    """Ctrl-C drops nothing: episodes in flight are started again under the same name, finished ones are kept."""
-    world = make_world(tmp_path / "run")
-    trainer = asyncio.create_task(train(world))
-    for seconds in (0.12, 0.15, 0.15):
-        orchestrator = world.orchestrator()
-        asyncio.get_running_loop().call_later(seconds, orchestrator.stop)
-        await orchestrator.run()
         world.config = world.config.model_copy(update={"recover": True})
     await finish(world, trainer)
     check(world, reference)
@@ -299,28 +305,3 @@ async def test_the_trainer_is_followed_to_its_last_word(tmp_path, begins_again):
     assert world.engine.updates[-1] == (STEPS, int(begins_again))
     assert checkpoints.complete_steps(world.directory / "checkpoints")[-1] == STEPS
     assert list(audit._ledger(world.directory, STEPS)) == []
-
-
-async def test_the_lease_covers_what_may_be_read(tmp_path):
-    """Taken before the first look, raised once the newer version is served, of the new incarnation before that is read,
-    given back at the end."""
-    world, seen = make_world(tmp_path / "run", eval=None), []
-    update = world.engine.update
-
-    async def noting(weights):
-        seen.append((weights.version, read_lease(world.directory)))
-        return await update(weights)
-
-    world.engine.update = noting
-    run = asyncio.create_task(world.orchestrator().run())
-    await train(world, until_step=2)
-    await until(lambda: world.engine.updates[-1] == (2, 0), run=run)
-    await until(lambda: read_lease(world.directory) == Lease(0, 2), run=run)  # a little after the load has ended
-    world.trainer.live(1, 1)
-    await until(lambda: world.engine.updates[-1] == (1, 0), run=run)
-    await train(world, start=1, incarnation=1, replaced=True)
-    await run
-    assert seen[0] == (0, Lease(0, 0))
-    assert seen[1:3] == [(1, Lease(0, 0)), (2, Lease(0, 1))]
-    assert seen[3] == (1, Lease(1, 1))
-    assert read_lease(world.directory) is None
