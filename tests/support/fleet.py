@@ -163,7 +163,7 @@ class FleetWorld(World):
         return next((one for one in self.current.fleet.replicas if one.client is server), None)
 
     async def left(self, server: Server) -> None:
-        await self.wait(lambda: self.replica(server) is None)
+        await self.wait(lambda: self.replica(server).state is ReplicaState.QUARANTINED)
 
     @property
     def all_serve(self) -> bool:

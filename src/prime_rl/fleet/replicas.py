@@ -24,6 +24,7 @@ from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import WeightsManifest
 
 RESTARTED, FAILED_CHECK = "the server was restarted", "the server failed its logprob check"
+LEAVING = "it is to leave"
 _HOMES = 65_536  # groups whose server is remembered
 _CANCEL_SECONDS = 30.0
 _FIRST_BACKOFF_SECONDS = 1.0  # of a server whose episodes keep failing; doubled with each further failure
@@ -36,7 +37,6 @@ class ReplicaState(StrEnum):
     QUARANTINED = "quarantined"  # nothing, until it answers and is verified
     READY = "ready"  # episodes, and every newer version
     DRAINING = "draining"  # nothing new; its episodes go on, on the version that it has
-    LEFT = "left"  # nothing; it is not of the pool any more
 
 
 @dataclass(eq=False)
@@ -117,6 +117,11 @@ class Replica:
         self.mismatch = self._find_mismatch(served)
         return not self.mismatch
 
+    async def is_leaving(self) -> bool:
+        """Return whether the server says that it was asked to leave, which only a restart takes back."""
+        served = await self._served()
+        return served is not None and served.leaving
+
     async def _served(self) -> Served | None:
         try:
             return await self.client.served()
@@ -177,16 +182,13 @@ class ReplicaPool:
         return replica
 
     def move(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
-        """Change the state of a replica. One that has left stays so; what it was not verified for is to be made again by the caller."""
-        if replica.state in (state, ReplicaState.LEFT):
+        """Change the state of a replica."""
+        if replica.state is state:
             return
         logger.debug("{} is {}{}", replica.name, state, reason and f": {reason}")
         replica.state = state
         if state is ReplicaState.READY:
             replica.silent = replica.failed_loads = 0
-        elif state is ReplicaState.LEFT:
-            self.replicas.remove(replica)
-            self.forget(replica.unverified | replica.invalid)
         self.empty_since = None if self.ready else self.empty_since or time.monotonic()
 
     def failed(self, replica: Replica) -> None:

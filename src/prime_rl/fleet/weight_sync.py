@@ -7,8 +7,8 @@ are invalidated in the scheduler and sampled again.
 
 A replica that does not load what the others load, does not answer, or fails its verification is quarantined and joins
 again (`_join`): it answers, what it sampled is verified or made again, it loads what the others serve, and is verified.
-One that was asked to leave (`POST /leave`) drains, is verified once more and leaves; it joins again when it is restarted
-at the same address.
+One that was asked to leave (`POST /leave`) drains, is verified once more and is quarantined; it joins again when it is
+restarted at the same address.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.published_versions import PublishedVersions
 from prime_rl.fleet.replicas import (
     FAILED_CHECK,
+    LEAVING,
     RESTARTED,
     Replica,
     ReplicaPool,
@@ -79,7 +80,6 @@ class WeightSync:
         self._settled.set()
         self._loads: dict[Replica, asyncio.Task[None]] = {}  # of that version
         self._joins: dict[Replica, asyncio.Task[None]] = {}
-        self._departed: dict[Replica, str] = {}  # replicas that have left, and the boot of each that did
         self._unsent_since: float | None = None  # since when the trainer's publisher has not sent what was asked for
 
     @property
@@ -395,7 +395,7 @@ class WeightSync:
 
     def quarantine(self, replica: Replica, reason: str = "") -> None:
         """Give it no work until it has joined again. One that drains is let go by its next probe."""
-        if replica.draining or replica.state is ReplicaState.LEFT:
+        if replica.draining:
             return
         self.pool.move(replica, ReplicaState.QUARANTINED, reason)
         if (load := self._loads.get(replica)) is not None:
@@ -432,6 +432,8 @@ class WeightSync:
                 verified = await self._accept_or_invalidate(replica)
             if answers and time.monotonic() < rested:
                 trouble = f"it failed what it was given {replica.failures} times in a row"
+            elif answers and await replica.is_leaving():
+                trouble = LEAVING
             elif answers:
                 version = self.scheduler.version
                 try:
@@ -488,19 +490,17 @@ class WeightSync:
         self.status.waiting("a healthy server", "inference", seconds)
         if time.monotonic() - self.pool.empty_since > seconds:
             listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.pool.replicas if one.trouble)
-            raise UserError(f"no inference server for {seconds:.0f} s ({option}): {listed or 'all have left'}")
+            raise UserError(f"no inference server for {seconds:.0f} s ({option}): {listed}")
 
     # -- probes, and replicas that leave -------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Probe all replicas every few seconds, until it is cancelled: quarantine those that do not answer, drain those that are to leave, and
-        let those that left join once they are restarted."""
+        """Probe all replicas every few seconds, until it is cancelled: quarantine those that do not answer, and drain those that are to leave."""
         while True:  # bounded: the run cancels it at its end
             await asyncio.sleep(PROBE_SECONDS)
             await asyncio.gather(
                 *map(self._probe, self.pool.ready),
                 *map(self._drain, [replica for replica in self.pool.replicas if replica.draining]),
-                *map(self._rejoin, list(self._departed)),
             )
             if self.no_replica_ready:
                 self._check_ready_timeout()
@@ -518,29 +518,20 @@ class WeightSync:
             return  # whatever is wrong is found when it is verified
         # Between two updates: what is in flight there stays of the version that it serves.
         if served.leaving and replica.ready and self._settled.is_set():
-            self.pool.move(replica, ReplicaState.DRAINING, "it is to leave")
+            self.pool.move(replica, ReplicaState.DRAINING, LEAVING)
             count = replica.in_flight
             logger.info("{} is to leave: it gets nothing new, {} episodes in flight there go on", replica.name, count)
 
     async def _drain(self, replica: Replica) -> None:
-        """Let a draining replica go once all that it sampled is verified, or is made again as it failed its verification."""
+        """Let a draining replica go once all that it sampled is verified, or is made again as it failed its verification.
+        It stays quarantined until it is restarted."""
         verified = await self._accept_or_invalidate(replica)
         if verified and (replica.in_flight or replica.unverified & self.scheduler.running_or_unverified()):
             return
-        assert replica.loaded is not None  # it was ready
-        self.pool.move(replica, ReplicaState.LEFT)
-        self._departed[replica] = replica.loaded.boot
+        self.pool.move(replica, ReplicaState.QUARANTINED, LEAVING)
+        self.pool.forget(replica.unverified | replica.invalid)
+        replica.trouble = LEAVING
+        self._join_soon(replica)
         self._loop.wake.set()
         rerun = "" if verified else ", and what it had is run again"
         logger.info("{} has left and can be stopped ({} servers remain){}", replica.name, len(self.pool.ready), rerun)
-
-    async def _rejoin(self, departed: Replica) -> None:
-        """Let a server that has left join again, once it was restarted."""
-        try:
-            served = await departed.client.served()
-        except UserError:
-            return
-        if served.boot != self._departed[departed] and not served.leaving:
-            del self._departed[departed]
-            self._join_soon(self.pool.add(departed.client))
-            logger.info("{} joins", departed.name)
