@@ -153,7 +153,7 @@ class EvalRunner:
         if replica.loaded is not loaded:  # it was lost, and given the weights again
             return None
         if result.outcome is not Outcome.ENGINE_UNAVAILABLE:
-            fleet.succeeded(replica)
+            replica.failures = 0
         elif not replica.failures:  # many may fail together here
             fleet.failed(replica)
         return result

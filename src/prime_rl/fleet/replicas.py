@@ -151,13 +151,11 @@ class ReplicaPool:
     fewest; attempts at one task share their prompt, which a server computes once."""
 
     def __init__(self, clients: Iterable[ServerClient], slack: int = 1) -> None:
-        self.replicas: list[Replica] = []
+        self.replicas = [Replica(client) for client in clients]
         self.empty_since: float | None = None  # when the last ready one ceased to be
         self._slack = slack
         self._homes: dict[Hashable, Replica] = {}  # by group, the oldest first
         self._sampled_by: dict[str, Replica] = {}  # episodes that are not verified
-        for client in clients:
-            self.add(client)
 
     # -- who gets work -------------------------------------------------------------------------------------------------
 
@@ -175,12 +173,6 @@ class ReplicaPool:
         count = len(self.replicas)
         return f" on {len(self.ready)} of {count} servers" if count > 1 else ""
 
-    def add(self, client: ServerClient) -> Replica:
-        """A server joins, quarantined."""
-        replica = Replica(client)
-        self.replicas.append(replica)
-        return replica
-
     def move(self, replica: Replica, state: ReplicaState, reason: str = "") -> None:
         """Change the state of a replica."""
         if replica.state is state:
@@ -196,10 +188,6 @@ class ReplicaPool:
         if replica.ready:
             replica.failures += 1
 
-    def succeeded(self, replica: Replica) -> None:
-        """An episode ended well there."""
-        replica.failures = 0
-
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> list[Replica]:
         """Wait until one server at least is healthy. Returns those that are.
 
@@ -207,21 +195,19 @@ class ReplicaPool:
             UserError: none came up in time.
         """
         waits = {asyncio.create_task(replica.client.wait_ready(on_wait)): replica for replica in self.replicas}
-        pending, healthy = set(waits), set[Replica]()
+        pending, healthy = set(waits), list[Replica]()
         try:
             while pending and not healthy:  # bounded: each of them has its deadline
                 done, pending = await asyncio.wait(
-                    pending, return_when=asyncio.FIRST_COMPLETED, timeout=_CANCEL_SECONDS
+                    pending, timeout=_CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
-                healthy = {waits[task] for task in done if task.done() and task.exception() is None}
+                healthy = [waits[task] for task in done if task.exception() is None]
         finally:
             await cancel_tasks(pending)
         if not healthy:
-            raise UserError("; ".join(str(task.exception()) for task in waits if task.done()))
-        others = [replica for replica in self.replicas if replica not in healthy]
-        answers = await asyncio.gather(*(replica.client.answers() for replica in others))
-        healthy |= {replica for replica, answer in zip(others, answers, strict=True) if answer}
-        return [replica for replica in self.replicas if replica in healthy]
+            raise UserError("; ".join(str(task.exception()) for task in waits))
+        answers = await asyncio.gather(*(replica.client.answers() for replica in self.replicas))
+        return [one for one, answer in zip(self.replicas, answers, strict=True) if answer or one in healthy]
 
     # -- where an episode goes -----------------------------------------------------------------------------------------
 

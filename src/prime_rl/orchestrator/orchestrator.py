@@ -265,7 +265,7 @@ class Orchestrator:
             await self.teachers.score(env, result, replica.name, self.status.progress)
         self._end_episode(start, result)
         if replica is not None and answered is Outcome.OK:
-            self.fleet.succeeded(replica)
+            replica.failures = 0
         elif replica is not None and answered is Outcome.ENGINE_UNAVAILABLE:
             self.weight_sync.episode_failed(replica)
 

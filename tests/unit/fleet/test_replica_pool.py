@@ -6,7 +6,7 @@ import random
 import pytest
 
 from prime_rl.fleet.client import Served
-from prime_rl.fleet.replicas import ReplicaState
+from prime_rl.fleet.replicas import Replica, ReplicaState
 from support.fleet import Server, ready_fleet
 
 
@@ -45,9 +45,10 @@ def test_an_episode_goes_to_its_group_where_loads_are_even_and_a_retry_to_a_serv
                 fleet.move(replica, ReplicaState.QUARANTINED)
                 fleet.move(replica, ReplicaState.READY)
             case "good":
-                fleet.succeeded(replica)
+                replica.failures = 0
             case "join":
-                fleet.move(fleet.add(Server("http://new")), ReplicaState.READY)
+                fleet.replicas.append(Replica(Server("http://new")))
+                fleet.move(fleet.replicas[-1], ReplicaState.READY)
             case "away":
                 fleet.move(replica, ReplicaState.QUARANTINED if replica.ready else ReplicaState.READY)
 
