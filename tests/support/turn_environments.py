@@ -1,4 +1,4 @@
-"""verifiers packages of several turns and of several agents."""
+"""verifiers packages of several turns."""
 
 WORDS = """
 import verifiers.v1 as vf
@@ -28,41 +28,5 @@ class WordsEnv(vf.SingleAgentEnv):
 __all__ = ["WordsTaskset", "WordsEnv"]
 """
 
-DUEL = """
-import verifiers.v1 as vf
 
-class Data(vf.TaskData):
-    pass
-
-class Task(vf.Task[Data]):
-    pass
-
-class DuelTaskset(vf.Taskset[Task, vf.TasksetConfig]):
-    def load(self):
-        yield Task(Data(prompt=None, system_prompt="a duel"), self.config.task)
-
-class DuelConfig(vf.EnvConfig):
-    black: vf.AgentConfig = vf.AgentConfig()
-    white: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, max_turns=8)
-
-class DuelEnv(vf.Env[DuelConfig]):
-    async def run(self, task, agents):
-        async with agents.black.interaction(task) as black, agents.white.interaction(task) as white:
-            said = "begin"
-            for _ in range(2):
-                move = await black.turn(said)
-                if move.terminated:
-                    break
-                answer = await white.turn(move.last_reply)
-                if answer.terminated:
-                    break
-                said = answer.last_reply
-
-    async def finalize(self, task, episode):
-        for trace in episode.traces:
-            trace.record_reward("win", 1.0 if trace.agent.name == "white" else -1.0)
-
-__all__ = ["DuelTaskset", "DuelEnv"]
-"""
-
-SOURCES = {"env_words": WORDS, "env_duel": DUEL}
+SOURCES = {"env_words": WORDS}

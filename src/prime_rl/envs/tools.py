@@ -19,7 +19,6 @@ import anyio
 import httpx2
 import verifiers.v1 as vf
 from mcp.shared.exceptions import MCPError
-from verifiers.v1 import runtimes
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp
 from verifiers.v1.mcp.launch import log_tail
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
@@ -180,8 +179,3 @@ class ToolRuntime(SubprocessRuntime):
         if process.returncode is not None:
             why = f"it exited with status {process.returncode}: {await _last_lines(self, log)}"
             raise vf.ToolsetError(f"{owner}: {why}")
-
-
-def install_runtime() -> None:
-    """Have verifiers make `ToolRuntime`s: its table of runtimes has no place for another one."""
-    runtimes.SubprocessRuntime = ToolRuntime

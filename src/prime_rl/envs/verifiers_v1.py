@@ -25,6 +25,7 @@ from openai import OpenAIError
 from pydantic import ValidationError
 from pydantic._internal import _fields
 from renderers.base import ParsedToolCall, ToolCallParseStatus
+from verifiers.v1 import runtimes
 from verifiers.v1.clients import Client
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
@@ -39,7 +40,7 @@ from prime_rl.envs.conversation import EngineClient, PromptRefused, arguments_of
 from prime_rl.envs.convert import CONTEXT_FULL, Message, classify, convert, opening
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
-from prime_rl.envs.tools import MALFORMED_CALL, SERVER_SECONDS, Toolbox, check, install_runtime
+from prime_rl.envs.tools import MALFORMED_CALL, SERVER_SECONDS, Toolbox, ToolRuntime, check
 
 HARNESS_ID = "prime_rl_chat"
 # verifiers imports a harness by a top-level module name, and takes the one in its `__all__`; ours is in the package.
@@ -55,6 +56,11 @@ interception: ContextVar[InterceptionServer] = ContextVar("interception")
 
 _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
 
+# pydantic parses the signature of `list` anew for every field of every object that verifiers constructs, a third of an
+# episode's processor time. verifiers' table of runtimes has no place for another one.
+_fields.takes_validated_data_argument = functools.cache(_fields.takes_validated_data_argument)  # type: ignore[assignment]
+runtimes.SubprocessRuntime = ToolRuntime
+
 logger = logging.getLogger(__name__)
 
 
@@ -63,14 +69,17 @@ class VerifiersEnv:
     LoadError."""
 
     def __init__(self, setup: Setup) -> None:
-        install_runtime()
-        _remember_factories()
         setup = replace(setup, env_id=_findable(setup.env_id))
         self._name = setup.name
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
         self._branched = setup.trajectories == "branched"
-        self._engine = None if setup.chat_timeout else EngineClient(setup, _has_tools(setup.env_id, config))
+        try:
+            taskset = taskset_class(setup.env_id)
+            tools = taskset.toolsets(config.taskset) or taskset.task_type().toolsets(config.taskset.task)
+        except Exception as error:
+            raise LoadError(f"environment {setup.env_id!r}: its tools failed to load: {describe(error)}") from error
+        self._engine = None if setup.chat_timeout else EngineClient(setup, bool(tools))
         self._client: Any = (
             chat_config(setup.chat_timeout) if setup.chat_timeout else vf.TrainClientConfig(api_key_var=API_KEY_VAR)
         )
@@ -139,13 +148,6 @@ class VerifiersEnv:
         return self._clients[base_url]
 
 
-def _remember_factories() -> None:
-    """Have pydantic remember which default factories take arguments: it parses the signature of `list` anew for every
-    field of every object that verifiers constructs, a third of an episode's processor time."""
-    known = functools.cache(_fields.takes_validated_data_argument)
-    _fields.takes_validated_data_argument = known  # type: ignore[assignment]
-
-
 def _env_config(setup: Setup) -> Any:
     _import(setup.env_id)
     known = set(taskset_config_type(setup.env_id).model_fields) - {"id"}
@@ -176,14 +178,6 @@ def _agent_overrides(setup: Setup, agent: Any) -> dict[str, Any]:
     if setup.max_turns:
         data["max_turns"] = min(setup.max_turns, agent.max_turns or setup.max_turns)
     return data
-
-
-def _has_tools(env_id: str, config: Any) -> bool:
-    taskset = taskset_class(env_id)
-    try:
-        return bool(taskset.toolsets(config.taskset) or taskset.task_type().toolsets(config.taskset.task))
-    except Exception as error:
-        raise LoadError(f"environment {env_id!r}: its tools failed to load: {describe(error)}") from error
 
 
 def _findable(env_id: str) -> str:

@@ -16,7 +16,6 @@ from datasets.exceptions import DatasetNotFoundError
 
 from benchmark_tasks.rows import DataError
 
-REPOSITORY = Path(__file__).parents[3]
 MATH500 = [
     {"problem": "1+1?", "answer": "2", "subject": "Algebra", "level": 1, "unique_id": "test/algebra/1.json"},
     {"problem": "Half?", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 5, "unique_id": "test/algebra/2.json"},
@@ -209,23 +208,3 @@ async def test_simple_math() -> None:
     assert await score(train[0], rf"\boxed{{{train[0].data.answer}}}") == 1.0
     with pytest.raises(ValueError, match="num_tasks 50, and only .* train problems were found: raise largest or terms"):
         load("simple-math", num_tasks=50, largest=2, operations=["add"])
-
-
-@pytest.mark.parametrize("example", ["hendrycks_math", "intellect_math"])
-def test_the_examples_on_a_cpu(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: the problems of an example load as its cpu.toml says, fit the context that it serves, and so do the answers of its warm-up."""
-    from prime_rl.config import RLConfig, parse
-
-    monkeypatch.chdir(REPOSITORY)
-    config = parse(RLConfig, ["@", f"examples/{example}/cpu.toml"], {})
-    environment = config.orchestrator.environments[0]
-    tasks = load(environment.id, **environment.args)
-    assert len(tasks) >= 28
-    assert config.inference is not None
-    longest = max(len(task.data.prompt) + len(task.data.system_prompt) for task in tasks)  # a token a byte
-    assert longest + 60 + (config.orchestrator.sampling.max_tokens or 0) <= (config.inference.max_model_len or 0)
-    warmup = [
-        json.loads(line)["messages"] for line in Path(f"examples/{example}/warmup.jsonl").read_text().splitlines()
-    ]
-    asked = {(task.data.system_prompt, task.data.prompt): rf"\boxed{{{task.data.answer}}}" for task in tasks}
-    assert {(system["content"], user["content"]): reply["content"] for system, user, reply in warmup} == asked
