@@ -1,11 +1,10 @@
 """No orphans: a child is ended with its descendants, and kills its process group once its launcher is gone.
 
-The launcher names itself in the environment of every child, which watches it from then on, however deep it is below;
-children that are stopped by a signal are woken by the kernel first. Standard library only: environment workers import
-this from their own virtual environments.
+The launcher names itself in the environment of every child, which watches it from then on, however deep it is below; one
+that is stopped by a signal dies as soon as it is continued. Standard library only: environment workers import this from
+their own virtual environments.
 """
 
-import ctypes
 import os
 import runpy
 import select
@@ -22,7 +21,6 @@ from prime_rl.processes import ProcessId
 
 ENV = "PRIMERL_LAUNCHER"  # "pid:start time" of the process to watch
 _MARK = "PRIMERL_TREE_"
-_PR_SET_PDEATHSIG = 1
 
 
 def variable() -> dict[str, str]:
@@ -137,10 +135,6 @@ def _end_with(watched: ProcessId, kill: Callable[[], None]) -> None:
         end.poll()  # bounded: a daemon thread, it ends with the process
         kill()
 
-    # One that is stopped by a signal could not watch: have the kernel wake it when its parent dies. Not kill it: then
-    # nobody would kill the rest of its group. (For the kernel the parent is the thread that started it; when that ends
-    # early, waking does no harm.)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     threading.Thread(target=await_end, name="lifeline", daemon=True).start()
 
 

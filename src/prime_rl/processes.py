@@ -76,12 +76,6 @@ def is_alive(process: ProcessId) -> bool:
     return identify(process.pid) == process
 
 
-def is_stopped(process: ProcessId) -> bool:
-    """Whether it lives but was halted (SIGSTOP, or a debugger)."""
-    current = read(process.pid)
-    return current is not None and current.id == process and current.stopped
-
-
 def boot_id() -> str:
     """Identify the running kernel: another one means that every process of before is gone."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()

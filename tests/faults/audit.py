@@ -234,12 +234,8 @@ def ledger_rows(run: Path) -> Iterator[tuple[Any, ...]]:
 
 def _first_difference(mine: list[Any], other: list[Any]) -> str:
     for number, (a, b) in enumerate(zip(mine, other, strict=False)):
-        if a == b:
-            continue
-        if isinstance(a, dict) and isinstance(b, dict):
-            keys = [key for key in a.keys() | b.keys() if a.get(key) != b.get(key)]
-            return f"row {number}: " + ", ".join(
-                f"{key} {str(a.get(key))[:80]} / {str(b.get(key))[:80]}" for key in sorted(keys)[:4]
-            )
-        return f"row {number}: {str(a)[:200]} / {str(b)[:200]}"
+        if a != b:
+            both = [sorted(row.items()) if isinstance(row, dict) else list(row) for row in (a, b)]
+            first, second = ([item for item in row if item not in both[1 - side]] for side, row in enumerate(both))
+            return f"row {number}: {str(first)[:200]} / {str(second)[:200]}"
     return f"{len(mine)} / {len(other)} rows"

@@ -16,7 +16,6 @@ import pytest
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.faults import Fault
-from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import clean_stages, list_steps, prune, stage, verify, write_atomically
 
 COMMIT = ("write", "fsync", "manifest", "rename", "renamed")
@@ -109,37 +108,3 @@ def test_a_prune_is_all_or_nothing(tmp_path, live, point):
         assert list_steps(final.parent) == []
     clean_stages(final.parent)
     assert [path.name for path in final.parent.iterdir()] == (["step_3"] if point == "prune" else [])
-
-
-JOIN = (
-    *(f"{boundary}:checkpoints/step_2/{part}" for part in checkpoints.BOTH_PARTS for boundary in COMMIT),
-    *(f"{boundary}:checkpoints/step_2" for boundary in ("join", "joined")),
-    *(f"{boundary}:checkpoints/step_2/manifest.json" for boundary in ("rename", "renamed")),
-)
-
-
-@pytest.mark.parametrize("point", JOIN)
-def test_a_checkpoint_is_complete_or_never_chosen(tmp_path, live, point):
-    """Parts and joint manifest: -1 never resumes from half of them, and the next incarnation completes what the dead one began."""
-    root = tmp_path / "checkpoints"
-
-    def save() -> None:
-        for part in checkpoints.BOTH_PARTS:
-            checkpoints.clean(root, part)
-            if 2 not in checkpoints.steps_with(root, part):
-                publish(checkpoints.part_dir(root, 2, part), part, step=2)
-        checkpoints.join(root, 2, checkpoints.BOTH_PARTS, "orchestrator")
-
-    assert live(save, fault("kill", point)) == KILLED
-    if checkpoints.complete_steps(root):
-        assert point.partition(":")[0] in ("joined", "renamed")
-        assert checkpoints.choose_step(root, -1, "trainer") == checkpoints.choose_step(root, -1, "orchestrator") == 2
-    else:
-        with pytest.raises(UserError, match="no complete checkpoint|no checkpoint"):
-            checkpoints.choose_step(root, -1, "trainer")
-    assert live(save) == 0
-    assert checkpoints.complete_steps(root) == [2]
-    assert list(root.rglob(".*")) == []
-    for part in checkpoints.BOTH_PARTS:
-        checkpoints.check(root, 2, part)
-        verify(checkpoints.part_dir(root, 2, part))

@@ -20,7 +20,7 @@ from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import ProcessStatus
-from prime_rl.processes import ProcessId, is_alive, is_stopped
+from prime_rl.processes import ProcessId, read
 from prime_rl.transport import checkpoints
 
 _JOBS = ("trainer", "orchestrator", "sft", "eval")
@@ -182,9 +182,10 @@ def _progress(run: Path) -> Iterator[tuple[str, str]]:
 def _process_state(host: str, process: ProcessId) -> str:
     if not process.started or host != socket.gethostname():
         return _ELSEWHERE
-    if not is_alive(process):
+    info = read(process.pid)
+    if info is None or info.id != process:
         return _DEAD
-    return _STOPPED if is_stopped(process) else _ALIVE
+    return _STOPPED if info.stopped else _ALIVE
 
 
 def _is_server(name: str) -> bool:

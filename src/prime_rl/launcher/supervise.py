@@ -93,15 +93,16 @@ def stall_reason(
     if rank:  # rank 0 reports progress for all ranks
         return None
     unchanged = now - max(status.progress if wait is None else wait.since, since)
-    if wait is not None:
-        overdue = unchanged - (wait.deadline - wait.since)
-        words = f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline"
-        return words if overdue > policy.heartbeat_timeout else None
-    # A server's progress is its engine's answers, once it has begun to report them.
-    idle = service and status.progress <= (status.ready or 0.0)
-    limit = policy.heartbeat_timeout if service else policy.stall_timeout
     where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
-    return f"has stalled for {unchanged:.0f} s ({where})" if unchanged > limit and not idle else None
+    limit = policy.heartbeat_timeout if service else policy.stall_timeout
+    if wait is not None:
+        where = f"it waits for {wait.subject} from {wait.owner}"
+        limit = wait.deadline - wait.since + policy.heartbeat_timeout
+    elif service and status.progress <= (
+        status.ready or 0.0
+    ):  # idle: progress is its engine's answers, if there are any
+        return None
+    return f"has stalled for {unchanged:.0f} s ({where})" if unchanged > limit else None
 
 
 class SupervisedChild:
@@ -299,10 +300,9 @@ class Supervisor:
 
     def _stall_reason(self, child: SupervisedChild, statuses: Mapping[str, ProcessStatus], now: float) -> str | None:
         timeout = self._policy.stall_timeout if child.server is None else child.server.ready_timeout
-        if child.server is not None and child.state is ChildState.STARTING and time.monotonic() - child.began > timeout:
+        waited_for = child.name not in statuses if child.is_job else child.state is ChildState.STARTING
+        if waited_for and now - child.watched_since > timeout:
             return f"is not ready after {timeout:.0f} s"
-        if child.is_job and child.name not in statuses and now - child.watched_since > timeout:
-            return f"has not reported within {timeout:.0f} s"
         own = {key: status for key, status in statuses.items() if key.partition(".")[0] == child.name}
         reasons = (
             stall_reason(key, status, self._policy, now, child.watched_since, not child.is_job)

@@ -22,7 +22,7 @@ from prime_rl.launcher import doctor
 from prime_rl.launcher.rundir import Claim, Owner
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import ProcessStatus, Waiting, status_path, write_record
-from prime_rl.processes import ProcessId, boot_id, identify, is_stopped, me
+from prime_rl.processes import ProcessId, boot_id, identify, me, read
 from prime_rl.wait import wait
 
 DEAD = ProcessId(os.getpid(), 1)  # its pid is another process's now
@@ -34,7 +34,7 @@ def stopped() -> Iterator[ProcessId]:
         process = identify(sleeper.pid)
         assert process is not None
         sleeper.send_signal(signal.SIGSTOP)
-        wait(lambda: is_stopped(process), subject="stop", owner="the kernel", seconds=60)
+        wait(lambda: (found := read(sleeper.pid)) and found.stopped, subject="stop", owner="the kernel", seconds=60)
         yield process
         sleeper.kill()
 

@@ -36,7 +36,6 @@ def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.
     for root, given, message in (
         (tmp_path, goes_on, "began with seed 1 and would go on with 2: .*give --seed 1"),
         (tmp_path / "out", open_to_all, "would open the weight routes"),
-        (tmp_path / "out", {"wandb": {}}, "W&B has no key: .*uv run wandb login"),
         (tmp_path / "out", {"ckpt": CkptConfig(resume_step=-1)}, "holds no complete checkpoint"),
     ):
         with pytest.raises(UserError, match=message):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import ConfigError, SFTConfig, parse
-from prime_rl.entrypoints import sft
 from prime_rl.errors import UserError
 from prime_rl.launcher import sidecar
 from prime_rl.launcher.sidecar import EvalSidecar, eval_config, server_config
@@ -18,7 +17,7 @@ def config(**settings: object) -> SFTConfig:
 
 
 def test_evaluation_and_server_are_of_the_run() -> None:
-    """Contract: its model, weights, seed and device; its versions are kept; its server is asked, at any port."""
+    """Contract: its model, weights, seed and device; its server is asked, at any port."""
     made = config(seed=7, inference={"server": {"port": 8123}}, device="cpu")
     evaluation, server = eval_config(made), server_config(made)
     assert (evaluation.model.name, evaluation.weights_dir, evaluation.interval) == ("m", Path("out/weights"), 5)
@@ -60,16 +59,3 @@ def test_what_a_server_gets(monkeypatch: pytest.MonkeyPatch) -> None:
         EvalSidecar(made, {"LOCAL_WORLD_SIZE": "2"})
     environ = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_PORT": "1", "PATH": "/bin", "PRIME_DATA__SEQ_LEN": "9"}
     assert EvalSidecar(config(), environ).environ == {"PATH": "/bin"}
-
-
-def test_ctrl_c_while_the_last_version_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: it ends with 130 and no stack, as `eval` does."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("prime_rl.entrypoints.load", lambda *_, **__: config())
-    monkeypatch.setattr(sft, "run", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        sft.main()
-    assert ended.value.code == 130

@@ -32,7 +32,7 @@ STALLS: list[tuple[ProcessStatus, str | None]] = [
     (beats(progress=1801.0), "has stalled for 1801 s (training, step 3)"),
     (beats(progress=1900.0, waiting=WAIT), None),  # within its own deadline
     (beats(progress=1900.0, waiting=replace(OVERDUE, deadline=NOW - 60.0)), None),
-    (beats(waiting=OVERDUE), "still waits for rollouts/step_3 from orchestrator, 61 s after its own deadline"),
+    (beats(waiting=OVERDUE), "has stalled for 161 s (it waits for rollouts/step_3 from orchestrator)"),
     (beats(ago=299.0, outcome="finished"), None),
     (beats(ago=301.0, outcome="finished"), "said `finished` 301 s ago and has not ended"),
 ]
