@@ -1,11 +1,10 @@
-"""Attention written out, a CPU stand-in for torch's own FlashAttention, and a model to call attention by.
+"""Attention written out, a kernel for the CPU made of it, and a model to call attention by.
 
-The stand-in lets a CPU check what of ours is around every kernel: which arguments it gets, what is kept for backward,
+The kernel lets a CPU check what of ours is around every kernel: which arguments it gets, what is kept for backward,
 windows, tracing. tests/gpu/test_attention.py compares all real kernels with `sdpa`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl.trainer import attention
+from prime_rl.trainer.attention_kernels import Grads, Mask, packed_operator
 
 
 def pack(lengths: Sequence[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -48,14 +48,13 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: flo
     return torch.stack(rows)
 
 
-def scores(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float, left: int) -> Tensor:
-    """[H, T, T] in float64, -inf where a token does not look; `left`: the window without the token itself, -1 for
-    none."""
+def scores(q: Tensor, k: Tensor, of: Mask) -> Tensor:
+    """[H, T, T] in float64, -inf where a token does not look."""
     mask = torch.zeros(len(q), len(q), dtype=torch.bool)
-    for start, end in pairwise(cu_seqlens.tolist()):
+    for start, end in pairwise(of.cu_seqlens.tolist()):
         for row in range(start, end):
-            mask[row, start if left < 0 else max(start, row - left) : row + 1] = True
-    return (scale * torch.einsum("qhd,khd->hqk", q.double(), wide(k, q))).masked_fill(~mask, -torch.inf)
+            mask[row, start if of.window is None else max(start, row + 1 - of.window) : row + 1] = True
+    return (of.scale * torch.einsum("qhd,khd->hqk", q.double(), wide(k, q))).masked_fill(~mask, -torch.inf)
 
 
 def wide(x: Tensor, q: Tensor) -> Tensor:
@@ -63,49 +62,25 @@ def wide(x: Tensor, q: Tensor) -> Tensor:
     return x.double().repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
-@contextmanager
-def varlen() -> Iterator[None]:
-    """`torch.ops.aten._flash_attention_forward` and `…_backward` on the CPU, in float64, from the definition."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    assert (mask.cu_seqlens.dtype, mask.longest) == (torch.int32, int(mask.cu_seqlens.diff().max()))
+    x_HTT = scores(q, k, mask)
+    return torch.einsum("hqk,khd->qhd", x_HTT.softmax(-1), wide(v, q)).to(q.dtype), x_HTT.logsumexp(-1).float()
 
-    def named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """By name: the dispatcher passes as many as it can by position, and leaves out those that are the default."""
-        arguments = operator.default._schema.arguments
-        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-        a = {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
-        assert a["cum_seq_q"].dtype == torch.int32
-        assert a["max_q"] == a["max_k"] == int(a["cum_seq_q"].diff().max())
-        assert a["is_causal"] or a["window_size_right"] == 0, "not causal"
-        assert a["dropout_p"] == 0
-        return a
 
-    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        a = named(torch.ops.aten._flash_attention_forward, args, kwargs)
-        q = a["query"]
-        x_HTT = scores(q, a["key"], a["cum_seq_k"], a["scale"], a["window_size_left"])
-        out = torch.einsum("hqk,khd->qhd", x_HTT.softmax(-1), wide(a["value"], q))
-        return out.to(q.dtype), x_HTT.logsumexp(-1).float(), *(q.new_empty(0) for _ in range(3))
+def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
+    """From out and lse, as the kernels do it, so that what was kept for backward must be right."""
+    d_out = d_out.double()
+    weights = torch.exp(scores(q, k, mask) - lse.double()[..., None])
+    d_weights = torch.einsum("qhd,khd->hqk", d_out, wide(v, q))
+    d_scores = mask.scale * weights * (d_weights - (d_out * out).sum(-1).t()[..., None])
+    dq = torch.einsum("hqk,khd->qhd", d_scores, wide(k, q))
+    dk, dv = torch.einsum("hqk,qhd->khd", d_scores, q.double()), torch.einsum("hqk,qhd->khd", weights, d_out)
+    dk, dv = (x.view(x.shape[0], k.shape[1], -1, x.shape[2]).sum(2) for x in (dk, dv))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
-    def backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """From out and lse, as the kernels do it, so that what was kept for backward must be right."""
-        a = named(torch.ops.aten._flash_attention_backward, args, kwargs)
-        q, d_out, out = a["query"], a["grad_out"].double(), a["out"].double()
-        x_HTT = scores(q, a["key"], a["cum_seq_k"], a["scale"], a["window_size_left"])
-        weights = torch.exp(x_HTT - a["logsumexp"].double()[..., None])
-        d_weights = torch.einsum("qhd,khd->hqk", d_out, wide(a["value"], q))
-        d_scores = a["scale"] * weights * (d_weights - (d_out * out).sum(-1).t()[..., None])
-        dq = torch.einsum("hqk,khd->qhd", d_scores, wide(a["key"], q))
-        dk, dv = torch.einsum("hqk,qhd->khd", d_scores, q.double()), torch.einsum("hqk,qhd->khd", weights, d_out)
-        heads = a["key"].shape[1]
-        narrow = (x.view(x.shape[0], heads, -1, x.shape[2]).sum(2) for x in (dk, dv))
-        return tuple(x.to(q.dtype) for x in (dq, *narrow))
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
-    try:
-        yield
-    finally:
-        library._destroy()
+STAND_IN = packed_operator("stand_in", _forward, _backward)
 
 
 def make_model(size: int = 32, head_dim: int = 8, vocabulary: int = 64, **settings: Any) -> Qwen3ForCausalLM:

@@ -42,7 +42,7 @@ def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tup
 
     All three are NaN for a row with a NaN or an infinite logit, -inf included: no model means it, and a loss must not hide it.
     """
-    if _has_kernels(logits_CV):
+    if has_kernels(logits_CV):
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.stats(logits_CV, labels_C, inv_temperature_C)
@@ -69,7 +69,7 @@ def dlogits_(
     d logprob / dz = onehot - p,  d entropy / dz = -p (log p + entropy),  where z = logits / temperature.
     """
     rows = labels_C, inv_temperature_C, log_z_C, entropy_C, d_logprob_C, d_entropy_C
-    if _has_kernels(logits_CV):
+    if has_kernels(logits_CV):
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.dlogits_(logits_CV, *rows)
@@ -80,8 +80,9 @@ def dlogits_(
     return logits_CV.copy_(d * inv_temperature_C[:, None])
 
 
-def _has_kernels(logits: Tensor) -> bool:
-    return logits.is_cuda and logits.dtype != torch.float64
+def has_kernels(tensor: Tensor) -> bool:
+    """Whether our Triton kernels, which compute in float32, take it."""
+    return tensor.is_cuda and tensor.dtype != torch.float64
 
 
 def logprob_entropy(

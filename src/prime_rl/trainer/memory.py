@@ -1,8 +1,7 @@
 """Plan a GPU's memory before the first step: the first of an ordered list of settings whose estimated peak fits.
 
 The bytes of each moment of a training step are formulas over the model's shape, checked against measured peaks of an
-H200 (`tests/unit/trainer/test_memory.py`). The list goes from the fastest settings to the
-leanest.
+H200 (`tests/unit/trainer/test_memory.py`). The list goes from the fastest settings to the leanest.
 """
 
 import os

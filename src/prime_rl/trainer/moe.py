@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from prime_rl.errors import UserError
+from prime_rl.trainer.lm_head import has_kernels
 
 KEPT = {torch.ops.aten.topk.default}
 """The operators whose outputs checkpointed blocks keep: choosing experts again from logits that another kernel rounded
@@ -118,7 +119,7 @@ def grouped_linear(rows_SI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor
 @torch.library.custom_op("prime_rl::spread", mutates_args=())
 def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
     """Each token's row at its K places [S, H]. `place_TK` (int32) names every place from 0 to S - 1 once."""
-    if _by_kernel(rows_TH):
+    if has_kernels(rows_TH):
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.spread(rows_TH, place_TK)
@@ -130,15 +131,11 @@ def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
 @torch.library.custom_op("prime_rl::collect", mutates_args=())
 def collect(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
     """The sum of the rows at each token's K places [T, H], rounded once."""
-    if _by_kernel(rows_SH):
+    if has_kernels(rows_SH):
         from prime_rl.trainer import triton_kernels
 
         return triton_kernels.collect(rows_SH, place_TK)
     return rows_SH[place_TK].sum(1)
-
-
-def _by_kernel(rows: Tensor) -> bool:
-    return rows.is_cuda and rows.dtype != torch.float64  # kernels add in float32
 
 
 @spread.register_fake

@@ -348,8 +348,12 @@ def muon_group(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, fl
         else:
             experts[parameter] = 2 if "gate_up" in name else 1
     batches = [*_deal(matrices.values())]
-    for parameter, parts in experts.items():
-        batches += _expert_batches(parameter, parts)
+    for parameter, parts in experts.items():  # whole on their rank
+        _, rows, columns = parameter.shape
+        total, size = local_part(parameter).numel(), rows * columns * max(1, _TOGETHER // (rows * columns))
+        for start in range(0, total, size):
+            elements = Elements(parameter, start, min(start + size, total))
+            batches.append(_Batch([elements], rows // parts, columns))
     parameters = [parameter for of_shape in matrices.values() for parameter in of_shape] + list(experts)
     rule = partial(_update_matrices, batches)
     return ParameterGroup(parameters, dict(settings), _MOMENTUM, rule, [batch.elements for batch in batches])
@@ -395,7 +399,10 @@ def _deal(matrices: Iterable[list[nn.Parameter]]) -> Iterator[_Batch]:
     """Batches of matrices of one shape; every rank in turn owns the next matrix."""
     first = 0
     for of_shape in matrices:
-        (rows, columns), group = of_shape[0].shape, _group(of_shape[0])
+        (rows, columns), example, group = of_shape[0].shape, of_shape[0], None
+        if isinstance(example, DTensor) and example.device_mesh.get_group(SHARD).size() > 1:
+            assert example.placements[-1] == Shard(0), "Muon expects rows to be sharded"
+            group = example.device_mesh.get_group(SHARD)
         ranks = 1 if group is None else group.size()
         together = ranks * max(1, _TOGETHER // (rows * columns))
         for start in range(0, len(of_shape), together):
@@ -403,14 +410,6 @@ def _deal(matrices: Iterable[list[nn.Parameter]]) -> Iterator[_Batch]:
             owners = sorted((first + i) % ranks for i in range(len(elements)))
             yield _Batch(elements, rows, columns, group, owners)
             first += len(elements)
-
-
-def _expert_batches(parameter: nn.Parameter, parts: int) -> Iterator[_Batch]:
-    """This rank's experts; the rows of each are `parts` matrices of equal size (gate and up in one)."""
-    _, rows, columns = parameter.shape
-    total, size = local_part(parameter).numel(), rows * columns * max(1, _TOGETHER // (rows * columns))
-    for start in range(0, total, size):
-        yield _Batch([Elements(parameter, start, min(start + size, total))], rows // parts, columns)
 
 
 def _update_matrices(batches: list[_Batch], settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
@@ -459,15 +458,6 @@ def _update_batch(settings: Settings, batch: _Batch, chunk: Chunk) -> Iterator[N
     updates = update.float().split([value.numel() for value in values])
     # The root mean square is then that of a typical AdamW update (Liu et al. 2025), whose learning rates serve.
     torch._foreach_add_(values, updates, alpha=-settings["lr"] * 0.2 * math.sqrt(max(rows, columns)))
-
-
-def _group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    """The ranks that share a parameter's rows, if there are several."""
-    if not isinstance(parameter, DTensor):
-        return None
-    assert parameter.placements[-1] == Shard(0), "Muon expects rows to be sharded"
-    group = parameter.device_mesh.get_group(SHARD)
-    return group if group.size() > 1 else None
 
 
 # ---- the learning rate, and clipping

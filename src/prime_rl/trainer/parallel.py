@@ -66,15 +66,6 @@ class World:
         return self.rank < self.shards
 
 
-def choose_device(device: str) -> str:
-    """`auto`, `cpu` or `cuda` → `cpu` or `cuda`. Raises UserError when a GPU is asked for and there is none."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU (driver missing, CUDA_VISIBLE_DEVICES empty, or a CPU build)")
-    return device
-
-
 def init_world(device: str, timeout: float, replicate: int = 1) -> World:
     """Join the process group that torchrun's variables describe, or make one of a single process when there are none.
 
@@ -92,7 +83,9 @@ def init_world(device: str, timeout: float, replicate: int = 1) -> World:
     # between two steps would find it full, and the GPU would wait for the next step: 2.2 % of a step's time with the
     # logprob check, 0.7 % with longer queues (0.6B, H200).
     os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
-    kind = choose_device(device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU (driver missing, CUDA_VISIBLE_DEVICES empty, or a CPU build)")
+    kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if size % replicate:
