@@ -106,8 +106,8 @@ def check(directory: Path, pool: Witness, steps: int) -> None:
     assert list(finished_run._leftovers(run)) == []
     report = audit(run)
     assert report.faults == []
-    assert {env for env, _, _ in report.outcomes} == {"crashes", "hangs", "rubbish"}
-    assert all(name in ("issued", "trained") or name.startswith("dropped") for _, name, _ in report.outcomes)
+    assert {env for env, *_ in report.outcomes} == {"crashes", "hangs", "rubbish"}
+    assert all(name in ("issued", "trained") or name.startswith("dropped") for _, name, *_ in report.outcomes)
     assert max(pool.answered.values()) == 1
     assert pool.restarts >= 3
     assert pool.outcomes["worker_died"] >= 3

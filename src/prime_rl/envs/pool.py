@@ -35,7 +35,7 @@ from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Page, Ru
 from prime_rl.errors import UserError
 from prime_rl.lifeline import Child
 from prime_rl.redact import passed_on
-from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
+from prime_rl.wait import WaitTimeout, wait_async
 
 WATCH_SECONDS = 0.1
 ADJUST_SECONDS = 1.0
@@ -256,7 +256,7 @@ class EnvPool:
         self._address = f"ipc://{self._directory}/pool"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._exit_stack.callback(self._socket.close)
-        for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.LINGER, 0), (zmq.SNDHWM, 0)):
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0)):
             self._socket.setsockopt(option, value)
         self._socket.bind(self._address)
         for each in self._all_sets:
@@ -269,7 +269,6 @@ class EnvPool:
                 await wait_async(
                     lambda: own.loaded or self._failure is not None,  # noqa: B023 - it is awaited in this round
                     subject="ready worker", owner=f"environment {own.config.name!r}", seconds=timeout,
-                    poll=LEAST_POLL_SECONDS,
                 )  # fmt: skip
                 if self._failure is not None:
                     raise self._failure
@@ -521,10 +520,7 @@ class EnvPool:
     def _send(self, worker: Worker, message: protocol.Message) -> None:
         if not worker.ending:
             frames = [worker.identity.encode(), protocol.encode(message)]
-            sent = asyncio.ensure_future(self._socket.send_multipart(frames))
-            # Done at once: there is room for any number (SNDHWM 0). ROUTER_MANDATORY: an error when the peer is gone.
-            if sent.done() and (error := sent.exception()) is not None:
-                worker.die(f"unreachable: {error}")
+            self._socket.send_multipart(frames)  # bounded: done at once, there is room for any number (SNDHWM 0)
 
 
 def _v1(url: str) -> str:

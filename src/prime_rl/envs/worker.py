@@ -42,10 +42,8 @@ MAX_THREADS = 64  # Python's own number is six on two cores: too few where some 
 class Adapter(Protocol):
     """A loaded environment. It serves between `__aenter__` and `__aexit__`."""
 
-    task_ids: list[str]
-    """Durable and unique, in the environment's own order."""
-    bounded: bool
-    """Whether these are all the tasks there are."""
+    task_ids: list[str]  # durable and unique, in the environment's own order
+    bounded: bool  # whether these are all the tasks there are
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...
@@ -249,12 +247,8 @@ def main() -> None:
     loop = asyncio.SelectorEventLoop(timer)
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment"))
     attribute_steps(loop, page)
-
-    async def serve() -> None:
-        await WorkerServer(address, identity, page, timer).serve(setup)
-
     with contextlib.suppress(asyncio.CancelledError):
-        loop.run_until_complete(serve())
+        loop.run_until_complete(WorkerServer(address, identity, page, timer).serve(setup))
     # All is closed. Taking the interpreter apart would collect verifiers' whole object graph: seconds on a busy machine.
     logging.shutdown()
     sys.stdout.flush()
