@@ -14,6 +14,7 @@ from verifiers.v1.runtimes.subprocess import SubprocessConfig
 from prime_rl.envs import tools
 from prime_rl.envs.ids import Broken, LoadError
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Run, Setup
+from prime_rl.envs.verifiers_v1 import VerifiersEnv
 from support.environments import write_environments
 from support.fake_engine import FakeEngine, assert_exact, make_tokenizer
 from support.tool_environments import SOURCES
@@ -59,8 +60,6 @@ def setup(engine: FakeEngine, env_id: str, **settings: Any) -> Setup:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def desk(engine: FakeEngine) -> AsyncIterator[Any]:
-    from prime_rl.envs.verifiers_v1 import VerifiersEnv
-
     async with VerifiersEnv(setup(engine, "env-desk")) as env:
         yield env
 
@@ -113,8 +112,6 @@ async def test_bad_calls_are_the_models_fault(desk: Any, engine: FakeEngine, sai
 async def test_what_hangs_or_dies(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that takes too long is told to the model. A server that it blocked costs the next episode, one that died
     its own, and the worker."""
-    from prime_rl.envs.verifiers_v1 import VerifiersEnv
-
     monkeypatch.setattr(tools, "CALL_SECONDS", 1.0)
     async with VerifiersEnv(setup(engine, "env-desk")) as env:
         script(engine, [call("desk_stall"), "Too slow."])
@@ -132,8 +129,6 @@ async def test_what_hangs_or_dies(engine: FakeEngine, monkeypatch: pytest.Monkey
 
 async def test_a_server_of_each_episode(engine: FakeEngine) -> None:
     """A task's own tools know the task, and have no prefix if they want none."""
-    from prime_rl.envs.verifiers_v1 import VerifiersEnv
-
     async with VerifiersEnv(setup(engine, "env-pad")) as env:
         script(engine, [call("word"), "Done."])
         result = await run(env, engine)
@@ -143,8 +138,6 @@ async def test_a_server_of_each_episode(engine: FakeEngine) -> None:
 
 async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
     """When their server dies, with its last lines: before any episode those of all episodes, as an error of it those of one."""
-    from prime_rl.envs.verifiers_v1 import VerifiersEnv
-
     reason = "it exited with status 1: .*No module named no_such_module"
     with pytest.raises(LoadError, match=f"environment 'env-no-desk': its tools failed to start: .*{reason}"):
         async with VerifiersEnv(setup(engine, "env-no-desk")):
@@ -157,8 +150,6 @@ async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
 
 async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path: Path) -> None:
     """A renderer that would show tools in another way than the model's template is not chosen; by name it is."""
-    from prime_rl.envs.verifiers_v1 import VerifiersEnv
-
     plain = make_tokenizer(tmp_path / "plain")
     for renderer, message in (("auto", "no renderer shows tools"), ("default", "'default' has no tools")):
         with pytest.raises(LoadError, match=message):
@@ -168,10 +159,8 @@ async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path:
 
 async def test_a_runtime_has_a_directory_when_it_is_used() -> None:
     """Nothing on disk for an episode that writes nothing; what one writes, also through a view, goes with its runtime."""
-    from prime_rl.envs.tools import ToolRuntime
-
     for use in (False, True):
-        runtime = ToolRuntime(SubprocessConfig(), "a-runtime")
+        runtime = tools.ToolRuntime(SubprocessConfig(), "a-runtime")
         await runtime.start()
         directory = Path(str(runtime.info.id))
         assert not directory.exists()

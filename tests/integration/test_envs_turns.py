@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
+from prime_rl.envs.verifiers_v1 import VerifiersEnv
 from support.environments import write_environments
 from support.fake_engine import FakeEngine, assert_exact, make_tokenizer
 from support.turn_environments import SOURCES
@@ -27,8 +28,6 @@ def _environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def world(
     model: Path, env_id: str = "env-words", args: dict[str, Any] | None = None, context: int = 512, **settings: Any
 ) -> AsyncIterator[tuple[FakeEngine, Any]]:
-    from prime_rl.envs.verifiers_v1 import VerifiersEnv
-
     setup = Setup(env_id, env_id, args or {}, str(model), "auto", "info", **settings)
     async with FakeEngine(model, max_model_len=context) as engine, VerifiersEnv(setup) as env:
         engine.reply = lambda prompt: f"reply {len(engine.exchanges)}"
