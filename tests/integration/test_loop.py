@@ -77,9 +77,6 @@ class Run:
             pa.ipc.open_file(str(self.directory / "rollouts" / f"step_{step}" / "samples.arrow")).read_all().to_pylist()
         )
 
-    def final_hash(self) -> str:
-        return verify_weights(self.directory / "weights" / f"step_{STEPS}").hash
-
     def tensor_files(self, version: int) -> dict[str, bytes]:
         weights = self.directory / "weights" / f"step_{version}"
         return {path.name: path.read_bytes() for path in weights.glob("*.safetensors")}
@@ -116,7 +113,10 @@ def test_synchronous_runs(seeded, inference_server, tmp_path, make_policy):
     assert run.tensor_files(STEPS) == second.tensor_files(STEPS) != {}
     assert all(second.tensor_files(version) == {} for version in range(1, STEPS))
     served = inference_server.get("/weights").json()
-    assert (served["version"], served["hash"]) == (STEPS, second.final_hash())
+    assert (served["version"], served["hash"]) == (
+        STEPS,
+        verify_weights(second.directory / "weights" / f"step_{STEPS}").hash,
+    )
     rows = second.metrics("trainer")
     for step in range(STEPS):
         assert all(row["policy_versions"] == [step] for row in run.batch(step))
