@@ -175,11 +175,6 @@ class Teachers:
         """For people, each once."""
         return list(dict.fromkeys(f"the teacher at {server.root}" for server in self._servers))
 
-    @property
-    def max_request_seconds(self) -> float:
-        """Upper bound on the seconds of one request to any of the servers."""
-        return max((one.timeout for one in [*self._servers, *self._own.values()]), default=0.0)
-
     def sampler_slot(self, env: str) -> AbstractAsyncContextManager[None]:
         """Wait until the environment's sampler takes one more episode. The policy's own servers take any."""
         return self._samplers[env].slots if env in self._samplers else nullcontext()

@@ -208,30 +208,19 @@ async def test_who_samples_is_asked_for_as_many_episodes_as_it_allows(tmp_path: 
 
 
 async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: the wait for other episodes' scores runs nobody's time down, is shown with the teacher's name and a
-    deadline that holds; the server that sampled is told of each success."""
+    """Contract: the wait for other episodes' scores runs nobody's time down."""
 
     async def slowly(self: Teacher, route: str, body: Any, seconds: float) -> Any:
         await asyncio.sleep(0.1)
         return answer(-1.0, body) if body else {"data": []}
 
     monkeypatch.setattr(Teacher, "_request", slowly)
-    monkeypatch.setattr(loop, "_QUIET_SECONDS", -1.0)
     monkeypatch.setattr(loop, "_WAKE_SECONDS", 0.02)
-    waits: list[tuple[str, float]] = []
-    succeeded: list[object] = []
     world = make_world(tmp_path, "opd", rollout_timeout=0.3)
     orchestrator = world.orchestrator()
-    show = orchestrator.status.waiting
-    orchestrator.status.waiting = lambda *wait: (waits.append(wait[1:]), show(*wait))
-    orchestrator.fleet.succeeded = succeeded.append
     await follow(world, [1], orchestrator)
     await orchestrator.teachers.close()
     assert orchestrator.tally.before.dropped == {}
-    assert len(succeeded) >= 8
-    owner, seconds = next((owner, seconds) for owner, seconds in waits if owner.startswith("inference, "))
-    assert owner == "inference, environments, the teacher at http://teacher"
-    assert seconds > 120.0
 
 
 async def test_a_teacher_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
