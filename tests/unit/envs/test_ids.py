@@ -73,16 +73,16 @@ def test_ids_name_one_task_each() -> None:
 
 def test_dotted_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]) -> None:
     """A module within a package is found without running the package, and its version is the package's."""
-    install("gyms", "1.2.0", "raise RuntimeError('it was imported')")
-    (tmp_path / "gyms").mkdir()
-    (tmp_path / "gyms.py").rename(tmp_path / "gyms" / "__init__.py")
-    (tmp_path / "gyms" / "envs").mkdir()
-    (tmp_path / "gyms" / "envs" / "old_gym.py").write_text("def load_environment(): pass")
-    assert kind_of("owner/gyms.envs.old-gym@1.2") == "classic"
-    assert find("gyms.envs.none") is None
+    install("dojos", "1.2.0", "raise RuntimeError('it was imported')")
+    (tmp_path / "dojos").mkdir()
+    (tmp_path / "dojos.py").rename(tmp_path / "dojos" / "__init__.py")
+    (tmp_path / "dojos" / "envs").mkdir()
+    (tmp_path / "dojos" / "envs" / "old_dojo.py").write_text("def load_environment(): pass")
+    assert kind_of("owner/dojos.envs.old-dojo@1.2") == "classic"
+    assert find("dojos.envs.none") is None
     assert kind_of("surely-not-there") == "verifiers"  # which says so
     with pytest.raises(LoadError, match=r"asks for version 2, and 1\.2\.0 is installed"):
-        check_version("gyms.envs.old_gym@2")
+        check_version("dojos.envs.old_dojo@2")
 
 
 def test_kinds_that_are_not_for_the_installed_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
