@@ -40,7 +40,7 @@ async def measure(pool: EnvPool, pid: int, rollouts: int, concurrency: int) -> d
                 sampling={"max_tokens": 64, "seed": index},
                 policy_version=0,
                 episode_id=str(index),
-                deadline=time.monotonic() + 300,
+                timeout=300.0,
             )
         return result.ok
 

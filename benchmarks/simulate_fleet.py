@@ -36,7 +36,7 @@ from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
 from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.metrics import Tally, step_metrics
-from prime_rl.orchestrator.orchestrator import FULL_COLLECTION_SECONDS, spare_collector
+from prime_rl.orchestrator.orchestrator import FULL_COLLECTION_SECONDS, limit_gc
 from prime_rl.orchestrator.samples import output_tokens, score_batch
 from prime_rl.orchestrator.scheduler import Batched, Drop, Dropped, Event, Issued, Limits, Scheduler, Start, Task
 from prime_rl.trainer.packing import rollout_lengths
@@ -311,7 +311,7 @@ def main() -> None:
     fleets = [Fleet(**{**longer, "level": level}) for level in arguments.levels]
     fleets += [Fleet(**{**given, "replicas": size}) for size in sizes]
     rows = []
-    spare_collector()
+    limit_gc()
     for fleet in fleets:  # the largest last: the peak memory is the process's
         rows.append(measure(fleet))
         print(json.dumps(rows[-1]), flush=True)

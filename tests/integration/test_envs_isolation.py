@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,9 +56,7 @@ async def serving(directory: Path, *envs: EnvConfig, **options: Any) -> AsyncIte
 async def run(
     pool: EnvPool, task: int = 0, name: str = "0.0.0", seconds: float = SECONDS, env: str = "stub"
 ) -> EpisodeResult:
-    return await pool.run(
-        env=env, task_index=task, sampling={}, policy_version=0, episode_id=name, deadline=time.monotonic() + seconds
-    )
+    return await pool.run(env=env, task_index=task, sampling={}, policy_version=0, episode_id=name, timeout=seconds)
 
 
 def pids(pool: EnvPool) -> set[int]:

@@ -1,6 +1,5 @@
 """Small verifiers packages that misbehave in one way each, written into a directory for a worker's path; and a pool of environments on a scripted engine."""
 
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ class PoolWorld:
             sampling={"temperature": 0.7, "max_tokens": 64, **sampling},
             policy_version=3,
             episode_id="1.2.3",
-            deadline=time.monotonic() + seconds,
+            timeout=seconds,
         )
 
 

@@ -237,7 +237,7 @@ class DifficultyFilter(Section):
     high: float = option(1.0, "And below.")
 
     def checks(self) -> Checks:
-        message = f"<low> {self.low} is not below <high> {self.high}: every group would be turned away"
+        message = f"<low> {self.low} is not below <high> {self.high}: every group would be rejected"
         yield conflict(self.low >= self.high, message)
 
 

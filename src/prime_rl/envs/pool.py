@@ -46,7 +46,7 @@ BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers without e
 MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, for each worker of an environment, of workers without episodes
 TERM_SECONDS = 5.0
-LAG_SECONDS = 3.0  # a worker whose event loop is blocked for so long gets no more episodes until it goes on
+LAG_SECONDS = 3.0  # a worker whose event loop is blocked for so long gets no more episodes until it continues
 CLOSE_SECONDS = 3 * TERM_SECONDS + processes.DEATH_SECONDS
 MEAN_USE = 0.6  # of a core, that workers should have at most
 _TAIL_LINES = 12  # of a log, in an error
@@ -57,7 +57,7 @@ _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are s
 class Request:
     """An episode that waits for a slot, or has one."""
 
-    order: Run
+    message: Run
     slot: "asyncio.Future[Worker]"
     result: asyncio.Future[EpisodeResult]
 
@@ -92,25 +92,25 @@ class Worker:
         elif self.lag > 1.0:
             self.use = 1.0
 
-    def die(self, why: str, by_its_code: bool = False) -> None:
-        """Have the pool end it."""
+    def mark_for_termination(self, why: str, by_its_code: bool = False) -> None:
+        """Have the pool end the worker. The first reason stays."""
         if not self.ending:
             self.ending = why
             self.offending_request = self.page.request if by_its_code else 0
 
-    def judge(self, start_timeout: float, hang_timeout: float) -> str:
-        """How it ended, or why it must be ended; empty while it is well."""
+    def exit_reason(self, start_timeout: float, hang_timeout: float) -> str:
+        """Return how the worker ended, or why it must be ended; "" while neither is so."""
         status = self.child.status
         if status is not None:
             # Others send these; the kernel sends SIGKILL for want of memory, whoever's code runs.
             others = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            self.die(processes.describe_exit(status), not others)
+            self.mark_for_termination(processes.describe_exit(status), not others)
         elif self.draining and not self.pending:
-            self.die("was not needed any more")
+            self.mark_for_termination("was not needed any more")
         elif not self.ready and time.monotonic() - self.started > start_timeout:
-            self.die(f"not ready after {start_timeout:.0f} s")
+            self.mark_for_termination(f"not ready after {start_timeout:.0f} s")
         elif self.lag > hang_timeout:
-            self.die(f"was blocked for {self.lag:.0f} s: its log says where", by_its_code=True)
+            self.mark_for_termination(f"was blocked for {self.lag:.0f} s: its log says where", by_its_code=True)
         return self.ending
 
     async def end(self) -> None:
@@ -136,8 +136,8 @@ class WorkerSet:
     variables: Mapping[str, str]
     withheld: Sequence[str]  # names of variables that its workers do not get
     log: Path
-    least: int
-    most: int
+    min_workers: int
+    max_workers: int
     target: int = 1  # workers that it should have: one shows whether it can be loaded, before others start
     tasks: list[TaskInfo] = field(default_factory=list)
     loaded: bool = False  # by some worker: its tasks are known
@@ -162,7 +162,7 @@ class EnvPool:
     pool = EnvPool(envs, model=…, base_url=…, api_key=…, renderer="auto", output_dir=…)
     await pool.start(timeout=300)                 # UserError when an environment cannot be loaded
     result = await pool.run(env="reverse-text", task_index=0, sampling={…}, policy_version=0,
-                            episode_id="…", deadline=time.monotonic() + 300)
+                            episode_id="…", timeout=300.0)
     await pool.close()
 
     Attributes:
@@ -227,10 +227,12 @@ class EnvPool:
                 chat_timeout=chat_timeout or 0.0,
             )
             log = Path(output_dir) / "logs" / "envs" / f"{config.name.replace('/', '--')}.log"
-            least, most = worker_range(config.workers, config.max_workers, len(envs))
-            own = WorkerSet(config, setup, variables, withheld, log, least, most)
-            settings = repr((replace(setup, name=""), variables, config.python, config.max_concurrent, least, most))
-            self.sets[config.name] = alike.setdefault(settings, own)
+            min_workers, max_workers = worker_range(config.workers, config.max_workers, len(envs))
+            worker_set = WorkerSet(config, setup, variables, withheld, log, min_workers, max_workers)
+            settings = repr(
+                (replace(setup, name=""), variables, config.python, config.max_concurrent, min_workers, max_workers)
+            )
+            self.sets[config.name] = alike.setdefault(settings, worker_set)
         self._all_sets = list(alike.values())
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
@@ -265,10 +267,10 @@ class EnvPool:
         self._create_task(self._receive())
         self._create_task(self._keep_adjusting())
         try:
-            for own in self._all_sets:
+            for worker_set in self._all_sets:
                 await wait_async(
-                    lambda: own.loaded or self._failure is not None,  # noqa: B023 - it is awaited in this round
-                    subject="ready worker", owner=f"environment {own.config.name!r}", seconds=timeout,
+                    lambda: worker_set.loaded or self._failure is not None,  # noqa: B023 - it is awaited in this round
+                    subject="ready worker", owner=f"environment {worker_set.config.name!r}", seconds=timeout,
                 )  # fmt: skip
                 if self._failure is not None:
                     raise self._failure
@@ -280,7 +282,7 @@ class EnvPool:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
         self._fail(UserError("the environment pool was closed"))
         for worker in self.workers.values():
-            worker.die("the pool was closed")
+            worker.mark_for_termination("the pool was closed")
         try:
             await wait_async(lambda: not self.workers, subject="end", owner="the workers", seconds=CLOSE_SECONDS)
         except WaitTimeout as error:  # the run has ended all the same: their lifeline ends them with this process
@@ -298,7 +300,7 @@ class EnvPool:
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:  # nobody may go on waiting for the pool
+        if not task.cancelled() and (error := task.exception()) is not None:  # nobody may keep waiting for the pool
             logger.opt(exception=error).error("the environment pool failed")
             self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
 
@@ -311,12 +313,12 @@ class EnvPool:
                     request.slot.set_exception(error)
                 each.waiting.clear()
 
-    def of(self, own: WorkerSet) -> list[Worker]:
+    def of(self, worker_set: WorkerSet) -> list[Worker]:
         """The workers of an environment that are up."""
-        return [worker for worker in self.workers.values() if worker.env == own.config.name]
+        return [worker for worker in self.workers.values() if worker.env == worker_set.config.name]
 
-    def _ready(self, own: WorkerSet) -> list[Worker]:
-        return [worker for worker in self.of(own) if worker.ready and not worker.draining and not worker.ending]
+    def _ready(self, worker_set: WorkerSet) -> list[Worker]:
+        return [worker for worker in self.of(worker_set) if worker.ready and not worker.draining and not worker.ending]
 
     # ---- episodes
 
@@ -326,7 +328,7 @@ class EnvPool:
 
     @property
     def busiest(self) -> float:
-        """What the busiest worker uses of a core, over its last heartbeats."""
+        """Fraction of a core that the busiest worker uses, a moving average of what its shared `Page` says."""
         return max((worker.use for worker in self.workers.values()), default=0.0)
 
     async def run(
@@ -337,13 +339,13 @@ class EnvPool:
         sampling: dict[str, Any],
         policy_version: int,
         episode_id: str,
-        deadline: float,
+        timeout: float,
         server: str | None = None,
     ) -> EpisodeResult:
-        """Run one episode; returns a result by `deadline` (a `time.monotonic()` value) plus a short grace, and the wait for a
-        free slot, which takes none of its time. Cancelling the call cancels the episode and its engine requests.
+        """Run one episode. Cancelling the call cancels the episode and its engine requests.
 
         Args:
+            timeout: Seconds from when the episode gets a slot; the result comes a short grace later at most.
             sampling: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed …; None values are left out.
             server: Address of the one that samples it, with or without /v1.
 
@@ -352,41 +354,41 @@ class EnvPool:
         """
         if self._failure is not None:
             raise self._failure
-        own, number, timeout = self.sets[env], next(self._request_numbers), max(0.0, deadline - time.monotonic())
-        task_id, sampler = own.tasks[task_index].task_id, self._samplers.get(env)
+        worker_set, number = self.sets[env], next(self._request_numbers)
+        task_id, sampler = worker_set.tasks[task_index].task_id, self._samplers.get(env)
         base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
-        order = Run(number, episode_id, task_index, task_id, sampling, policy_version, base_url, timeout)
+        message = Run(number, episode_id, task_index, task_id, sampling, policy_version, base_url, timeout)
         loop = asyncio.get_running_loop()
-        request = own.waiting[number] = Request(order, loop.create_future(), loop.create_future())
-        self._fill(own)
+        request = worker_set.waiting[number] = Request(message, loop.create_future(), loop.create_future())
+        self._fill(worker_set)
         try:
-            self._adjust(own)
-            await asyncio.wait({request.slot})  # bounded: those before it leave in time; without workers the pool fails
+            self._adjust(worker_set)
+            await asyncio.wait({request.slot})  # bounded: those before it time out; without workers the pool fails
             worker = request.slot.result()  # bounded: it is done
             async with asyncio.timeout(timeout + GRACE_SECONDS):
-                self._send(worker, order)
+                self._send(worker, message)
                 return replace(await request.result, env=env)  # owed by the worker; failed when that is gone
         except TimeoutError:
-            message = f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline"
-            return order.failed(env, Outcome.TIMEOUT, message)
+            why = f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline"
+            return message.failed(env, Outcome.TIMEOUT, why)
         finally:
             request.result.cancel()
-            if own.waiting.pop(number, None) is None and request.slot.exception() is None:
+            if worker_set.waiting.pop(number, None) is None and request.slot.exception() is None:
                 worker = request.slot.result()  # bounded: it is done
                 del worker.pending[number]
                 if request.result.cancelled():  # it is late, or its call was cancelled
                     self._send(worker, protocol.Cancel(number))
-                self._fill(own)
+                self._fill(worker_set)
 
-    def _fill(self, own: WorkerSet) -> None:
+    def _fill(self, worker_set: WorkerSet) -> None:
         """Give free slots to waiting episodes, in the order in which they asked."""
-        while own.waiting:
-            free = [worker for worker in self._ready(own) if worker.lag < LAG_SECONDS]
+        while worker_set.waiting:
+            free = [worker for worker in self._ready(worker_set) if worker.lag < LAG_SECONDS]
             worker = min(free, key=lambda worker: len(worker.pending), default=None)
-            if worker is None or len(worker.pending) >= own.config.max_concurrent:
+            if worker is None or len(worker.pending) >= worker_set.config.max_concurrent:
                 return
-            number = next(iter(own.waiting))
-            request = worker.pending[number] = own.waiting.pop(number)
+            number = next(iter(worker_set.waiting))
+            request = worker.pending[number] = worker_set.waiting.pop(number)
             request.slot.set_result(worker)
 
     # ---- how many
@@ -397,125 +399,133 @@ class EnvPool:
             for worker in self.workers.values():
                 worker.measure()
             # The environment with the fewest workers takes free cores first.
-            for own in sorted(self._all_sets, key=lambda own: own.target):
-                self._adjust(own)
-                self._fill(own)  # a worker may have gone on
+            for worker_set in sorted(self._all_sets, key=lambda worker_set: worker_set.target):
+                self._adjust(worker_set)
+                self._fill(worker_set)  # a blocked worker may have continued
 
-    def _adjust(self, own: WorkerSet) -> None:
+    def _adjust(self, worker_set: WorkerSet) -> None:
         """Follow the load, then start and drain workers until there are as many as there should be."""
         if self._failure is not None:
             return
-        now, ready = time.monotonic(), self._ready(own)
-        if own.loaded:
+        now, ready = time.monotonic(), self._ready(worker_set)
+        if worker_set.loaded:
             wanted = workers_wanted(
-                workers=own.target, starting=max(0, own.target - len(ready)), use=sum(worker.use for worker in ready),
-                episodes=sum(len(worker.pending) for worker in ready) + len(own.waiting), slots=own.config.max_concurrent,
-                least=own.least, most=own.most, free=max(0, cores() - len(self.workers)),
-            )  # fmt: skip
-            if wanted >= own.target:
-                own.target, own.idle_since = wanted, now
-            elif now - own.idle_since > IDLE_SECONDS:
-                own.target, own.idle_since = max(wanted, own.target // 2), now
+                workers=worker_set.target,
+                starting=max(0, worker_set.target - len(ready)),
+                use=sum(worker.use for worker in ready),
+                episodes=sum(len(worker.pending) for worker in ready) + len(worker_set.waiting),
+                slots=worker_set.config.max_concurrent,
+                min_workers=worker_set.min_workers,
+                max_workers=worker_set.max_workers,
+                free=max(0, cores() - len(self.workers)),
+            )
+            if wanted >= worker_set.target:
+                worker_set.target, worker_set.idle_since = wanted, now
+            elif now - worker_set.idle_since > IDLE_SECONDS:
+                worker_set.target, worker_set.idle_since = max(wanted, worker_set.target // 2), now
         ready.sort(key=lambda worker: len(worker.pending))
-        for worker in ready[: max(0, len(ready) - own.target)]:
+        for worker in ready[: max(0, len(ready) - worker_set.target)]:
             worker.draining = True
             logger.info(
                 "worker {} is not needed any more: it ends after its {} episodes", worker.identity, len(worker.pending)
             )
         # One that is to end counts until it is reaped: `_supervise` says when another may take its place.
-        staying = [worker for worker in self.of(own) if not worker.draining]
-        for _ in range(own.target - len(staying)):
-            if now >= own.no_start_before:
-                self._start_worker(own)
+        staying = [worker for worker in self.of(worker_set) if not worker.draining]
+        for _ in range(worker_set.target - len(staying)):
+            if now >= worker_set.no_start_before:
+                self._start_worker(worker_set)
 
     # ---- supervision
 
-    def _start_worker(self, own: WorkerSet) -> None:
+    def _start_worker(self, worker_set: WorkerSet) -> None:
         """Start a process, `python -m prime_rl.envs.worker`, and its supervisor."""
-        number, variables = next(self._worker_numbers), own.variables
-        identity, files = f"{own.config.name}/{number}", self._directory / str(number)
+        number, variables = next(self._worker_numbers), worker_set.variables
+        identity, files = f"{worker_set.config.name}/{number}", self._directory / str(number)
         setup, page = files.with_suffix(".setup"), files.with_suffix(".page")
-        if own.config.python is not None:
+        if worker_set.config.python is not None:
             variables = {**variables, "PYTHONPATH": str(self._directory / "path")}
-        command = [own.config.python or sys.executable, "-m", "prime_rl.envs.worker"]
+        command = [worker_set.config.python or sys.executable, "-m", "prime_rl.envs.worker"]
         command += [self._address, identity, str(setup), str(page)]
         try:
-            setup.write_bytes(protocol.encode(own.setup))
-            with own.log.open("ab") as output:
-                worker = Worker(identity, own.config.name, Page.of(page), Child(command, variables, output))
+            setup.write_bytes(protocol.encode(worker_set.setup))
+            with worker_set.log.open("ab") as output:
+                worker = Worker(identity, worker_set.config.name, Page.of(page), Child(command, variables, output))
         except OSError as error:
-            self._fail(UserError(f"a worker of environment {own.config.name!r} cannot be started: {error}"))
+            self._fail(UserError(f"a worker of environment {worker_set.config.name!r} cannot be started: {error}"))
         else:
             self.workers[identity] = worker
-            self._create_task(self._supervise(own, worker))
+            self._create_task(self._supervise(worker_set, worker))
 
-    async def _supervise(self, own: WorkerSet, worker: Worker) -> None:
+    async def _supervise(self, worker_set: WorkerSet, worker: Worker) -> None:
         """Watch a process to its end, fail its episodes, end all it has started, and say when another one may take its place."""
-        while not (why := worker.judge(self._start_timeout, HANG_SECONDS)):
-            await asyncio.sleep(WATCH_SECONDS)  # bounded: by the end of the process; one that is stuck is judged so
+        while not (why := worker.exit_reason(self._start_timeout, HANG_SECONDS)):
+            await asyncio.sleep(WATCH_SECONDS)  # bounded: a stuck process has an exit reason, too
         if not worker.draining and not worker.pending:
-            own.deaths += 1  # else its episodes fail, and are counted as such: it can load
+            worker_set.deaths += 1  # else its episodes fail, and are counted as such: it can load
         for number, request in worker.pending.items():
-            outcome, message = Outcome.WORKER_DIED, why
+            outcome, reason = Outcome.WORKER_DIED, why
             if number == worker.offending_request:
-                outcome, message = Outcome.ERRORED, f"in this episode's code its worker {why}"
+                outcome, reason = Outcome.ERRORED, f"in this episode's code its worker {why}"
             if not request.result.done():
-                request.result.set_result(request.order.failed(own.config.name, outcome, message))
+                request.result.set_result(request.message.failed(worker_set.config.name, outcome, reason))
         await worker.end()
         del self.workers[worker.identity]
         if not worker.draining and self._failure is None:
-            if own.deaths >= MAX_DEATHS * own.target:
-                times = f"{own.deaths} times in a row without having had an episode"
+            if worker_set.deaths >= MAX_DEATHS * worker_set.target:
+                times = f"{worker_set.deaths} times in a row without having had an episode"
                 self._fail(
-                    UserError(f"workers of environment {own.config.name!r} died {times}: {why}\n{_tail(own.log)}")
+                    UserError(
+                        f"workers of environment {worker_set.config.name!r} died {times}: {why}\n"
+                        f"{_tail(worker_set.log)}"
+                    )
                 )
                 return
             self.restarts += 1
-            logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, own.log)
-            pause = processes.backoff_seconds(max(0, own.deaths - 1), BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-            if own.loaded and not worker.ready:  # others do the work, and may set `deaths` to 0
+            logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, worker_set.log)
+            pause = processes.backoff_seconds(max(0, worker_set.deaths - 1), BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+            if worker_set.loaded and not worker.ready:  # others do the work, and may set `deaths` to 0
                 pause = MAX_BACKOFF_SECONDS
-            own.no_start_before = time.monotonic() + pause
-        self._adjust(own)
+            worker_set.no_start_before = time.monotonic() + pause
+        self._adjust(worker_set)
 
     # ---- messages
 
     async def _receive(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()  # bounded: owed by no one; `judge` sees who sends nothing
+            frames = await self._socket.recv_multipart()  # bounded: owed by no one; `exit_reason` finds hung workers
             worker = self.workers.get(frames[0].decode(errors="replace"))
             if worker is None or worker.ending:
                 continue
             try:
                 message = protocol.decode(frames[-1])
             except protocol.ProtocolError as error:
-                worker.die(f"sent a broken message: {error}")
+                worker.mark_for_termination(f"sent a broken message: {error}")
                 continue
             self._handle(self.sets[worker.env], worker, message)
 
-    def _handle(self, own: WorkerSet, worker: Worker, message: protocol.Message) -> None:
+    def _handle(self, worker_set: WorkerSet, worker: Worker, message: protocol.Message) -> None:
         match message:
             case protocol.Result():
                 request = worker.pending.get(message.request)
                 if request is not None and not request.result.done():  # else it comes too late, or twice
-                    own.deaths = 0
+                    worker_set.deaths = 0
                     request.result.set_result(message.episode)
             case protocol.Ready():
                 worker.ready, worker.measured = True, (worker.page.ticked, worker.page.busy)
-                if not own.loaded:
-                    own.loaded = True
+                if not worker_set.loaded:
+                    worker_set.loaded = True
                     tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
-                    own.tasks = tasks if message.bounded else protocol.FirstTasks(tasks)
-                self._fill(own)
-                self._adjust(own)
+                    worker_set.tasks = tasks if message.bounded else protocol.FirstTasks(tasks)
+                self._fill(worker_set)
+                self._adjust(worker_set)
             case protocol.Failed(message=why):
-                if not own.loaded:  # it never loaded: no use trying again
-                    names = ", ".join(own.withheld)
+                if not worker_set.loaded:  # it never loaded: no use trying again
+                    names = ", ".join(worker_set.withheld)
                     withheld = f"; not passed to it: {names} (see its `secrets`)" if names else ""
-                    self._fail(UserError(f"{why} (log: {own.log}){withheld}"))
-                worker.die(why)
+                    self._fail(UserError(f"{why} (log: {worker_set.log}){withheld}"))
+                worker.mark_for_termination(why)
             case _:
-                worker.die(f"sent an unexpected {type(message).__name__}")
+                worker.mark_for_termination(f"sent an unexpected {type(message).__name__}")
 
     def _send(self, worker: Worker, message: protocol.Message) -> None:
         if not worker.ending:
@@ -543,28 +553,29 @@ def _tail(log: Path) -> str:
 
 # ---- how many workers
 def workers_wanted(
-    *, workers: int, starting: int, use: float, episodes: int, slots: int, least: int, most: int, free: int
+    *, workers: int, starting: int, use: float, episodes: int, slots: int, min_workers: int, max_workers: int, free: int
 ) -> int:
     """Decide how many workers an environment should have: enough slots for all episodes, and none much busier than `MEAN_USE`.
 
-    One that is always busy says only that one is too few: growth waits for workers that are starting.
+    Saturated workers give only a lower bound on demand, so growth waits for starting ones.
 
     Args:
         workers: Ready or starting.
         use: Cores: the sum over the ready ones of the part of the last seconds in which each one's event loop or threads were busy.
-        free: Cores without a worker of any environment. Slots are given without: waiting for an engine takes no core.
+        free: Cores without a worker of any environment. Extra workers for slots ignore this limit, as waiting uses no
+            CPU.
     """
     busy = workers if starting else min(math.ceil(use / MEAN_USE), workers + free)
-    return min(max(busy, -(-episodes // slots), least), most)
+    return min(max(busy, -(-episodes // slots), min_workers), max_workers)
 
 
 def worker_range(workers: int | Literal["auto"], max_workers: int | None, environments: int = 1) -> tuple[int, int]:
-    """Return the least and the most workers that an environment has, by its settings."""
+    """Return the minimum and maximum number of workers of an environment, by its settings."""
     if workers != "auto":
         return workers, workers
     # Episodes of a batch often end together: one worker would take them one after the other, though it is idle between.
-    most = max_workers or cores()
-    return min(most, max(1, min(_WORKERS, cores() // _CORES_A_WORKER) // environments)), most
+    max_workers = max_workers or cores()
+    return min(max_workers, max(1, min(_WORKERS, cores() // _CORES_A_WORKER) // environments)), max_workers
 
 
 def cores() -> int:

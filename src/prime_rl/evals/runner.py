@@ -119,7 +119,7 @@ class EvalRunner:
             if self.superseded():
                 return None
             if self.fleet is None:
-                result: EpisodeResult | None = await run(deadline=time.monotonic() + self.timeout)
+                result: EpisodeResult | None = await run(timeout=self.timeout)
             else:
                 result = await self._run_on_server(run, self.fleet)
             if result is None or result.outcome not in retried:
@@ -141,7 +141,7 @@ class EvalRunner:
             return None
         with fleet.busy(replica):
             loaded = replica.loaded
-            result = await run(server=replica.name, deadline=time.monotonic() + self.timeout)
+            result = await run(server=replica.name, timeout=self.timeout)
             verified = await replica.verify()
         if not verified:
             reason = "it failed its verification"

@@ -59,7 +59,9 @@ class Attempt:
 
 
 Groups = Sequence[Sequence[Attempt]]  # of a batch; each of attempts of one agent
-Estimator = Callable[[Groups, Any, dict[str, Any]], list[list[float]]]  # of the algorithm's state, which it may change
+Estimator = Callable[
+    [Groups, Any, dict[str, Any]], list[list[float]]
+]  # takes groups, config and state; updates the state
 
 
 def attempts(result: EpisodeResult) -> dict[int, Attempt]:
@@ -123,7 +125,7 @@ def carries_signal(config: "AlgorithmConfig", group: Sequence[Attempt]) -> bool:
     return any(values[0])
 
 
-def own_function(config: "CustomAlgorithm | CustomFilter", key: str) -> Callable[..., Any]:
+def user_function(config: "CustomAlgorithm | CustomFilter", key: str) -> Callable[..., Any]:
     """Load a function of the user's own, once. `key`: the setting that names it, for errors.
 
     Raises:
@@ -132,9 +134,9 @@ def own_function(config: "CustomAlgorithm | CustomFilter", key: str) -> Callable
     return _load(config.path, tuple(sorted(config.args)), f"{key}.path")
 
 
-def call_own(config: "CustomAlgorithm | CustomFilter", kind: str, argument: Any, of: str) -> Any:
+def call_user_function(config: "CustomAlgorithm | CustomFilter", kind: str, argument: Any, of: str) -> Any:
     """Call a function of the user's own with `argument`; `of` says what that is. Raises UserError where it raises."""
-    function = own_function(config, kind)
+    function = user_function(config, kind)
     try:
         return function(argument, **config.args)
     except Exception as error:
@@ -150,7 +152,7 @@ def _load(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
 
 
 def penalized(group: Sequence[Attempt], penalty: "LinearPenalty | OverlongPenalty | None") -> list[Attempt]:
-    """Return the attempts with what `penalty` leaves of their rewards."""
+    """Return the attempts with their rewards reduced by `penalty`."""
     if penalty is None or not group:
         return list(group)
     taken = _linear(group, penalty) if penalty.type == "linear" else [_overlong(one, penalty) for one in group]
@@ -190,7 +192,7 @@ def grpo(group: Sequence[Attempt], config: "GRPO | Echo") -> list[float]:
     A_i = R_i - mean(R), divided by the population std(R) + 1e-6 with `std_normalize`.
 
     The paper divides. Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) shows that this weighs tasks by how easy or hard
-    they are; we follow PRIME-RL, which does not.
+    they are; without `std_normalize`, as in PRIME-RL, nothing is divided.
     """
     values = centred([attempt.reward for attempt in group])
     return scaled([values])[0] if config.std_normalize else values
@@ -235,7 +237,7 @@ def max_rl(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
 
 def custom(group: Sequence[Attempt], config: "CustomAlgorithm") -> list[float]:
     """Return what the user's own function gives. Raises UserError where that is not one finite number for each."""
-    answer = call_own(config, "algorithm", list(group), f"{len(group)} attempts")
+    answer = call_user_function(config, "algorithm", list(group), f"{len(group)} attempts")
     try:
         values = [float(value) for value in answer]
     except (TypeError, ValueError):

@@ -17,7 +17,7 @@ _OUTCOMES = """
         FROM episodes e JOIN groups g ON g.number = group_number)
     SELECT i.env, 'issued', count, AVG(tokens), AVG(reward) FROM issued i LEFT JOIN ends USING (env) GROUP BY env
     UNION ALL SELECT env, outcome, COUNT(*), AVG(tokens), AVG(reward) FROM ends GROUP BY 1, 2 ORDER BY 1, 3 DESC, 2 DESC"""
-_FAULTS = {
+_INCONSISTENCIES = {
     "unaccounted for": """
         SELECT i.env || printf(': %+d episodes are', i.count - COUNT(e.id))
         FROM issued i LEFT JOIN groups g ON g.env = i.env LEFT JOIN episodes e ON e.group_number = g.number
@@ -55,7 +55,7 @@ def audit(run_dir: Path) -> AuditReport:
         UserError: the run has no ledger, or a damaged one.
     """
     with open_copy(run_dir / LEDGER) as db:
-        findings = [(count, fault) for fault, query in _FAULTS.items() for (count,) in db.execute(query)]
+        findings = [(count, fault) for fault, query in _INCONSISTENCIES.items() for (count,) in db.execute(query)]
         faults = [f"{count} {fault}" for count, fault in findings if count]
         newest = newest_version(read_versions(run_dir / "weights"), read_incarnations(run_dir))
         return AuditReport(db.execute(_OUTCOMES, (newest or 0,)).fetchall(), faults)

@@ -1,4 +1,4 @@
-"""Where the orchestrator goes on, and its part of a checkpoint.
+"""Where the orchestrator resumes, and its part of a checkpoint.
 
 The state after each step is in the manifest of the batch that ended it (`extra["state"]`), committed with the batch by
 one rename. A checkpoint's part is a copy of it, made whenever the trainer's part of that step is there: nothing about
@@ -38,10 +38,10 @@ class OrchestratorState:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where the run goes on."""
+    """Where the run resumes."""
 
     step: int = 0  # collected next
-    version: int = 0  # the step that the trainer's incarnation starts from
+    version: int = 0  # resumed: the step that the trainer's incarnation starts from; else 0
     resumed: bool = False  # from a checkpoint, with what was committed after it
     recovered: bool = False  # from whatever is committed
     state: OrchestratorState = field(default_factory=OrchestratorState)
@@ -55,12 +55,12 @@ class ResumePoint:
 def resume_point(config: "OrchestratorConfig") -> ResumePoint:
     """Find where to start: at step 0, or after what the run directory already holds.
 
-    Batches committed beyond the checkpoint are trained again unchanged, so collecting goes on after them. With
+    Batches committed beyond the checkpoint are trained again unchanged, so collecting resumes after them. With
     `recover`, after a crash, everything that is committed counts; the run may once have been resumed from a checkpoint.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or it lies beyond `max_steps`. Or the run would go on with
-            other tasks than it began with.
+        UserError: there is no such checkpoint, it is damaged, or it lies beyond `max_steps`. Or the run would continue
+            with other tasks than it began with.
     """
     ckpt, recover, rollouts = config.ckpt, config.recover, config.output_dir / "rollouts"
     asked = ckpt.resume_step if ckpt is not None else None
@@ -79,9 +79,9 @@ def resume_point(config: "OrchestratorConfig") -> ResumePoint:
         if step > start:
             state = read_state(rollouts / f"step_{step - 1}")
     except CommitError as error:
-        raise UserError(f"cannot go on with this run: {error}") from error
+        raise UserError(f"cannot resume this run: {error}") from error
     if state.groups_opened and state.seed != config.seed:
-        began = f"the run began with seed {state.seed} and would go on with {config.seed}"
+        began = f"the run began with seed {state.seed} and would continue with {config.seed}"
         raise UserError(f"{began}: tasks would be repeated and left out; give --seed {state.seed}")
     return ResumePoint(step, version, resumed=not recover, recovered=recover, state=state)
 

@@ -1,7 +1,8 @@
 """The ledger: every episode from its issue to its end, in `ledger.sqlite` of the run directory.
 
-It is the only count of episodes there is. An episode `group.number.attempt` is *issued*, then *finished* or *dropped*;
-a finished one is *batched* with the batch that holds it: trained, once the version after that step is committed.
+It is the only count of episodes there is. An episode `group.number.attempt` is *issued* (in flight), then *finished*
+or *dropped*; a finished one is *batched* with the batch that holds it, or dropped. A batched one is in a batch, and
+trained once the version after that step is committed.
 `record` only keeps an event; `flush` applies all that were recorded in one transaction, and refuses what cannot have
 happened. The rename of `rollouts/step_n` is the commit of a batch; its manifest lists the episodes in it, and
 `reconcile` brings the ledger to what the manifests say. The tokens of a finished episode are stored until its batch is
@@ -54,7 +55,7 @@ from prime_rl.transport.commit import (
 
 FORMAT = 2
 _BUSY_SECONDS = 10.0
-_FAULT = "episodes are lost or counted twice, so the run stops (a fault of prime-rl)"
+_INCONSISTENT = "episodes are lost or counted twice, so the run stops (a bug in prime-rl)"
 
 # 16 KiB pages: tokens of an episode lie in few overflow pages. `issued` counts independently of the rows, as a
 # cross-check.
@@ -257,7 +258,7 @@ class Ledger:
 
     def _change(self, event: Event, statement: str, *values: object) -> None:
         if self._update(statement, *values) != 1:
-            raise UserError(f"{_FAULT}: {event} does not follow what {self.path.name} holds")
+            raise UserError(f"{_INCONSISTENT}: {event} does not follow what {self.path.name} holds")
 
     def _drop_open(self, group: int, reason: Drop, detail: str) -> None:
         of_group = f"{_END} WHERE group_number = ? AND state IN ('issued', 'finished')"
@@ -280,20 +281,21 @@ class Ledger:
         return Counts(issued, in_flight, finished, batched, dropped=rows)
 
     def check(self, held: int) -> Counts:
-        """Check that episodes are conserved: issued = trained + dropped + in flight. Returns their counts.
+        """Check that issued = trained + in a batch + dropped + in flight + finished. Returns the counts.
 
         Args:
             held: Episodes that the scheduler holds, after the events that were flushed: issued, not dropped, and in no
                 batch.
 
         Raises:
-            UserError: they are not; the message has the difference.
+            UserError: it does not hold; the message has the difference.
         """
         counts = self.counts()
         stored = counts.in_flight + counts.finished
         if counts.difference or stored != held:
             raise UserError(
-                f"{_FAULT}: issued = trained + dropped + in flight does not hold: {counts.difference:+d} of {counts}; "
+                f"{_INCONSISTENT}: issued = batched + dropped + in flight + finished does not hold: "
+                f"{counts.difference:+d} of {counts}; "
                 f"{stored} are in flight or finished, of which the scheduler holds {held} ({stored - held:+d})"
             )
         return counts
@@ -311,7 +313,7 @@ class Ledger:
             for opened, env, index, task_id, number, *episode in self._db.execute(_OPEN_GROUPS):
                 slots = {place: GroupSlot(place) for place in range(group_size)}
                 group = groups.setdefault(opened, Group(opened, Task(env, index, task_id), slots))
-                if number is None:  # no episode of it was issued
+                if number is None:  # all its episodes were in flight: `reconcile` removed them
                     continue
                 attempt, state, retried, version, incarnation, first, last, data = episode
                 slot = group.slots[number] = GroupSlot(number, attempt)  # the latest attempt comes last
@@ -376,7 +378,7 @@ class Ledger:
             self._drop_open(number, Drop.CANCELLED, f"the batch of step {batch.step} was committed without it")
 
 
-# -- going on with a run -----------------------------------------------------------------------------------------------
+# -- resuming a run ----------------------------------------------------------------------------------------------------
 
 
 def restore(
@@ -388,14 +390,14 @@ def restore(
     version: int,
     curriculum: Curriculum,
 ) -> None:
-    """Restore what an earlier orchestrator left into `scheduler`, and draw `stream` to where it was.
+    """Restore the state of an earlier orchestrator into `scheduler`, and advance `stream` to its position.
 
     Where the ledger is missing (a checkpoint that was taken elsewhere), groups that were open then are left out.
 
     Args:
         stream: The task stream from its beginning.
         version: The newest committed version of the current lineage.
-        curriculum: Difficulty pools as at the beginning of a run; they go on from the saved state.
+        curriculum: Difficulty pools as at the beginning of a run; the saved state is loaded into them.
 
     Raises:
         UserError: the ledger's tasks are not the ones that the stream gives.
@@ -415,11 +417,11 @@ def restore(
         if (pools.task(task.index) if pools is not None else drawn) != task:
             ledger_task = f"group {group.number} is about task {task.task_id} of {task.env}"
             stream_task = f"the environments give {drawn.task_id} of {drawn.env}"
-            raise UserError(f"{ledger_task}, but {stream_task}: go on with those that the run began with")
+            raise UserError(f"{ledger_task}, but {stream_task}: resume with those that the run began with")
     scheduler.restore(groups)
     if groups:
         finished = sum(len(group.finished) for group in groups)
-        logger.info("{} open groups go on, with {} finished episodes", len(groups), finished)
+        logger.info("{} open groups are continued, with {} finished episodes", len(groups), finished)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -455,7 +457,7 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
     row = db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
     if row != (FORMAT,):
         other = f"{path} has format {row and row[0]}; this version reads format {FORMAT}"
-        raise UserError(f"{other}: go on with the version that wrote it")
+        raise UserError(f"{other}: resume with the version that wrote it")
     if (problem := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise UserError(_damaged(path, problem.splitlines()[-1]))
 
@@ -487,7 +489,7 @@ def _file_errors(path: Path) -> Iterator[None]:
                 what = f"{path} is locked by another program for {limit}: end it (readers copy the file first)"
             case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
                 what = _damaged(path, str(error))
-            case sqlite3.SQLITE_ERROR | sqlite3.SQLITE_CONSTRAINT | sqlite3.SQLITE_MISUSE:  # faults of this file
+            case sqlite3.SQLITE_ERROR | sqlite3.SQLITE_CONSTRAINT | sqlite3.SQLITE_MISUSE:  # bugs in this file
                 raise
             case _:
                 what = f"cannot read or write {path} ({error}): check disk and permissions; nothing was committed"

@@ -1,7 +1,7 @@
-"""The orchestrator's loop: keep the fleet full within the staleness bound, cut and commit batches, run evaluations.
+"""The orchestrator's loop: keep the fleet full within the staleness bound, commit batches, run evaluations.
 
 `scheduler.py` decides what may start, what is a batch and what is too old; `ledger.py` stores what became of every
-episode; the fleet's `WeightSync` follows the trainer and brings failed servers back. A killed orchestrator goes on from
+episode; the fleet's `WeightSync` follows the trainer and brings failed servers back. A killed orchestrator resumes from
 the run directory (`checkpoint.py`, `ledger.restore`).
 """
 
@@ -62,7 +62,7 @@ _RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE, Outcome.TEACHER_UNA
 
 
 class Orchestrator:
-    """One incarnation of a run's orchestrator. `run()` is all of it."""
+    """One incarnation of the orchestrator. Await `run` once."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Orchestrator:
         """From start-up to the end of the run.
 
         Raises:
-            UserError: the run cannot go on; the message says why.
+            UserError: the run cannot continue; the message says why.
         """
         self.ledger = Ledger(self.config.output_dir / LEDGER)
         self._main = asyncio.current_task()
@@ -153,7 +153,7 @@ class Orchestrator:
                 self.wake.set()  # more may start, once these have begun
                 await asyncio.sleep(0)
             await self._next_event()
-            while not (self.scheduler.done or self.weight_sync.no_replica_ready) and await self._ship():
+            while not (self.scheduler.done or self.weight_sync.no_replica_ready) and await self._commit_next_batch():
                 pass
 
     def stop(self) -> None:
@@ -257,7 +257,7 @@ class Orchestrator:
                 sampling=wire_sampling(self.sampling[env], seed, self.config.seq_len),
                 policy_version=start.version,
                 episode_id=start.episode,
-                deadline=time.monotonic() + self.config.rollout_timeout,
+                timeout=self.config.rollout_timeout,
                 server=None if replica is None else replica.name,
             )
         answered = result.outcome
@@ -356,7 +356,7 @@ class Orchestrator:
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    async def _ship(self) -> bool:
+    async def _commit_next_batch(self) -> bool:
         """Commit a batch if there is one. Returns whether there may be another."""
         async with self.weight_sync.batch_lock:
             if self.scheduler.ready_batch() is None:
@@ -445,7 +445,7 @@ class Orchestrator:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Go on until the last version is served, if the run has reached its end.
+        """Continue until the last version is served, if the run has reached its end.
 
         One that is stopped keeps what it has for a resumed one.
         """
@@ -494,14 +494,14 @@ class Orchestrator:
 
 async def orchestrate(config: "OrchestratorConfig") -> None:
     """Run the orchestrator to its end, or until SIGINT or SIGTERM asks it to stop (the second signal stops at once)."""
-    spare_collector()
+    limit_gc()
     status, current = Status(config.output_dir, "orchestrator"), asyncio.current_task()
     assert current is not None
     try:
         async with AsyncExitStack() as stack:
             monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
             stack.callback(monitor.close)
-            stack.callback(asyncio.create_task(collect_by_the_clock(), name="garbage collector").cancel)
+            stack.callback(asyncio.create_task(collect_periodically(), name="garbage collector").cancel)
             orchestrator: Orchestrator | None = None
 
             def on_signal() -> None:
@@ -536,7 +536,7 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
             await orchestrator.run()
         status.done("stopped" if orchestrator.stopping else "finished")
     except asyncio.CancelledError:
-        logger.info("stopped at once: what was in flight is started again in a run that goes on")
+        logger.info("stopped at once: episodes in flight are issued again when the run is resumed")
         status.done("stopped")
         raise
     except (UserError, CommitError, BaseExceptionGroup) as failed:
@@ -549,8 +549,8 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
         raise UserError(str(error)) from failed
 
 
-def spare_collector() -> None:
-    """Have the garbage collector look at young objects alone: `collect_by_the_clock` does the rest.
+def limit_gc() -> None:
+    """Have the garbage collector look at young objects alone: `collect_periodically` does the rest.
 
     Reference counting frees nearly everything here. By Python's own rule the collector scans all objects more often the
     larger the fleet, and holds up the event loop each time. How long, and what it finds: benchmarks/simulate_fleet.py.
@@ -560,7 +560,7 @@ def spare_collector() -> None:
     gc.set_threshold(5_000, 10, 1_000_000_000)  # Python's own: 700, 10, 10; the last is, in effect, never
 
 
-async def collect_by_the_clock() -> None:
+async def collect_periodically() -> None:
     """Collect all garbage now and then: cycles that had grown old before they were garbage."""
     while True:  # bounded: cancelled at the end of the run
         await asyncio.sleep(FULL_COLLECTION_SECONDS)

@@ -2,7 +2,7 @@
 
 A filter looks at an episode once, when it ends. An episode that it leaves out is not trained, and counted by the
 filter's name, but the others of its group are still compared with it. A group in which nothing is left to train is
-turned away, and another one takes its place.
+rejected, and another one takes its place.
 
 Which component of the loss each token feeds:
 
@@ -26,7 +26,7 @@ from loguru import logger
 from prime_rl.config.orchestrator import Echo
 from prime_rl.envs.protocol import ROLES, EpisodeResult, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.algorithms import advantages, attempts, call_own, carries_signal, own_function
+from prime_rl.orchestrator.algorithms import advantages, attempts, call_user_function, carries_signal, user_function
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group
 from prime_rl.transport.rollouts import Sample, as_array
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, and without a pattern (2^64 divided by the golden ratio)
 _MAX_EMPTY_BATCHES = 10  # in a row
-_LEAST_TURNED_AWAY = 100  # in a row: ten small batches are not enough to tell bad luck from a task that teaches nothing
+_LEAST_REJECTED = 100  # in a row: ten small batches are not enough to tell bad luck from a task that teaches nothing
 _HOPELESS = "the task is too easy or too hard, its reward is broken, or the filters are too strict"
 
 Mask = npt.NDArray[np.bool_]
@@ -56,29 +56,29 @@ class Admission:
     def __init__(self, config: "OrchestratorConfig") -> None:
         for algorithm, key in config.in_use("algorithm"):
             if algorithm.type == "custom":
-                own_function(algorithm, key)
+                user_function(algorithm, key)
         for filters, key in config.in_use("filters"):
             if filters.custom is not None:
-                own_function(filters.custom, f"{key}.custom")
+                user_function(filters.custom, f"{key}.custom")
         self._config, self._groups = config, config.batch_size // config.rollouts_per_example
-        self.empty_batches = 0  # in a row; reset by the loop when a batch with samples is cut
-        self._turned_away: Counter[str] = Counter()  # groups in a row, by reason
+        self.empty_batches = 0  # in a row; reset by the loop when a batch with samples is committed
+        self._rejected: Counter[str] = Counter()  # groups in a row, by reason
 
     def gate(self, group: Group[EpisodeResult]) -> str | None:
-        """Return why a complete group is turned away, or None.
+        """Return why a complete group is rejected, or None.
 
         Raises:
             UserError: so many in a row were that no batch will come together.
         """
-        why = turned_away(group, self._config)
+        why = rejection_reason(group, self._config)
         if why is None:
-            self._turned_away.clear()
+            self._rejected.clear()
             return None
-        self._turned_away[why] += 1
-        count = self._turned_away.total()
-        if count > max(_MAX_EMPTY_BATCHES * self._groups, _LEAST_TURNED_AWAY):
-            reasons = ", ".join(f"{name}: {number}" for name, number in sorted(self._turned_away.items()))
-            raise UserError(f"{count} groups in a row were turned away ({reasons}): {_HOPELESS}")
+        self._rejected[why] += 1
+        count = self._rejected.total()
+        if count > max(_MAX_EMPTY_BATCHES * self._groups, _LEAST_REJECTED):
+            reasons = ", ".join(f"{name}: {number}" for name, number in sorted(self._rejected.items()))
+            raise UserError(f"{count} groups in a row were rejected ({reasons}): {_HOPELESS}")
         return why
 
     def note_empty_batch(self, step: int, why: Collection[str]) -> None:
@@ -96,8 +96,8 @@ class Admission:
             )
 
 
-def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:
-    """Return why a complete group is turned away, or None: its episodes' filters if none is left, or a filter of groups."""
+def rejection_reason(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:
+    """Return why a complete group is rejected, or None: its episodes' filters if none is left, or a filter of groups."""
     env, results = group.task.env, [episode.result for episode in group.finished]
     filters = config.filters_of(env)
     if all(result.filtered for result in results):
@@ -131,7 +131,7 @@ def filter_reason(config: "FilterConfig", result: EpisodeResult, seq_len: int) -
     if config.gibberish is not None and _improbable(result, config.gibberish):
         return "gibberish"
     if config.custom is not None:
-        count = call_own(config.custom, "filter", result, f"episode {result.episode_id}")
+        count = call_user_function(config.custom, "filter", result, f"episode {result.episode_id}")
         if not isinstance(count, bool | np.bool_):
             message = f"filter {config.custom.path} gave {count!r}: True (leave the episode out) or False is needed"
             raise UserError(message)

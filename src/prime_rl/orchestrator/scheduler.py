@@ -12,12 +12,13 @@ versions older than the one that it improves. This file keeps both sides busy wi
 It answers three questions:
 
 * *What may start now?* (`next_start`) Groups are opened in the order of the task stream, and the batch of a step is the
-  first `batch_size / group_size` of them that complete. So a group's place in the row says which step it is for. An
-  episode for step n starts only on a policy version >= max(0, n - async_level): with level 0 nothing starts before the
-  trainer has caught up (synchronous, on-policy), with k the servers work up to k steps ahead. Batches are *staggered*:
-  the episodes of one batch start at once, those beyond it at a pace, so that batches complete one after the other.
-* *What is a batch?* (`ready_batch`) The first complete groups, whatever finished first. One that can teach nothing may
-  be turned away as it completes: another one is opened in its place (dynamic sampling).
+  `batch_size / group_size` complete ones with the lowest numbers. So a group's position among those in no batch says
+  which step it is for. An episode for step n starts only on a policy version >= max(0, n - async_level): with level 0
+  nothing starts before the trainer has caught up (synchronous, on-policy), with k the servers work up to k steps ahead.
+  Batches are *staggered*: the episodes of one batch start at once, those beyond it at a pace, so that batches complete
+  one after the other.
+* *What is a batch?* (`ready_batch`) The complete groups with the lowest numbers, whatever finished first. One without a
+  learning signal may be rejected as it completes: another one is opened in its place (dynamic sampling).
 * *What does not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that sampled one of
   its tokens; what could only be trained later is cancelled or dropped. What was sampled by a superseded incarnation of
   the trainer, or by a server that failed its verification, is dropped and sampled again in the same place.
@@ -41,7 +42,7 @@ Result = TypeVar("Result")
 
 BEYOND_BOUND = "beyond max_off_policy_steps"
 PACE = 0.9  # fraction of the recent step time to leave between batch starts; below 1 so that steps can get shorter
-_TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how long a step takes
+_CYCLES = 3  # of `async_level + 1` steps each; the shortest one gives the step time
 
 
 # -- tasks, groups, episodes -----------------------------------------------------------------------------------------
@@ -63,7 +64,9 @@ class Drop(StrEnum):
     FILTERED = "filtered"  # it carries no learning signal, or a filter leaves it out
     ERRORED = "errored"  # the environment failed, or no attempt was left
     TRUNCATED = "truncated"  # none of its sampled tokens fits a sample
-    CANCELLED = "cancelled"  # the run ended for good before it was trained
+    CANCELLED = (
+        "cancelled"  # the run ended before it was trained, or `Ledger.reconcile` found its batch gone or without it
+    )
     TIMEOUT = "timeout"  # it passed its deadline
 
 
@@ -239,7 +242,7 @@ class Scheduler(Generic[Result]):
         version: The policy version the servers serve.
         incarnation: The trainer's present incarnation.
         emit: Called with every event, in order.
-        gate: Returns why a group that has just become complete should not be trained, or None. One that it turns away
+        gate: Returns why a group that has just become complete should not be trained, or None. One that it rejects
             leaves room for another, so that batches stay full.
     """
 
@@ -255,29 +258,29 @@ class Scheduler(Generic[Result]):
     ) -> None:
         self.limits = limits
         self.step = step  # the one whose batch is collected
-        self.version = self.announced = version  # served, and the newest that tokens may be of
+        self.version = self.announced = version  # served; newest version that may have sampled tokens
         self.incarnation = incarnation
         self.must_go_back = False  # another incarnation superseded the served version: nothing starts until `go_back`
-        self.opens_at: float | None = None  # when a group may be opened that only the pace held back last
+        self.opens_at: float | None = None  # when the next group may be opened, if only the pace delays it
         self.groups_opened = 0
         self._tasks, self._emit, self._gate = tasks, emit, gate
         self._groups: dict[int, Group[Result]] = {}  # in no batch yet, in the order of opening
-        # Numbers of groups, kept up to date by `_sort`: there may be thousands, and events as many a second.
+        # Numbers of groups, kept up to date by `_update_group`: there may be thousands, and events as many a second.
         self._startable: set[int] = set()  # with an episode to start
         self._complete: set[int] = set()  # and let through by the gate
-        # When groups were opened: those of the last turns, and one more.
-        self._opened: deque[float] = deque(maxlen=_TURNS * (limits.async_level + 1) * limits.groups_per_batch + 1)
+        # When groups were opened: those of the last cycles, and one more.
+        self._opened: deque[float] = deque(maxlen=_CYCLES * (limits.async_level + 1) * limits.groups_per_batch + 1)
         self._running: dict[str, Start] = {}
         self._unverified: dict[str, Finished[Result]] = {}  # finished since the servers were last verified
 
     def restore(self, groups: Iterable[Group[Result]]) -> None:
-        """Go on with the open groups of an earlier orchestrator, in the order of opening; what finished was verified.
+        """Continue with the open groups of an earlier orchestrator, in the order of opening. All finished is verified.
 
         Call `begin_incarnation` afterwards: versions may have been superseded meanwhile.
         """
         for group in groups:
             self._groups[group.number] = group
-            self._sort(group)
+            self._update_group(group)
         self._drop_stale()
 
     # -- what may start -----------------------------------------------------------------------------------------------
@@ -309,7 +312,7 @@ class Scheduler(Generic[Result]):
         start = Start(group.number, slot.number, slot.attempt, group.task, self.version)
         self._running[start.episode] = start
         slot.state = State.RUNNING
-        self._sort(group)
+        self._update_group(group)
         self._emit(Issued(start, self.incarnation))
         return start
 
@@ -322,11 +325,11 @@ class Scheduler(Generic[Result]):
         by their number: the shortest, because anything else may have delayed the others.
         """
         batch, level, opened = self.limits.groups_per_batch, self.limits.async_level, self._opened
-        turn = (level + 1) * batch
-        if len(self._running) < self.limits.batch_size or len(opened) <= turn:
+        cycle = (level + 1) * batch
+        if len(self._running) < self.limits.batch_size or len(opened) <= cycle:
             return None
-        turns = [opened[index] for index in range(-1, -len(opened) - 1, -turn)]
-        seconds = min(later - earlier for later, earlier in pairwise(turns))
+        starts = [opened[index] for index in range(-1, -len(opened) - 1, -cycle)]
+        seconds = min(later - earlier for later, earlier in pairwise(starts))
         return opened[-batch] + PACE * seconds / (level + 1)
 
     def _may_start(self, position: int) -> bool:
@@ -344,7 +347,7 @@ class Scheduler(Generic[Result]):
         self._unverified[episode] = finished
         insort(group.finished, finished, key=lambda one: one.start.number)
         group.slots[start.number].state = State.FINISHED
-        self._sort(group)
+        self._update_group(group)
         if self._too_old(finished.first):
             self._drop_stale()
 
@@ -365,7 +368,7 @@ class Scheduler(Generic[Result]):
             slot.state = State.PENDING if retried else State.FAILED
             self._emit(Dropped(start, reason, detail, retried))
         for group in groups.values():
-            self._sort(group)
+            self._update_group(group)
 
     def _retry(self, finished: Iterable[Finished[Result]], running: list[Start], detail: str) -> list[Start]:
         """Drop these episodes as stale and try their slots once more. Returns `running`; the loop cancels it."""
@@ -471,7 +474,7 @@ class Scheduler(Generic[Result]):
         return Batch(self.step, [self._groups[number] for number in sorted(self._complete)[:count]])
 
     def advance(self, batched: Batched) -> None:
-        """Go on to the next step: the batch is committed. What is too old for that step is dropped.
+        """Advance to the next step: the batch is committed. What is too old for that step is dropped.
 
         Raises:
             ValueError: these are not all finished episodes of the batch, or one of them is not verified.
@@ -526,8 +529,8 @@ class Scheduler(Generic[Result]):
 
     # -- the groups ---------------------------------------------------------------------------------------------------
 
-    def _sort(self, group: Group[Result]) -> None:
-        """Note what can be done with a group after a change; one that is complete now may be turned away."""
+    def _update_group(self, group: Group[Result]) -> None:
+        """Note whether a changed group is startable or complete. A complete one that the gate rejects is discarded."""
         startable, complete = group.next_slot is not None, group.complete
         if complete and not group.finished:
             self._discard(group, Drop.ERRORED, "no episode of the group has a result")

@@ -1,10 +1,11 @@
 """Which task comes next: seeded, endless.
 
-Difficulty pools (`curriculum`): a task is *new* until a group of it has left; then it is *easy*, *hard* or *normal*
-by that group's mean reward. A draw takes a pool in proportion to its tasks times its weight, then one of its tasks:
-the new ones in turn, of the others any. Pools change only where a batch is cut, by all groups that left since the one
-before, in the order of their numbers: what is drawn follows from the seed and from committed batches, not from who
-finished first. The saved state is each task's pool, the number of draws, and the position among new tasks.
+Difficulty pools (`curriculum`): a task is *new* until a group of it was batched or rejected; then it is *easy*, *hard*
+or *normal* by that group's mean reward. A draw takes a pool in proportion to its tasks times its weight, then one of
+its tasks: the new ones in turn, of the others any. Pools change only when a batch is committed, by all groups that were
+batched or rejected since the batch before, in the order of their numbers: what is drawn follows from the seed and from
+committed batches, not from who finished first. The saved state is each task's pool, the number of draws, and the
+position among new tasks.
 """
 
 import base64
@@ -45,19 +46,19 @@ class Pools:
 
     def draw(self) -> Task:
         """The next task."""
-        chance = random.Random(f"{self._seed}/draw/{self._drawn}")
+        rng = random.Random(f"{self._seed}/draw/{self._drawn}")
         self._drawn += 1
         weights = [len(pool) * weight for pool, weight in zip(self._pools, self._weights, strict=True)]
-        (code,) = chance.choices(range(len(weights)), weights)
+        (code,) = rng.choices(range(len(weights)), weights)
         pool = self._pools[code]
         if code != NEW:
-            return self._order[chance.choice(pool)]
+            return self._order[rng.choice(pool)]
         place = pool[bisect_left(pool, self._turn) % len(pool)]
         self._turn = place + 1  # past it, so that what is in flight comes again after all other new ones
         return self._order[place]
 
     def observe(self, index: int, reward: float) -> None:
-        """The attempts of a group of task `index` were worth `reward` on average. Unknown tasks are ignored."""
+        """Move task `index` to the pool for `reward`, the mean of one of its groups. Unknown tasks are ignored."""
         if index not in self._place:
             return
         place, before = self._place[index], self._pools[self._codes[index]]
@@ -80,7 +81,7 @@ class Pools:
         return {"drawn": self._drawn, "turn": self._turn, "codes": codes}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Tasks that it lacks are new; others that it has are passed over."""
+        """Continue from `state`. Tasks that it lacks are new; others that it has are passed over."""
         codes = zlib.decompress(base64.b64decode(state["codes"]))
         self._drawn, self._turn = int(state["drawn"]), int(state["turn"])
         self._codes = bytearray(codes[: len(self._codes)].ljust(len(self._codes), b"\0"))
@@ -98,8 +99,7 @@ class Curriculum:
         self.pools = {env: Pools(tasks[env], config, f"{seed}/{env}") for env, config in configs.items()}
 
     def observe(self, groups: Iterable[tuple[Task, Sequence[float]]]) -> None:
-        """Take note, when a batch is cut, of the task and rewards of every group that left since the one before, in the
-        order of opening."""
+        """Update the pools by the groups that were batched or rejected since the batch before, in the order of opening."""
         for task, rewards in groups:
             if rewards and task.env in self.pools:
                 self.pools[task.env].observe(task.index, sum(rewards) / len(rewards))
@@ -109,7 +109,7 @@ class Curriculum:
         return {env: pools.state() for env, pools in self.pools.items()}
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from `state`. Environments that are not there any more, or have no pools, are passed over.
+        """Continue from `state`. Environments that are not there any more, or have no pools, are passed over.
 
         Raises:
             UserError: it is not such a state.
@@ -120,7 +120,7 @@ class Curriculum:
             except (KeyError, TypeError, ValueError, zlib.error) as error:
                 unknown = f"are kept in a way that this version does not know ({error!r})"
                 raise UserError(
-                    f"the difficulty pools of {env} {unknown}: go on with the version that wrote them"
+                    f"the difficulty pools of {env} {unknown}: resume with the version that wrote them"
                 ) from error
 
     def metrics(self) -> dict[str, float]:

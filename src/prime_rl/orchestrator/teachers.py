@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
 
 _POLL_SECONDS = 1.0
-_LIST_SECONDS = 30.0  # for an answer that a server does not compute
+_LIST_SECONDS = 30.0  # for a request that needs no forward pass, such as the list of models
 OnWait = Callable[[str, str, float], None]
 
 
 class TeacherError(Exception):
-    """A server did not answer in time, refused a request, or gave no such answer."""
+    """A server did not answer in time, refused a request, or gave an invalid answer."""
 
 
 class Teacher:
@@ -132,7 +132,7 @@ class Teacher:
 
 
 class Teachers:
-    """All that a run learns from, beside its rewards."""
+    """The run's teacher and reference servers."""
 
     def __init__(self, config: "OrchestratorConfig") -> None:
         self._config = config
@@ -185,7 +185,7 @@ class Teachers:
         return None if teacher is None else Sampler(teacher.root, teacher.model, teacher.api_key)
 
     def demonstration_of(self, env: str) -> OPSD | None:
-        """Return what says which demonstration workers add to the scoring prompt, or None."""
+        """Return the config of the demonstration that workers add to the scoring prompt, or None."""
         algorithm = self._config.algorithm_of(env)
         return algorithm if isinstance(algorithm, OPSD) else None
 

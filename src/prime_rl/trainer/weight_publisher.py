@@ -178,7 +178,7 @@ class WeightPublisher:
         return self.incarnation, base
 
     def ensure(self, version: int, *, durable: bool = False) -> None:
-        """Commit the policy's weights as `version`, unless this history has files of it already, and wait for it."""
+        """Commit the policy's weights as `version`, unless this lineage has files of it already, and wait for it."""
         self.settle()
         if not on_main(self.world, lambda: self._has_files(version)):
             self.publish(version, durable=durable)

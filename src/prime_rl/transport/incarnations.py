@@ -48,7 +48,7 @@ def open_incarnation(output_dir: Path, start: int) -> int:
 
 
 def refuse_if_superseded(output_dir: Path, incarnation: int) -> None:
-    """Raise UserError if a later incarnation than `incarnation` was opened: two trainers must not write one history."""
+    """Raise UserError if a later incarnation than `incarnation` was opened: two trainers must not write one lineage."""
     newest = max(read_incarnations(output_dir), default=incarnation)
     if newest > incarnation:
         raise UserError(

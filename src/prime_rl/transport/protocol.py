@@ -58,7 +58,7 @@ def newest_version(versions: Mapping[int, int], incarnations: Mapping[int, int])
 
 
 def continues_from(step: int, incarnations: Mapping[int, int]) -> bool:
-    """Whether history continues from `step`: an incarnation started there, and none since at an earlier step."""
+    """Whether the lineage continues from `step`: an incarnation started there, and none since at an earlier step."""
     return any(start == step and valid(step, number, incarnations) for number, start in incarnations.items())
 
 

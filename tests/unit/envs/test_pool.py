@@ -25,7 +25,8 @@ def test_the_number_that_a_load_calls_for(
     """Within the bounds; as many as the episodes fill; beyond that only where the ready are busy, on idle cores, and once all are ready."""
     most = least + more
     wanted = workers_wanted(
-        workers=workers, starting=int(starting), use=use * workers, episodes=episodes, slots=slots, least=least, most=most, free=free
+        workers=workers, starting=int(starting), use=use * workers, episodes=episodes, slots=slots, min_workers=least,
+        max_workers=most, free=free
     )  # fmt: skip
     assert least <= wanted <= most
     assert wanted == most or wanted * slots >= episodes

@@ -34,7 +34,7 @@ def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.
     open_to_all = {"inference": InferenceConfig(server=ServerConfig(host="0.0.0.0"))}
     goes_on = {"recover": True, "seed": 2}  # the trainer would go back first, and what it had made be gone
     for root, given, message in (
-        (tmp_path, goes_on, "began with seed 1 and would go on with 2: .*give --seed 1"),
+        (tmp_path, goes_on, "began with seed 1 and would continue with 2: .*give --seed 1"),
         (tmp_path / "out", open_to_all, "would open the weight routes"),
         (tmp_path / "out", {"ckpt": CkptConfig(resume_step=-1)}, "holds no complete checkpoint"),
     ):

@@ -30,8 +30,8 @@ from prime_rl.orchestrator.algorithms import (
     Attempt,
     advantages,
     carries_signal,
-    own_function,
     penalized,
+    user_function,
 )
 from support.scripted import follow, fresh
 
@@ -192,7 +192,7 @@ def test_an_algorithm_of_ones_own() -> None:
     """Contract: a function gets a group's attempts and its arguments; one that is not there, takes other arguments or
     gives no finite numbers is refused."""
     config = own("best_alone", margin=0.3)
-    own_function(config, "algorithm")
+    user_function(config, "algorithm")
     assert of_one(config, rewarded(1.0, 0.8, 0.2)) == [1.0, 1.0, 0.0]
     assert carries_signal(config, rewarded(1.0, 0.8))
     for wrong, message in (
@@ -201,7 +201,7 @@ def test_an_algorithm_of_ones_own() -> None:
         (own("best_alone", margins=1), "unexpected keyword argument 'margins'"),
     ):
         with pytest.raises(UserError, match=message):
-            own_function(wrong, "algorithm")
+            user_function(wrong, "algorithm")
     for wrong, message in (
         (own("nonsense"), r"gave \[nan\] for 1 attempts"),
         (own("nonsense", value=1e39), r"gave \[1e\+39\] for 1 attempts"),

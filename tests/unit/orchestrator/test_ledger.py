@@ -75,7 +75,7 @@ def test_what_cannot_happen_is_refused(path, ledger):
         before = ledger.counts()
         wrong()
         events = "Issued|Finished|Dropped|Batched|Discarded"
-        with pytest.raises(UserError, match=rf"a fault of prime-rl\): ({events}).* does not follow"):
+        with pytest.raises(UserError, match=rf"a bug in prime-rl\): ({events}).* does not follow"):
             ledger.flush()
         ledger._events.clear()
         assert stored_counts(path) == ledger.counts() == before

@@ -1,5 +1,5 @@
 """From episodes to samples: advantages by hand, the zero-advantage filter, exact tokens, which component of the loss each
-token feeds; what a step reports; what is left out or turned away, each rule by hand; and settings that are refused."""
+token feeds; what a step reports; what is left out or rejected, each rule by hand; and settings that are refused."""
 
 import math
 import statistics
@@ -31,10 +31,10 @@ from prime_rl.config.orchestrator import (  # fmt: skip
 )
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.algorithms import own_function
+from prime_rl.orchestrator.algorithms import user_function
 from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.metrics import Tally, step_metrics
-from prime_rl.orchestrator.samples import ScoredBatch, filter_reason, score_batch, streams_of, turned_away
+from prime_rl.orchestrator.samples import ScoredBatch, filter_reason, rejection_reason, score_batch, streams_of
 from prime_rl.orchestrator.scheduler import Batch, Drop, Finished, Group, Start, Task
 from prime_rl.transport.rollouts import write_batch
 
@@ -346,14 +346,14 @@ DYNAMIC = {"filters": {"dynamic_sampling": True}}
         ({"filters": {"difficulty": {"low": 0.5, "high": 0.9}}}, (0.9, 0.1), "difficulty"),
     ],
 )
-def test_groups_that_are_turned_away(settings: dict, rewards: tuple[float, ...], why: str | None) -> None:
+def test_groups_that_are_rejected(settings: dict, rewards: tuple[float, ...], why: str | None) -> None:
     """One of which the filters leave nothing does not take a place in a batch, either."""
     both = group(*(result([5], reward) for reward in rewards))
-    assert turned_away(both, config(**settings)) == why
+    assert rejection_reason(both, config(**settings)) == why
     both.finished[0].result.filtered = "overlong"
-    assert turned_away(both, config(**settings)) == why
+    assert rejection_reason(both, config(**settings)) == why
     both.finished[1].result.filtered = "repetition"
-    assert turned_away(both, config(**settings)) == "overlong+repetition"
+    assert rejection_reason(both, config(**settings)) == "overlong+repetition"
 
 
 def shorter_than(episode: EpisodeResult, tokens: int) -> bool:
@@ -376,7 +376,7 @@ def test_a_filter_of_ones_own_says_yes_or_no() -> None:
         with pytest.raises(UserError, match=message):
             filter_reason(FilterConfig(custom={"path": f"{__file__}:{function}"}), result([5]), 100)
     with pytest.raises(UserError, match=r"^filters\.custom\.path: .* does not take its arguments: .*'tokens'"):
-        own_function(CustomFilter(path=f"{__file__}:shorter_than"), "filters.custom")
+        user_function(CustomFilter(path=f"{__file__}:shorter_than"), "filters.custom")
 
 
 def algorithm(kind: str, **settings: object) -> dict[str, dict[str, object]]:

@@ -65,7 +65,7 @@ async def test_a_run_is_not_mixed_with_another(tmp_path):
     await fails(world, "episodes of an earlier run")
     world.trainer.batch(0, groups_opened=1)
     world.config = world.config.model_copy(update={"recover": True, "seed": 1})
-    await fails(world, "began with seed 0 and would go on with 1")
+    await fails(world, "began with seed 0 and would continue with 1")
 
 
 HELD_OUT = {"environments": [{"id": "env", "name": "held-out"}]}
@@ -131,7 +131,7 @@ def everything(result: EpisodeResult) -> bool:
     return True
 
 
-TURNED_AWAY = r"groups in a row were turned away \({}: \d+\): the task is too easy or too hard, .* filters"
+REJECTED = r"groups in a row were rejected \({}: \d+\): the task is too easy or too hard, .* filters"
 EQUAL, FAILING = {"reward": 0.25}, {"outcome": Outcome.ERRORED}
 CUSTOM = {"path": f"{__file__}:everything"}
 
@@ -141,9 +141,9 @@ CUSTOM = {"path": f"{__file__}:everything"}
     [
         ({"weights_timeout": 1.5}, {}, "no weights/step_1 from trainer after 2 s"),
         ({}, EQUAL, "10 batches in a row carried no learning signal"),
-        ({"filters": {"dynamic_sampling": True}}, EQUAL, TURNED_AWAY.format("dynamic_sampling")),
-        ({"filters": {"difficulty": {"low": 0.5}}}, EQUAL, TURNED_AWAY.format("difficulty")),
-        ({"filters": {"custom": CUSTOM}}, EQUAL, TURNED_AWAY.format("custom")),
+        ({"filters": {"dynamic_sampling": True}}, EQUAL, REJECTED.format("dynamic_sampling")),
+        ({"filters": {"difficulty": {"low": 0.5}}}, EQUAL, REJECTED.format("difficulty")),
+        ({"filters": {"custom": CUSTOM}}, EQUAL, REJECTED.format("custom")),
         ({"batch_size": 512, "max_concurrent": 256}, FAILING, "of the last .* episodes failed"),
     ],
 )
