@@ -30,7 +30,7 @@ from torch import Tensor
 from prime_rl.config.orchestrator import AlgorithmConfig
 from prime_rl.config.trainer import LossConfig
 from prime_rl.envs.protocol import SampleTokens
-from prime_rl.orchestrator.algorithms import Attempt, advantages
+from prime_rl.orchestrator.algorithms import Trajectory, advantages
 from prime_rl.orchestrator.samples import streams_of
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
 from prime_rl.trainer.packing import MicroBatch, StepData, collate, to_device
@@ -196,7 +196,7 @@ def sample_batch(
     shares, sampled = logprobs.sum(-1).exp().numpy(), logprobs.numpy()
     scores = reply_logprobs(teacher()).numpy() if algorithm.component == "ref_kl" else None
     drawn = [draw.choice(len(REPLIES), ATTEMPTS, p=share / share.sum()) for share in shares]
-    groups = [[_attempt(REPLIES[place], task) for place in places] for task, places in enumerate(drawn)]
+    groups = [[_trajectory(REPLIES[place], task) for place in places] for task, places in enumerate(drawn)]
     values, after = advantages(algorithm, groups, state)
     samples = []
     for task, places in enumerate(drawn):
@@ -206,9 +206,9 @@ def sample_batch(
     return [sample for sample in samples if sample is not None], after
 
 
-def _attempt(reply: tuple[int, ...], task: int) -> Attempt:
+def _trajectory(reply: tuple[int, ...], task: int) -> Trajectory:
     tokens, parts = len(reply), rewards(reply, task)
-    return Attempt(reward(reply, task), output_tokens=tokens, total_tokens=tokens + 1, rewards=parts)
+    return Trajectory(reward(reply, task), output_tokens=tokens, total_tokens=tokens + 1, rewards=parts)
 
 
 def _sample(

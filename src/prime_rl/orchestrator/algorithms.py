@@ -1,8 +1,8 @@
-"""Algorithms: from the rewards of attempts to one advantage for each. The trainer only executes per-token streams.
+"""Algorithms: from the rewards of trajectories to one advantage for each. The trainer only executes per-token streams.
 
 Every estimator is a function of the groups of a batch, with one entry in the table at the end. An algorithm of your
-own, `algorithm = { type = "custom", path = "mine.py:advantages" }`, names a function that gets the attempts of a group
-and returns an advantage for each.
+own, `algorithm = { type = "custom", path = "mine.py:advantages" }`, names a function that gets the trajectories of a
+group and returns an advantage for each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +36,8 @@ _LARGEST = 3e38  # advantages are sent with 32 bits
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One conversation of one agent in a finished episode; all of the episode where there is no other.
+class Trajectory:
+    """One agent's conversation in a finished episode; all of the episode where there is no other.
 
     Args:
         reward: Finite.
@@ -58,21 +58,21 @@ class Attempt:
     agent: str = ""
 
 
-Groups = Sequence[Sequence[Attempt]]  # of a batch; each of attempts of one agent
+Groups = Sequence[Sequence[Trajectory]]  # of a batch; each of trajectories of one agent
 Estimator = Callable[
     [Groups, Any, dict[str, Any]], list[list[float]]
 ]  # takes groups, config and state; updates the state
 
 
-def attempts(result: EpisodeResult) -> dict[int, Attempt]:
-    """Return one attempt for each part of an episode that has something to train, by the part's number."""
+def trajectories(result: EpisodeResult) -> dict[int, Trajectory]:
+    """Return one trajectory for each part of an episode that has something to train, by the part's number."""
     sequences: dict[int, list[SampleTokens]] = {}
     for sequence in result.samples:
         sequences.setdefault(sequence.part, []).append(sequence)
     by_part = {}
     for number, sequences_of_part in sorted(sequences.items()):
         scores = result.parts[number] if result.parts else result
-        by_part[number] = Attempt(
+        by_part[number] = Trajectory(
             reward=scores.reward,
             output_tokens=sum(sequence.loss_mask.count(1) for sequence in sequences_of_part),
             total_tokens=sum(len(sequence.input_ids) for sequence in sequences_of_part),
@@ -88,7 +88,7 @@ def attempts(result: EpisodeResult) -> dict[int, Attempt]:
 def advantages(
     config: "AlgorithmConfig", groups: Groups, state: Mapping[str, Any]
 ) -> tuple[list[list[float]], dict[str, Any]]:
-    """Return one advantage for each attempt of a batch's groups, all of one environment.
+    """Return one advantage for each trajectory of a batch's groups, all of one environment.
 
     A group whose episodes have several agents is a group for each of them.
 
@@ -107,8 +107,8 @@ def advantages(
     rows = []
     for row, group in enumerate(groups):
         by_agent: dict[str, list[int]] = {}
-        for index, attempt in enumerate(group):
-            by_agent.setdefault(attempt.agent, []).append(index)
+        for index, trajectory in enumerate(group):
+            by_agent.setdefault(trajectory.agent, []).append(index)
         rows += [(row, indices) for indices in by_agent.values()]
     parts = [penalized([groups[row][index] for index in indices], config.length_penalty) for row, indices in rows]
     for (row, indices), values in zip(rows, ESTIMATORS[config.type](parts, config, after), strict=True):
@@ -117,7 +117,7 @@ def advantages(
     return result, after
 
 
-def carries_signal(config: "AlgorithmConfig", group: Sequence[Attempt]) -> bool:
+def carries_signal(config: "AlgorithmConfig", group: Sequence[Trajectory]) -> bool:
     """Return whether a complete group may have an advantage other than zero, whatever else the batch will hold."""
     if not isinstance(config, ByReward) or not (config.group_relative or config.type == "custom"):
         return bool(group)
@@ -151,15 +151,15 @@ def _load(path: str, names: tuple[str, ...], key: str) -> Callable[..., Any]:
 # -- length penalties ---------------------------------------------------------------------------------------------------------
 
 
-def penalized(group: Sequence[Attempt], penalty: "LinearPenalty | OverlongPenalty | None") -> list[Attempt]:
-    """Return the attempts with their rewards reduced by `penalty`."""
+def penalized(group: Sequence[Trajectory], penalty: "LinearPenalty | OverlongPenalty | None") -> list[Trajectory]:
+    """Return the trajectories with their rewards reduced by `penalty`."""
     if penalty is None or not group:
         return list(group)
     taken = _linear(group, penalty) if penalty.type == "linear" else [_overlong(one, penalty) for one in group]
     return [replace(one, reward=one.reward - less) for one, less in zip(group, taken, strict=True)]
 
 
-def _linear(group: Sequence[Attempt], penalty: "LinearPenalty") -> list[float]:
+def _linear(group: Sequence[Trajectory], penalty: "LinearPenalty") -> list[float]:
     """mean(R) · (w_o · out / max out + w_i · in / max in + w_t · turns / max turns), as PRIME-RL has it.
 
     `in` are the tokens that were not sampled. Nothing where the mean is below zero: length would be rewarded.
@@ -177,16 +177,16 @@ def _linear(group: Sequence[Attempt], penalty: "LinearPenalty") -> list[float]:
     return [mean * share for share in shares]
 
 
-def _overlong(attempt: Attempt, penalty: "OverlongPenalty") -> float:
+def _overlong(trajectory: Trajectory, penalty: "OverlongPenalty") -> float:
     """0 up to max_tokens - cache, then rising linearly to `scale` at max_tokens (DAPO, arXiv:2503.14476, eq. 13)."""
-    beyond = attempt.output_tokens - (penalty.max_tokens - penalty.cache)
+    beyond = trajectory.output_tokens - (penalty.max_tokens - penalty.cache)
     return penalty.scale * min(max(beyond / penalty.cache, 0.0), 1.0)
 
 
 # -- estimators, with the paper that each follows ----------------------------------------------------------------------
 
 
-def grpo(group: Sequence[Attempt], config: "GRPO | Echo") -> list[float]:
+def grpo(group: Sequence[Trajectory], config: "GRPO | Echo") -> list[float]:
     """Group-relative advantages (GRPO, Shao et al. 2024, arXiv:2402.03300).
 
     A_i = R_i - mean(R), divided by the population std(R) + 1e-6 with `std_normalize`.
@@ -194,11 +194,11 @@ def grpo(group: Sequence[Attempt], config: "GRPO | Echo") -> list[float]:
     The paper divides. Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) shows that this weighs tasks by how easy or hard
     they are; without `std_normalize`, as in PRIME-RL, nothing is divided.
     """
-    values = centred([attempt.reward for attempt in group])
+    values = centred([trajectory.reward for trajectory in group])
     return scaled([values])[0] if config.std_normalize else values
 
 
-def rloo(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
+def rloo(group: Sequence[Trajectory], config: "RewardAlgorithm") -> list[float]:
     """REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
 
     A_i = R_i - mean of R_j over j ≠ i, which is (R_i - mean(R)) · G / (G - 1): the same direction as GRPO, without its
@@ -206,45 +206,45 @@ def rloo(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
     """
     if len(group) < 2:
         return [0.0] * len(group)  # the others were lost: nothing to compare with
-    return [value * len(group) / (len(group) - 1) for value in centred([attempt.reward for attempt in group])]
+    return [value * len(group) / (len(group) - 1) for value in centred([trajectory.reward for trajectory in group])]
 
 
-def opo(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
+def opo(group: Sequence[Trajectory], config: "RewardAlgorithm") -> list[float]:
     """On-policy optimization with the optimal baseline (Hao et al. 2025, arXiv:2505.23585).
 
     A_i = R_i - Σ l_j R_j / Σ l_j with l the sampled tokens: the baseline of least variance weighs rewards by the
     squared norm of their gradients, which grows with length.
     """
-    rewards = [attempt.reward for attempt in group]
+    rewards = [trajectory.reward for trajectory in group]
     if min(rewards) == max(rewards):
         return [0.0] * len(group)
-    tokens = sum(attempt.output_tokens for attempt in group)
-    baseline = sum(attempt.output_tokens * attempt.reward for attempt in group) / tokens
+    tokens = sum(trajectory.output_tokens for trajectory in group)
+    baseline = sum(trajectory.output_tokens * trajectory.reward for trajectory in group) / tokens
     return [reward - baseline for reward in rewards]
 
 
-def max_rl(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[float]:
+def max_rl(group: Sequence[Trajectory], config: "RewardAlgorithm") -> list[float]:
     """Maximum-likelihood reinforcement learning, as PRIME-RL has it (its `max_rl`).
 
     A_i = (R_i - mean(R)) / mean(R), all zero where the mean is not positive. With rewards 0 and 1 the mean estimates
     the probability p of success, and dividing by it turns the gradient of p into that of log p.
     """
-    mean = sum(attempt.reward for attempt in group) / len(group)
+    mean = sum(trajectory.reward for trajectory in group) / len(group)
     if mean <= 0:
         return [0.0] * len(group)
-    return [value / mean for value in centred([attempt.reward for attempt in group])]
+    return [value / mean for value in centred([trajectory.reward for trajectory in group])]
 
 
-def custom(group: Sequence[Attempt], config: "CustomAlgorithm") -> list[float]:
+def custom(group: Sequence[Trajectory], config: "CustomAlgorithm") -> list[float]:
     """Return what the user's own function gives. Raises UserError where that is not one finite number for each."""
-    answer = call_user_function(config, "algorithm", list(group), f"{len(group)} attempts")
+    answer = call_user_function(config, "algorithm", list(group), f"{len(group)} trajectories")
     try:
         values = [float(value) for value in answer]
     except (TypeError, ValueError):
         values = []
     if len(values) != len(group) or not all(abs(value) <= _LARGEST for value in values):
         raise UserError(
-            f"algorithm {config.path} gave {answer} for {len(group)} attempts: one finite number for each is needed"
+            f"algorithm {config.path} gave {answer} for {len(group)} trajectories: one finite number for each is needed"
         )
     return values
 
@@ -259,7 +259,7 @@ def reinforce_pp(groups: Groups, config: "ReinforcePP", state: dict[str, Any]) -
     counts once, as its reward does. The paper takes a divergence from the reference model off the rewards of tokens;
     here it is the loss's (`loss.kl_coef`).
     """
-    rewards = [[attempt.reward for attempt in group] for group in groups]
+    rewards = [[trajectory.reward for trajectory in group] for group in groups]
     if config.group_baseline:
         return scaled([centred(group) for group in rewards])
     values = iter(centred([reward for group in rewards for reward in group]))
@@ -280,14 +280,14 @@ def gdpo(groups: Groups, config: "GDPO", state: dict[str, Any]) -> list[list[flo
     """
     sums = []
     for group in groups:
-        names = sorted({name for attempt in group for name in attempt.rewards})
+        names = sorted({name for trajectory in group for name in trajectory.rewards})
         weights = config.weights or dict.fromkeys(names, 1.0)
         if not weights or not weights.keys() <= set(names):
             wanted, known = (", ".join(some) or "none" for some in (sorted(weights), names))
             raise UserError(f"gdpo needs rewards of single functions ({wanted}), and the environment gives {known}")
         total = [0.0] * len(group)
         for name, weight in weights.items():
-            (values,) = scaled([centred([attempt.rewards.get(name, 0.0) for attempt in group])])
+            (values,) = scaled([centred([trajectory.rewards.get(name, 0.0) for trajectory in group])])
             total = [before + weight * value for before, value in zip(total, values, strict=True)]
         sums.append(total)
     return scaled(sums)
@@ -305,10 +305,10 @@ def rae(groups: Groups, config: "RAE", state: dict[str, Any]) -> list[list[float
     values: list[list[float]] = []
     for group in groups:
         values.append([])
-        for attempt in group:
-            average = state.get(attempt.agent, 0.0)
-            values[-1].append(attempt.reward - average)
-            state[attempt.agent] = config.decay * average + (1 - config.decay) * attempt.reward
+        for trajectory in group:
+            average = state.get(trajectory.agent, 0.0)
+            values[-1].append(trajectory.reward - average)
+            state[trajectory.agent] = config.decay * average + (1 - config.decay) * trajectory.reward
     return values
 
 
@@ -327,7 +327,7 @@ def scaled(groups: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[value / (std + EPSILON) for value in group] for group in groups]
 
 
-def each_group(estimate: Callable[[Sequence[Attempt], Any], list[float]]) -> Estimator:
+def each_group(estimate: Callable[[Sequence[Trajectory], Any], list[float]]) -> Estimator:
     """Make an estimator of one that looks at one group at a time."""
     return lambda groups, config, state: [estimate(group, config) for group in groups]
 

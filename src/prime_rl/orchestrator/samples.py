@@ -26,7 +26,7 @@ from loguru import logger
 from prime_rl.config.orchestrator import Echo
 from prime_rl.envs.protocol import ROLES, EpisodeResult, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.algorithms import advantages, attempts, call_user_function, carries_signal, user_function
+from prime_rl.orchestrator.algorithms import advantages, call_user_function, carries_signal, trajectories, user_function
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group
 from prime_rl.transport.rollouts import Sample, as_array
 
@@ -102,7 +102,7 @@ def rejection_reason(group: Group[EpisodeResult], config: "OrchestratorConfig") 
     filters = config.filters_of(env)
     if all(result.filtered for result in results):
         return "+".join(sorted({result.filtered for result in results}))
-    counted = [one for result in results for one in attempts(result).values()]
+    counted = [one for result in results for one in trajectories(result).values()]
     if filters.dynamic_sampling and not carries_signal(config.algorithm_of(env), counted):
         return "dynamic_sampling"
     if filters.difficulty is not None:
@@ -225,11 +225,11 @@ def _advantages(
     by_episode: dict[str, dict[int, float]] = {}
     for env in dict.fromkeys(group.task.env for group in batch.groups):
         rows = [
-            [(one.start.episode, *part) for one in group.finished for part in attempts(one.result).items()]
+            [(one.start.episode, *part) for one in group.finished for part in trajectories(one.result).items()]
             for group in batch.groups
             if group.task.env == env
         ]
-        groups = [[attempt for *_, attempt in row] for row in rows]
+        groups = [[trajectory for *_, trajectory in row] for row in rows]
         values, after = advantages(config.algorithm_of(env), groups, state.get(env, {}))
         if after:
             state[env] = after

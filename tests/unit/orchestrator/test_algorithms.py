@@ -27,7 +27,7 @@ from prime_rl.config.orchestrator import (
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.algorithms import (
     ESTIMATORS,
-    Attempt,
+    Trajectory,
     advantages,
     carries_signal,
     penalized,
@@ -35,14 +35,14 @@ from prime_rl.orchestrator.algorithms import (
 )
 from support.scripted import follow, fresh
 
-Groups = list[list[Attempt]]
+Groups = list[list[Trajectory]]
 
 
-def rewarded(*rewards: float) -> list[Attempt]:
-    return [Attempt(reward) for reward in rewards]
+def rewarded(*rewards: float) -> list[Trajectory]:
+    return [Trajectory(reward) for reward in rewards]
 
 
-def of_one(config: AlgorithmConfig, group: Sequence[Attempt]) -> list[float]:
+def of_one(config: AlgorithmConfig, group: Sequence[Trajectory]) -> list[float]:
     """The advantages of a batch of one group."""
     return advantages(config, [group], {})[0][0]
 
@@ -60,18 +60,18 @@ def of_one(config: AlgorithmConfig, group: Sequence[Attempt]) -> list[float]:
         (GRPO(std_normalize=True), rewarded(1.0, 0.0, 0.0, 0.0), [0.75 / 0.4330137, *[-0.25 / 0.4330137] * 3]),
         (RLOO(), rewarded(1.0, 0.0, 0.0), [1.0, -0.5, -0.5]),  # the others' means are 0, 0.5 and 0.5
         # Rewards 1 and 0 of 30 and 10 tokens: the baseline is 0.75.
-        (OPO(), [Attempt(1.0, output_tokens=30), Attempt(0.0, output_tokens=10)], [0.25, -0.75]),
+        (OPO(), [Trajectory(1.0, output_tokens=30), Trajectory(0.0, output_tokens=10)], [0.25, -0.75]),
         (MaxRL(), rewarded(1.0, 0.0, 0.0, 0.0), [3.0, -1.0, -1.0, -1.0]),  # (1 - 1/4) / (1/4) = 3
         (MaxRL(), rewarded(0.0, 0.0), [0.0, 0.0]),  # nobody succeeds
         (MaxRL(), rewarded(1.0, -2.0), [0.0, 0.0]),  # the mean is below zero
         # Where the other attempts failed there is nothing to compare with: 0, not the reward.
         *(
-            (config, [Attempt(0.7, output_tokens=3, rewards={"right": 0.7})], [0.0])
+            (config, [Trajectory(0.7, output_tokens=3, rewards={"right": 0.7})], [0.0])
             for config in (GRPO(), GRPO(std_normalize=True), RLOO(), OPO(), MaxRL(), GDPO())
         ),
     ],
 )
-def test_advantages_of_one_group(config: AlgorithmConfig, group: list[Attempt], expected: list[float]) -> None:
+def test_advantages_of_one_group(config: AlgorithmConfig, group: list[Trajectory], expected: list[float]) -> None:
     assert of_one(config, group) == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
@@ -90,7 +90,7 @@ def test_rae() -> None:
     values, state = advantages(RAE(decay=0.5), [rewarded(1.0, 1.0), rewarded(0.0)], {})
     assert values == [[1.0, 0.5], [-0.75]]
     assert state == {"": 0.375}
-    game = [Attempt(1.0, agent="white"), Attempt(-1.0, agent="black")]
+    game = [Trajectory(1.0, agent="white"), Trajectory(-1.0, agent="black")]
     values, after = advantages(RAE(decay=0.5), [game], {**state, "white": 1.0})
     assert values == [[0.0, -1.0]]
     assert after == {"": 0.375, "white": 1.0, "black": -0.5}
@@ -98,32 +98,38 @@ def test_rae() -> None:
 
 def test_gdpo() -> None:
     """Two functions of other scales weigh the same; the sum of the rewards does not matter. std of (0, 1) is 1/2, of
-    (0, 10) is 5. An attempt without the rewards that it is to be judged by is named."""
-    group = [Attempt(7.0, rewards={"right": 1.0, "short": 0.0}), Attempt(7.0, rewards={"right": 0.0, "short": 10.0})]
-    both = [Attempt(1.0, rewards={"right": right, "short": right}) for right in (1.0, 0.0)]
+    (0, 10) is 5. A trajectory without the rewards that it is to be judged by is named."""
+    group = [
+        Trajectory(7.0, rewards={"right": 1.0, "short": 0.0}),
+        Trajectory(7.0, rewards={"right": 0.0, "short": 10.0}),
+    ]
+    both = [Trajectory(1.0, rewards={"right": right, "short": right}) for right in (1.0, 0.0)]
     for weights, sums in (({}, [0.0, 0.0, 2.0, -2.0]), ({"right": 3.0, "short": 1.0}, [2.0, -2.0, 4.0, -4.0])):
         values, _ = advantages(GDPO(weights=weights), [group, both], {})
         std = math.sqrt(sum(value * value for value in sums) / 4)
         assert [*values[0], *values[1]] == pytest.approx([value / std for value in sums], abs=1e-5)
     for weights, rewards, known in (({}, {}, "none"), ({"b": 1.0}, {"a": 1.0}, "a")):
         with pytest.raises(UserError, match=f"gdpo needs rewards of single functions .* the environment gives {known}"):
-            of_one(GDPO(weights=weights), [Attempt(1.0, rewards=rewards)])
+            of_one(GDPO(weights=weights), [Trajectory(1.0, rewards=rewards)])
 
 
 def test_length_penalties() -> None:
     """Linear, mean 1/2: 0.25 · 10/20 + 0.1 · 5/5 + 0.1 · 1/2 = 0.275 of it, and 0.25 + 0.1 · 2/5 + 0.1 = 0.39 of it; none
     where the mean is negative, for length would be rewarded. Overlong, 100 tokens of room, the last 20 of them a cache:
     nothing up to 80, a half at 90, all of it from 100 on."""
-    group = [Attempt(1.0, output_tokens=10, total_tokens=15), Attempt(0.0, output_tokens=20, total_tokens=22, turns=2)]
-    rewards = [attempt.reward for attempt in penalized(group, LinearPenalty())]
+    group = [
+        Trajectory(1.0, output_tokens=10, total_tokens=15),
+        Trajectory(0.0, output_tokens=20, total_tokens=22, turns=2),
+    ]
+    rewards = [trajectory.reward for trajectory in penalized(group, LinearPenalty())]
     assert rewards == pytest.approx([1 - 0.1375, -0.195])
     half = (1 - 0.1375 + 0.195) / 2
     assert of_one(GRPO(length_penalty=LinearPenalty()), group) == pytest.approx([half, -half])
-    negative = [Attempt(-1.0, 10, 10), Attempt(0.5, 90, 90)]
+    negative = [Trajectory(-1.0, 10, 10), Trajectory(0.5, 90, 90)]
     assert penalized(negative, LinearPenalty()) == negative
-    group = [Attempt(1.0, output_tokens=tokens) for tokens in (10, 80, 90, 100, 500)]
+    group = [Trajectory(1.0, output_tokens=tokens) for tokens in (10, 80, 90, 100, 500)]
     penalty = OverlongPenalty(max_tokens=100, cache=20)
-    assert [attempt.reward for attempt in penalized(group, penalty)] == [1.0, 1.0, 0.5, 0.0, 0.0]
+    assert [trajectory.reward for trajectory in penalized(group, penalty)] == [1.0, 1.0, 0.5, 0.0, 0.0]
     assert penalized(group, None) == group
 
 
@@ -131,7 +137,7 @@ def test_penalties_compare_an_agent_with_its_own_kind() -> None:
     """Contract: in a zero-sum game, too, length costs the winner's kind something; negative rewards are left alone."""
     config = GRPO(length_penalty={"type": "linear", "output": 1.0, "input": 0.0, "turns": 0.0})
     game = [
-        Attempt(reward, length, agent=agent) for length in (10, 1000) for agent, reward in (("w", 1.0), ("b", -1.0))
+        Trajectory(reward, length, agent=agent) for length in (10, 1000) for agent, reward in (("w", 1.0), ("b", -1.0))
     ]
     white, black, longer, other = of_one(config, game)
     assert white > 0 > longer
@@ -159,8 +165,8 @@ CONFIGS: list[AlgorithmConfig] = [
 def test_a_group_without_signal(config: AlgorithmConfig) -> None:
     """Contract: what is said to have no signal has exactly none, however the rest of the batch is normalized; only what
     compares attempts at one task may say so."""
-    alike = [Attempt(0.3, 10, 20, rewards={"a": 0.1, "b": 0.2})] * 3
-    differing = [*alike, Attempt(1.0, 10, 20, rewards={"a": 1.0, "b": 0.0})]
+    alike = [Trajectory(0.3, 10, 20, rewards={"a": 0.1, "b": 0.2})] * 3
+    differing = [*alike, Trajectory(1.0, 10, 20, rewards={"a": 1.0, "b": 0.0})]
     assert carries_signal(config, alike) != config.group_relative
     assert carries_signal(config, differing)
     if config.group_relative:
@@ -175,12 +181,12 @@ def test_every_algorithm_by_reward_has_an_estimator() -> None:
 # -- one's own ---------------------------------------------------------------------------------------------------------
 
 
-def best_alone(group: list[Attempt], *, margin: float = 0.0) -> list[float]:
-    best = max(attempt.reward for attempt in group) - margin
-    return [1.0 if attempt.reward >= best else 0.0 for attempt in group]
+def best_alone(group: list[Trajectory], *, margin: float = 0.0) -> list[float]:
+    best = max(trajectory.reward for trajectory in group) - margin
+    return [1.0 if trajectory.reward >= best else 0.0 for trajectory in group]
 
 
-def nonsense(group: list[Attempt], value: float = math.nan) -> list[float]:
+def nonsense(group: list[Trajectory], value: float = math.nan) -> list[float]:
     return [value] * len(group)
 
 
@@ -189,7 +195,7 @@ def own(function: str, **args: float) -> CustomAlgorithm:
 
 
 def test_an_algorithm_of_ones_own() -> None:
-    """Contract: a function gets a group's attempts and its arguments; one that is not there, takes other arguments or
+    """Contract: a function gets a group's trajectories and arguments; one that is not there, takes other arguments or
     gives no finite numbers is refused."""
     config = own("best_alone", margin=0.3)
     user_function(config, "algorithm")
@@ -203,8 +209,8 @@ def test_an_algorithm_of_ones_own() -> None:
         with pytest.raises(UserError, match=message):
             user_function(wrong, "algorithm")
     for wrong, message in (
-        (own("nonsense"), r"gave \[nan\] for 1 attempts"),
-        (own("nonsense", value=1e39), r"gave \[1e\+39\] for 1 attempts"),
+        (own("nonsense"), r"gave \[nan\] for 1 trajectories"),
+        (own("nonsense", value=1e39), r"gave \[1e\+39\] for 1 trajectories"),
     ):
         with pytest.raises(UserError, match=message):
             of_one(wrong, rewarded(0.0))
