@@ -466,7 +466,9 @@ class WeightSync:
         version, incarnation = scheduler.version, scheduler.incarnation
         if scheduler.must_go_back or not self._settled.is_set():
             return False
-        if not verified or (replica.loaded is not None and replica.loaded.version != version):
+        # The same version of an incarnation that was superseded is other weights.
+        manifest = self.published.manifest(version) if self.config.trainer else None
+        if not verified or (replica.loaded is not None and manifest is not None and not replica.loaded.holds(manifest)):
             await self._load_one(replica, version)
         changed = scheduler.must_go_back or (version, incarnation) != (scheduler.version, scheduler.incarnation)
         if changed or not self._settled.is_set():

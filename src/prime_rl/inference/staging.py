@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -106,7 +107,10 @@ class Staging:
             with self._side_stream():
                 self.tensors = self._stage()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
-            self._error = error.with_traceback(None)  # its frames refer to the buffer
+            traceback.clear_frames(error.__traceback__)  # they refer to the buffer, as those of its causes do
+            for cause in (error.__cause__, error.__context__):
+                traceback.clear_frames(cause.__traceback__ if cause is not None else None)
+            self._error = error.with_traceback(None)
         self.seconds = time.perf_counter() - began
         if self._dropped.is_set():  # meanwhile
             self.tensors = []

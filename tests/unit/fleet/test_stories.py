@@ -357,6 +357,29 @@ async def test_a_server_of_another_base_model_ends_the_start_at_once(w):
     assert asked == [0]
 
 
+@story(servers=2, steps=5, async_level=1, max_error_rate=1.0)
+async def test_away_while_its_version_is_made_again(w):
+    """Contract: a server that comes back with version 2 of a superseded incarnation loads version 2 of the current one."""
+    other, away = w.servers
+    w.pool.seconds = 0.05
+    await w.batch(1)
+    gates = {server.root: asyncio.Event() for server in w.servers}
+    w.pool.gates.update(gates)
+    await w.wait(lambda: other.updates and away.updates and other.updates[-1] == away.updates[-1] == (2, 0))
+    await w.serves(2)
+    away.up = False
+    w.quarantine(away)
+    w.restart_trainer(1)
+    await w.wait(lambda: other.updates[-1] == (2, 1))
+    await w.wait(lambda: w.current.scheduler.version == 2 and not w.current.scheduler.must_go_back)
+    away.up = True
+    await w.wait(lambda: w.replica(away).ready)
+    assert away.updates[-1] == (2, 1)
+    for gate in gates.values():
+        gate.set()
+    yield
+
+
 # ---- servers behind a router
 
 

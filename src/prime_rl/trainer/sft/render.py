@@ -116,7 +116,8 @@ def _as_text(content: Any) -> Any:
 
 class _Function(BaseModel, extra="allow"):
     name: str
-    arguments: Json[dict[str, Any]] | dict[str, Any] = {}
+    # Some APIs write "" where a call has no arguments.
+    arguments: Annotated[Json[dict[str, Any]] | dict[str, Any], BeforeValidator(lambda value: value or {})] = {}
 
 
 class _Call(BaseModel, extra="allow"):
@@ -276,6 +277,8 @@ class RowRenderer:
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AssertionError) as error:
             raise UserError(f"the chat template of {self._model} refuses {where}: {one_line(error)}") from error
         trained = sample.input_ids[sample.loss_mask]
+        if any(int(token) in self._stop_ids for token in trained[:-1]):  # in a tool call, say
+            raise UserError(f"{where} holds a token that ends a reply: it cannot be trained")
         text = _squeezed(self._tokenizer.decode(trained, clean_up_tokenization_spaces=False))
         if _squeezed(message["content"].rpartition("</think>")[2]) not in text:
             raise UserError(f"the chat template of {self._model} leaves out the content of {where}, or alters it")
