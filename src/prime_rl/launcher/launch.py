@@ -115,7 +115,7 @@ def drained(config: RLConfig) -> str:
     if config.trainer.ckpt is not None:
         return "the current step will be finished and saved"
     step = max(0, *(rundir.newest_step(config.output_dir / name) for name in ("recovery", "checkpoints")))
-    return f"the current step will be finished, not saved (no [ckpt]): --recover would go on from step {step}"
+    return f"the current step will be finished, not saved for good (no [ckpt]): --recover goes on from step {step} or later"
 
 
 def _check(config: RLConfig) -> None:

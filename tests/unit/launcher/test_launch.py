@@ -50,6 +50,6 @@ def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     plain, saving = config(tmp_path), config(tmp_path, ckpt=CkptConfig())
     assert drained(saving) == "the current step will be finished and saved"
     assert "saves nothing" in drained(config(tmp_path, bench=True))
-    assert drained(plain).endswith("not saved (no [ckpt]): --recover would go on from step 0")
+    assert drained(plain).endswith("--recover goes on from step 0 or later")
     (tmp_path / "recovery" / "step_3").mkdir(parents=True)
-    assert drained(plain).endswith("--recover would go on from step 3")
+    assert drained(plain).endswith("--recover goes on from step 3 or later")
