@@ -110,7 +110,11 @@ class Worker:
         elif not self.ready and time.monotonic() - self.started > start_timeout:
             self.mark_for_termination(f"not ready after {start_timeout:.0f} s")
         elif self.lag > hang_timeout:
-            self.mark_for_termination(f"was blocked for {self.lag:.0f} s: its log says where", by_its_code=True)
+            process = processes.read(self.child.pid)
+            if process is not None and process.stopped:  # by a signal: no episode did that
+                self.mark_for_termination(f"was stopped for {self.lag:.0f} s")
+            else:
+                self.mark_for_termination(f"was blocked for {self.lag:.0f} s: its log says where", by_its_code=True)
         return self.ending
 
     async def end(self) -> None:
