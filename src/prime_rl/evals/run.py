@@ -276,7 +276,7 @@ class Evaluation:
             # Before the look: what was committed before the last word is seen.
             ended = not config.follow or writer.ended(asked_to_stop=False)
             committed = list_steps(directory)
-            if config.follow:  # the last one is worth knowing, whatever the interval
+            if config.follow:  # the last one is evaluated whatever the interval
                 versions |= {*_chosen(config, committed), *(committed[-1:] if ended else ())}
             manifests = (self._find(directory, version) for version in sorted(versions - {BASE}))
             manifest = next((manifest for manifest in manifests if manifest is not None), None)

@@ -15,7 +15,7 @@ from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.weights import version_dir, weights_manifest
 
 _LOOK_SECONDS = 0.25
-_PATIENCE_SECONDS = 30.0  # a wait shorter than this is normal and not worth a line
+_PATIENCE_SECONDS = 30.0  # a shorter wait is normal: no line
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
 _EVAL_PREFIX, _EVAL_SUFFIX = "eval/", "/reward/mean"

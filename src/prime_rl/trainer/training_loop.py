@@ -147,7 +147,7 @@ def run(
     if not config.bench:
         report.phase("committing the starting weights")
         checkpoints.begin(versions, start)
-    report.status.ready()  # what fails from here on is worth starting again
+    report.status.ready()  # a restart may help against what fails from here on
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
     rows = exit_stack.enter_context(MetricRows(report, world.device))
