@@ -1,6 +1,6 @@
-"""Environments of all kinds side by side in one pool: verifiers v1, classic verifiers in a Python environment that uv makes, plain Python.
+"""Environments of all kinds side by side in one pool: verifiers v1, classic verifiers in a Python environment of its own, plain Python.
 
-The Python environment is really made, from the package index, once for all tests here.
+That one is made from the package index, once for all tests here, by the lines in docs/guides/environments.md.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 
 from prime_rl.envs.protocol import Outcome
-from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from support.environments import PoolWorld, environment, open_pool
 from support.fake_engine import assert_exact, make_tokenizer
@@ -21,46 +20,56 @@ from support.scripted import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-SUPPORT = Path(__file__).parents[1] / "support"
+REPOSITORY = Path(__file__).parents[2]
+SUPPORT = REPOSITORY / "tests" / "support"
 CLASSIC = SUPPORT / "envs" / "reverse_classic"
 GUESS = SUPPORT / "envs" / "guess"
 
 
-def classic(name: str = "reverse-classic", **args: Any) -> Any:
-    return environment("reverse-classic", args, name=name, adapter="classic", requirements=[str(CLASSIC)])
+def classic(python: str, name: str = "reverse-classic", **args: Any) -> Any:
+    return environment("reverse-classic", args, name=name, adapter="classic", python=python)
 
 
 @pytest.fixture(scope="module")
-def index() -> None:
-    """Skips where uv reaches no package index and has not kept what is needed."""
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The interpreter that the guide's lines make. Skips where uv reaches no package index and has not kept what is needed."""
     command = ["uv", "pip", "install", "--dry-run", "--quiet", "--target", "/nonexistent", "verifiers==0.3.1"]
     tried = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
     if tried.returncode:
         pytest.skip(f"uv cannot get verifiers 0.3.1: {tried.stderr.strip().splitlines()[:1]}")
+    directory = tmp_path_factory.mktemp("python") / "classic-env"
+    page = (REPOSITORY / "docs" / "guides" / "environments.md").read_text()
+    lines = page.partition("## A Python environment of its own")[2].partition("```bash\n")[2].partition("```")[0]
+    for written, meant in (
+        ("gsm8k==0.2.1", f"{CLASSIC} {GUESS}"),
+        ("gsm8k-env", directory),
+        ("ours.txt", f"{directory}.txt"),
+    ):
+        assert written in lines
+        lines = lines.replace(written, str(meant))
+    subprocess.run(["bash", "-ec", lines], cwd=REPOSITORY, check=True, timeout=600)
+    return str(directory / "bin" / "python")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(index: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PoolWorld]:
+async def world(python: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PoolWorld]:
     root = tmp_path_factory.mktemp("kinds")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         patch.setenv("PYTHONPATH", str(GUESS))
-        envs = prepare(
-            [
-                environment("reverse-text", {"num_tasks": 8}),
-                environment("guess"),
-                environment("owner/guess@0.2.0", {"words": 2}, name="guess-apart", adapter="python", requirements=[str(GUESS)]),
-                classic(),
-                classic("two", kind="two", split="eval"),
-                classic("forgetful", kind="forgetful"),
-                classic("raises", reward="raises"),
-                classic("nan", reward="nan"),
-                classic("no-length", metric="raises"),
-                classic("slow", kind="slow"),
-                classic("silent", kind="silent"),
-                environment("reverse-classic", {"kind": "two"}, name="short", adapter="classic", requirements=[str(CLASSIC)], max_turns=1),
-            ]
-        )  # fmt: skip
+        envs = [
+            environment("reverse-text", {"num_tasks": 8}),
+            environment("guess"),
+            environment("owner/guess@0.2.0", {"words": 2}, name="guess-apart", python=python),
+            classic(python),
+            classic(python, "two", kind="two", split="eval"),
+            classic(python, "forgetful", kind="forgetful"),
+            classic(python, "raises", reward="raises"),
+            classic(python, "nan", reward="nan"),
+            classic(python, "no-length", metric="raises"),
+            classic(python, "slow", kind="slow"),
+            classic(python, "silent", kind="silent"),
+            environment("reverse-classic", {"kind": "two"}, name="short", python=python, max_turns=1),
+        ]
         async with open_pool(envs, make_tokenizer(root / "model"), root / "out") as world:
             yield world
 
@@ -152,20 +161,19 @@ async def test_classic_deadline_and_cancellation(world: PoolWorld) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "message"),
+    ("args", "message"),
     [
-        (classic(ranked=True), r"reward function 'rank' scores a group of episodes together"),
-        (classic(kinds="two"), r"no argument 'kinds'; did you mean 'kind'\?"),
-        (classic(kind="three"), r"failed to load: KeyError: 'three'"),
-        (classic(split="tset"), r"argument split is 'tset'"),
-        (classic(kind="no-eval", split="eval"), r"no tasks of its own for evaluation"),
+        ({"ranked": True}, r"reward function 'rank' scores a group of episodes together"),
+        ({"kinds": "two"}, r"no argument 'kinds'; did you mean 'kind'\?"),
+        ({"kind": "three"}, r"failed to load: KeyError: 'three'"),
+        ({"split": "tset"}, r"argument split is 'tset'"),
+        ({"kind": "no-eval", "split": "eval"}, r"no tasks of its own for evaluation"),
     ],
 )
 async def test_classic_that_cannot_be_used(
-    env: Any, message: str, world: PoolWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    args: dict[str, Any], message: str, python: str, world: PoolWorld, tmp_path: Path
 ) -> None:
     """Refused when it is loaded, with the reason."""
-    envs = prepare([env])
     with pytest.raises(UserError, match=message):
-        async with open_pool(envs, world.engine.model, tmp_path):
+        async with open_pool([classic(python, **args)], world.engine.model, tmp_path):
             pass

@@ -50,6 +50,7 @@ REMOVED = {
     "recycle_episodes": "where memory runs out the kernel ends workers first, and their episodes run again",
     "recycle_mib": "where memory runs out the kernel ends workers first, and their episodes run again",
     "register_dir": "clients list their servers, in client.base_url",
+    "requirements": "name an interpreter in `python`; docs/guides/environments.md has three lines that make one",
     "restart_backoff": "the first restart comes after a second, each further one after twice as long",
     "stage_weights": "new weights are staged wherever there is memory for them",
     "turn_timeout": "the time of an episode bounds its replies",

@@ -241,7 +241,6 @@ class EnvConfig(Section):
     sampling: SamplingOverride | None = option(None, "Sampling settings of this environment alone.")
     adapter: Literal["auto", "verifiers", "classic", "python"] = option("auto", "Its kind (auto: by its module).")
     python: str | None = option(None, "Python interpreter of the worker processes (None: this one).")
-    requirements: list[str] = option(list, "Packages of a Python environment of its own, made by uv, such as ./my_env.")
     workers: PositiveInt | Literal["auto"] = option(
         "auto", "Worker processes (auto: as many as their load calls for, up to one for each core)."
     )
@@ -256,11 +255,9 @@ class EnvConfig(Section):
         self.name = self.name or self.id
         workers, place = self.workers, key_in(self.args)  # settings are written to configs/; keys travel as variables
         word = "an environment cannot be named 'all', metrics' word for all of them: give another `<name>`"
-        both = "<python> names an interpreter and <requirements> make one: give one of them"
         unused = f"<max_workers> has no effect with <workers> = {workers}: leave one of them out"
         key = f"<args>.{place} holds a key, which would be written to configs/: put it into a variable"
         yield conflict(self.name == "all", word, "id")
-        yield conflict(self.python is not None and self.requirements, both)
         yield conflict(self.max_workers is not None and workers != "auto", unused)
         yield conflict(place, f"{key} that the environment reads, and name that in `secrets`")
 

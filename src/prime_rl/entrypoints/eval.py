@@ -29,11 +29,8 @@ def run(config: EvalConfig) -> None:
         of = "" if config.weights_dir is None else f", versions of {config.weights_dir}"
         show(config, "eval", f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
         return
-    from prime_rl.envs.venv import prepare
-
     write_toml(config, config.output_dir / "configs" / "eval.toml")
     log.setup(config.log.level, "eval", config.output_dir)
-    prepare(config.environments)
     asyncio.run(_until_asked_to_stop(run_evals(config)))
 
 

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from prime_rl import faults
 from prime_rl.config import OrchestratorConfig, write_toml
 from prime_rl.entrypoints import run_command, show
-from prime_rl.envs.venv import prepare
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.preflight import check_environment, check_model
 from prime_rl.launcher.rundir import as_benchmark, cleaned, refuse_results
@@ -41,7 +40,6 @@ def run(config: OrchestratorConfig) -> None:
             f"batches to {config.output_dir / 'rollouts'}, weights from {config.output_dir / 'weights'}",
         )
         return
-    prepare(config.all_environments())
     with cleaned(config.output_dir, "orchestrator") if config.clean else nullcontext():
         check_and_commit(config, "orchestrator")
     log.setup(config.log.level, "orchestrator", config.output_dir)

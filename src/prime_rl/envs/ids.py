@@ -23,8 +23,8 @@ import prime_rl
 Kind = Literal["verifiers", "classic", "python"]
 VERSIONS = "classic environments run with verifiers 0.3.1, those of verifiers.v1 with 0.4.0 alone"
 CLASSIC = (
-    'is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and `requirements`, the '
-    "packages of a Python environment of its own with verifiers 0.3.1"
+    'is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and in `python` an '
+    "interpreter with verifiers 0.3.1 (docs/guides/environments.md: A Python environment of its own)"
 )
 _REPORTED: set[str] = set()
 

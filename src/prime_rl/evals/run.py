@@ -16,7 +16,6 @@ from prime_rl.config.eval import EvalEnv
 from prime_rl.config.shared import EnvConfig, is_own_host
 from prime_rl.envs.ids import installed
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults, report_table, write_report
 from prime_rl.evals.runner import EvalRunner, KeyRejected, eval_environments, tasks_of
@@ -90,7 +89,7 @@ async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
 def make_pool(config: EvalConfig, chat: bool) -> EnvPool:
     """The worker pool of all environments."""
     return EnvPool(
-        prepare(config.environments),
+        config.environments,
         model=config.model.name,
         base_url=config.client.base_urls,
         api_key=os.environ.get(config.client.api_key_var),
@@ -222,7 +221,7 @@ class Evaluation:
         plan = EvalPlan(env.name, env.name, sampling, wanted, attempts, config.seq_len, chat)
         tokens = {"seq_len": config.seq_len, "renderer": config.renderer}
         # What the results depend on. More tasks and attempts go on from those that are there.
-        names = {"id", "args", "adapter", "python", "requirements", "max_turns"}
+        names = {"id", "args", "adapter", "python", "max_turns"}
         settings: dict[str, Any] = {
             "model.name": config.model.name,
             "environment": env.model_dump(mode="json", include=names),

@@ -7,7 +7,6 @@ from contextlib import suppress
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.loader import say
 from prime_rl.config.shared import how_to_start
-from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import claim_port
 from prime_rl.inference.server import guarded_host
@@ -39,7 +38,6 @@ def run(config: RLConfig) -> int:
     _check(config)
     if config.dry_run:
         return _show(config, plan)
-    venv.prepare(config.orchestrator.all_environments())
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
         with suppress(WaitTimeout):  # a killed run's processes may take a moment to die

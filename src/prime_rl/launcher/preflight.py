@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from prime_rl.config.shared import ClientConfig, EnvConfig
-from prime_rl.envs import ids, venv
+from prime_rl.envs import ids
 from prime_rl.errors import UserError
 from prime_rl.importing import look_here
 from prime_rl.inference import checks
@@ -39,16 +39,13 @@ def check_environment(environment: EnvConfig) -> None:
         if shutil.which(environment.python) is None:
             raise UserError(f"environment {environment.name}: no Python interpreter at {environment.python}")
         return
-    if environment.requirements:
-        venv.check(environment)
-        return
     look_here()
     module = ids.module_name(environment.id)
     if ids.find(environment.id) is None and not _is_builtin_taskset(module):
         near = difflib.get_close_matches(environment.id, ids.installed(), 1)
         raise UserError(
             f"environment {environment.id} is not installed (no module {module}, nor a {module}.py here): "
-            f"`uv run prime env install {environment.id}`, `uv add` its package, or name it in `requirements`"
+            f"`uv run prime env install {environment.id}`, `uv add` its package, or name a Python that has it in `python`"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     kind = ids.kind_of(environment.id) if environment.adapter == "auto" else environment.adapter

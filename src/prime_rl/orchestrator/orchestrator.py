@@ -24,7 +24,6 @@ from loguru import logger
 from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
-from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.runner import Evaluations, eval_environments, eval_worker, wire_sampling
 from prime_rl.fleet.client import InferenceClient
@@ -575,7 +574,7 @@ def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
     names = [env.name for env in config.environments]
     evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
     return EnvPool(
-        prepare([*config.environments, *evals]),
+        [*config.environments, *evals],
         model=config.model.name,
         base_url=config.client.base_urls,
         api_key=os.environ.get(config.client.api_key_var),

@@ -91,7 +91,7 @@ def test_kinds_that_are_not_for_the_installed_verifiers(tmp_path: Path, monkeypa
     (tmp_path / "old_env.py").write_text("import surely_not_there\ndef load_environment(): pass")
     (tmp_path / "new_env.py").write_text("import surely_not_there\n__all__ = ['T']")
     for adapter in ("auto", "classic"):
-        with pytest.raises(LoadError, match="classic verifiers API .*requirements"):
+        with pytest.raises(LoadError, match="classic verifiers API .*`python`"):
             load(Setup("old-env", "old-env", {}, "model", "auto", "info", adapter=adapter))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
     wrong = r"'new-env' is written for verifiers\.v1: .* has verifiers 0\.3\.1; .*v1 with 0\.4\.0 alone"
