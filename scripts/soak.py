@@ -31,7 +31,7 @@ from conftest import free_port  # noqa: E402
 from faults import audit  # noqa: E402
 from faults.harness import MODEL, EngineKeeper, ServedWatcher, environment, survivors  # noqa: E402
 from prime_rl.monitor import read_status  # noqa: E402
-from prime_rl.processes import descendants, identify, table  # noqa: E402
+from prime_rl.processes import below, identify, table  # noqa: E402
 from prime_rl.transport.commit import list_steps  # noqa: E402
 from support.processes import Command  # noqa: E402
 
@@ -162,14 +162,10 @@ class Fire:
     def _pids(self, process: str) -> Sequence[int]:
         """Of the inference server either itself or its engine; environment workers by their command line."""
         if process == "environment":
-            return [
-                each.id.pid
-                for each in descendants(self._rl.process.pid, table())
-                if "prime_rl.envs.worker" in _command(each.id.pid)
-            ]
+            return [each for each in below({self._rl.process.pid}, table()) if "prime_rl.envs.worker" in _command(each)]
         pid = read_status(self._run)[process].pid
-        below = [child.id.pid for child in descendants(pid, table())] if process == "inference" else []
-        return [pid, *(child for child in below if identify(child) is not None)]
+        family = below({pid}, table()) if process == "inference" else {pid}
+        return [each for each in family if identify(each) is not None]
 
 
 def _command(pid: int) -> str:

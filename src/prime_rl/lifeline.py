@@ -7,7 +7,6 @@ their own virtual environments.
 
 import os
 import runpy
-import select
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from prime_rl.processes import ProcessId
 
 ENV = "PRIMERL_LAUNCHER"  # "pid:start time" of the process to watch
 _MARK = "PRIMERL_TREE_"
+_LOOK_SECONDS = 0.5
 
 
 def variable() -> dict[str, str]:
@@ -33,9 +33,6 @@ class Child:
     """A process with all that it starts: in a session of its own, watching this process. What is spawned is spawned here.
 
     It and all below it have a variable of its own in their environment, by which `reap` finds daemons, too.
-
-    Attributes:
-        survivors: What SIGKILL did not end in time; known once it is reaped.
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], output: int | IO[bytes]) -> None:
@@ -55,7 +52,6 @@ class Child:
             start_new_session=True,  # Ctrl-C reaches only us: we decide who is signalled, and how
         )
         self.pid = self._popen.pid
-        self.survivors: list[ProcessId] = []
 
     @property
     def running(self) -> bool:
@@ -81,12 +77,11 @@ class Child:
         """SIGKILL it and all that it has started, and wait until they are gone."""
         if not self.running:
             return
-        killed = processes.kill_family(self.pid, self._mark)
+        processes.kill_family(self.pid, self._mark)
         try:
-            self._popen.wait(timeout=processes.DEATH_SECONDS)
-        except subprocess.TimeoutExpired:
+            self._popen.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:  # it hangs in the kernel
             self._popen.returncode = -signal.SIGKILL
-        self.survivors = processes.await_death(killed)
 
 
 def watch() -> None:
@@ -121,18 +116,11 @@ def ancestors() -> list[int]:
 
 def _end_with(watched: ProcessId, kill: Callable[[], None]) -> None:
     """Call `kill` once `watched` is gone."""
-    try:
-        descriptor = os.pidfd_open(watched.pid)
-    except ProcessLookupError:
-        descriptor = -1
-    if descriptor < 0 or not processes.is_alive(watched):  # the pid may be another process's by now
-        print(f"error: the process that started this one (pid {watched.pid}) is gone", file=sys.stderr, flush=True)
-        kill()
 
     def await_end() -> None:
-        end = select.poll()
-        end.register(descriptor, select.POLLIN)
-        end.poll()  # bounded: a daemon thread, it ends with the process
+        while processes.is_alive(watched):
+            time.sleep(_LOOK_SECONDS)  # bounded: a daemon thread, it ends with the process
+        print(f"error: the process that started this one (pid {watched.pid}) is gone", file=sys.stderr, flush=True)
         kill()
 
     threading.Thread(target=await_end, name="lifeline", daemon=True).start()

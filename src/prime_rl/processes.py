@@ -5,7 +5,7 @@ Standard library only: environment workers import this from their own virtual en
 
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from prime_rl.wait import WaitTimeout, wait
 
-DEATH_SECONDS = 30.0  # from SIGKILL to the end: a process inside the kernel (a disk, a driver) dies when it comes out
+DEATH_SECONDS = 30.0  # from SIGKILL to the end
 _KILL_ROUNDS = 3  # a process may be born between the look and the kill
 _OOM_SCORE = 500  # of 1000
 _PROC = Path("/proc")
@@ -76,55 +76,41 @@ def is_alive(process: ProcessId) -> bool:
     return identify(process.pid) == process
 
 
-def boot_id() -> str:
-    """Identify the running kernel: another one means that every process of before is gone."""
-    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-
-
-def descendants(pid: int, processes: Table) -> list[ProcessInfo]:
-    """Return every process below `pid`, in any process group or session."""
-    return [processes[each] for each in _below({pid}, processes) - {pid}]
-
-
-def _below(pids: set[int], processes: Table) -> set[int]:
-    """Return these and all below them."""
+def below(pids: set[int], processes: Table) -> set[int]:
+    """Return these and all below them, in any process group or session."""
     own = pids
     while more := {pid for pid, process in processes.items() if process.parent in own} - own:
         own = own | more
     return own
 
 
-def kill_family(pid: int, mark: str) -> set[ProcessInfo]:
-    """SIGKILL a process and all that belongs to it. Return what was killed, perhaps not dead yet.
+def kill_family(pid: int, mark: str) -> set[ProcessId]:
+    """SIGKILL a process and all that belongs to it; wait, within bounds, until memory, GPUs and ports are free.
 
     Others belong to it by descent, by process group, or by the variable `mark` ("NAME=value") in their environment: a
-    daemon keeps that after its parents are gone.
+    daemon keeps that after its parents are gone. Return what was killed.
     """
-    killed: dict[ProcessId, ProcessInfo] = {}
+    killed: set[ProcessId] = set()
     for _ in range(_KILL_ROUNDS):
         processes = table()
         roots = {each for each, process in processes.items() if pid in (each, process.group) or _is_marked(each, mark)}
-        if not (own := _below(roots, processes) - {os.getpid()}):
+        if not (own := below(roots, processes) - {os.getpid()}):
             break
+        killed |= {processes[each].id for each in own}
         for each in own:
-            killed.setdefault(processes[each].id, processes[each])
             send(processes[each].id, signal.SIGKILL)
-    return set(killed.values())
+    with suppress(WaitTimeout):  # one inside the kernel (a disk, a driver) dies when it comes out
+        wait(
+            lambda: not any(map(is_alive, killed)),
+            subject="end of killed processes", owner="the kernel", seconds=DEATH_SECONDS, poll=0.05,
+        )  # fmt: skip
+    return killed
 
 
 def _is_marked(pid: int, mark: str) -> bool:
     with suppress(OSError):  # ended meanwhile, or another user's
         return mark.encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     return False
-
-
-def await_death(killed: Iterable[ProcessInfo]) -> list[ProcessId]:
-    """Wait, within bounds, until killed processes have freed memory, GPUs and ports. Return those that are not gone."""
-    dying = [process.id for process in killed]
-    subject, owner = "end of killed processes", "the kernel"
-    with suppress(WaitTimeout):
-        wait(lambda: not any(map(is_alive, dying)), subject=subject, owner=owner, seconds=DEATH_SECONDS, poll=0.05)
-    return [process for process in dying if is_alive(process)]
 
 
 def send(process: ProcessId, number: signal.Signals) -> None:

@@ -21,7 +21,7 @@ from conftest import InferenceServer, LaunchServer, failing_loads, make_tiny_mod
 from prime_rl import faults
 from prime_rl.inference.engine_watch import ASK_SECONDS
 from prime_rl.monitor.status import ProcessStatus, read_status
-from prime_rl.processes import descendants, table
+from prime_rl.processes import table
 from prime_rl.transport.weights import (
     hash_directory,
     version_hash,
@@ -390,7 +390,7 @@ def test_a_key_guards_the_server_and_appears_nowhere(
 
 
 def engines(server: int) -> list[int]:
-    below = [process.id.pid for process in descendants(server, table()) if process.parent == server]
+    below = [process.id.pid for process in table().values() if process.parent == server]
     return [pid for pid in below if b"multiprocessing.resource_tracker" not in cmdline(pid)]
 
 

@@ -182,19 +182,6 @@ def test_an_own_server_is_started_again_and_nobody_else(launch: Start) -> None:
     assert (run.base / "trainer.incarnations").read_text() == "x"
 
 
-def test_a_run_goes_on_without_a_server_that_cannot_be_started(launch: Start) -> None:
-    """One of several that fails again and again is given up alone; the last one is not."""
-    run = launch("inference=serves", "inference-1=always-raises", "trainer=after", policy=PATIENT)
-    file = run.base / "inference-1.incarnations"
-    until(lambda: file.exists() and file.read_text() == "xxx", "the last incarnation of the server")
-    time.sleep(1.0)  # the launcher gives it up meanwhile
-    (run.base / "end").touch()
-    status, out = run.wait()
-    assert status == 0, out
-    assert "the run goes on without inference-1, on inference" in out
-    assert file.read_text() == "xxx"
-
-
 def test_a_launcher_that_was_halted_blames_nobody(launch: Start) -> None:
     """Suspended together with its children for longer than any timeout: afterwards all go on."""
     run = launch("trainer=mends:patient", "orchestrator=after", policy=PATIENT)

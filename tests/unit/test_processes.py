@@ -75,5 +75,5 @@ def test_a_daemon_is_found_by_its_mark() -> None:
     nobody = 2**22 + 1  # beyond the largest process number
     assert kill_family(nobody, "PRIMERL_TEST=another") == set()
     assert daemon in table()
-    assert [process.id.pid for process in kill_family(nobody, f"PRIMERL_TEST={mark}")] == [daemon]
+    assert [process.pid for process in kill_family(nobody, f"PRIMERL_TEST={mark}")] == [daemon]
     assert gone(daemon)

@@ -1,5 +1,7 @@
 """`sft`: fine-tunes a model on demonstrations."""
 
+from loguru import logger
+
 from prime_rl import faults
 from prime_rl.config import SFTConfig
 from prime_rl.entrypoints import run_trainer, show
@@ -42,6 +44,8 @@ def run(config: SFTConfig, rank: int) -> None:
         with cleaned(config.output_dir, "sft"):
             # Others that clean must see this run before torch is imported.
             Status(config.output_dir, "sft").phase("starting")
+    if rank == 0:
+        logger.info("loading torch, {} and the data; logs in {}", config.model.name, config.output_dir / "logs")
     if config.bench and rank == 0:
         metrics_path(config.output_dir, "sft").unlink(missing_ok=True)  # of an earlier benchmark
     with quick_imports():

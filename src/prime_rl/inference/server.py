@@ -85,6 +85,7 @@ def run(config: InferenceConfig) -> None:
     argv = arguments(config, engine)
     check_and_commit(config, "inference")  # what could not start writes nothing
     log.setup(config.log.level, config.process, config.output_dir)
+    write_toml(config, config.output_dir / "configs" / f"{config.process}.toml")
     prepare_environment(config, engine)
     if any(argument.partition("=")[0].replace("_", "-") == "--api-key" for argument in sys.argv):
         logger.warning(

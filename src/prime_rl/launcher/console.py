@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from prime_rl.config.loader import say
+from prime_rl.launcher.rundir import LAUNCHER
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch, Row, limit_of
 from prime_rl.monitor.monitor import metrics_path, read_metrics
@@ -69,7 +70,7 @@ class Console:
     def look(self) -> None:
         """Print what is new."""
         for name, status in read_status(self._output_dir).items():
-            if "." not in name:  # no rank but the first
+            if "." not in name and name != LAUNCHER:  # no rank but the first
                 self._show(status)
         for line in [] if self._bench else self.step_lines():
             self.say(line)

@@ -14,6 +14,7 @@ from prime_rl.launcher import preflight, rundir, slurm
 from prime_rl.launcher.console import Console, minutes
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
+from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import resume_point
 from prime_rl.transport.settings import dry_path
@@ -41,11 +42,12 @@ def run(config: RLConfig) -> int:
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
         with suppress(WaitTimeout):  # a killed run's processes may take a moment to die
-            wait(lambda: not _taken_port(plan), subject="port", owner="a run before", seconds=_PORT_SECONDS)
-        if (taken := _taken_port(plan)) is not None:
+            wait(lambda: not _taken(plan), subject="its port", owner="a run before", seconds=_PORT_SECONDS)
+        if (taken := _taken(plan)) is not None:
             raise taken
         if _resumes(config):
-            rundir.forget_status(config.output_dir)
+            for name in read_status(config.output_dir).keys() - {rundir.LAUNCHER}:
+                rundir.forget_status(config.output_dir, name)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
                 pass
@@ -56,7 +58,7 @@ def run(config: RLConfig) -> int:
 
 def _show(config: RLConfig, plan: Plan) -> int:
     """Print the plan and write its configs, beside those of a run that the directory holds."""
-    problems = [_taken_port(plan)]
+    problems = [_taken(plan)]
     try:
         _check_directory(config)
     except UserError as error:
@@ -112,7 +114,7 @@ def drained(config: RLConfig) -> str:
         return "the current step will be finished; a benchmark saves nothing"
     if config.trainer.ckpt is not None:
         return "the current step will be finished and saved"
-    step = max(0, *(rundir.newest_step(config.output_dir / name) for name in ("recovery", "checkpoints")))
+    step = rundir.recovery_step(config.output_dir)
     return f"the current step will be finished, not saved for good (no [ckpt]): --recover goes on from step {step} or later"
 
 
@@ -132,9 +134,10 @@ def _check(config: RLConfig) -> None:
         preflight.check_environment(environment)
 
 
-def _taken_port(plan: Plan) -> UserError | None:
-    """Say which port of the plan is taken; None where all are free."""
+def _taken(plan: Plan) -> UserError | None:
+    """Say which process of the plan is running already, or which of its ports is taken; None where it may start."""
     try:
+        rundir.refuse_running(plan.output_dir, {process.name for process in plan.processes})
         for server in plan.servers:
             if server.port is not None:
                 claim_port(server.host, server.port, "--inference.server.port").close()

@@ -3,25 +3,23 @@
 import fcntl
 import os
 import shutil
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.status import read_record, write_record
-from prime_rl.processes import ProcessId, boot_id, is_alive, me
+from prime_rl.monitor.status import ProcessStatus, new_status, read_record, read_status, status_path, write_record
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.settings import LEDGER, running_processes, suggestions
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
-_MISSED_BEATS = 3
-_OWNER = "launcher.json"
+LAUNCHER = "rl"  # its status is its claim on the run directory
 _BENCH = "bench"
 _LOCK_SECONDS = 60.0  # long enough for another process to remove a large run
 
@@ -45,66 +43,59 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
 Config = TypeVar("Config", RLConfig, TrainerConfig, SFTConfig, OrchestratorConfig)
 
 
-@dataclass(frozen=True)
-class Claim:
-    """Who holds a run directory: a process of one boot of one host, by its last heartbeat in unix seconds."""
-
-    pid: int
-    started: int
-    host: str
-    boot: str
-    heartbeat: float
-
-    @property
-    def id(self) -> ProcessId:
-        """Meaningful on `host` alone."""
-        return ProcessId(self.pid, self.started)
-
-    def is_of(self, other: "Claim") -> bool:
-        """Whether the same process made both."""
-        return replace(self, heartbeat=other.heartbeat) == other
-
-
 class Owner:
-    """Claim the run directory for this process; leaving the `with` block releases it. Call `beat()` now and then."""
+    """Claim the run directory as `status/rl.json`; leaving the `with` block releases it. Call `beat()` now and then."""
 
     def __init__(self, output_dir: Path) -> None:
         """Raises UserError when another living launcher holds it. A dead one's claim is taken over."""
-        self._made, self._output_dir, itself = not output_dir.exists(), output_dir, me()
+        self._made, self._output_dir = not output_dir.exists(), output_dir
+        self._path, self._claim = status_path(output_dir, LAUNCHER), new_status(LAUNCHER)
         try:
-            output_dir.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the output directory {output_dir}: {error.strerror}") from error
-        self._claim = Claim(itself.pid, itself.started, socket.gethostname(), boot_id(), time.time())
         with _locked(output_dir):
-            other = read_claim(output_dir)
-            if other is not None and is_held(other):
-                raise UserError(
-                    f"{output_dir} is in use by another rl (pid {other.pid} on {other.host}): "
-                    "stop that one, or choose another --output-dir"
-                )
-            write_record(output_dir / _OWNER, self._claim)
+            refuse_running(output_dir, {LAUNCHER})
+            write_record(self._path, self._claim)
 
     def beat(self) -> None:
         """Refresh the claim for launchers on other hosts. Raises UserError when one of them has taken over."""
         if time.time() - self._claim.heartbeat < HEARTBEAT_SECONDS:
             return
-        current = read_claim(self._output_dir)
-        if current is not None and not current.is_of(self._claim):
-            raise UserError(f"{self._output_dir} was taken over by pid {current.pid} on {current.host}")
+        if (other := self._other()) is not None:
+            raise UserError(f"{self._output_dir} was taken over by pid {other.pid} on {other.host}")
         self._claim = replace(self._claim, heartbeat=time.time())
         with suppress(OSError):
-            write_record(self._output_dir / _OWNER, self._claim)
+            write_record(self._path, self._claim)
+
+    def _other(self) -> ProcessStatus | None:
+        """Return the claim of a launcher that has taken over, if one has."""
+        current = read_record(ProcessStatus, self._path)
+        is_own = current is None or (current.id, current.host) == (self._claim.id, self._claim.host)
+        return None if is_own else current
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        current = read_claim(self._output_dir)
-        if current is not None and current.is_of(self._claim):
-            (self._output_dir / _OWNER).unlink()
-        if self._made and not any(self._output_dir.iterdir()):  # bad input leaves nothing behind
-            self._output_dir.rmdir()
+        if self._other() is None:
+            self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # not empty. Bad input leaves nothing behind
+            self._path.parent.rmdir()
+            if self._made:
+                self._output_dir.rmdir()
+
+
+def refuse_running(output_dir: Path, names: Collection[str]) -> None:
+    """Raise UserError when a process of one of these names is running in the directory."""
+    statuses = read_status(output_dir)
+    for name in sorted(running_processes(output_dir) & set(names)):
+        details = [f"pid {statuses[name].pid} on {statuses[name].host}"] if name in statuses else []
+        with suppress(OSError, tomllib.TOMLDecodeError, KeyError):  # no server, or one that writes its config just now
+            config = tomllib.loads((output_dir / "configs" / f"{name}.toml").read_text())
+            details.append(f"port {config['server']['port']}")
+        who = f"`{name}` ({', '.join(details)})" if details else f"`{name}`"
+        raise UserError(f"{who} is running in {output_dir}: stop it, or choose another --output-dir")
 
 
 def results(output_dir: Path) -> list[str]:
@@ -128,6 +119,11 @@ def newest_step(parent: Path, steps_of: Callable[[Path], Sequence[int]] = list_s
         return -1
 
 
+def recovery_step(output_dir: Path) -> int:
+    """Return the step from which a trainer would recover now."""
+    return max(0, *(newest_step(output_dir / name) for name in ("recovery", "checkpoints")))
+
+
 def refuse_results(output_dir: Path) -> None:
     """Raises UserError when the directory holds an earlier run's results."""
     if names := results(output_dir):
@@ -145,19 +141,15 @@ def cleaned(output_dir: Path, process: str, keep_evals: bool = False) -> Iterato
         UserError: a live `rl`, the same process, or a run that has come further than its start is running here.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    elsewhere = "or choose another --output-dir"
     with _locked(output_dir):
-        owner, others = read_claim(output_dir), sorted(running_processes(output_dir) & _OF_ONE_RUN)
-        if owner is not None and owner.pid != os.getpid() and is_held(owner):
-            raise UserError(f"`rl` (pid {owner.pid} on {owner.host}) runs in {output_dir}: stop it, {elsewhere}")
-        if process in others:
-            raise UserError(f"another {process} is running in {output_dir}: stop that one, {elsewhere}")
+        refuse_running(output_dir, {LAUNCHER, process})
+        others = sorted(running_processes(output_dir) & _OF_ONE_RUN)
         if not others:
             clean(output_dir, process, keep_evals)
         elif names := results(output_dir):
             raise UserError(
                 f"--clean would remove files of the running {' and '.join(others)} in {output_dir} ({', '.join(names)}): "
-                f"stop that first, {elsewhere}"
+                "stop that first, or choose another --output-dir"
             )
         yield
 
@@ -170,7 +162,7 @@ def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False)
     """
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
-    alive = running_processes(output_dir)
+    alive = running_processes(output_dir) | ({LAUNCHER} if writer == LAUNCHER else set())
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name
         # The status of an `eval` that was killed would be shown as waiting.
@@ -187,24 +179,12 @@ def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False)
             directory.rmdir()
 
 
-def forget_status(output_dir: Path, process: str = "*") -> None:
-    """Remove the status files of a process and its ranks, or all: a restarted one begins without the earlier ones."""
+def forget_status(output_dir: Path, process: str) -> None:
+    """Remove the status files of a process and its ranks: a restarted one begins without the earlier ones."""
     for pattern in (f"{process}.json", f"{process}.*.json", f".{process}.*"):
         for path in (output_dir / "status").glob(pattern):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-
-
-def read_claim(output_dir: Path) -> Claim | None:
-    """Return the present holder of a run directory, dead or alive; None where there is none, or a damaged one."""
-    return read_record(Claim, output_dir / _OWNER)
-
-
-def is_held(claim: Claim) -> bool:
-    """Whether the launcher that made the claim lives."""
-    if (claim.host, claim.boot) == (socket.gethostname(), boot_id()):
-        return is_alive(claim.id)
-    return time.time() - claim.heartbeat < _MISSED_BEATS * HEARTBEAT_SECONDS
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from prime_rl.config import RLConfig, child_env
 from prime_rl.launcher.plan import RECOVER, ProcessSpec
-from prime_rl.launcher.rundir import forget_status, newest_step
+from prime_rl.launcher.rundir import forget_status, newest_step, recovery_step
 from prime_rl.lifeline import Child
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, say_for
@@ -93,14 +93,11 @@ def stall_reason(
     if rank:  # rank 0 reports progress for all ranks
         return None
     unchanged = now - max(status.progress if wait is None else wait.since, since)
-    where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
-    limit = policy.heartbeat_timeout if service else policy.stall_timeout
+    where, limit = status.doing, policy.heartbeat_timeout if service else policy.stall_timeout
     if wait is not None:
         where = f"it waits for {wait.subject} from {wait.owner}"
         limit = wait.deadline - wait.since + policy.heartbeat_timeout
-    elif service and status.progress <= (
-        status.ready or 0.0
-    ):  # idle: progress is its engine's answers, if there are any
+    elif service and status.progress <= (status.ready or 0.0):  # idle: its engine's answers are its progress
         return None
     return f"has stalled for {unchanged:.0f} s ({where})" if unchanged > limit else None
 
@@ -224,9 +221,7 @@ class Supervisor:
             for child in self._children.values():
                 if child.running and abs(gap) > _MAX_LOOK_SECONDS:
                     child.watched_since = last  # perhaps it was suspended together with us
-                awaited = [self._children[name] for name in child.spec.after_ready]
-                # A server that never serves ends the run, or is stopped.
-                may_start = all(other.was_ready or other.state is ChildState.ENDED for other in awaited)
+                may_start = all(self._children[name].was_ready for name in child.spec.after_ready)
                 if child.state is ChildState.PENDING and time.monotonic() >= child.due and may_start:
                     child.start(self._environ)
             if (outcome := self._look()) is not None:
@@ -244,8 +239,7 @@ class Supervisor:
         failures = list(self._failures())
         if not self._jobs_left() and not any(child.is_job for child, *_ in failures):
             return RunOutcome.SUCCESS
-        # Each is reported. Those that may help first: the run goes on without a server where another is started again.
-        answers = [self._restart(*failure) for failure in sorted(failures, key=lambda failure: failure[2])]
+        answers = [self._restart(*failure) for failure in failures]  # each is reported
         return None if all(answers) else RunOutcome.FAILURE
 
     def _jobs_left(self) -> bool:
@@ -263,8 +257,6 @@ class Supervisor:
 
     def _reap(self, child: SupervisedChild) -> None:
         child.process.reap()
-        for process in child.process.survivors:
-            self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
         self._note_ready(child, read_status(self._output_dir))
         child.state = ChildState.ENDED
 
@@ -327,13 +319,7 @@ class Supervisor:
                 self._say(
                     f"error: {name} was started again {most} times without the run getting any further: giving up"
                 )
-            others = [
-                each.name for each in self._children.values() if each.server and each.state is not ChildState.ENDED
-            ]
-            goes_on = child.server is not None and bool(others) and most > 0
-            if goes_on:
-                self._say(f"the run goes on without {name}, on {', '.join(others)}")
-            return goes_on
+            return False
         seconds = backoff_seconds(child.restarts, self._policy.backoff, _MAX_BACKOFF_SECONDS)
         recover = child.was_ready and child.is_job
         child.state, child.due = ChildState.PENDING, time.monotonic() + seconds
@@ -341,9 +327,12 @@ class Supervisor:
         forget_status(self._output_dir, name)
         if reason.startswith("failed") and words:
             reason += f" ({words[-1].strip()})"
+        mode = ", recovering" if recover else ""
+        if recover and name == "trainer":
+            step = recovery_step(self._output_dir)
+            mode = f", from step {step} or a later one: steps after it are trained, and shown, again"
         self._say(
-            f"{name} {reason}: starting it again in {seconds:g} s "
-            f"(restart {child.restarts} of at most {most} in a row{', recovering' if recover else ''})"
+            f"{name} {reason}: starting it again in {seconds:g} s (restart {child.restarts} of at most {most} in a row{mode})"
         )
         row = {"process": name, "reason": reason, "number": child.restarts, "recover": recover, "time": time.time()}
         with suppress(OSError), (self._output_dir / "logs" / "restarts.jsonl").open("a") as file:

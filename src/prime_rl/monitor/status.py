@@ -40,6 +40,9 @@ class Waiting:
     since: FiniteFloat
     deadline: FiniteFloat
 
+    def __str__(self) -> str:
+        return f"{self.subject} from {self.owner}, for {time.time() - self.since:.0f} s"
+
 
 @dataclass(frozen=True)
 class ProcessStatus:
@@ -77,6 +80,17 @@ class ProcessStatus:
         """Meaningful on `host` alone."""
         return ProcessId(self.pid, self.started)
 
+    @property
+    def doing(self) -> str:
+        """Its phase, and the step it is at."""
+        return self.phase if self.step is None else f"{self.phase}, step {self.step}"
+
+
+def new_status(process: str) -> ProcessStatus:
+    """Return the first status of this process."""
+    now, own, host = time.time(), me(), socket.gethostname()
+    return ProcessStatus(process, own.pid, "starting", None, now, now, None, None, now, None, host, own.started)
+
 
 class Status:
     """Writer side. Changes are written at once, other calls at most five times a second. Any thread may call.
@@ -88,10 +102,7 @@ class Status:
         # Resolved: by it the one before is known, however it was written.
         self._path = status_path(output_dir.resolve(), process)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        now, own, host = time.time(), me(), socket.gethostname()
-        self._status = ProcessStatus(
-            process, own.pid, "starting", None, now, now, None, None, now, None, host, own.started
-        )
+        self._status = new_status(process)
         self._say_wait = 0.0  # when to say it next
         self._last_write = 0.0
         # Reentrant: a signal handler may call while the same thread is inside.
@@ -165,10 +176,8 @@ class Status:
             return
         waited = now - wait.since
         self._say_wait = now + max(waited, 60.0)
-        logger.info(
-            "waiting for {} from {} in {}: {:.0f} s (at most {:.0f} s)",
-            wait.subject, wait.owner, self._path.parents[1], waited, wait.deadline - wait.since,
-        )  # fmt: skip
+        limit = wait.deadline - wait.since
+        logger.info("waiting for {} (at most {:.0f} s; in {})", wait, limit, self._path.parents[1])
 
     def _update(self, changed: bool, **values: Any) -> None:
         self._status = replace(self._status, **values)

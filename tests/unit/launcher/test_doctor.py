@@ -19,10 +19,10 @@ import pytest
 
 from prime_rl.errors import UserError
 from prime_rl.launcher import doctor
-from prime_rl.launcher.rundir import Claim, Owner
+from prime_rl.launcher.rundir import Owner
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import ProcessStatus, Waiting, status_path, write_record
-from prime_rl.processes import ProcessId, boot_id, identify, me, read
+from prime_rl.processes import ProcessId, identify, me, read
 from prime_rl.wait import wait
 
 DEAD = ProcessId(os.getpid(), 1)  # its pid is another process's now
@@ -82,17 +82,12 @@ CASES: dict[str, tuple[str, Callable[[ProcessId], list[ProcessStatus]], str, str
         "alive", lambda _: [status("orchestrator", progress=1900.0), status("trainer", of=DEAD, beat=30.0)], "stuck",
         "trainer died without a last word 30 s ago; orchestrator has stalled for 1900 s (at work, step 41)",
     ),
-    "another server takes over": (
-        "alive", lambda _: [*running(), status("inference-1"), status("inference", of=DEAD)], "waits",
-        "trainer waits for rollouts/step_41 from orchestrator for 212 s, orchestrator waits for one of 16 episodes "
-        "from environments for 212 s; no process shows a fault, for environments see logs/envs",
+    "waits": (
+        "alive", lambda _: [*running(), status("inference")], "runs",
+        "trainer: waits for rollouts/step_41 from orchestrator, for 212 s; "
+        "orchestrator: waits for one of 16 episodes from environments, for 212 s; inference: at work",
     ),
-    "a short wait": (
-        "alive", lambda _: [*running(3.0), status("inference")], "moves",
-        "nothing to do: trainer waits for rollouts/step_41, orchestrator waits for one of 16 episodes, "
-        "inference: at work",
-    ),
-    "on another host": ("none", lambda _: [status("trainer", of=DEAD, host="far")], "moves", "nothing to do: trainer: at work"),
+    "on another host": ("none", lambda _: [status("trainer", of=DEAD, host="far")], "runs", "trainer: at work"),
     "never started": ("none", lambda _: [], "never started", "no process of a run has reported here"),
     "finished": (
         "none", lambda _: [*ended("finished", "finished"), status("inference", outcome="stopped")], "finished",
@@ -122,15 +117,15 @@ def test_what_keeps_a_run_from_going_on(
     (tmp_path / "rollouts" / "step_0").mkdir(parents=True)
     with Owner(tmp_path) if launcher == "alive" else nullcontext():
         if launcher == "dead":
-            claim = Claim(DEAD.pid, DEAD.started, socket.gethostname(), boot_id(), time.time())
-            write_record(tmp_path / "launcher.json", claim)
+            (tmp_path / "status").mkdir()
+            write_record(status_path(tmp_path, "rl"), status("rl", of=DEAD))
         for each in statuses(stopped):
             status_path(tmp_path, each.process).parent.mkdir(exist_ok=True)
             write_record(status_path(tmp_path, each.process), each)
         advice = " (`rl … --recover` goes on from what is committed)" if state in ("interrupted", "failed") else ""
-        assert doctor.examine(tmp_path) == (state in ("stuck", "waits", "interrupted", "failed"))
+        assert doctor.examine(tmp_path) == (state in ("stuck", "interrupted", "failed"))
         assert capsys.readouterr().out.splitlines()[-1] == f"{state:<15}{sentence}{advice}"
-        if state in ("stuck", "waits"):  # a full disk comes first, whatever else it has led to
+        if state in ("stuck", "runs"):  # a full disk comes first, whatever else it has led to
             monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * 2**20))
             doctor.examine(tmp_path)
             assert "the disk is full (3 MiB free)" in capsys.readouterr().out
@@ -156,7 +151,7 @@ def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFix
         assert sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name) == before
     assert re.search("launcher +alive", out)
     assert re.search("trainer +alive +starting, step 40", out)
-    assert "waits for weights from inference for 0:00 (gives up in 10:00)" in out
+    assert "waits for weights from inference, for 0 s (gives up in 10:00)" in out
     assert re.search(r"inference +no report\n", out)
     assert "batch 40, version 40, checkpoint -, recovery checkpoint 30" in out
     assert "trainer.log: RuntimeError: out of memory" in out
@@ -168,7 +163,7 @@ def test_a_wreck_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(UserError, match="is no directory"):
         doctor.examine(tmp_path / "typo")
     assert doctor.examine(tmp_path) == 0
-    for name in ("status", "configs", "logs/trainer.log", "launcher.json", "status/orchestrator.json"):
+    for name in ("status", "configs", "logs/trainer.log", "status/rl.json", "status/orchestrator.json"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "status/trainer.json").write_text(json.dumps([]))
     (tmp_path / "weights").touch()

@@ -2,8 +2,6 @@
 
 import json
 import os
-import socket
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,16 +9,11 @@ import pytest
 
 from prime_rl.config import OrchestratorConfig, TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.rundir import (
-    Claim,
-    Owner,
-    clean,
-    cleaned,
-    refuse_results,
-)
+from prime_rl.launcher.rundir import LAUNCHER, Owner, clean, cleaned, refuse_results, refuse_running
 from prime_rl.monitor import Status, read_status
-from prime_rl.monitor.status import status_path
-from prime_rl.processes import boot_id, identify
+from prime_rl.monitor.status import new_status, status_path, write_record
+from prime_rl.processes import ProcessId
+from prime_rl.processes import identify as identified
 from prime_rl.transport.settings import check_and_commit
 from support import partners
 from support.partners import belongs_to
@@ -28,9 +21,17 @@ from support.partners import belongs_to
 partner = partners.partner
 
 
-def edit_claim(root: Path, **fields: object) -> None:
-    path = root / "launcher.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+def identify(pid: int) -> ProcessId:
+    process = identified(pid)
+    assert process is not None
+    return process
+
+
+def claim(root: Path, **fields: object) -> None:
+    """The claim of another launcher."""
+    path = status_path(root, LAUNCHER)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_record(path, replace(new_status(LAUNCHER), **fields))  # type: ignore[arg-type]
 
 
 def overdue(owner: Owner) -> Owner:
@@ -38,22 +39,22 @@ def overdue(owner: Owner) -> Owner:
     return owner
 
 
-def test_one_owner(tmp_path: Path) -> None:
+def test_one_owner(tmp_path: Path, partner: int) -> None:
     """A living launcher keeps the directory: by pid on this host, by heartbeat on another. A dead one's is taken over."""
-    first = Owner(tmp_path)
-    with pytest.raises(UserError, match=f"in use by another rl \\(pid {os.getpid()}"):
+    claim(tmp_path, **asdict(identify(partner)))
+    with pytest.raises(UserError, match=rf"`rl` \(pid {partner} on .*\) is running in"):
         Owner(tmp_path)
-    edit_claim(tmp_path, started=1)  # the same pid, but another process: the old one has died
-    Owner(tmp_path)
-    edit_claim(tmp_path, host="elsewhere", pid=1)
+    claim(tmp_path, pid=partner, started=1)  # the same pid, but another process: the old one has died
+    first = Owner(tmp_path)
+    claim(tmp_path, host="elsewhere", pid=1)
     with pytest.raises(UserError, match="on elsewhere"):
         Owner(tmp_path)
-    with pytest.raises(UserError, match="taken over"):
+    with pytest.raises(UserError, match="taken over by pid 1 on elsewhere"):
         overdue(first).beat()
     with first:
         pass
-    assert (tmp_path / "launcher.json").exists()  # not the first one's any more
-    edit_claim(tmp_path, heartbeat=1.0)
+    assert status_path(tmp_path, LAUNCHER).exists(), "not the first one's any more"
+    claim(tmp_path, host="elsewhere", heartbeat=1.0)
     Owner(tmp_path)
 
 
@@ -63,12 +64,15 @@ def test_an_owner_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Owner(fresh):
         raise RuntimeError
     assert not fresh.exists()
-    path = tmp_path / "launcher.json"
+    path = status_path(tmp_path, LAUNCHER)
+    path.parent.mkdir()
     path.write_text('{"pid": 1}')
     with Owner(tmp_path) as owner:
         path.write_text("[]")
         overdue(owner).beat()
         assert json.loads(path.read_text())["pid"] == os.getpid()
+        clean(tmp_path, LAUNCHER)
+        assert path.exists()
     assert not path.exists()
 
 
@@ -137,17 +141,28 @@ def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: i
         pass
     assert (tmp_path / "weights" / "step_0").is_dir()
     (tmp_path / "rollouts" / "step_0").mkdir(parents=True)
-    itself = identify(partner)
-    assert itself is not None
-    claim = Claim(partner, itself.started, socket.gethostname(), boot_id(), time.time())
     for process, message in (
-        ("trainer", "another trainer is running"),
+        ("trainer", "`trainer` is running"),
         ("orchestrator", r"would remove files of the running trainer .*\(rollouts\): stop that first"),
         # Also while none of its processes has started, or all of them are between two restarts.
-        ("sft", rf"`rl` \(pid {partner} on .*\) runs in"),
+        ("sft", rf"`rl` \(pid {partner} on .*\) is running in"),
     ):
         if process == "sft":
-            (tmp_path / "launcher.json").write_text(json.dumps(asdict(claim)))
+            claim(tmp_path, **asdict(identify(partner)))
         with pytest.raises(UserError, match=message), cleaned(tmp_path, process):
             pass
     assert (tmp_path / "rollouts" / "step_0").is_dir()
+
+
+def test_a_server_by_hand_is_named(tmp_path: Path, partner: int) -> None:
+    """Contract: where to find what is in the way."""
+    status = replace(new_status("inference"), **asdict(identify(partner)))
+    for name in ("status", "configs"):
+        (tmp_path / name).mkdir()
+    write_record(status_path(tmp_path, "inference"), status)
+    (tmp_path / "configs/inference.toml").write_text("[server]\nport = 8123")
+    refuse_running(tmp_path, {"trainer", "orchestrator"})
+    with pytest.raises(
+        UserError, match=rf"`inference` \(pid {partner} on .*, port 8123\) is running in .*: stop it, or"
+    ):
+        refuse_running(tmp_path, {"trainer", "inference"})

@@ -200,7 +200,7 @@ def test_a_long_wait_is_said_and_repeated_sparingly(
             status._say()
         said += [seconds] * (len(heard.messages) - len(said))
     assert said == [10, 70, 140, 280]
-    assert heard.messages[0] == f"waiting for weights/step_0 from trainer in {tmp_path}: 10 s (at most 600 s)"
+    assert heard.messages[0] == f"waiting for weights/step_0 from trainer, for 10 s (at most 600 s; in {tmp_path})"
     main.close()
     other.close()
 
