@@ -211,10 +211,10 @@ class Bench:
         self.shape = source.config
         self.policy = build_policy(source, config.model, world, config.seed, tokens=case.tokens, optim=config.optim)
         self.optimizer = build_optimizer(self.policy, config.optim)
-        self.matmul, self.width = perf.matmul_parameters(self.policy.lm), perf.attention_width(self.shape)
+        self.costs = perf.step_costs(self.policy.lm, self.shape)
         self.recipe = rl.make_recipe(config) if isinstance(config, TrainerConfig) else sft.make_recipe(config)
         self.data = self.recipe.open_data(world, source, lambda *waiting: self.report.status.waiting(*waiting))
-        self.data.start(perf.costs(self.matmul, self.width), 0)
+        self.data.start(self.costs, 0)
         scorer = None
         if case.canary and case.loss == "rl":
             computed = compute_dtype(config.model.dtype, world.device)
@@ -289,7 +289,7 @@ class Bench:
         self.rows.flush()
         norm = optimizer_step(self.policy, self.optimizer, lr, config.optim.max_norm)
         moments = begun, graded, now(world.device)
-        ideal = perf.ideal_seconds(perf.flops(self.matmul, self.width, batch.lengths), world)
+        ideal = perf.ideal_seconds(self.costs.of(batch.lengths).sum(), world)
         known, sums_norm = {"time/wait_for_batch": waited}, sum_on_device(world, sums, norm)
         row = StepMetrics(step, sums_norm, moments, self.recipe.names, known, batch.tokens, ideal)
         self.rows.put(row)
@@ -364,8 +364,9 @@ def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float]) -
         },
         "parts_ms": {name: median(f"time/{key}") for name, key in parts.items()},
         "export_ms": {name: median(f"time/export_{name}") for name in export},
-        "mfu": rate and rate * perf.flops(bench.matmul, bench.width, lengths),
-        "peer_mfu": rate and rate * peer_flops(bench.matmul, bench.shape, sum(lengths), case.tokens),
+        "mfu": rate and rate * float(bench.costs.of(lengths).sum()),
+        "peer_mfu": rate
+        and rate * peer_flops(perf.matmul_parameters(bench.policy.lm), bench.shape, sum(lengths), case.tokens),
         "estimated_gib": bench.estimated_gib(),
         "allocated_gib": peaks[0],
         "reserved_gib": peaks[1],

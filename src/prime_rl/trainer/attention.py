@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 NAME = "prime_rl_packed"
 
 _HOPPER = (9, 0)
-# The largest heads for which `auto` takes a backend; for larger ones some GPUs have no kernel, or none for backward.
-_SURE_HEAD_DIM = {"flash_attention_4": 128, "flash_attention_3": 256, "cudnn": 128, "varlen": 256}
+_FA4_HEAD_DIM = 128  # the largest for which `auto` takes FlashAttention 4: for larger ones some GPUs have no kernel
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def choose(wanted: str, machine: Machine, dtype: torch.dtype, head_dim: int) -> 
     passed_over: list[str] = []
     for backend in KERNELS if machine.device == "cuda" else ():
         reason = why_not(backend, machine, dtype, head_dim)
-        if reason is None and head_dim > _SURE_HEAD_DIM[backend]:
+        if reason is None and backend == "flash_attention_4" and head_dim > _FA4_HEAD_DIM:
             reason = f"may have no kernel for heads of size {head_dim}"
         if reason is None:
             return backend, f"attention: {backend}" + (f" ({'; '.join(passed_over)})" if passed_over else "")

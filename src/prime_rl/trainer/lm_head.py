@@ -22,9 +22,6 @@ MAXIMA = 4
 Differentiated = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 """The arguments of a token loss -> (loss, sums, d logprob [C], d entropy [C])"""
 
-Gradients = tuple[Tensor | None, Tensor | None]
-"""d hidden [N, H] and, in the precision of statistics, d weight [V, H]: those that are needed"""
-
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The precision of statistics for inputs of `dtype`."""
@@ -108,7 +105,7 @@ def fused_token_loss(
     """The loss and the metric sums of `token_loss` over all tokens, in one pass.
 
     The loss is evaluated inside forward and its gradients are formed there, while the chunk's logits are still alive: three matrix products
-    a chunk instead of four. Without gradients to form (`torch.no_grad`) only the first of them runs.
+    a chunk instead of four.
 
     Args:
         compiled: Compile `token_loss` and its gradient, once for all sizes: eager, their many operations on [C] cost more than the logits.
@@ -116,38 +113,9 @@ def fused_token_loss(
     Returns:
         loss [] (differentiable in hidden and weight, once), sums [M] (not differentiable).
     """
-    head = hidden_NH, weight_VH, labels_N, inv_temperature_N, streams_KN, token_loss, chunk, compiled
-    if torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad):
-        return _FusedTokenLoss.apply(*head)
-    with torch.no_grad():
-        return _one_pass(*head, gradients=(None, None))
-
-
-def _one_pass(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    inv_t: Tensor,
-    streams: Tensor,
-    token_loss: TokenLoss,
-    chunk: int,
-    compiled: bool,
-    *,
-    gradients: Gradients,
-) -> tuple[Tensor, Tensor]:
-    """Loss and sums; gradients are filled in."""
-    losses, sums = [], []
-    differentiate = any(gradient is not None for gradient in gradients)
-    for s, logits in _chunked_logits(hidden, weight, chunk):
-        log_z, logprob, entropy = stats(logits, labels[s], inv_t[s])
-        loss_of = _differentiated(token_loss, compiled and len(logprob) > 1)  # 0 and 1 would each be compiled apart
-        loss, chunk_sums, d_logprob, d_entropy = loss_of(logprob, entropy, streams[:, s])
-        losses.append(loss)
-        sums.append(chunk_sums)
-        if differentiate:
-            d = dlogits_(logits, labels[s], inv_t[s], log_z, entropy, d_logprob, d_entropy)
-            _multiply(d, s, hidden, weight, gradients)
-    return torch.stack(losses).sum(0), add_up(sums)
+    return _FusedTokenLoss.apply(
+        hidden_NH, weight_VH, labels_N, inv_temperature_N, streams_KN, token_loss, chunk, compiled
+    )
 
 
 def _chunked_logits(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
@@ -162,26 +130,22 @@ def _chunked_logits(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tupl
         yield s, torch.mm(hidden[s], weight.t(), out=room[: s.stop - s.start])
 
 
-def _make_gradients(hidden: Tensor, weight: Tensor, needed: tuple[bool, ...]) -> Gradients:
-    """Room for the gradients that are needed."""
-    d_hidden = torch.empty_like(hidden) if needed[0] else None
-    d_weight = torch.zeros_like(weight, dtype=accumulator(weight.dtype)) if needed[1] else None
-    return d_hidden, d_weight
+def _make_gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for d hidden [N, H] and, in the precision of statistics, d weight [V, H]."""
+    return torch.empty_like(hidden), torch.zeros_like(weight, dtype=accumulator(weight.dtype))
 
 
-def _multiply(d_CV: Tensor, s: slice, hidden: Tensor, weight: Tensor, gradients: Gradients) -> None:
+def _multiply(d_CV: Tensor, hidden_CH: Tensor, weight: Tensor, d_hidden_CH: Tensor, d_weight: Tensor) -> None:
     """From the gradient of a chunk's logits:  d_hidden = d weight,  d_weight += d^T hidden."""
-    d_hidden, d_weight = gradients
-    if d_hidden is not None:
-        torch.mm(d_CV, weight, out=d_hidden[s])
-    if d_weight is None or not len(d_CV):
+    torch.mm(d_CV, weight, out=d_hidden_CH)
+    if not len(d_CV):
         return
     if d_CV.dtype == d_weight.dtype:
-        d_weight.addmm_(d_CV.t(), hidden[s])
+        d_weight.addmm_(d_CV.t(), hidden_CH)
     elif d_CV.is_cuda:  # bfloat16 inputs, float32 accumulator, one matrix product without a temporary
-        torch.ops.aten.addmm.dtype_out(d_weight, d_CV.t(), hidden[s], torch.float32, out=d_weight)
+        torch.ops.aten.addmm.dtype_out(d_weight, d_CV.t(), hidden_CH, torch.float32, out=d_weight)
     else:
-        d_weight += (d_CV.t() @ hidden[s]).to(d_weight.dtype)
+        d_weight += (d_CV.t() @ hidden_CH).to(d_weight.dtype)
 
 
 @functools.cache
@@ -224,30 +188,48 @@ class _LogprobEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, labels, inv_t, log_z, entropy = ctx.saved_tensors
-        gradients = _make_gradients(hidden, weight, ctx.needs_input_grad)
+        d_hidden, d_weight = _make_gradients(hidden, weight)
         for s, logits in _chunked_logits(hidden, weight, ctx.chunk):
             d = dlogits_(logits, labels[s], inv_t[s], log_z[s], entropy[s], d_logprob[s], d_entropy[s])
-            _multiply(d, s, hidden, weight, gradients)
-        d_hidden, d_weight = gradients
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+            _multiply(d, hidden[s], weight, d_hidden[s], d_weight)
+        return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
 class _FusedTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        gradients = _make_gradients(hidden, weight, ctx.needs_input_grad)
-        loss, sums = _one_pass(hidden, weight, *rest, gradients=gradients)
-        ctx.save_for_backward(*gradients)
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        inv_t: Tensor,
+        streams: Tensor,
+        token_loss: TokenLoss,
+        chunk: int,
+        compiled: bool,
+    ) -> tuple[Tensor, Tensor]:
+        d_hidden, d_weight = _make_gradients(hidden, weight)
+        losses, sums = [], []
+        for s, logits in _chunked_logits(hidden, weight, chunk):
+            log_z, logprob, entropy = stats(logits, labels[s], inv_t[s])
+            loss_of = _differentiated(token_loss, compiled and len(logprob) > 1)  # 0 and 1 would each be compiled apart
+            loss, chunk_sums, d_logprob, d_entropy = loss_of(logprob, entropy, streams[:, s])
+            losses.append(loss)
+            sums.append(chunk_sums)
+            d = dlogits_(logits, labels[s], inv_t[s], log_z, entropy, d_logprob, d_entropy)
+            _multiply(d, hidden[s], weight, d_hidden[s], d_weight)
+        ctx.save_for_backward(d_hidden, d_weight)
         ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(sums)
-        return loss, sums
+        all_sums = add_up(sums)
+        ctx.mark_non_differentiable(all_sums)
+        return torch.stack(losses).sum(0), all_sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> Any:  # type: ignore[override]
         # In training d_loss is 1, but to look would wait for the device. Multiplying is free: the cast reads and writes everything anyway.
         scaled = [
-            None if gradient is None else torch.mul(gradient, d_loss, out=torch.empty_like(gradient, dtype=ctx.dtype))
+            torch.mul(gradient, d_loss, out=torch.empty_like(gradient, dtype=ctx.dtype))
             for gradient in ctx.saved_tensors
         ]
         return *scaled, *[None] * 6

@@ -35,8 +35,7 @@ _MOST = 22.0  # hardly any log ratio of a sampled token is beyond, and no entrop
 
 # Sums over the tokens of a component, on the loss mask or off it.
 _COMPONENTS = ("ref_kl_tokens", "ref_kl", "nll_tokens", "nll")
-# Sets of tokens: the loss mask's, those in the policy loss, and in the loss towards a reference.
-_GROUPS = ("mask", "kept", "dropped", "ref_kept", "ref_dropped")
+_GROUPS = ("mask", "kept", "dropped")  # tokens of the loss mask, and of these those that the policy loss acts on
 _VALUES = ("entropy", "mismatch_kl", "mismatch_kl_k1", "importance_ratio")
 _COUNTS = ("low", "high")  # dropped tokens that are less probable than to their sampler, or not
 
@@ -46,30 +45,18 @@ def mismatch_kl(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-Acted = tuple[Tensor, Tensor]
-"""The tokens that a loss acts on [N] bool, and those that it takes no gradient from [N] bool, on whatever tokens."""
-
-
-def token_sums(
-    logprob: Tensor,
-    entropy: Tensor,
-    old: Tensor,
-    mask: Tensor,
-    policy: Acted,
-    reference: Acted,
-) -> Tensor:
+def token_sums(logprob: Tensor, entropy: Tensor, old: Tensor, mask: Tensor, acting: Tensor, dropped: Tensor) -> Tensor:
     """The number of tokens and the sums of values over each of the groups, flat; the counts; the largest of each value.
 
     Args:
-        policy: What the policy loss acts on; of these, tokens of `mask` count.
-        reference: What the loss towards a reference (`ref_kl`) acts on, on the mask or off it.
+        acting: What the policy loss acts on [N] bool; of these, tokens of `mask` count.
+        dropped: What it takes no gradient from [N] bool, on whatever tokens.
     """
     entropy, log_ratio = _clamped(entropy), _clamped(logprob - old)
     mask = mask.to(log_ratio.dtype)
-    acting, dropped = policy[0] * mask, policy[0] * policy[1] * mask
+    kept, dropped = acting * ~dropped * mask, acting * dropped * mask
     parts = [dropped * part for part in (log_ratio < 0, log_ratio >= 0)]
-    pulled = [(reference[0] & ~reference[1]).to(mask.dtype), (reference[0] & reference[1]).to(mask.dtype)]
-    groups = torch.stack([mask, acting - dropped, dropped, *pulled])
+    groups = torch.stack([mask, kept, dropped])
     # The ratio is near 1, so its squares would cancel: its distance from 1 is added up.
     values = torch.stack([entropy, mismatch_kl(log_ratio), -log_ratio, torch.expm1(log_ratio)])
     columns = torch.cat([torch.ones_like(mask)[None], values])
@@ -114,9 +101,6 @@ def describe(sums: Sequence[float]) -> dict[str, float]:
         "is_masked_high": (high, acting),
         "ref_kl": (ref_kl_sum, ref_kl_tokens),
         "nll": (nll, nll_tokens),
-        "ref_kl/is_masked": (counts["ref_dropped"], counts["ref_kept"] + counts["ref_dropped"]),
-        "ref_kl/masked_mismatch_kl": (mismatches["ref_dropped"], counts["ref_dropped"]),
-        "ref_kl/unmasked_mismatch_kl": (mismatches["ref_kept"], counts["ref_kept"]),
     }
     return metrics | {f"{name}/mean": part / count for name, (part, count) in fractions.items() if count > 0}
 
@@ -177,8 +161,7 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
             imitated = ce_scale != 0
             # What a token without a reference diverges from is arbitrary, and may be infinite.
             components = [pulled, torch.where(pulled, k3, 0.0), imitated, -torch.where(imitated, logprob, 0.0)]
-            acted = (rl_scale != 0, dropped), (ref_kl_scale != 0, ref_kl_drops(logprob, old))
-            sums = token_sums(logprob, entropy, old, mask, *acted)
+            sums = token_sums(logprob, entropy, old, mask, rl_scale != 0, dropped)
             return loss, torch.cat([torch.stack([loss, *(part.sum() for part in components)]), sums])
 
     return SequenceLoss(loss_of) if coupled else loss_of
@@ -256,14 +239,9 @@ def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:
     """
     log_ratio = logprob - old
     with torch.no_grad():
-        dropped = ref_kl_drops(logprob, old)
+        dropped = logprob.exp() - old.exp() < -0.2
         advantage = torch.where(dropped, 0.0, reference - logprob)
     return 1e-3 * log_ratio.square() - advantage * torch.where(dropped, 0.0, log_ratio).exp()
-
-
-def ref_kl_drops(logprob: Tensor, old: Tensor) -> Tensor:
-    """Tokens [N] bool that `ref_kl` takes no gradient from: their probability fell too far."""
-    return logprob.exp() - old.exp() < -0.2
 
 
 def cross_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,8 +72,9 @@ class Costs:
     linear: float = 1.0
     quadratic: float = 0.0
 
-    def of(self, lengths: Ints) -> npt.NDArray[np.float64]:
-        return self.linear * lengths + self.quadratic * lengths.astype(np.float64) ** 2
+    def of(self, lengths: Sequence[int] | Ints) -> npt.NDArray[np.float64]:
+        sizes = np.asarray(lengths, dtype=np.float64)
+        return self.linear * sizes + self.quadratic * sizes**2
 
 
 def plan(

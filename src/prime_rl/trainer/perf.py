@@ -46,29 +46,20 @@ def matmul_parameters(lm: PreTrainedModel) -> int:
     return matrices + experts + (lookup.numel() if lm.lm_head.weight is lookup else 0)
 
 
-def attention_width(config: PretrainedConfig) -> int:
-    """layers · heads · head size: one token's look at one other costs 4 FLOP per unit of it, forward."""
-    heads, _, size = attention_heads(config)
-    return int(config.get_text_config().num_hidden_layers) * heads * size
+def step_costs(lm: PreTrainedModel, config: PretrainedConfig) -> Costs:
+    """FLOP of forward and backward over a document, with causal attention and without recomputation.
 
-
-def flops(matmul: int, width: int, lengths: Sequence[int]) -> float:
-    """FLOP of forward and backward over documents of these lengths, with causal attention and without recomputation.
-
-    6 per matmul parameter and token; attention 12 · width per pair of tokens, of which a document of n tokens has n²/2.
+    6 per matmul parameter and token; 12 · layers · heads · head size per pair of tokens, of which a document of n tokens
+    has n²/2.
     """
-    return sum(6.0 * matmul * n + 6.0 * width * n * n for n in lengths)
+    heads, _, size = attention_heads(config)
+    return Costs(6.0 * matmul_parameters(lm), 6.0 * int(config.get_text_config().num_hidden_layers) * heads * size)
 
 
 def ideal_seconds(flops: float, world: World) -> float | None:
     """Seconds that all ranks together would take for so many FLOP at their peak; None where that is not known."""
     peak = peak_flops(world.device)
     return None if peak is None else flops / peak / world.size
-
-
-def costs(matmul: int, width: int) -> Costs:
-    """The same as a price for packing."""
-    return Costs(6.0 * matmul, 6.0 * width)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""The training loop of RL and fine-tuning, which differ in data, token loss, and who follows their versions (`Recipe`)."""
+"""The training loop of RL and fine-tuning, which differ in data, loss, and who follows their versions (`Recipe`)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -55,21 +55,21 @@ class Recipe:
         names: Gives the metrics of a step's summed `loss` metrics.
         open_data: Opens the data, before the model is built.
         served: The config of a run whose versions servers follow (None: versions are for checkpoints alone).
-        weights: What versions are kept, and how servers get them (None: those of checkpoints and the last one).
+        weights: What versions are kept, and how servers get them.
     """
 
     tokens: int
     loss: TokenLoss | SequenceLoss
     names: Named
     open_data: Callable[[World, Source, OnWait], StepSource]
+    weights: WeightsConfig
     served: TrainerConfig | None = None
-    weights: WeightsConfig | None = None
 
 
-def train(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
+def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
     """Train until `max_steps`, or until a signal asks to stop. A finished run that is to be recovered is left as it is.
 
-    Raises UserError, on every rank, for anything the user can mend.
+    Resources registered on `exit_stack` are always closed. Raises UserError, on every rank, for what the user can mend.
     """
     stop = StopSignal()
     config = bench_config(raw_config) if raw_config.bench else raw_config
@@ -83,153 +83,144 @@ def train(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         exit_stack.callback(checkpoints.close)
         is_finished = before is not None and before.outcome == "finished"
         if not config.bench and checkpoints.choose(is_finished):
-            report.close(
-                "finished", f"this run has made its {config.max_steps} steps already: nothing is trained again"
+            text = f"this run has made its {config.max_steps} steps already: nothing is trained again"
+            report.close("finished", text)
+            close_world()
+            return
+
+        torch.manual_seed(config.seed)
+        served = recipe.served
+        async_level = 0 if served is None else served.async_level
+        report.phase("loading the model")
+        source = locate_model(config.model, world, random_weights=config.data.fake is not None)
+        if not config.bench:
+            checkpoints.check_model(source)
+        report.phase("loading the data")
+        data = recipe.open_data(world, source, lambda *waiting: report.status.waiting(*waiting))
+        exit_stack.callback(data.close)
+        report.phase("building the model")
+        published = None if served is None else partial(published_bytes, served, source, world)
+        policy = build_policy(
+            source, config.model, world, config.seed, tokens=recipe.tokens, optim=config.optim, published=published
+        )
+        optimizer = build_optimizer(policy, config.optim)
+        progress = checkpoints.load(policy, optimizer)
+        start = progress.step
+        costs = perf.step_costs(policy.lm, source.config)
+        data.start(costs, progress.samples)
+
+        vocabulary = source.config.get_text_config().vocab_size
+        exported, scorer = export_dtype(config.weights.dtype, source), None
+        if served is not None:  # else nobody reads the scores
+            scorer = ReferenceScorer(
+                policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), exported
             )
-        else:
-            run(config, raw_config, recipe, checkpoints, world, report, stop, exit_stack)
-    close_world()
+        versions = WeightPublisher(
+            config.output_dir,
+            policy,
+            source,
+            world,
+            exported,
+            timeout=config.dist_timeout,
+            scorer=scorer,
+            weights=recipe.weights,
+            memory=served is not None and uses_memory(served.weights, world),
+            gpu=served is not None,
+            async_level=async_level,
+            needed=checkpoints.needed,
+            on_committed=lambda version, times: report.more_metrics(version - 1, times),
+        )
+        exit_stack.callback(versions.close)
+        report.open(raw_config)
+        if not config.bench:
+            report.phase("committing the starting weights")
+            checkpoints.begin(versions, start)
+        report.status.ready()  # a restart may help against what fails from here on
+        report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
-
-def run(
-    config: Config,
-    raw_config: Config,
-    recipe: Recipe,
-    checkpoints: Checkpoints,
-    world: World,
-    report: Report,
-    stop: StopSignal,
-    exit_stack: ExitStack,
-) -> None:
-    """The run, from top to bottom. Resources registered on `exit_stack` are always closed."""
-    torch.manual_seed(config.seed)
-    served = recipe.served
-    async_level = 0 if served is None else served.async_level
-    report.phase("loading the model")
-    source = locate_model(config.model, world, random_weights=config.data.fake is not None)
-    if not config.bench:
-        checkpoints.check_model(source)
-    report.phase("loading the data")
-    data = recipe.open_data(world, source, lambda *waiting: report.status.waiting(*waiting))
-    exit_stack.callback(data.close)
-    report.phase("building the model")
-    published = None if served is None else partial(published_bytes, served, source, world)
-    policy = build_policy(
-        source, config.model, world, config.seed, tokens=recipe.tokens, optim=config.optim, published=published
-    )
-    optimizer = build_optimizer(policy, config.optim)
-    progress = checkpoints.load(policy, optimizer)
-    start = progress.step
-    matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
-    data.start(perf.costs(matmul, width), progress.samples)
-
-    vocabulary = source.config.get_text_config().vocab_size
-    exported, scorer = export_dtype(config.weights.dtype, source), None
-    if served is not None:  # else nobody reads the scores
-        scorer = ReferenceScorer(policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), exported)
-    versions = WeightPublisher(
-        config.output_dir,
-        policy,
-        source,
-        world,
-        exported,
-        timeout=config.dist_timeout,
-        scorer=scorer,
-        weights=recipe.weights,
-        memory=served is not None and uses_memory(served.weights, world),
-        gpu=served is not None,
-        async_level=async_level,
-        needed=checkpoints.needed,
-        on_committed=lambda version, times: report.more_metrics(version - 1, times),
-    )
-    exit_stack.callback(versions.close)
-    report.open(raw_config)
-    if not config.bench:
-        report.phase("committing the starting weights")
-        checkpoints.begin(versions, start)
-    report.status.ready()  # a restart may help against what fails from here on
-    report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
-
-    rows = exit_stack.enter_context(MetricRows(report, world.device))
-    exit_stack.enter_context(watched(policy.memory))
-    if served is not None and policy.compiled:  # the servers are loading meanwhile
-        report.phase("compiling")
-        warm_up(policy, recipe.loss, served, world, vocabulary, pads_to(world.device))
-    step, saving = start, 0.0
-    while config.max_steps is None or step < config.max_steps:
-        report.status.step(step)
-        checkpoints.poll(step)
-        if not data.arrived(step):  # nothing is gained by running ahead: what the step before began is finished first
-            rows.flush()
-            versions.settle(unless=partial(data.arrived, step))
-        started = time.perf_counter()
-        if not data.wait(step, stop):
-            break
-        arrived = time.perf_counter()
-        batch = data.read(step)
-        waited, reading = time.perf_counter() - started, time.perf_counter() - arrived
-        if step == start:
-            rows.begin()
-            waited = 0.0
-        report.phase("training")
-        perf.reset_peak_memory(world.device)
-
-        lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
-        begun = now(world.device)
-        sums = forward_backward(policy, batch.batches, recipe.loss, world)
-        graded = now(world.device)
-        rows.flush()  # of the step before: the device has this one's forward and backward to go on with
-        checkpoints.before_update()
-        norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-        moments = begun, graded, now(world.device)
-        progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + batch.samples)
-        known = {
-            "optim/lr": lr,
-            "perf/peak_memory": perf.peak_memory_gib(world.device),
-            "perf/peak_allocated": perf.peak_allocated_gib(world.device),
-            "time/wait_for_batch": waited,
-            "time/read_batch": reading,  # of the wait
-            **({"time/save_ckpt": saving} if saving else {}),
-            **batch.metrics,
-            "progress/total_tokens": progress.tokens,
-            "progress/total_samples": progress.samples,
-        }
-        ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
-        sums_norm = sum_on_device(world, sums, norm)
-        row = StepMetrics(step, sums_norm, moments, recipe.names, known, batch.tokens, ideal)
-        rows.put(row)
-
-        kind, weights, saving = checkpoints.due(step + 1), None, 0.0
-        # The evaluation beside fine-tuning waits for some versions; the last one is exported anyway.
-        evaluation = config.eval if isinstance(config, SFTConfig) else None
-        is_evaluated = evaluation is not None and evaluation.interval and (step + 1) % evaluation.interval == 0
-        if served is not None or kind == "checkpoint" or is_evaluated:
-            weights = config.output_dir / "weights"
-            durable = checkpoints.will_need(step + 1, async_level) or step + 1 == config.max_steps
-            versions.publish(step + 1, row.read, durable=durable)
-        if kind is not None:
-            report.phase(f"saving a {kind}")
-            started = time.perf_counter()
-            if checkpoints.holds_up(kind):
+        rows = exit_stack.enter_context(MetricRows(report, world.device))
+        exit_stack.enter_context(watched(policy.memory))
+        if served is not None and policy.compiled:  # the servers are loading meanwhile
+            report.phase("compiling")
+            warm_up(policy, recipe.loss, served, world, vocabulary, pads_to(world.device))
+        step, saving = start, 0.0
+        while config.max_steps is None or step < config.max_steps:
+            report.status.step(step)
+            checkpoints.poll(step)
+            if not data.arrived(
+                step
+            ):  # nothing is gained by running ahead: what the step before began is finished first
                 rows.flush()
-                versions.settle()
-            checkpoints.save(progress, kind, partial(rows.recorded, step, weights, durable=kind == "checkpoint"))
-            saving = time.perf_counter() - started
-        step += 1
+                versions.settle(unless=partial(data.arrived, step))
+            started = time.perf_counter()
+            if not data.wait(step, stop):
+                break
+            arrived = time.perf_counter()
+            batch = data.read(step)
+            waited, reading = time.perf_counter() - started, time.perf_counter() - arrived
+            if step == start:
+                rows.begin()
+                waited = 0.0
+            report.phase("training")
+            perf.reset_peak_memory(world.device)
 
-    rows.flush()
-    written = ""
-    if not config.bench:
-        report.phase("saving what is left")
-        versions.settle()
-        if step > 0:
-            versions.ensure(step, durable=True)
-            written = f"; weights in {version_dir(config.output_dir / 'weights', step)}"
-        checkpoints.finish(progress)
-        versions.finish()
-    elif world.is_main:  # it alone keeps the rows
-        report.text(bench_table(report.history, world))
-    report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")
+            lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
+            begun = now(world.device)
+            sums = forward_backward(policy, batch.batches, recipe.loss, world)
+            graded = now(world.device)
+            rows.flush()  # of the step before: the device has this one's forward and backward to go on with
+            checkpoints.before_update()
+            norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
+            moments = begun, graded, now(world.device)
+            progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + batch.samples)
+            known = {
+                "optim/lr": lr,
+                "perf/peak_memory": perf.peak_memory_gib(world.device),
+                "perf/peak_allocated": perf.peak_allocated_gib(world.device),
+                "time/wait_for_batch": waited,
+                "time/read_batch": reading,  # of the wait
+                **({"time/save_ckpt": saving} if saving else {}),
+                **batch.metrics,
+                "progress/total_tokens": progress.tokens,
+                "progress/total_samples": progress.samples,
+            }
+            ideal = perf.ideal_seconds(costs.of(batch.lengths).sum(), world)
+            sums_norm = sum_on_device(world, sums, norm)
+            row = StepMetrics(step, sums_norm, moments, recipe.names, known, batch.tokens, ideal)
+            rows.put(row)
+
+            kind, weights, saving = checkpoints.due(step + 1), None, 0.0
+            # The evaluation beside fine-tuning waits for some versions; the last one is exported anyway.
+            evaluation = config.eval if isinstance(config, SFTConfig) else None
+            is_evaluated = evaluation is not None and evaluation.interval and (step + 1) % evaluation.interval == 0
+            if served is not None or kind == "checkpoint" or is_evaluated:
+                weights = config.output_dir / "weights"
+                durable = checkpoints.will_need(step + 1, async_level) or step + 1 == config.max_steps
+                versions.publish(step + 1, row.read, durable=durable)
+            if kind is not None:
+                report.phase(f"saving a {kind}")
+                started = time.perf_counter()
+                if checkpoints.holds_up(kind):
+                    rows.flush()
+                    versions.settle()
+                checkpoints.save(progress, kind, partial(rows.recorded, step, weights, durable=kind == "checkpoint"))
+                saving = time.perf_counter() - started
+            step += 1
+
+        rows.flush()
+        written = ""
+        if not config.bench:
+            report.phase("saving what is left")
+            versions.settle()
+            if step > 0:
+                versions.ensure(step, durable=True)
+                written = f"; weights in {version_dir(config.output_dir / 'weights', step)}"
+            checkpoints.finish(progress)
+            versions.finish()
+        elif world.is_main:  # it alone keeps the rows
+            report.text(bench_table(report.history, world))
+        report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")
+    close_world()
 
 
 def bench_config(config: C) -> C:
@@ -290,9 +281,9 @@ def warm_up(
 ) -> None:
     """Compile blocks, loss and the scoring of versions. Every rank calls it, where anything is compiled.
 
-    Weights, states of the optimizer and random numbers stay as they are. Blocks are compiled for the longest micro-batch,
-    then, since another number of tokens follows, once for any: those that the run packs later compile nothing. Both are
-    as long as `seq_len` allows, so that what does not fit into memory fails here as it would in a step.
+    Weights, states of the optimizer and random numbers stay as they are. Blocks are compiled for the longest
+    micro-batch, then, since another number of tokens follows, once for any: those that the run packs later compile
+    nothing. Both are as long as `seq_len` allows, so that what does not fit into memory fails here as in a step.
 
     Args:
         multiple_of: Micro-batches are padded to a multiple of so many tokens.

@@ -48,7 +48,7 @@ def expected(tokens: Tokens, kl_coef: float) -> dict[str, float]:
     with np.errstate(over="ignore"):
         apart = np.exp(-gap) - 1 + gap
     acting, pulled = on & (tokens["rl_scale"] != 0), tokens["ref_kl_scale"] != 0
-    dropped, far = acting & np.where(advantage > 0, change > 0.2, change < -0.2), change < -0.2
+    dropped = acting & np.where(advantage > 0, change > 0.2, change < -0.2)
     everywhere = {
         "entropy/all": tokens["entropy"], "mismatch_kl/all": k3, "importance_ratio": np.exp(x), "mismatch_kl_k1": -x
     }  # fmt: skip
@@ -63,9 +63,6 @@ def expected(tokens: Tokens, kl_coef: float) -> dict[str, float]:
         "unmasked_mismatch_kl": (k3, acting & ~dropped),
         "ref_kl": (apart, pulled | acting if kl_coef else pulled),
         "nll": (-new, tokens["ce_scale"] != 0),
-        "ref_kl/is_masked": (far, pulled),
-        "ref_kl/masked_mismatch_kl": (k3, pulled & far),
-        "ref_kl/unmasked_mismatch_kl": (k3, pulled & ~far),
     }
     largest = {f"{name}/max": values[on].max() for name, values in everywhere.items() if on.any()}
     return largest | {f"{name}/mean": values[of].mean() for name, (values, of) in means.items() if of.any()}

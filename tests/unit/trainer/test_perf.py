@@ -39,6 +39,9 @@ def test_matmul_parameters(config: PretrainedConfig, of_layer: int) -> None:
 
 
 def test_flops_by_hand() -> None:
-    """6 per matmul parameter and token; causal attention half of all pairs."""
-    assert perf.attention_width(Qwen3Config(**SHAPE)) == 3 * 4 * 8
-    assert perf.flops(1000, 96, [10, 20]) == 6 * 1000 * 30 + 12 * 96 * (10**2 + 20**2) / 2
+    """6 per matmul parameter and token; causal attention half of all pairs, in each of 3 layers of 4 heads of 8."""
+    config = Qwen3Config(**SHAPE)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    flops = perf.step_costs(lm, config).of([10, 20]).sum()
+    assert flops == 6 * perf.matmul_parameters(lm) * 30 + 12 * (3 * 4 * 8) * (10**2 + 20**2) / 2

@@ -15,8 +15,8 @@ from prime_rl.trainer.training_loop import Recipe
 
 
 def train(config: TrainerConfig) -> None:
-    """Train on the rollouts of a run directory; see `training_loop.train`."""
-    training_loop.train(config, make_recipe)
+    """Train on the rollouts of a run directory; see `training_loop.run`."""
+    training_loop.run(config, make_recipe)
 
 
 def make_recipe(config: TrainerConfig) -> Recipe:

@@ -15,8 +15,8 @@ from prime_rl.trainer.training_loop import Recipe
 
 
 def train(config: SFTConfig) -> None:
-    """Fine-tune on a dataset; see `training_loop.train`."""
-    training_loop.train(config, make_recipe)
+    """Fine-tune on a dataset; see `training_loop.run`."""
+    training_loop.run(config, make_recipe)
 
 
 def make_recipe(config: SFTConfig) -> Recipe:
