@@ -47,7 +47,7 @@ class Measure(Environments[EvalEnv]):
     seq_len: PositiveInt = option(2048, "Most tokens of prompt and reply.")
     max_concurrent: PositiveInt = option(64, "Most episodes in flight, of all environments.")
     rollout_timeout: PositiveFloat = option(300.0, "Seconds that one episode may take.")
-    renderer: str = option("auto", "Renderer of chats: auto, default, a name, or an import path.")
+    renderer: str = option("auto", "Renderer of chats: auto, default, chatml, or a name that renderers has.")
 
 
 class EvalConfig(BaseConfig, Measure):

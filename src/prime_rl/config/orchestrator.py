@@ -305,7 +305,7 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
         8, "Most steps between the oldest token of a sample and training on it."
     )
     max_concurrent: PositiveInt | None = option(None, "Most episodes in flight (None: batch_size x (async_level + 1)).")
-    renderer: str = option("auto", "Renderer of chats: auto, default, a name, or an import path.")
+    renderer: str = option("auto", "Renderer of chats: auto, default, chatml, or a name that renderers has.")
     algorithm: AlgorithmConfig = option(GRPO, "What an episode is worth, compared with others.", discriminator="type")
     reference: TeacherConfig | None = option(None, "A reference model to score samples, for trainer.loss.kl_coef.")
     filter_zero_advantage: bool = option(True, "Leave out samples whose advantage is exactly zero.")

@@ -11,22 +11,22 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from itertools import product
+from typing import Any
 
 import jinja2
-from renderers import CustomRendererConfig, create_renderer
+from renderers import create_renderer
 from renderers.base import (
     MODEL_RENDERER_MAP,
     ParsedResponse,
     ParsedToolCall,
     RenderedTokens,
     ToolCallParseStatus,
-    extract_message_tool_names,
     load_tokenizer,
     reject_assistant_in_extension,
     trim_to_turn_close,
 )
-from renderers.configs import BaseRendererConfig, config_from_name
+from renderers.configs import config_from_name
 from renderers.qwen3 import _TOOLS_FOOTER, _TOOLS_HEADER
 
 from prime_rl.envs.convert import parsed_json
@@ -53,41 +53,25 @@ _TOOL = {
 }
 
 
-def _messages(*said: tuple[str, str] | tuple[str, str, dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"role": role, "content": text, **(fields[0] if fields else {})} for role, text, *fields in said]
+def _call(number: int, word: str) -> dict[str, Any]:
+    arguments = json.dumps({"word": word}, ensure_ascii=False)
+    return {"id": f"call_{number}", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
 
 
-def _calling(*words: str) -> dict[str, Any]:
-    calls = []
-    for number, word in enumerate(words):
-        function = {"name": "look_up", "arguments": json.dumps({"word": word}, ensure_ascii=False)}
-        calls.append({"id": f"call_{number}", "type": "function", "function": function})
-    return {"tool_calls": calls}
-
-
-def _answering(number: int) -> dict[str, Any]:
-    return {"tool_call_id": f"call_{number}", "name": "look_up"}
-
-
-# Conversations on which templates differ: system or none, several turns, blanks at the edges, reasoning, last role.
-_PROBES = (
-    _messages(("user", "Hi")),
-    _messages(("system", "Be brief."), ("user", "  two  words \n")),
-    _messages(("system", "s"), ("user", "a\n\nb"), ("assistant", "c"), ("user", "\nd é 你好")),
-    _messages(("user", "a"), ("assistant", "b c\n")),
-    _messages(
-        *(("user", "a"), ("assistant", "b", {"reasoning_content": "r"})),
-        *(("user", "c"), ("assistant", "d", {"reasoning_content": "s"})),
-    ),
-)
-# The same, of conversations with tools: one call and several, with text before and without, answered and going on.
-_TOOL_PROBES = (
-    _messages(("system", "s"), ("user", "a")),
-    _messages(("user", "a"), ("assistant", "", _calling("é")), ("tool", "1\n", _answering(0))),
-    _messages(
-        *(("system", "s"), ("user", "a"), ("assistant", "b", _calling("c", "d"))),
-        *(("tool", "1", _answering(0)), ("tool", "2", _answering(1)), ("assistant", "e"), ("user", "f")),
-    ),
+# Where templates differ: blanks at the edges, reasoning, several turns; one call and several, with text and without.
+_PROBE: tuple[dict[str, Any], ...] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "  two  words \n"},
+    {"role": "assistant", "content": "b", "reasoning_content": "r"},
+    {"role": "user", "content": "\na\n\nb é 你好"},
+    {"role": "assistant", "content": "", "tool_calls": [_call(0, "é")]},
+    {"role": "tool", "content": "1\n", "tool_call_id": "call_0", "name": "look_up"},
+    {"role": "assistant", "content": "b", "tool_calls": [_call(1, "c"), _call(2, "d")]},
+    {"role": "tool", "content": "1", "tool_call_id": "call_1", "name": "look_up"},
+    {"role": "tool", "content": "2", "tool_call_id": "call_2", "name": "look_up"},
+    {"role": "assistant", "content": "b c\n", "reasoning_content": "s"},
+    {"role": "user", "content": "f"},
+    {"role": "assistant", "content": "g"},
 )
 
 
@@ -98,13 +82,11 @@ class RendererError(Exception):
 def choose(model: str, choice: str, tools: bool = False) -> Any:
     """The renderer for a hub name or local directory.
 
-    `choice`: "auto", "chatml", "default", a name that renderers knows, or an import path (`module.Class`,
-    `file.py:Class`). "auto" takes `fitting`'s, with tools where there are `tools`, or the template itself.
-    Raises RendererError.
+    `choice`: "auto", "chatml", "default", or a name that renderers knows. "auto" takes `fitting`'s, with tools where there
+    are `tools`, or the template itself. Raises RendererError.
     """
-    custom = choice not in KNOWN
-    if custom and "." not in choice:
-        raise RendererError(f"unknown renderer {choice!r} (known: {', '.join(KNOWN)}, or an import path)")
+    if choice not in KNOWN:
+        raise RendererError(f"unknown renderer {choice!r} (known: {', '.join(KNOWN)})")
     tokenizer = tokenizer_of(model)
     if choice in ("auto", "default") and not tokenizer.chat_template and model not in MODEL_RENDERER_MAP:
         raise RendererError(
@@ -148,26 +130,25 @@ def fitting(model: str, tokenizer: Any, tools: bool) -> Any:
 
 def _made(model: str, name: str, tokenizer: Any) -> Any:
     try:
-        if name == "chatml":
-            return ChatMLRenderer(tokenizer)
-        config = config_from_name(name) if name in KNOWN else CustomRendererConfig(import_path=name)
-        return create_renderer(tokenizer, config)
+        return ChatMLRenderer(tokenizer) if name == "chatml" else create_renderer(tokenizer, config_from_name(name))
     except (ValueError, AssertionError, KeyError, TypeError, ImportError, OSError) as error:
-        what = f"renderer {name!r} does not fit {model!r}" if name in KNOWN else f"cannot load the renderer {name!r}"
-        raise RendererError(f"{what}: {error}") from error
+        raise RendererError(f"renderer {name!r} does not fit {model!r}: {error}") from error
 
 
 def equals_template(renderer: Any, tokenizer: Any, tools: bool = False) -> bool:
-    """Whether a renderer gives exactly the ids of the tokenizer's chat template on the probe conversations."""
-    probes: list[tuple[list[dict[str, Any]], Any]] = [(messages, None) for messages in _PROBES]
-    if tools:
-        probes += [(messages, [_TOOL]) for messages in _TOOL_PROBES]
-    for messages, shown in probes:
-        for generate in (False, True):
+    """Whether a renderer gives exactly the ids of the tokenizer's chat template.
+
+    Compared are all beginnings of the probe conversation, with its system message and without, with a generation prompt
+    and without; where there are `tools`, with its calls as well.
+    """
+    talk = [message for message in _PROBE if message["role"] != "tool" and not message.get("tool_calls")]
+    for messages, shown in ((talk, None), (_PROBE, [_TOOL]))[: 1 + tools]:
+        for start, end, generate in product((0, 1), range(2, len(messages) + 1), (False, True)):
+            part = list(messages[start:end])
             try:
-                ours = renderer.render_ids(messages, tools=shown, add_generation_prompt=generate)
+                ours = renderer.render_ids(part, tools=shown, add_generation_prompt=generate)
                 theirs = tokenizer.apply_chat_template(
-                    messages, tools=shown, tokenize=True, add_generation_prompt=generate, return_dict=False
+                    part, tools=shown, tokenize=True, add_generation_prompt=generate, return_dict=False
                 )
             except (jinja2.TemplateError, TypeError, ValueError, KeyError, AssertionError):  # one of them refuses it
                 return False
@@ -204,10 +185,6 @@ def _no_torch() -> Iterator[None]:
             del sys.modules[name]
 
 
-class ChatMLConfig(BaseRendererConfig):
-    name: Literal["chatml"] = "chatml"
-
-
 class ChatMLRenderer:
     """`<|im_start|>role\\ncontent<|im_end|>\\n` for every message, with a bridge. Text only.
 
@@ -216,11 +193,7 @@ class ChatMLRenderer:
     that small tokenizers do not have.
     """
 
-    config_class = ChatMLConfig
-    is_prefix_stable = True
-    supports_tools = True
-
-    def __init__(self, tokenizer: Any, config: ChatMLConfig | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         """Raises ValueError when the tokenizer lacks ChatML's tokens, or is not one of the tokenizers library."""
         self.tokenizer = tokenizer
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
@@ -229,7 +202,6 @@ class ChatMLRenderer:
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
-        self.config = config or ChatMLConfig()
         vocabulary = tokenizer.get_vocab()
         if missing := [token for token in (IM_START, IM_END) if token not in vocabulary]:
             raise ValueError(f"ChatML needs the token {missing[0]}, which the tokenizer does not have")
@@ -289,7 +261,6 @@ class ChatMLRenderer:
             sampled_mask=[own and messages[message]["role"] == "assistant" for message, own in attributed],
             is_content=[own for _, own in attributed],
             message_roles=[message["role"] for message in messages],
-            message_tool_names=extract_message_tool_names(messages),
         )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderers import extract_message_tool_names
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
@@ -51,7 +50,6 @@ def test_chatml_equals_the_template(
     assert rendered.token_ids == tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=generate, return_dict=False
     )
-    assert rendered.message_tool_names == extract_message_tool_names(messages)
     indices = [index for index in rendered.message_indices if index >= 0]
     assert indices == sorted(indices)
     assert set(indices) == set(range(len(messages)))
@@ -76,7 +74,6 @@ def test_auto_takes_chatml_only_when_it_is(tmp_path: Path) -> None:
         else:
             with pytest.raises(RendererError, match="no renderer shows tools"):
                 choose(directory, "auto", tools=True)
-    assert isinstance(choose(directory, "prime_rl.envs.renderer.ChatMLRenderer"), ChatMLRenderer)  # by import path
     other = str(make_tokenizer(tmp_path / "other", NOT_PLAIN))
     assert not equals_template(ChatMLRenderer(tokenizer_of(other)), tokenizer_of(other))
     assert type(choose(other, "auto")).__name__ == "DefaultRenderer"
@@ -88,7 +85,7 @@ def test_auto_takes_chatml_only_when_it_is(tmp_path: Path) -> None:
         ("bare", "auto", "has no chat template"),
         ("nowhere", "auto", "cannot load the tokenizer of .*nowhere"),
         ("plain", "chatmll", "unknown renderer 'chatmll'"),
-        ("plain", "no.such.Renderer", "cannot load the renderer 'no.such.Renderer'"),
+        ("plain", "qwen3", "renderer 'qwen3' does not fit"),
         ("other tokens", "chatml", r"<\|im_start\|>"),  # not to be rendered as letters
     ],
 )

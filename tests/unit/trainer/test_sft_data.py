@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.config import SFTConfig
+from prime_rl.config.sft import SFTData
 from prime_rl.errors import UserError
+from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.sft.render import Tokens
-from prime_rl.trainer.sft.rows import RowData, RowStream, row_order
+from prime_rl.trainer.sft.rows import RowData, row_order, row_steps
 from prime_rl.trainer.source import find_model
 
 
@@ -22,10 +25,16 @@ def sample(length: int, trained: int = 1) -> Tokens:
     return Tokens(np.full(length, length), np.arange(length) >= length - trained)
 
 
-def stream(lengths: list[int], seq_len: int = 10, taken: int = 0) -> RowStream:
-    """Rows of these lengths in order; a negative length is a row without trained tokens."""
-    rows = [sample(n) if n > 0 else sample(-n, 0) for n in lengths]
-    return RowStream(lambda i: [rows[i]], len(rows), seq_len, shuffle=False, seed=0, taken=taken)
+def steps(rows: list[list[Tokens]], batch_size: int, taken: int = 0) -> Iterator[tuple[list[int], int, dict[str, int]]]:
+    """Steps of `batch_size` × 10 tokens: lengths of samples, rows taken, rows dropped."""
+    data = SFTData(seq_len=10, batch_size=batch_size, shuffle=False)
+    for samples, used, dropped in row_steps(lambda index: rows[index], len(rows), data, 0, taken):
+        yield [len(one.input_ids) for one in samples], used, dict(dropped)
+
+
+def rows_of(lengths: list[int]) -> list[list[Tokens]]:
+    """Rows of one sample of these lengths; a negative length is a row without trained tokens."""
+    return [[sample(n) if n > 0 else sample(-n, 0)] for n in lengths]
 
 
 @settings(deadline=None)
@@ -41,38 +50,38 @@ def test_order(rows: int, drawn: int, shuffle: bool) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(-12, 12).filter(bool), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 5))
-def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
+def test_steps_and_resume(lengths: list[int], rows: int, count: int) -> None:
     """Steps take the usable rows in order, whole, and leave none out; a stream begun where another stands goes on with
     the very next row."""
     usable = [n for n in lengths if 2 <= n <= 10]
     if not usable:
         return
-    source = stream(lengths)
-    taken = [[len(s.input_ids) for s in source.step(rows)] for _ in range(steps)]
-    flat = list(itertools.chain(*taken))
+    source, done = steps(rows_of(lengths), rows), 0
+    made = []
+    for _ in range(count):
+        step, used, _ = next(source)
+        made.append(step)
+        done += used
+    flat = list(itertools.chain(*made))
     assert flat == list(itertools.islice(itertools.cycle(usable), len(flat)))
-    assert all(sum(step) <= rows * 10 for step in taken)
-    resumed = stream(lengths, taken=source.taken)
-    assert [len(s.input_ids) for s in resumed.step(rows)] == [len(s.input_ids) for s in source.step(rows)]
+    assert all(sum(step) <= rows * 10 for step in made)
+    assert next(steps(rows_of(lengths), rows, done)) == next(source)
 
 
 def test_samples_of_a_row_stay_together() -> None:
     """A step takes all samples of a row or leaves it to the next; a row that no step could hold is passed over, and
     counted."""
     rows = [[sample(6), sample(8)], [sample(3)], [sample(9), sample(9), sample(9)], [sample(2), sample(5)]]
-    source = RowStream(lambda i: rows[i], len(rows), 10, shuffle=False, seed=0, taken=0)
-    steps = [([len(one.input_ids) for one in source.step(2)], source.taken) for _ in range(3)]
-    assert steps == [([6, 8, 3], 2), ([2, 5], 4), ([6, 8, 3], 6)]
-    assert source.dropped == {"too_long": 1}
+    assert list(itertools.islice(steps(rows, 2), 3)) == [
+        ([6, 8, 3], 3, {"too_long": 1}), ([2, 5], 1, {}), ([6, 8, 3], 3, {"too_long": 1})
+    ]  # fmt: skip
 
 
 def test_dropped_rows_are_counted() -> None:
     """Too long and untrained samples are passed over and counted, never cut; a row whose only trained token is its
-    first counts as untrained."""
-    source = stream([11, 4, -5, 1, 12, 3])
-    assert [[len(s.input_ids) for s in source.step(1)] for _ in range(2)] == [[4, 3], [4, 3]]
-    assert source.dropped == {"too_long": 5, "untrained": 4}
-    assert source.taken == 13  # the next 4 has no room; what was dropped before it is not read again
+    first counts as untrained. They belong to the step that they come before the end of."""
+    made = list(itertools.islice(steps(rows_of([11, 4, -5, 1, 12, 3]), 1), 2))
+    assert made == [([4, 3], 7, {"too_long": 3, "untrained": 2}), ([4, 3], 6, {"untrained": 2, "too_long": 2})]
 
 
 def test_nothing_to_train_on() -> None:
@@ -80,7 +89,7 @@ def test_nothing_to_train_on() -> None:
     with pytest.raises(
         UserError, match="no row .*: 3 times one exceeded data.seq_len 10, 2 times one had no trained token"
     ):
-        stream([11, -5, 12]).step(1)
+        next(steps(rows_of([11, -5, 12]), 1))
 
 
 def data(directory: Path, model: Path, world: World, rows: list[dict[str, Any]], **settings: Any) -> RowData:
@@ -89,7 +98,9 @@ def data(directory: Path, model: Path, world: World, rows: list[dict[str, Any]],
     config = SFTConfig.model_validate(
         {"output_dir": directory, "data": {"name": str(path), "seq_len": 64, "shuffle": False, **settings}}
     )
-    return RowData(config, world, find_model(str(model)), lambda subject, owner, timeout: None)
+    source = RowData(config, world, find_model(str(model)), lambda subject, owner, timeout: None)
+    source.start(Costs(), 0)
+    return source
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])

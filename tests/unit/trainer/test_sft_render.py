@@ -144,6 +144,8 @@ def test_renderers_of_the_package(tmp_path: Path) -> None:
         (THINKS, ONCE, r"message 1 \(assistant\) cannot be trained in the context that inference sees"),
         (None, {"messages": [user("a")]}, "has no chat template, which rows of messages need"),
         # Malformed rows
+        (CHATML, {"text": "a", "label": 1}, "it has the columns text, label; fine-tuning needs a column `messages`"),
+        (CHATML, {"prompt": "a"}, "it has the columns prompt; fine-tuning needs"),
         (CHATML, {"messages": "a"}, "`messages` is 'a', not a list of messages; fine-tuning needs"),
         (CHATML, {"messages": []}, r"`messages` is \[\], not a list"),
         (CHATML, {"messages": [{"content": "a"}]}, "`messages`, message 0.role: Field required"),

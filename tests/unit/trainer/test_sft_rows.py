@@ -69,11 +69,6 @@ def refused(name: str, **more: str) -> str:
     ("content", "message"),
     [
         ("\n\n", "is empty"),
-        (
-            '{"text": "a", "label": 1}',
-            "has the columns text, label; fine-tuning needs a column `messages`, or two columns",
-        ),
-        ('{"prompt": "a"}', "has the columns prompt; fine-tuning needs"),
         ('{"prompt": "a", "completion": "b"}\n{', "line 2 is not JSON"),
         ('{"prompt": "a", "completion": "b"}\n7', "line 2 is a int, not an object"),
     ],

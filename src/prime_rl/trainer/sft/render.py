@@ -41,8 +41,7 @@ def load_rows(config: SFTData) -> "list[Row] | Dataset":
 
     `split` and `subset` choose within saved and hub datasets; a plain file has neither.
 
-    Raises UserError if it is missing, unreadable or empty, has other columns than the accepted ones, or lacks the split
-    or subset that is asked for.
+    Raises UserError if it is missing, unreadable or empty, or lacks the split or subset that is asked for.
     """
     import httpx
     import pyarrow
@@ -60,14 +59,7 @@ def load_rows(config: SFTData) -> "list[Row] | Dataset":
         raise UserError(f"dataset {name} {problem}: {one_line(error)}") from error
     if len(rows) == 0:
         raise UserError(f"dataset {name} is empty")
-    check_columns(rows[0], name)
     return rows
-
-
-def check_columns(row: Row, name: str) -> None:
-    """Raise UserError, naming its columns, unless a row is a conversation or a prompt with its completion."""
-    if "messages" not in row and not {"prompt", "completion"} <= row.keys():
-        raise UserError(f"dataset {name} has the columns {', '.join(row) or '(none)'}; fine-tuning needs {ACCEPTED}")
 
 
 def _load_local(path: Path, config: SFTData) -> "list[Row] | Dataset":
@@ -218,7 +210,8 @@ class RowRenderer:
         Raises UserError if the row has another form, the tokenizer lacks a chat template, or the template refuses the
         row or cannot show it.
         """
-        check_columns(row, "row")
+        if "messages" not in row and not {"prompt", "completion"} <= row.keys():
+            raise UserError(f"it has the columns {', '.join(row) or '(none)'}; fine-tuning needs {ACCEPTED}")
         if self._tokenizer.chat_template is None and "messages" not in row:
             prompt, completion = row["prompt"], row["completion"]
             if isinstance(prompt, str) and isinstance(completion, str):
@@ -269,16 +262,15 @@ class RowRenderer:
     def _sample(self, renderer: Any, messages: list[Message], tools: list[Any] | None) -> Tokens:
         """A conversation of which the last message is trained, up to its end."""
         message, where = messages[-1], f"message {len(messages) - 1} ({messages[-1]['role']})"
-        stops = self._tokenizer.convert_ids_to_tokens(sorted(self._stop_ids))
-        if held := [stop for stop in stops if stop in message["content"]]:
-            raise UserError(f"{where} holds {held[0]!r}, which ends a reply: it cannot be trained")
         try:
             sample = self._by_template(messages, where) if renderer is None else _rendered(renderer, messages, tools)
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AssertionError) as error:
             raise UserError(f"the chat template of {self._model} refuses {where}: {one_line(error)}") from error
         trained = sample.input_ids[sample.loss_mask]
-        if any(int(token) in self._stop_ids for token in trained[:-1]):  # in a tool call, say
-            raise UserError(f"{where} holds a token that ends a reply: it cannot be trained")
+        if held := [token for token in trained[:-1].tolist() if token in self._stop_ids]:
+            raise UserError(
+                f"{where} holds {self._tokenizer.decode(held[:1])!r}, which ends a reply: it cannot be trained"
+            )
         text = _squeezed(self._tokenizer.decode(trained, clean_up_tokenization_spaces=False))
         if _squeezed(message["content"].rpartition("</think>")[2]) not in text:
             raise UserError(f"the chat template of {self._model} leaves out the content of {where}, or alters it")

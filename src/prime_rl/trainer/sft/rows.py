@@ -8,6 +8,7 @@ import numpy.typing as npt
 from loguru import logger
 
 from prime_rl.config import SFTConfig
+from prime_rl.config.sft import SFTData
 from prime_rl.errors import UserError
 from prime_rl.trainer.packing import (
     LONGEST,
@@ -28,9 +29,6 @@ STREAMS = 1  # of the cross-entropy token loss: weight / (loss tokens of the who
 
 _CHECKED_ROWS = 16  # before the model is loaded
 
-Tokenizer = Callable[[int], list[Tokens]]
-"""The samples of a row, by its index."""
-
 
 def row_order(rows: int, taken: int, shuffle: bool, seed: int) -> Iterator[int]:
     """Row indices without end, one permutation per epoch, beginning after the first `taken` of them."""
@@ -41,61 +39,51 @@ def row_order(rows: int, taken: int, shuffle: bool, seed: int) -> Iterator[int]:
         epoch, offset = epoch + 1, 0
 
 
-class RowStream:
-    """Steps of tokenized rows in the order of `row_order`, without rows that cannot be trained on, which are counted.
+def row_steps(
+    tokenize: Callable[[int], list[Tokens]], rows: int, data: SFTData, seed: int, taken: int
+) -> Iterator[tuple[list[Tokens], int, Counter[str]]]:
+    """The samples of step after step: what fits into `batch_size` packed rows of `seq_len` tokens, first fit.
 
-    Nothing is truncated: half a conversation would teach to break off. The samples of a row stay in one step, so that
-    `taken` rows say where to resume.
+    Rows come in the order of `row_order`, and all samples of a row are in one step. Rows that cannot be trained on are
+    dropped: nothing is truncated, because half a conversation would teach to break off.
+
+    Args:
+        tokenize: From the index of a row to its samples.
+
+    Yields:
+        samples, rows taken for them, and how many of those were dropped, by reason.
+
+    Raises:
+        UserError: whole epochs have nothing to train on, or a row is malformed (names it).
     """
-
-    def __init__(self, tokenizer: Tokenizer, rows: int, seq_len: int, *, shuffle: bool, seed: int, taken: int) -> None:
-        self._tokenizer, self._rows, self._seq_len = tokenizer, rows, seq_len
-        self._order = row_order(rows, taken, shuffle, seed)
-        self._next: tuple[int, list[Tokens]] | None = None  # the row that the last step had no room for
-        self._drops = 0  # since the last row that was trained on
-        self.taken = taken
-        self.dropped: Counter[str] = Counter()
-
-    def step(self, rows: int) -> list[Tokens]:
-        """What fits into `rows` packed rows of `seq_len` tokens, first fit, up to the first row whose samples do not.
-
-        Raises UserError if whole epochs have nothing to train on, or a row is malformed (says which).
-        """
-        room = np.full(rows, self._seq_len)
-        step: list[Tokens] = []
-        while True:
-            if self._next is None:
-                index = next(self._order)
-                self._next = index, self._tokenizer(index)
-            index, samples = self._next
+    empty = np.full(data.batch_size, data.seq_len)
+    room, step, used, dropped = empty, list[Tokens](), 0, Counter[str]()
+    reported, unusable = set[str](), 0  # rows in sequence that were dropped
+    for index in row_order(rows, taken, data.shuffle, seed):
+        samples = tokenize(index)
+        alone = _place(samples, empty)
+        is_trained = any(sample.loss_mask[1:].any() for sample in samples)
+        if alone is not None and is_trained:
+            if (left := _place(samples, room)) is None:
+                yield step, used, dropped
+                left, step, used, dropped = alone, [], 0, Counter()
+            room, unusable = left, 0
+            step += samples
+        else:
             longest = max(len(sample.input_ids) for sample in samples)
-            left = _place(samples, room)
-            if longest > self._seq_len:
-                self._drop(index, "too_long", f"its {longest} tokens exceed seq_len {self._seq_len}")
-            elif not any(sample.loss_mask[1:].any() for sample in samples):
-                self._drop(index, "untrained", "no token of it is trained")
-            elif left is not None:
-                room, self._drops = left, 0
-                step += samples
-            elif step:
-                return step
-            else:
-                what = f"its {len(samples)} samples exceed a step of {rows} × {self._seq_len} tokens"
-                self._drop(index, "too_long", what)
-            self._next = None
-            self.taken += 1
-
-    def _drop(self, index: int, reason: str, why: str) -> None:
-        """Count a row. Raises UserError once a whole epoch is among those in sequence, however it was shuffled."""
-        if not self.dropped[reason]:
-            logger.warning("dropped row {}: {} (further ones are counted as data/dropped_{})", index, why, reason)
-        self.dropped[reason] += 1
-        self._drops += 1
-        if self._drops >= 2 * self._rows - 1:
-            raise UserError(
-                f"no row of the dataset can be trained on: {self.dropped['too_long']} times one exceeded data.seq_len "
-                f"{self._seq_len}, {self.dropped['untrained']} times one had no trained token (see data.loss_mask)"
-            )
+            size = f"{len(samples)} samples of at most {longest} tokens exceed {data.batch_size} × {data.seq_len}"
+            reason, why = ("too_long", size) if alone is None else ("untrained", "no token of it is trained")
+            if reason not in reported:
+                reported.add(reason)
+                logger.warning("dropped row {}: {} (more are counted as data/dropped_{})", index, why, reason)
+            dropped[reason] += 1
+            unusable += 1
+            if unusable >= 2 * rows - 1:  # a whole epoch is among them, however it was shuffled
+                raise UserError(
+                    f"no row of the dataset can be trained on: {dropped['too_long']} times one exceeded data.seq_len "
+                    f"{data.seq_len}, {dropped['untrained']} times one had no trained token (see data.loss_mask)"
+                )
+        used += 1
 
 
 def _place(samples: list[Tokens], room: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
@@ -110,26 +98,25 @@ def _place(samples: list[Tokens], room: npt.NDArray[np.int64]) -> npt.NDArray[np
 
 
 def pack(
-    samples: Sequence[Tokens], config: SFTConfig, world: World, costs: Costs, taken: int, dropped: dict[str, int]
+    samples: Sequence[Tokens], config: SFTConfig, world: World, costs: Costs, taken: int, dropped: Counter[str]
 ) -> StepData:
     """A step of these samples, for which `taken` rows were taken. Every rank packs the same, and keeps its own share."""
     data = config.data
     loss_tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     lengths = [len(sample.input_ids) for sample in samples]
     mine = plan(lengths, data.micro_batch_size * data.seq_len, world.size, costs)[world.rank]
-    documents = {index: _document(samples[index], loss_tokens) for indices in mine for index in indices}
+    documents = {}
+    for index in (index for indices in mine for index in indices):
+        ids, mask = samples[index].input_ids, samples[index].loss_mask
+        documents[index] = Document(ids, mask, 1.0, np.full((STREAMS, len(ids)), 1.0 / loss_tokens, dtype=np.float32))
     metrics = {
         "data/samples": len(lengths),
         "data/loss_tokens": loss_tokens,
         "data/packing_efficiency": sum(lengths) / (data.batch_size * data.seq_len),
-        **{f"data/dropped_{reason}": count for reason, count in dropped.items()},
+        "data/dropped_too_long": dropped["too_long"],
+        "data/dropped_untrained": dropped["untrained"],
     }
     return StepData(micro_batches(mine, documents, STREAMS, world.device), lengths, taken, metrics)
-
-
-def _document(sample: Tokens, loss_tokens: int) -> Document:
-    weights = np.full((STREAMS, len(sample.input_ids)), 1.0 / loss_tokens, dtype=np.float32)
-    return Document(sample.input_ids, sample.loss_mask, 1.0, weights)
 
 
 class RowData(StepSource):
@@ -146,18 +133,11 @@ class RowData(StepSource):
         self.rows = agree(world, lambda: load_rows(config.data))
         self._renderer = RowRenderer(self.tokenizer, source.name, config.data.loss_mask, stop_ids(source))
         on_main(world, lambda: [len(self.tokens(index)) for index in range(min(_CHECKED_ROWS, len(self.rows)))])
-        self._stream = self._from(0)
         super().__init__(world, config.dist_timeout)
 
     def start(self, costs: Costs, samples: int) -> None:
         super().start(costs, samples)
-        self._stream = self._from(samples)
-
-    def _from(self, taken: int) -> RowStream:
-        data = self.config.data
-        return RowStream(
-            self.tokens, len(self.rows), data.seq_len, shuffle=data.shuffle, seed=self.config.seed, taken=taken
-        )
+        self._steps = row_steps(self.tokens, len(self.rows), self.config.data, self.config.seed, samples)
 
     def tokens(self, index: int) -> list[Tokens]:
         """The samples of a row. Raises UserError, with the row's number, for one that is malformed."""
@@ -174,12 +154,9 @@ class RowData(StepSource):
         return samples
 
     def prepare(self, step: int) -> StepData:
-        """The stream's next step. The thread comes here once a step, in order."""
-        stream, data = self._stream, self.config.data
-        taken, before = stream.taken, stream.dropped.copy()
-        samples = stream.step(data.batch_size)
-        dropped = {reason: stream.dropped[reason] - before[reason] for reason in ("too_long", "untrained")}
-        return pack(samples, self.config, self.world, self.costs, stream.taken - taken, dropped)
+        """The next step. The thread comes here once a step, in order."""
+        samples, taken, dropped = next(self._steps)
+        return pack(samples, self.config, self.world, self.costs, taken, dropped)
 
 
 class FakeRows(StepSource):
@@ -200,7 +177,7 @@ class FakeRows(StepSource):
         while (length := self._length(draws)) <= room:
             samples.append(Tokens(draws.integers(0, self.vocabulary, length), np.ones(length, dtype=np.bool_)))
             room -= length
-        return pack(samples, self.config, self.world, self.costs, 0, {})
+        return pack(samples, self.config, self.world, self.costs, 0, Counter())
 
     def _length(self, draws: np.random.Generator) -> int:
         seq_len, fake = self.config.data.seq_len, self.config.data.fake
