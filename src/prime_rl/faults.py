@@ -24,15 +24,13 @@ Kind = Literal["kill", "stop", "enospc", "tear", "delay", "drop", "duplicate", "
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at a point.
+    """What happens in one process (trainer, orchestrator, inference, environment) at a point.
 
     Args:
         point: Pattern (`fnmatch`) of the point's name.
-        process: The process it happens in: trainer, orchestrator, inference, environment.
         do: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `enospc` (the error of a full disk), `tear` (the file at hand
             is cut in half, then SIGKILL), `delay` (sleep); `drop`, `duplicate` and `error` are the caller's to do.
-        nth: It fires from the nth match on (1-based, counted over all incarnations).
-        times: How often it fires.
+        nth, times: It fires from the nth match on (1-based, counted over all incarnations), so often.
         seconds: Length of a delay.
     """
 
@@ -44,20 +42,15 @@ class Fault:
     seconds: float = 0.0
 
 
-_process = ""
-_plan: list[Fault] = []
-_path: Path | None = None
+_plan: list[tuple[Fault, Path]] = []  # each with the file whose length counts its matches
 
 
 def arm(process: str) -> None:
-    """Name this process and read the plan, if there is one. First thing in every `main()`."""
-    global _process, _plan, _path
-    value = os.environ.get(ENV)
-    if not value:
+    """Read the plan, if there is one, for this process. First thing in every `main()`."""
+    if not (value := os.environ.get(ENV)):
         return
-    _path = Path(value)
-    _process = process
-    _plan = [fault for row in json.loads(_path.read_text()) if (fault := Fault(**row)).process == process]
+    faults = [fault for row in json.loads(Path(value).read_text()) if (fault := Fault(**row)).process == process]
+    _plan[:] = [(each, Path(f"{value}.{process}.{number}.seen")) for number, each in enumerate(faults)]
     if _plan:
         print(f"fault injection is on ({ENV}={value})", file=sys.stderr)
 
@@ -71,39 +64,28 @@ def point(name: str, file: Path | None = None) -> Kind | None:
     Raises:
         OSError: ENOSPC, when that is planned here.
     """
-    if not _plan:
-        return None
-    for number, fault in enumerate(_plan):
-        if fnmatchcase(name, fault.point) and _due(number, fault):
-            return _fire(fault, file)
+    for fault, seen in _plan:
+        if fnmatchcase(name, fault.point):
+            with seen.open("ab", buffering=0) as matches:  # durable and atomic: the next incarnation counts on
+                matches.write(b"x")
+                count = matches.tell()
+            if fault.nth <= count < fault.nth + fault.times:
+                return _fire(fault, file)
     return None
-
-
-def _due(number: int, fault: Fault) -> bool:
-    """Count this match, durably and atomically: the next incarnation must know that it happened."""
-    assert _path is not None
-    seen = _path.with_name(f"{_path.stem}.{_process}.{number}.seen")
-    descriptor = os.open(seen, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, b"x")
-        count = os.lseek(descriptor, 0, os.SEEK_CUR)
-    finally:
-        os.close(descriptor)
-    return fault.nth <= count < fault.nth + fault.times
 
 
 def _fire(fault: Fault, file: Path | None) -> Kind | None:
     print(f"fault: {fault.do} at {fault.point}", file=sys.stderr, flush=True)
     if fault.do == "delay":
         time.sleep(fault.seconds)
-        return None
-    if fault.do == "enospc":
+    elif fault.do == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file) if file else None)
-    if fault.do == "tear" and file is not None and file.is_file():
-        os.truncate(file, file.stat().st_size // 2)
-    if fault.do in ("kill", "tear"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault.do == "stop":
+    elif fault.do == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        return None
-    return fault.do
+    elif fault.do in ("kill", "tear"):
+        if fault.do == "tear" and file is not None and file.is_file():
+            os.truncate(file, file.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        return fault.do
+    return None

@@ -2,10 +2,10 @@
 
 import functools
 import gc
-import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,17 +43,15 @@ def load_function(
     Raises:
         UserError: there is none, or it does not take these arguments.
     """
-    where, colon, name = path.rpartition(":")
-    if not colon or not where or not name:
-        raise UserError(f"{key}: {path!r} is not of the form module:name or file.py:name")
+    where, _, name = path.rpartition(":")
     look_here()
     try:
         module = _file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
         function: Callable[..., Any] = getattr(module, name)
     except Exception as error:  # whatever the user's module raises while it is imported
-        raise UserError(f"{key}: {path!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(function):
-        raise UserError(f"{key}: {path!r} is a {type(function).__name__}, not a function")
+        raise UserError(
+            f"{key}: {path!r} (module:name or file.py:name) cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     try:
         signature = inspect.signature(function)
         signature.bind(*range(positional), **{name: None for name in offered if name in signature.parameters}, **args)
@@ -71,10 +69,9 @@ def look_here() -> None:
 @functools.cache
 def _file(file: Path) -> ModuleType:
     """Return a file's module, run once however many settings name it, under a name that no other file's has."""
-    name = f"prime_rl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    name = re.sub(r"\W", "_", str(file))
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses of it look there
     spec.loader.exec_module(module)

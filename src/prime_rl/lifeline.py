@@ -6,7 +6,6 @@ their own virtual environments.
 """
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -100,18 +99,11 @@ def follow(pid: int) -> bool:
     Returns:
         Whether `pid` is followed: not on another host, where the number means something else.
     """
-    if (ancestor := processes.identify(pid)) is None or pid not in ancestors():
+    below = processes.below({pid}, processes.table()) - {pid}
+    if (ancestor := processes.identify(pid)) is None or os.getpid() not in below:
         return False
     _end_with(ancestor, lambda: os.kill(os.getpid(), signal.SIGKILL))
     return True
-
-
-def ancestors() -> list[int]:
-    """Pids from this process's parent up to the first."""
-    pids = [os.getppid()]
-    while pids[-1] > 1 and (process := processes.read(pids[-1])) is not None:
-        pids.append(process.parent)
-    return pids
 
 
 def _end_with(watched: ProcessId, kill: Callable[[], None]) -> None:
@@ -124,17 +116,3 @@ def _end_with(watched: ProcessId, kill: Callable[[], None]) -> None:
         kill()
 
     threading.Thread(target=await_end, name="lifeline", daemon=True).start()
-
-
-def main() -> None:
-    """`python -m prime_rl.lifeline -m module args…`: run a module that is not ours (torchrun) under the watch."""
-    if len(sys.argv) < 3 or sys.argv[1] != "-m":
-        sys.exit("usage: python -m prime_rl.lifeline -m module [args…]")
-    watch()
-    module = sys.argv[2]
-    sys.argv = [module, *sys.argv[3:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()

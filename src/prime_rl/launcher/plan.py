@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +34,7 @@ _SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say
 _SMALL_GIB = 4.0  # of weights: for such a model vLLM's Python takes longer over a step than the GPU
 _CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
 _EPISODES_A_GPU = 128  # in flight: fewer do not keep two engines busy
-_EXTRA_PORTS = 1000  # from a server to the second on its GPU, which was not asked for: the ports between are others'
+_EXTRA_PORTS = 1000  # from a server to the next on its GPU: the ports between are others'
 _LAST_PORT = 65_535
 _DRIVER_SECONDS = 30.0
 
@@ -147,8 +147,8 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     if ranks > 1:
         # Port 0: torchrun picks a free one, so that two runs on one host never meet.
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--role", "trainer")
-        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous)
-        train = ["prime_rl.lifeline", *torchrun, "-m", "prime_rl.trainer.rl.train"]
+        torchrun = ("torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous)
+        train = [*torchrun, "-m", "prime_rl.trainer.rl.train"]  # its ranks watch this process, and it ends with them
     # A server that measures what is free of the GPU must be alone with it.
     alone = tuple(servers) if layout.training_gib and layout.cache_gib is None else ()
     serve, orchestrate = "prime_rl.entrypoints.inference", "prime_rl.entrypoints.orchestrator"
@@ -277,14 +277,10 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     if inference is None:
         return Layout((), trainer)
     if not serves:
-        share, cache = inference.gpu_memory_utilization, inference.kv_cache_gib
-        return Layout(servers, trainer, share, cache, ports=tuple(range(len(servers))))
-    if wanted is None and _gains_by_two(config, inference, len(servers), machine):
-        memory = _memory(config, inference, 2, machine)
-        if memory[1] is not None:
-            ports = range(len(servers))
-            return Layout(servers * 2, trainer, *memory, (*ports, *(_EXTRA_PORTS + port for port in ports)))
+        machine = replace(machine, gpu_gib=None)
     engines = 1 if wanted is None else wanted // len(servers)
+    if serves and wanted is None and _gains_by_two(config, inference, len(servers), machine):
+        engines = 1 if _memory(config, inference, 2, machine)[1] is None else 2
     memory = _memory(config, inference, engines, machine)
     if engines > 1 and memory[1] is None:
         raise UserError(
@@ -292,7 +288,8 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
             "keys and values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give "
             "inference.kv_cache_gib"
         )
-    return Layout(servers * engines, trainer, *memory, tuple(range(len(servers) * engines)))
+    ports = tuple(engine * _EXTRA_PORTS + number for engine in range(engines) for number in range(len(servers)))
+    return Layout(servers * engines, trainer, *memory, ports)
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:

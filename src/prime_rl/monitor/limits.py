@@ -5,10 +5,9 @@ limits the run. Where neither is, and measured waits explain at least half of wh
 does; else the pipeline, in which the two take turns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from prime_rl.monitor.monitor import Tail, metrics_path
@@ -21,22 +20,6 @@ FULL = 0.8  # of the time: a side that is busy for so long waits for nothing tha
 NOTABLE = 0.1  # of the time: a wait shorter than this limits nothing
 STEPS = 100  # the last ones, which are judged
 _KEPT = 200  # rows: one side is ahead of the other, or goes back to a recovery checkpoint
-
-
-class LimitName(StrEnum):
-    """What a run would be faster without."""
-
-    TRAINING = "training"
-    GENERATION = "generation"
-    WORKERS = "environment workers"
-    WEIGHT_SYNC = "weight sync"
-    CHECKPOINTS = "checkpoints"
-    DATA = "data"
-    PIPELINE = "the pipeline"
-
-    @property
-    def metric(self) -> str:
-        return "limit/" + self.removeprefix("the ").replace(" ", "_")
 
 
 @dataclass(frozen=True)
@@ -74,11 +57,15 @@ class Shares:
 
 @dataclass(frozen=True)
 class Limit:
-    """What limits a run, its share of the time, and why, in a few words."""
+    """What a run would be faster without, its share of the time, and why, in a few words."""
 
-    name: LimitName
+    name: str
     share: float
     reason: str
+
+    @property
+    def metric(self) -> str:
+        return "limit/" + self.name.removeprefix("the ").replace(" ", "_")
 
     def __str__(self) -> str:
         return f"limited by {self.name} ({self.reason})"
@@ -90,48 +77,42 @@ def limit_of(shares: Shares) -> Limit:
     worker_bound = sampled > 0 and shares.cpu >= FULL * sampled
     if trained >= max(FULL, sampled):
         reason = "both sides are busy" if sampled >= FULL else f"engines wait {1 - sampled:.0%}"
-        return Limit(LimitName.TRAINING, trained, reason)
+        return Limit("training", trained, reason)
     if sampled >= FULL and not worker_bound:
         reason = "both sides are busy" if trained >= FULL else f"trainer waits {1 - trained:.0%}"
-        return Limit(LimitName.GENERATION, sampled, reason)
+        return Limit("generation", sampled, reason)
     synced = max(shares.publish, shares.paused)
     causes = (
-        Limit(LimitName.WEIGHT_SYNC, synced, f"versions hold a side up for {synced:.0%}"),
-        Limit(LimitName.CHECKPOINTS, shares.saved, f"saving stops the trainer for {shares.saved:.0%}"),
-        Limit(LimitName.DATA, shares.read, f"the trainer waits {shares.read:.0%} to read batches"),
-        Limit(LimitName.WORKERS, sampled * worker_bound, f"the busiest uses {shares.cpu:.0%} of a core"),
+        Limit("weight sync", synced, f"versions hold a side up for {synced:.0%}"),
+        Limit("checkpoints", shares.saved, f"saving stops the trainer for {shares.saved:.0%}"),
+        Limit("data", shares.read, f"the trainer waits {shares.read:.0%} to read batches"),
+        Limit("environment workers", sampled * worker_bound, f"the busiest uses {shares.cpu:.0%} of a core"),
     )
     loss, longest = 1.0 - max(trained, sampled), max(causes, key=lambda cause: cause.share)
     if longest.share >= NOTABLE and sum(cause.share for cause in causes) >= loss / 2:
         return longest
-    return Limit(LimitName.PIPELINE, loss, f"neither side is full: engines sample {sampled:.0%}, trainer {trained:.0%}")
+    return Limit("the pipeline", loss, f"neither side is full: engines sample {sampled:.0%}, trainer {trained:.0%}")
 
 
 def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | None:
     """Return the shares of the same steps' rows of both sides; None where these lack the times of steps and waits."""
 
-    def total(rows: Sequence[Row], key: str) -> float:
-        return sum(row.get(key, 0.0) for row in rows)
-
-    making, training = total(orchestrator, "time/step"), total(trainer, "time/step")
     waits = any("time/idle" in row for row in orchestrator) and any("time/wait_for_batch" in row for row in trainer)
-    if not waits or making <= 0 or training <= 0:
+    step = "time/step"
+    if not waits or not all(sum(row.get(step, 0.0) for row in rows) > 0 for rows in (orchestrator, trainer)):
         return None
-    # Servers that do not say how long they paused may have done so all the time.
-    paused = sum(row.get("time/update_pause", row.get("time/update_weights", 0.0)) for row in orchestrator)
-    busiest = sum(row.get("workers/cpu", 0.0) * row.get("time/step", 0.0) for row in orchestrator)
 
-    def share(seconds: float, of: float) -> float:
-        return min(max(seconds / of, 0.0), 1.0)
+    def share(rows: Sequence[Row], seconds: Callable[[Row], float]) -> float:
+        return min(max(sum(map(seconds, rows)) / sum(row.get(step, 0.0) for row in rows), 0.0), 1.0)
 
     return Shares(
-        waited=share(total(trainer, "time/wait_for_batch") - total(trainer, "time/read_batch"), training),
-        publish=share(total(trainer, "time/export"), training),
-        saved=share(total(trainer, "time/save_ckpt"), training),
-        read=share(total(trainer, "time/read_batch"), training),
-        idle=share(total(orchestrator, "time/idle"), making),
-        paused=share(paused, making),
-        cpu=share(busiest, making),
+        waited=share(trainer, lambda row: row.get("time/wait_for_batch", 0.0) - row.get("time/read_batch", 0.0)),
+        publish=share(trainer, lambda row: row.get("time/export", 0.0)),
+        saved=share(trainer, lambda row: row.get("time/save_ckpt", 0.0)),
+        read=share(trainer, lambda row: row.get("time/read_batch", 0.0)),
+        idle=share(orchestrator, lambda row: row.get("time/idle", 0.0)),
+        paused=share(orchestrator, lambda row: row.get("time/update_pause", 0.0)),
+        cpu=share(orchestrator, lambda row: row.get("workers/cpu", 0.0) * row.get(step, 0.0)),
     )
 
 

@@ -71,14 +71,10 @@ class JsonLines:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a line, which survives a kill. Raises UserError if the disk is full."""
-        line, size = (json.dumps(row) + "\n").encode(), os.fstat(self._file.fileno()).st_size
+        line = (json.dumps(row) + "\n").encode()
         with disk_errors(self.path, "the lines before are kept"):
-            try:
-                while line:
-                    line = line[self._file.write(line) :]
-            except OSError:
-                self._file.truncate(size)
-                raise
+            while line:
+                line = line[self._file.write(line) :]
 
     def close(self) -> None:
         """Make the file durable."""

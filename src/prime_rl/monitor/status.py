@@ -108,10 +108,8 @@ class Status:
         # Reentrant: a signal handler may call while the same thread is inside.
         self._lock = threading.RLock()  # bounded: held for the write of one small file
         self._ended = threading.Event()
-        before = _writers.get(self._path)
-        if before is not None and before._status.id == self._status.id:
+        if (before := _writers.get(self._path)) is not None:
             before.close()
-            self._status = replace(self._status, ready=before._status.ready)
         _writers[self._path] = self
         self._write()
         threading.Thread(target=self._beat, name=f"heartbeat-{process}", daemon=True).start()

@@ -406,7 +406,7 @@ class Orchestrator:
         metrics = step_metrics(batch, scored, tally, counts, seconds=seconds, updates=updates, several=several)
         metrics |= self.curriculum.metrics() | {"workers/cpu": self.pool.busiest}
         if (limit := self.limits.look()) is not None:
-            metrics[limit.name.metric] = limit.share
+            metrics[limit.metric] = limit.share
         self.monitor.log(batch.step, metrics)
         self._algorithm_state = scored.state
         state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, pools)

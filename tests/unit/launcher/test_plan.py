@@ -103,13 +103,12 @@ def test_one_gpu_trains_and_serves() -> None:
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize(("share", "cache", "utilization"), [(True, 11.6, 0.2), (False, 31.6, 0.45)])
 def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float, asked: bool) -> None:
-    """Each gets half of the memory, and all start at once. A second that nobody asked for leaves the next ports to others."""
+    """Each gets half of the memory, and all start at once. The second leaves the next ports to others."""
     own = {"inference_servers": 2, **({} if share else {"inference_gpus": 1})} if asked else {}
     made = planned(2 - share, gib=80.0, weights=1.2, share_gpus=share, **own)
     trains = ("0",) if share else ("1",)
     assert gpus_of(made) == {"inference": ("0",), "inference-1": ("0",), "trainer": trains, "orchestrator": ()}
-    second = 8001 if asked else 9000
-    assert [server.url for server in made.servers] == ["http://localhost:8000", f"http://localhost:{second}"]
+    assert [server.url for server in made.servers] == ["http://localhost:8000", "http://localhost:9000"]
     assert not any(process.after_ready for process in made.processes)
     for name in ("inference", "inference-1"):
         assert section(made, name).gpu_memory_utilization == pytest.approx(utilization)
@@ -214,14 +213,14 @@ def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch: pytest.MonkeyP
 
 
 def test_command_lines() -> None:
-    """Never `uv run`; torchrun runs under the lifeline and lets ranks finish; `--recover` is for the jobs."""
+    """Never `uv run`; torchrun lets ranks finish; `--recover` is for the jobs."""
     server, single, orchestrator = planned(recover=True).processes
     assert server.argv[1:] == ("-m", "prime_rl.entrypoints.inference", "@", "outputs/configs/inference.toml")
     train = ("@", "outputs/configs/trainer.toml", "--recover")
     assert single.argv[1:] == ("-m", "prime_rl.entrypoints.trainer", *train)
     assert orchestrator.argv[3:] == ("@", "outputs/configs/orchestrator.toml", "--recover")
     several = planned(trainer_ranks=2, recover=True).processes[1]
-    assert several.argv[1:7] == ("-m", "prime_rl.lifeline", "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    assert several.argv[1:5] == ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     assert several.argv[-5:] == ("-m", "prime_rl.trainer.rl.train", *train)
     assert (single.drain_children, several.drain_children) == (False, True)
 

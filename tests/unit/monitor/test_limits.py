@@ -7,33 +7,33 @@ import pytest
 
 from prime_rl.launcher import doctor
 from prime_rl.launcher.console import Console
-from prime_rl.monitor.limits import LimitName, LimitWatch, Shares, limit_of, shares_of
+from prime_rl.monitor.limits import LimitWatch, Shares, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.incarnations import open_incarnation
 
 # Situations, worked out by hand. The first number is the share that is named.
 SITUATIONS = {
-    "training, engines overlap": (Shares(waited=0.02, idle=0.4), LimitName.TRAINING, 0.98, "engines wait 40%"),
-    "generation, trainer waits": (Shares(waited=0.63, idle=0.02), LimitName.GENERATION, 0.98, "trainer waits 63%"),
-    "both are busy, training more": (Shares(waited=0.05, idle=0.1), LimitName.TRAINING, 0.95, "both sides are busy"),
+    "training, engines overlap": (Shares(waited=0.02, idle=0.4), "training", 0.98, "engines wait 40%"),
+    "generation, trainer waits": (Shares(waited=0.63, idle=0.02), "generation", 0.98, "trainer waits 63%"),
+    "both are busy, training more": (Shares(waited=0.05, idle=0.1), "training", 0.95, "both sides are busy"),
     # Environment workers: the engines have requests all the time, but a worker has no processor time left.
-    "a worker's core is full": (Shares(waited=0.7, cpu=0.97), LimitName.WORKERS, 1.0, "97% of a core"),
-    "a worker is full while it has work": (Shares(waited=0.7, idle=0.5, cpu=0.48), LimitName.WORKERS, 0.5, "48%"),
+    "a worker's core is full": (Shares(waited=0.7, cpu=0.97), "environment workers", 1.0, "97% of a core"),
+    "a worker is full while it has work": (Shares(waited=0.7, idle=0.5, cpu=0.48), "environment workers", 0.5, "48%"),
     # Two H100s, a tiny model: engines sample 35 % and idle 55 %, the trainer computes 26 % and waits for batches 74 %.
     "two GPUs, nothing else measured": (
-        Shares(waited=0.74, idle=0.55, paused=0.1), LimitName.PIPELINE, 0.65, "engines sample 35%, trainer 26%",
+        Shares(waited=0.74, idle=0.55, paused=0.1), "the pipeline", 0.65, "engines sample 35%, trainer 26%",
     ),
     "two GPUs, one worker": (
-        Shares(waited=0.74, idle=0.55, paused=0.1, cpu=0.33), LimitName.WORKERS, 0.35, "33% of a core",
+        Shares(waited=0.74, idle=0.55, paused=0.1, cpu=0.33), "environment workers", 0.35, "33% of a core",
     ),
     "one GPU": (
-        Shares(waited=0.5, publish=0.16, saved=0.23, idle=0.45, paused=0.16), LimitName.CHECKPOINTS, 0.23, "for 23%",
+        Shares(waited=0.5, publish=0.16, saved=0.23, idle=0.45, paused=0.16), "checkpoints", 0.23, "for 23%",
     ),
-    "checkpoints": (Shares(waited=0.1, saved=0.3, idle=0.5), LimitName.CHECKPOINTS, 0.3, "for 30%"),
-    "reading batches": (Shares(read=0.4, idle=0.45), LimitName.DATA, 0.4, "40% to read"),
+    "checkpoints": (Shares(waited=0.1, saved=0.3, idle=0.5), "checkpoints", 0.3, "for 30%"),
+    "reading batches": (Shares(read=0.4, idle=0.45), "data", 0.4, "40% to read"),
     # Synchronous training: both sides take turns.
-    "turns": (Shares(waited=0.5, idle=0.5), LimitName.PIPELINE, 0.5, "engines sample 50%, trainer 50%"),
-    "small waits explain nothing": (Shares(waited=0.25, saved=0.05, idle=0.3), LimitName.PIPELINE, 0.3, "neither side"),
+    "turns": (Shares(waited=0.5, idle=0.5), "the pipeline", 0.5, "engines sample 50%, trainer 50%"),
+    "small waits explain nothing": (Shares(waited=0.25, saved=0.05, idle=0.3), "the pipeline", 0.3, "neither side"),
 }  # fmt: skip
 
 
@@ -100,11 +100,12 @@ def test_console_metrics_and_doctor_name_the_same(tmp_path: Path, capsys: pytest
         times = ({"step": step, "time": 2e9 + 100.0 * step, "loss/mean": 0.0} for step in range(3))
         add(tmp_path, process, *({**each, **row} for each in times))
     words = "limited by generation (trainer waits 70%)"
-    assert str(watch.look()) == words
+    limit = watch.look()
+    assert limit is not None
+    assert (str(limit), limit.metric) == (words, "limit/generation")
     assert console.step_lines()[-1].endswith("| limited by generation | ETA 0:00")
     assert console.summary()[1:] == [
         "trainer: computes 30%, waits for batches 65%; engines: sample 90%, load weights 0%, idle 10%", words
     ]  # fmt: skip
     doctor.examine(tmp_path)
     assert f"{'speed':<15}{words}" in capsys.readouterr().out
-    assert LimitName.GENERATION.metric == "limit/generation"
