@@ -25,7 +25,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import SHARD, local_part, page_lock, rows_of_ranks
 
 if TYPE_CHECKING:
-    from prime_rl.config.trainer import AdamW, Muon, OptimConfig, SchedulerConfig
+    from prime_rl.config.trainer import OptimConfig, SchedulerConfig
 
 CHUNK = 1 << 24  # elements of the parameters whose states visit the device together: 64 MiB of each float32 state
 _UNDER_WAY = 3
@@ -58,7 +58,7 @@ class Elements(NamedTuple):
 
     def grad(self) -> Tensor:
         """Of its gradient, [end - start]."""
-        assert self.parameter.grad is not None
+        assert self.parameter.grad is not None, "every parameter has a gradient"
         return local_part(self.parameter.grad).reshape(-1)[self.start : self.end]
 
 
@@ -70,14 +70,6 @@ class Item(NamedTuple):
 
 
 Chunk = list[Item]
-
-
-def has_grad(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None
-
-
-def with_grad(chunk: Chunk) -> Chunk:
-    return [item for item in chunk if has_grad(item.elements.parameter)]
 
 
 def in_chunks(parameters: Sequence[nn.Parameter], size: int) -> list[list[Elements]]:
@@ -97,36 +89,40 @@ def in_chunks(parameters: Sequence[nn.Parameter], size: int) -> list[list[Elemen
     return [chunk for chunk in chunks if chunk]
 
 
-class States:
-    """The states `names` of `parameters`, zero at first; all are float32, and parameters are on one device.
+class ParameterGroup:
+    """Parameters on one device that one rule updates, and their float32 states `names`, zero at first.
 
     Args:
+        settings: The rule's numbers, `lr` among them.
+        rule: Updates chunks in place, given the updates counted for each parameter (this one included) as [] on its
+            device.
         chunks: What is updated together, in the order of `parameters` (None: elements may be updated one by one).
-        host: The states lie in host memory.
+        host: The states lie in pinned host memory, and are on the device only while they are updated.
 
     Raises UserError if there is not as much host memory.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: list[nn.Parameter],
+        settings: dict[str, Any],
         names: Sequence[str],
+        rule: Callable[[Settings, Iterable[Chunk], Steps], None],
         chunks: list[list[Elements]] | None = None,
         *,
         host: bool,
     ) -> None:
+        self.parameters, self.settings, self.rule = parameters, settings, rule
         self._names, self._host = names, host
-        if chunks is None:
-            chunks = in_chunks(parameters, CHUNK if host else 1 << 62)
-        self.chunks = chunks
+        self.chunks = chunks or in_chunks(parameters, CHUNK if host else 1 << 62)
         self._offsets, total = dict[nn.Parameter, int](), 0
         for parameter in parameters:
             self._offsets[parameter] = total
             total += _aligned(local_part(parameter).numel())
         self._device = local_part(parameters[0]).device
         self._buffers = [torch.zeros(total, device="cpu" if host else self._device) for _ in names]
-        self._resident = [] if host else [self._items(chunk, self._buffers, 0) for chunk in chunks]
         if not host:
+            self._resident = [self._items(chunk, self._buffers, 0) for chunk in self.chunks]
             return
         self._module = torch.get_device_module(self._device)  # torch.cpu's streams do nothing
         self._inbound, self._outbound = self._module.Stream(self._device), self._module.Stream(self._device)
@@ -212,54 +208,28 @@ def _aligned(elements: int) -> int:
 # ---- the optimizer
 
 
-@dataclass(frozen=True)
-class ParameterGroup:
-    """Parameters that are updated by one rule.
-
-    Args:
-        settings: The rule's numbers, `lr` among them.
-        rule: Updates chunks of them in place, given the updates counted for each parameter (this one included) as [] on
-            its device.
-        chunks: What is updated together (None: each element may be by itself).
-    """
-
-    parameters: list[nn.Parameter]
-    settings: dict[str, Any]
-    states: tuple[str, ...]
-    rule: Callable[[Settings, Iterable[Chunk], Steps], None]
-    chunks: list[list[Elements]] | None = None
-
-
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Update this rank's rows of float32 parameters. States exist from the start.
+    """Update this rank's rows of float32 parameters, all of which have gradients. States exist from the start."""
 
-    Args:
-        offload: States lie in pinned host memory, and are on the device only while they are updated.
-    """
-
-    def __init__(self, groups: Iterable[ParameterGroup], *, offload: bool = False) -> None:
-        self._groups = [group for group in groups if group.parameters]
-        super().__init__([{"params": group.parameters, **group.settings} for group in self._groups], {})
-        self._states = []
-        for group in self._groups:
-            states = States(group.parameters, group.states, group.chunks, host=offload)
-            self._states.append(states)
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        super().__init__([{"params": group.parameters, **group.settings} for group in groups], {})
+        self._groups = groups
+        for group in groups:
             for parameter in group.parameters:
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **states.of(parameter)}
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **group.of(parameter)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Every rank calls it; waits for nothing on the host."""
-        for group, settings, states in zip(self._groups, self.param_groups, self._states, strict=True):
-            steps = {parameter: self.state[parameter]["step"] for parameter in group.parameters if has_grad(parameter)}
-            if steps:
-                torch._foreach_add_(list(steps.values()), 1)
-                group.rule(settings, states.walk(), steps)
+        """Update every parameter. Every rank calls it; waits for nothing on the host."""
+        for group, settings in zip(self._groups, self.param_groups, strict=True):
+            steps = {parameter: self.state[parameter]["step"] for parameter in group.parameters}
+            torch._foreach_add_(list(steps.values()), 1)
+            group.rule(settings, group.walk(), steps)
 
     def settle(self) -> None:
         """Wait until the host may read and write all states in `state`."""
-        for states in self._states:
-            states.settle()
+        for group in self._groups:
+            group.settle()
 
 
 def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer:
@@ -270,30 +240,26 @@ def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer
     Raises UserError if the host has not enough memory.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if config.type == "adamw":
-        groups = [_adamw_group([parameter for _, parameter in named], config)]
-    elif config.type == "sgd":
-        settings = config.model_dump(include={"lr", "weight_decay", "momentum"})
+    settings = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.type == "sgd":
         states = _MOMENTUM if config.momentum else ()
-        groups = [ParameterGroup([parameter for _, parameter in named], settings, states, sgd)]
-    else:
-        hidden = [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]
-        others = [parameter for name, parameter in named if not is_hidden_matrix(name, parameter)]
-        settings = config.model_dump(include={"lr", "weight_decay", "momentum"})
-        groups = [muon_group(hidden, settings), _adamw_group(others, config)]
-    return ShardedOptimizer(groups, offload=config.offload)
-
-
-def _adamw_group(parameters: list[nn.Parameter], config: "AdamW | Muon") -> ParameterGroup:
+        settings["momentum"] = config.momentum
+        return ShardedOptimizer([ParameterGroup([p for _, p in named], settings, states, sgd, host=config.offload)])
+    groups = []
     betas = (config.betas1, config.betas2) if config.type == "adamw" else _MUON_BETAS
-    settings = {"lr": config.lr, "betas": betas, "eps": _EPS, "weight_decay": config.weight_decay}
-    return ParameterGroup(parameters, settings, _MEANS, adamw)
+    if config.type == "muon":
+        hidden = [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]
+        groups.append(muon_group(hidden, {**settings, "momentum": config.momentum}, config.offload))
+        named = [(name, parameter) for name, parameter in named if not is_hidden_matrix(name, parameter)]
+    others = {**settings, "betas": betas, "eps": _EPS}
+    groups.append(ParameterGroup([p for _, p in named], others, _MEANS, adamw, host=config.offload))
+    return ShardedOptimizer(groups)
 
 
 def adamw(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
     """AdamW (Loshchilov and Hutter 2019) on the states exp_avg and exp_avg_sq, by PyTorch's fused kernel."""
     beta1, beta2 = settings["betas"]
-    for items in filter(None, map(with_grad, chunks)):
+    for items in chunks:
         torch._fused_adamw_(
             [item.elements.value() for item in items],
             [item.elements.grad() for item in items],
@@ -313,7 +279,7 @@ def adamw(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
 
 def sgd(settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
     """SGD with (Nesterov) momentum as PyTorch defines it, by its fused kernel. Without momentum there is no state."""
-    for items in filter(None, map(with_grad, chunks)):
+    for items in chunks:
         torch._fused_sgd_(
             [item.elements.value() for item in items],
             [item.elements.grad() for item in items],
@@ -338,7 +304,7 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim == 2 or (parameter.ndim == 3 and "experts" in name)
 
 
-def muon_group(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, float | bool]) -> ParameterGroup:
+def muon_group(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, float], offload: bool) -> ParameterGroup:
     """The hidden matrices `named`; `settings`: lr, weight_decay, momentum."""
     matrices: dict[torch.Size, list[nn.Parameter]] = {}
     experts: dict[nn.Parameter, int] = {}  # and the matrices that the rows of each consist of
@@ -355,8 +321,8 @@ def muon_group(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, fl
             elements = Elements(parameter, start, min(start + size, total))
             batches.append(_Batch([elements], rows // parts, columns))
     parameters = [parameter for of_shape in matrices.values() for parameter in of_shape] + list(experts)
-    rule = partial(_update_matrices, batches)
-    return ParameterGroup(parameters, dict(settings), _MOMENTUM, rule, [batch.elements for batch in batches])
+    rule, chunks = partial(_update_matrices, batches), [batch.elements for batch in batches]
+    return ParameterGroup(parameters, settings, _MOMENTUM, rule, chunks, host=offload)
 
 
 def orthogonalize(x_BRC: Tensor) -> Tensor:
@@ -415,9 +381,9 @@ def _deal(matrices: Iterable[list[nn.Parameter]]) -> Iterator[_Batch]:
 def _update_matrices(batches: list[_Batch], settings: Settings, chunks: Iterable[Chunk], steps: Steps) -> None:
     """One batch travels while the one before it is orthogonalized."""
     ahead: Iterator[None] = iter(())
-    for batch, chunk in zip(batches, map(with_grad, chunks), strict=True):
-        sent = _update_batch(settings, batch, chunk) if chunk else iter(())
-        next(sent, None)
+    for batch, chunk in zip(batches, chunks, strict=True):
+        sent = _update_batch(settings, batch, chunk)
+        next(sent)
         next(ahead, None)
         ahead = sent
     next(ahead, None)
@@ -436,11 +402,7 @@ def _update_batch(settings: Settings, batch: _Batch, chunk: Chunk) -> Iterator[N
         update = orthogonalize(outbox.view(-1, rows, columns))
         update = update.to(torch.float32, memory_format=torch.contiguous_format).reshape(-1)
     else:
-        # Which matrices have a gradient is the same on every rank.
-        owners = [
-            owner for elements, owner in zip(batch.elements, batch.owners, strict=True) if has_grad(elements.parameter)
-        ]
-        counts = [owners.count(rank) for rank in range(group.size())]
+        counts = [batch.owners.count(rank) for rank in range(group.size())]
         spans, count = rows_of_ranks(rows, group.size()), counts[group.rank()]
         # Elements exchanged with each rank: rows of the matrices that it owns, its rows of those owned here.
         theirs = [other * values[0].numel() for other in counts]
