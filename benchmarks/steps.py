@@ -253,8 +253,8 @@ class Bench:
     def chosen(self) -> str:
         """The settings that were chosen, in short."""
         config = self.config.model
-        machine, dtype = attention.this_machine(self.world.device), compute_dtype(config.dtype, self.world.device)
-        backend, _ = attention.choose(config.attention, machine, dtype, attention_heads(self.shape)[2])
+        capability, dtype = attention.capability_of(self.world.device), compute_dtype(config.dtype, self.world.device)
+        backend, _ = attention.choose(config.attention, capability, dtype, attention_heads(self.shape)[2])
         return f"{backend}, {self.policy.memory.settings}"
 
     def estimated_gib(self) -> float | None:

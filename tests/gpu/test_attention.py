@@ -29,7 +29,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 @pytest.fixture(params=KERNELS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that this machine has."""
-    reason = attention.why_not(request.param, attention.this_machine(GPU), torch.bfloat16, HEAD_DIM)
+    reason = attention.why_not(request.param, attention.capability_of(GPU), torch.bfloat16, HEAD_DIM)
     if reason is not None:
         assert not reason.startswith("cannot be loaded"), reason  # what is installed must work
         pytest.skip(f"{request.param} {reason}")

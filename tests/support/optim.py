@@ -107,7 +107,7 @@ def adamw(value: Tensor, gradients: list[Tensor], lr: float, betas: tuple[float,
 
 
 def save(model: nn.Module, optimizer: ShardedOptimizer, directory: Path, world: World) -> None:
-    training_state.save(training_state.training_state(model, optimizer), directory, world, {})
+    training_state.save(training_state.training_state(model, optimizer), directory, world)
 
 
 def load(model: nn.Module, optimizer: ShardedOptimizer, directory: Path, world: World) -> None:

@@ -5,8 +5,6 @@ last). No mask function is registered under our name, so transformers builds no 
 `position_ids`, boundaries from `cu_seqlens` only.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,20 +29,6 @@ _HOPPER = (9, 0)
 _FA4_HEAD_DIM = 128  # the largest for which `auto` takes FlashAttention 4: for larger ones some GPUs have no kernel
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What decides which kernels run here.
-
-    Args:
-        capability: Compute capability of the GPU.
-        obstacle: What keeps a backend's library from being loaded: "is not installed: …"; None when nothing does.
-    """
-
-    device: str
-    capability: tuple[int, int] = (0, 0)
-    obstacle: Callable[[str], str | None] = lambda backend: None
-
-
 def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, world: World) -> set[Any]:
     """Choose a backend, the same on every rank, say which, and make it the attention of every model that uses `NAME`.
 
@@ -57,21 +41,21 @@ def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, wo
     Raises:
         UserError: the wanted backend cannot run here; says why.
     """
-    machine, head_dim = this_machine(world.device), attention_heads(config)[2]
-    backend, line = on_main(world, lambda: choose(wanted, machine, dtype, head_dim))
-    agree(world, lambda: choose(backend, machine, dtype, head_dim))
+    capability, head_dim = capability_of(world.device), attention_heads(config)[2]
+    backend, line = on_main(world, lambda: choose(wanted, capability, dtype, head_dim))
+    agree(world, lambda: choose(backend, capability, dtype, head_dim))
     if world.is_main:
         logger.info("{}", line)
     return register(backend)
 
 
-def this_machine(device: torch.device) -> Machine:
-    """The machine that this process runs on."""
-    return Machine(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0), load)
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None of other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def choose(wanted: str, machine: Machine, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
-    """The backend that `wanted` means on a machine: `auto` is the fastest that is installed and does what is needed.
+def choose(wanted: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """The backend that `wanted` means here: `auto` is the fastest that is installed and does what is needed.
 
     Returns:
         The backend, and a line that names it and says why each faster one was passed over.
@@ -80,13 +64,13 @@ def choose(wanted: str, machine: Machine, dtype: torch.dtype, head_dim: int) -> 
         UserError: the named backend cannot run; says what to install or use.
     """
     if wanted != "auto":
-        reason = why_not(wanted, machine, dtype, head_dim)
+        reason = why_not(wanted, capability, dtype, head_dim)
         if reason is not None:
             raise UserError(f"model.attention {wanted} {reason}; `auto` takes the fastest that runs here")
         return wanted, f"attention: {wanted}"
     passed_over: list[str] = []
-    for backend in KERNELS if machine.device == "cuda" else ():
-        reason = why_not(backend, machine, dtype, head_dim)
+    for backend in () if capability is None else KERNELS:
+        reason = why_not(backend, capability, dtype, head_dim)
         if reason is None and backend == "flash_attention_4" and head_dim > _FA4_HEAD_DIM:
             reason = f"may have no kernel for heads of size {head_dim}"
         if reason is None:
@@ -95,23 +79,22 @@ def choose(wanted: str, machine: Machine, dtype: torch.dtype, head_dim: int) -> 
     return "sdpa", "attention: sdpa" + (f" ({'; '.join(passed_over)})" if passed_over else "")
 
 
-def why_not(backend: str, machine: Machine, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_not(backend: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why a backend cannot run, as the rest of a sentence that begins with its name. None: it can."""
     if backend == "sdpa":
         return None
-    if machine.device != "cuda":
+    if capability is None:
         return "needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"does not compute in {str(dtype).removeprefix('torch.')}"
-    here = "{}.{}".format(*machine.capability)
-    if backend == "flash_attention_3" and machine.capability != _HOPPER:
-        return f"needs a Hopper GPU: compute capability 9.0, not {here}"
+    if backend == "flash_attention_3" and capability != _HOPPER:
+        return "needs a Hopper GPU: compute capability 9.0, not {}.{}".format(*capability)
     least = (8, 0) if backend == "varlen" else _HOPPER
-    if machine.capability < least:
-        return "needs compute capability {}.{} or more, not {}".format(*least, here)
+    if capability < least:
+        return "needs compute capability {}.{} or more, not {}.{}".format(*least, *capability)
     if head_dim > 256 or head_dim % 8:
         return f"has no kernel for heads of size {head_dim}"
-    return machine.obstacle(backend)
+    return load(backend)
 
 
 def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor]:

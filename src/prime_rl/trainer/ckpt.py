@@ -1,7 +1,7 @@
 """The training state on disk over a run: what it resumes from, what is saved when, and what later incarnations need.
 
-`checkpoints/step_N/trainer` and `recovery/step_N` hold the state after N updates (model, optimizer, progress and random
-state; the learning rate is a function of the step), committed by rename. Any number of ranks can load either.
+`checkpoints/step_N/trainer` and `recovery/step_N` hold the state after N updates (model, optimizer and progress; data
+and learning rate are functions of the step and the seed), committed by rename. Any number of ranks can load either.
 """
 
 import secrets
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -109,7 +110,9 @@ class Checkpoints:
         self._saved_at: float | None = None
         self._background = background_world(world, config.dist_timeout)
         self._copy = training_state.HostCopy(world.device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=self._use_device)
+        # Pinned memory belongs to a thread's current GPU.
+        use_device = partial(torch.cuda.set_device, world.device) if world.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=use_device)
 
     def choose(self, marked_finished: bool = False) -> bool:
         """Decide what to resume from, before anything is loaded or written. Rank 0 hashes it, within `dist_timeout`.
@@ -126,26 +129,38 @@ class Checkpoints:
         return is_finished
 
     def check_model(self, source: Source) -> None:
-        """Raise UserError unless the base model is the one that the run, and the state it resumes from, began with."""
-        on_main(self.world, lambda: self._check_model(source))
+        """Raise UserError unless the base model is the one that the run, and the state it resumes from, began with.
+
+        It is hashed only where there is something to compare it with.
+        """
+
+        def check() -> None:
+            run = version_dir(self.weights, 0)
+            began = weights_manifest(run).hash if run.is_dir() else None
+            saved = None if self.resumed is None else read_manifest(self.resumed).extra.get("base")
+            if source.directory is None or not (began or saved):
+                return
+            base = version_hash(hash_directory(source.directory))
+            for directory, other in ((run, began), (self.resumed, saved)):
+                if other not in (None, base):
+                    raise UserError(
+                        f"{directory} belongs to another base model than {source.name}: give the model.name that it "
+                        "began with"
+                    )
+
+        on_main(self.world, check)
 
     def load(self, policy: Policy, optimizer: ShardedOptimizer) -> Progress:
         """Put the chosen state, which is verified, into model and optimizer; they are what is saved from now on.
-
-        With a different number of ranks the random state is not restored; the seed's initial one is used.
 
         Raises UserError if the state is damaged, or belongs to another model.
         """
         self.policy, self.optimizer = policy, optimizer
         if self.resumed is None:
             return Progress()
-        directory, device = self.resumed, self.world.device
+        directory = self.resumed
         extra = on_main(self.world, lambda: read_manifest(directory).extra)
-        rng = training_state.load(self._state(), directory / _STATE, self.world, per_rank=_rng(device))
-        if "rng.cpu" in rng:
-            torch.set_rng_state(rng["rng.cpu"])
-        if "rng.cuda" in rng:
-            torch.cuda.set_rng_state(rng["rng.cuda"], device)
+        training_state.load(self._state(), directory / _STATE, self.world)
         return Progress(**extra["progress"])
 
     def begin(self, versions: WeightPublisher, start: int) -> None:
@@ -203,11 +218,10 @@ class Checkpoints:
                 wait_for_futures([self._reservation], timeout=self._timeout)
             copy = self._copy.take(self._state())
             faults.point(f"saved-copy:step_{progress.step}")
-            rng = _rng(self.world.device)
-            saved = self._thread.submit(self._write, copy, rng, progress, final, dependencies_committed)
+            saved = self._thread.submit(self._write, copy, progress, final, dependencies_committed)
             self._pending = final, saved
         else:
-            self._write(self._state(), _rng(self.world.device), progress, final, dependencies_committed)
+            self._write(self._state(), progress, final, dependencies_committed)
         self._saved_at = time.monotonic()
         self._held_up = self._saved_at - began
 
@@ -255,7 +269,7 @@ class Checkpoints:
         if self.config is None or progress.step == 0:
             return
         if progress.step not in on_main(self.world, lambda: checkpoints.steps_with(self.root, PART)):
-            self._write(self._state(), _rng(self.world.device), progress, final)
+            self._write(self._state(), progress, final)
 
     def close(self) -> None:
         """Let the thread finish its work, for at most `dist_timeout`, and log what failed."""
@@ -279,7 +293,11 @@ class Checkpoints:
 
     def _choose(self, marked_finished: bool) -> tuple[str | None, bool]:
         resume = None if self.config is None else self.config.resume_step
-        refuse_foreign(self.weights)
+        ours = incarnations.read_versions(self.weights)
+        if foreign := [step_dir(self.weights, each) for each in list_steps(self.weights) if each not in ours]:
+            raise UserError(
+                f"{foreign[0]} was not made by this program, or is damaged: move it out of the run directory"
+            )
         # The launcher restarts a trainer that was asked to resume with both: once the run has begun, it goes on by itself.
         opened = incarnations.read_incarnations(self.output_dir)
         begun = opened or list_steps(self.recovery) or max(list_steps(self.weights), default=0) > 0
@@ -298,7 +316,12 @@ class Checkpoints:
                     f"step_{step} into a checkpoints directory of this run's own"
                 )
             return str(self._final(step, "checkpoint")), False
-        refuse_earlier(self.output_dir, self.root, recover=self._recoverable)
+        saved = checkpoints.steps_with(self.root, PART)
+        versions = [version for version in list_steps(self.weights) if version > 0]
+        for directory, what, steps in ((self.root, "checkpoints", saved), (self.weights, "versions", versions)):
+            if steps:
+                ways = suggestions(self.output_dir, saved=bool(saved), recover=self._recoverable)
+                raise UserError(f"{directory} holds {what} of an earlier run (up to step_{steps[-1]}): {ways}")
         return None, False
 
     def _newest_whole(self) -> str | None:
@@ -324,20 +347,6 @@ class Checkpoints:
         logger.warning("no state was saved: training starts over from the base model, {} updates are made again", done)
         return None
 
-    def _check_model(self, source: Source) -> None:
-        """Hash the base model only where there is something to compare it with."""
-        run = version_dir(self.weights, 0)
-        began = weights_manifest(run).hash if run.is_dir() else None
-        saved = None if self.resumed is None else read_manifest(self.resumed).extra.get("base")
-        if source.directory is None or not (began or saved):
-            return
-        base = version_hash(hash_directory(source.directory))
-        for directory, other in ((run, began), (self.resumed, saved)):
-            if other not in (None, base):
-                raise UserError(
-                    f"{directory} belongs to another base model than {source.name}: give the model.name it began with"
-                )
-
     def _supersede_after(self, start: int, keep: bool) -> None:
         checkpoints.clean(self.root, PART)
         for path in checkpoints.supersede_after(self.root, start, self.incarnation):
@@ -354,11 +363,6 @@ class Checkpoints:
 
     # ---- writing
 
-    def _use_device(self) -> None:
-        """In the thread, first: pinned memory belongs to a GPU, the thread's current one."""
-        if self.world.device.type == "cuda":
-            torch.cuda.set_device(self.world.device)
-
     def _state(self) -> training_state.State:
         return training_state.training_state(self.policy, self.optimizer)
 
@@ -370,7 +374,6 @@ class Checkpoints:
     def _write(
         self,
         state: training_state.State,
-        rng: dict[str, torch.Tensor],
         progress: Progress,
         final: Path,
         dependencies_committed: Callable[[], bool] = lambda: True,
@@ -382,7 +385,7 @@ class Checkpoints:
         stage = agree(world, lambda: Stage(final, nonce))
         extra = {"progress": asdict(progress), "incarnation": self.incarnation, "base": self.base}
         try:
-            training_state.save(state, stage.path / _STATE, world, rng)
+            training_state.save(state, stage.path / _STATE, world)
             on_main(world, lambda: self._await_dependencies(progress.step, final, dependencies_committed))
             on_main(world, lambda: incarnations.refuse_if_superseded(self.output_dir, self.incarnation))
             on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
@@ -417,27 +420,3 @@ class Checkpoints:
         for step in list_steps(self.recovery):
             if step != kept:
                 prune(self._final(step, "recovery checkpoint"))
-
-
-def refuse_earlier(output_dir: Path, root: Path, *, recover: bool) -> None:
-    """Raise UserError where a new run would mix its results with those of an earlier one."""
-    versions = [version for version in list_steps(output_dir / "weights") if version > 0]
-    saved = checkpoints.steps_with(root, PART)
-    for directory, what, steps in ((root, "checkpoints", saved), (output_dir / "weights", "versions", versions)):
-        if steps:
-            ways = suggestions(output_dir, saved=bool(saved), recover=recover)
-            raise UserError(f"{directory} holds {what} of an earlier run (up to step_{steps[-1]}): {ways}")
-
-
-def refuse_foreign(weights_dir: Path) -> None:
-    """Raise UserError where a directory has the name of a version but is none: nothing is mixed into it."""
-    ours = incarnations.read_versions(weights_dir)
-    if others := [version_dir(weights_dir, version) for version in list_steps(weights_dir) if version not in ours]:
-        raise UserError(f"{others[0]} was not made by this program, or is damaged: move it out of the run directory")
-
-
-def _rng(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"rng.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["rng.cuda"] = torch.cuda.get_rng_state(device)
-    return states

@@ -31,7 +31,6 @@ GIB = 1 << 30
 # the host link each way.
 PRODUCTS, ATTENTION, POINTWISE, HOST_LINK = 650e12, 640e12, 3.5e12, 54e9
 EARLY_OFFLOAD_SECONDS = 5e-3  # seconds of a layer's forward pass from which copies beside it cost less than `wide` does
-EAGER_NONE = 1.6  # what uncompiled blocks keep at `none`, relative to compiled ones: 1.55 – 1.59 for three Qwen3 shapes
 # Bytes that libraries take beside torch's allocator (NCCL's buffers, kernels, workspaces). 1 GiB was too little for NCCL.
 OUTSIDE = 3 * GIB
 RESERVE = 0.03  # of the estimate: gaps between tensors, and the estimate's own error
@@ -119,7 +118,6 @@ class Job:
     shards: int = 1
     ranks: int = 1
     state_bytes: float = 8.0
-    compiled: bool = True
     published_bytes: float = 0.0
 
 
@@ -179,11 +177,9 @@ def state_bytes(optim: "OptimConfig", shape: Shape) -> float:
     return 8.0
 
 
-def kept_bytes(shape: Shape, level: "Recompute", itemsize: int = 2, compiled: bool = True) -> int:
-    """What one block keeps of one token for its backward pass."""
+def kept_bytes(shape: Shape, job: Job, level: "Recompute") -> int:
+    """What one compiled block keeps of a micro-batch for its backward pass."""
     s, rank = shape, LEVELS.index(level)
-    if level == "none" and not compiled:
-        return int(EAGER_NONE * kept_bytes(shape, level, itemsize))
     numbers, floats = s.hidden, 0  # of the compute type, float32
     if rank <= LEVELS.index("attention"):  # attention's output and log-sum-exp
         numbers, floats = numbers + s.query, floats + s.heads
@@ -195,7 +191,7 @@ def kept_bytes(shape: Shape, level: "Recompute", itemsize: int = 2, compiled: bo
         # Inputs of the products: two norms' outputs (experts: a copy for each), the activation, rotated queries and keys.
         numbers += s.hidden + s.chosen * s.hidden + s.feed_forward + s.query + s.key_value
         floats += s.heads + s.key_value_heads + 2 + (s.hidden if s.experts else 0)  # statistics; the router's input
-    return numbers * itemsize + 4 * floats
+    return job.tokens * (numbers * job.itemsize + 4 * floats)
 
 
 def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
@@ -210,7 +206,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         "gathered weights": 0 if settings.reshard else size * s.parameters,
     }
     hidden, weight = tokens * s.hidden * size, s.vocabulary * s.hidden
-    kept = {level: _kept(s, job, level) for level in set(settings.levels)}
+    kept = {level: kept_bytes(s, job, level) for level in set(settings.levels)}
     summed = 4 if job.ranks == 1 else 8  # float32, before and after; a single rank's are the same
 
     def on_gpu(blocks: int) -> int:
@@ -230,7 +226,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         "the head's gradient": {"activations": everything, "head": 3 * hidden + (4 + size) * weight},
         "the reduction of embedding and head": {"reduction": (size + summed) * s.root_parameters},
     }
-    plain = _kept(s, job, "none")
+    plain = kept_bytes(s, job, "none")
     done = 0
     for level, run in groupby(settings.levels):
         done += len(list(run))
@@ -247,12 +243,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
 
 def offloaded_bytes(shape: Shape, job: Job, settings: Settings) -> int:
     """Bytes of host memory that offloading takes."""
-    return sum(_kept(shape, job, settings.levels[layer]) for layer in settings.offloaded)
-
-
-def _kept(shape: Shape, job: Job, level: "Recompute") -> int:
-    """What one block keeps of a micro-batch."""
-    return job.tokens * kept_bytes(shape, level, job.itemsize, job.compiled)
+    return sum(kept_bytes(shape, job, settings.levels[layer]) for layer in settings.offloaded)
 
 
 def forward_seconds(shape: Shape, job: Job) -> float:
@@ -282,7 +273,6 @@ def plan_memory(
     lm: PreTrainedModel,
     world: World,
     *,
-    compiled: bool,
     itemsize: int,
     tokens: int | None,
     optim: "OptimConfig | None",
@@ -302,7 +292,7 @@ def plan_memory(
         return MemoryPlan(replace(fastest, head_chunk=config.head_chunk or UNPLANNED_CHUNK), shape)
     device_states = 8.0 if optim is None else state_bytes(optim, shape)
     published_bytes = 0.0 if published is None else published(shape.parameters)
-    job = Job(tokens, itemsize, world.shards, world.size, device_states, compiled, published_bytes)
+    job = Job(tokens, itemsize, world.shards, world.size, device_states, published_bytes)
     # What torch may take of this rank's GPU.
     free = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device) - OUTSIDE
     limit = free if config.memory_limit is None else config.memory_limit * GIB
@@ -365,7 +355,7 @@ def _offloaded(shape: Shape, job: Job, levels: "tuple[Recompute, ...]", offload:
     rate = {"none": 0.0, "carried": HOST_LINK * forward_seconds(shape, job), "all": float("inf")}[offload]
     layers, credit = [], 0.0
     for layer, level in enumerate(levels[: -1 - LAG]):
-        size = _kept(shape, job, level)
+        size = kept_bytes(shape, job, level)
         credit = min(credit, size) + rate
         if credit >= size:
             credit -= size

@@ -246,10 +246,7 @@ def build_policy(
     kept = attention.set_up(config.attention, source.config, dtype, world)
     lm.set_attn_implementation(attention.NAME)
     lm.train()
-    itemsize = dtype.itemsize
-    memory = plan_memory(
-        config, lm, world, compiled=compiled, itemsize=itemsize, tokens=tokens, optim=optim, published=published
-    )
+    memory = plan_memory(config, lm, world, itemsize=dtype.itemsize, tokens=tokens, optim=optim, published=published)
     settings = memory.settings
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
     apart = lm.model.layers, lm.get_input_embeddings()  # the rest is the norm before the head

@@ -281,7 +281,7 @@ def warm_up(
 ) -> None:
     """Compile blocks, loss and the scoring of versions. Every rank calls it, where anything is compiled.
 
-    Weights, states of the optimizer and random numbers stay as they are. Blocks are compiled for the longest
+    Weights and states of the optimizer stay as they are. Blocks are compiled for the longest
     micro-batch, then, since another number of tokens follows, once for any: those that the run packs later compile
     nothing. Both are as long as `seq_len` allows, so that what does not fit into memory fails here as in a step.
 
@@ -290,11 +290,10 @@ def warm_up(
     """
     longest = -(-config.seq_len // multiple_of) * multiple_of
     batches = [_random_batch(tokens, vocabulary) for tokens in (longest, max(longest - multiple_of, 2))]
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        forward_backward(policy, pinned(batches, world.device), loss, world)
-        clip_gradients(policy, config.optim.max_norm)
-        policy.zero_grad(set_to_none=True)
-        ReferenceScorer(policy, world, vocabulary, torch.float32, torch.float32).score(as_exported=False, compiled=True)
+    forward_backward(policy, pinned(batches, world.device), loss, world)
+    clip_gradients(policy, config.optim.max_norm)
+    policy.zero_grad(set_to_none=True)
+    ReferenceScorer(policy, world, vocabulary, torch.float32, torch.float32).score(as_exported=False, compiled=True)
 
 
 def _random_batch(tokens: int, vocabulary: int) -> MicroBatch:

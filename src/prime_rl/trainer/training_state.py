@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from prime_rl.trainer.source import one_line
 from prime_rl.transport.commit import UNSYNCED_BYTES, disk_errors
 
 _INDEX = "index.json"
-_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 class StateTensor(NamedTuple):
@@ -108,40 +107,36 @@ class HostCopy:
 # ---- the files
 
 
-def save(state: State, directory: Path, world: World, per_rank: Mapping[str, Tensor]) -> None:
+def save(state: State, directory: Path, world: World) -> None:
     """Write this rank's file into `directory`; rank 0 writes the index as well. Every rank calls it.
-
-    Args:
-        per_rank: Tensors of each rank, restored only if the number of ranks is unchanged.
 
     Raises UserError, on every rank, if the disk is full, fails, or may not be written to.
     """
-    tensors = {name: local for name, (local, shape) in state.items() if world.is_main or (shape and world.writes)}
+    tensors = {name: local for name, (local, shape) in state.items() if world.is_main or shape}
     shapes = {name: shape for name, (_, shape) in state.items()}
 
     def write() -> None:
         with disk_errors(directory):
             directory.mkdir(exist_ok=True)
-            _write_file(_rank_file(directory, world.rank), {**tensors, **per_rank})
+            if world.writes:
+                _write_file(_rank_file(directory, world.rank), tensors)
             if world.is_main:
-                index = {"ranks": world.size, "shards": world.shards, "shapes": shapes}
+                index = {"shards": world.shards, "shapes": shapes}
                 (directory / _INDEX).write_text(json.dumps(index))
 
     agree(world, write)
 
 
-def load(state: State, directory: Path, world: World, per_rank: Iterable[str] = ()) -> dict[str, Tensor]:
+def load(state: State, directory: Path, world: World) -> None:
     """Fill `state` from `directory`, whatever the number of ranks that wrote it. Every rank calls it.
-
-    Returns what this rank saved of `per_rank`; nothing if the number of ranks was another.
 
     Raises UserError, on every rank, if the files are damaged or of an older format, or of another model.
     """
-    return agree(world, lambda: _load(state, directory, world, per_rank))
+    agree(world, lambda: _load(state, directory, world))
 
 
 @torch.no_grad()
-def _load(state: State, directory: Path, world: World, per_rank: Iterable[str]) -> dict[str, Tensor]:
+def _load(state: State, directory: Path, world: World) -> None:
     try:
         index = json.loads((directory / _INDEX).read_text())
         if problem := _misfit(index["shapes"], state):
@@ -160,10 +155,6 @@ def _load(state: State, directory: Path, world: World, per_rank: Iterable[str]) 
                     low, high = max(first, start), min(end, stop)
                     if low < high:
                         local[low - first : high - first].copy_(file.get_slice(name)[low - start : high - start])
-        if index["ranks"] != world.size:
-            return {}
-        with safe_open(_rank_file(directory, world.rank), "pt") as file:
-            return {name: file.get_tensor(name) for name in per_rank if name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"{directory} cannot be loaded into this model: {one_line(error)}") from error
 
@@ -187,7 +178,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + math.prod(tensor.shape) * tensor.itemsize
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())

@@ -4,6 +4,7 @@ every pack."""
 import logging
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, attention_kernels
-from prime_rl.trainer.attention import Machine, choose
+from prime_rl.trainer.attention import choose
 from prime_rl.trainer.attention_kernels import KERNELS, load
 from prime_rl.trainer.parallel import World
 from support import attention as support
@@ -25,12 +26,18 @@ BF16 = torch.bfloat16, 128
 PACKS = [(1,), (9,), (5, 7, 1, 12), (1, 1, 1)]
 
 
-def gpu(capability: tuple[int, int], **obstacles: str) -> Machine:
-    return Machine("cuda", capability, obstacles.get)
+CPU, BLACKWELL, HOPPER, AMPERE, VOLTA = None, (10, 0), (9, 0), (8, 0), (7, 0)
+FA4, FA3 = "flash_attention_4", "flash_attention_3"
 
 
-HOPPER, AMPERE, VOLTA = (9, 0), (8, 0), (7, 0)
-ABSENT = "is not installed"
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Of the libraries of kernels, all but these are installed."""
+
+    def lack(names: tuple[str, ...]) -> None:
+        monkeypatch.setattr(attention, "load", lambda name: "is not installed" if name in names else None)
+
+    return lack
 
 
 def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -45,46 +52,60 @@ def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("machine", "needs", "line"),
+    ("capability", "absent", "needs", "line"),
     [
-        (Machine("cpu"), BF16, "attention: sdpa"),
-        (gpu(HOPPER), BF16, "attention: flash_attention_4"),
+        (CPU, (), BF16, "attention: sdpa"),
+        (HOPPER, (), BF16, "attention: flash_attention_4"),
         (
-            gpu(HOPPER, flash_attention_4=ABSENT, flash_attention_3=ABSENT),
+            HOPPER,
+            (FA4, FA3),
             BF16,
             "attention: varlen (flash_attention_4 is not installed; flash_attention_3 is not installed)",
         ),
         (
-            gpu((10, 0)),
+            BLACKWELL,
+            (),
             (torch.bfloat16, 256),
             "attention: varlen (flash_attention_4 may have no kernel for heads of size 256; flash_attention_3 needs a "
             "Hopper GPU: compute capability 9.0, not 10.0)",
         ),
     ],
 )
-def test_auto_takes_the_fastest_and_says_why(machine: Machine, needs: tuple[torch.dtype, int], line: str) -> None:
+def test_auto_takes_the_fastest_and_says_why(
+    capability: tuple[int, int] | None,
+    absent: tuple[str, ...],
+    needs: tuple[torch.dtype, int],
+    line: str,
+    lacking: Callable[..., None],
+) -> None:
     """`auto` passes a backend over only for a reason, and says it."""
-    assert choose("auto", machine, *needs)[1] == line
+    lacking(absent)
+    assert choose("auto", capability, *needs)[1] == line
 
 
 @pytest.mark.parametrize(
-    ("wanted", "machine", "needs", "message"),
+    ("wanted", "capability", "needs", "message"),
     [
-        ("varlen", Machine("cpu"), BF16, "model.attention varlen needs a GPU"),
-        ("flash_attention_3", gpu(AMPERE), BF16, "flash_attention_3 needs a Hopper GPU: compute .* 9.0, not 8.0"),
-        ("varlen", gpu(HOPPER), (torch.float32, 128), "varlen does not compute in float32"),
-        ("flash_attention_4", gpu(HOPPER, flash_attention_4=ABSENT), BF16, "flash_attention_4 is not installed"),
-        ("varlen", gpu(VOLTA), BF16, "varlen needs compute capability 8.0 or more, not 7.0"),
-        ("varlen", gpu(HOPPER), (torch.bfloat16, 100), "varlen has no kernel for heads of size 100"),
-        ("varlen", gpu(HOPPER), (torch.bfloat16, 512), "varlen has no kernel for heads of size 512"),
+        ("varlen", CPU, BF16, "model.attention varlen needs a GPU"),
+        (FA3, AMPERE, BF16, "flash_attention_3 needs a Hopper GPU: compute .* 9.0, not 8.0"),
+        ("varlen", HOPPER, (torch.float32, 128), "varlen does not compute in float32"),
+        (FA4, HOPPER, BF16, "flash_attention_4 is not installed"),
+        ("varlen", VOLTA, BF16, "varlen needs compute capability 8.0 or more, not 7.0"),
+        ("varlen", HOPPER, (torch.bfloat16, 100), "varlen has no kernel for heads of size 100"),
+        ("varlen", HOPPER, (torch.bfloat16, 512), "varlen has no kernel for heads of size 512"),
     ],
 )
 def test_a_named_backend_that_cannot_run_is_refused(
-    wanted: str, machine: Machine, needs: tuple[torch.dtype, int], message: str
+    wanted: str,
+    capability: tuple[int, int] | None,
+    needs: tuple[torch.dtype, int],
+    message: str,
+    lacking: Callable[..., None],
 ) -> None:
     """It is never replaced silently."""
+    lacking((FA4,))
     with pytest.raises(UserError, match=message) as caught:
-        choose(wanted, machine, *needs)
+        choose(wanted, capability, *needs)
     assert "\n" not in str(caught.value)
 
 

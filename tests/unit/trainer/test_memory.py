@@ -147,7 +147,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryPlan]:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int((free - 1) * GIB), 141 * GIB))
         monkeypatch.setattr(memory, "available_bytes", lambda: 4 * host * GIB)
         world = World(0, 1, torch.device(device), None)  # type: ignore[arg-type]
-        return memory.plan_memory(TrainerModel(), lm, world, compiled=True, itemsize=2, tokens=tokens, optim=AdamW())
+        return memory.plan_memory(TrainerModel(), lm, world, itemsize=2, tokens=tokens, optim=AdamW())
 
     return plan
 
