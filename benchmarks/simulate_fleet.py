@@ -250,6 +250,9 @@ class Simulation:
             self.forgotten.add(start.episode)
 
     def _ship(self) -> None:
+        if not self.scheduler.batch_ended:
+            return
+        self.meter.of("batches", self.scheduler.verify, self.scheduler.unverified())
         while (batch := self.meter.of("batches", self.scheduler.ready_batch)) is not None:
             scored = self.meter.of("scoring", score_batch, batch, self.config, {"simulated": 1.0}, {})
             self.meter.of(
@@ -263,7 +266,6 @@ class Simulation:
             self.trained_at.append(begun + self.train_seconds)
 
     def _commit(self, batch: Any, scored: Any) -> None:
-        self.scheduler.verify(self.scheduler.unverified())
         self.servers.keep(self.scheduler.running_or_unverified())
         self.scheduler.advance(batch.committed(scored.trained, scored.filtered, scored.truncated))
         assert self.issued == self.trained + self.dropped.total() + self.scheduler.held

@@ -11,7 +11,7 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.checkpoint import OrchestratorState, resume_point
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, restore
 from prime_rl.orchestrator.scheduler import Batch, Drop, Limits, Scheduler, Start, Task
-from prime_rl.orchestrator.tasks import Curriculum, task_stream
+from prime_rl.orchestrator.tasks import task_stream
 from prime_rl.transport.commit import stage
 from prime_rl.transport.protocol import newest_version
 
@@ -68,7 +68,7 @@ class World:
             self.limits, stream, progress.step, self.newest, incarnation, self.ledger.record, self.gate
         )
         rollouts = self.directory / "rollouts"
-        restore(self.scheduler, self.ledger, rollouts, progress, stream, self.newest, Curriculum({}, {}, 0))
+        restore(self.scheduler, self.ledger, rollouts, progress, stream, self.newest, {})
         self.scheduler.begin_incarnation(incarnation, self.incarnations)
         self.check()
 
@@ -152,10 +152,10 @@ class World:
 
     def ship(self) -> None:
         """Cut a batch and commit it; a crash may come at any point of that."""
+        self.prove()
         batch = self.scheduler.ready_batch()
         if batch is None:
             return
-        self.prove()
         names = sorted(batch.episodes)
         filtered = names[: self.random.randint(0, len(names) - 1)]
         batched = batch.committed(names[len(filtered) :], filtered)

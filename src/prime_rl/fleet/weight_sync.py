@@ -411,8 +411,7 @@ class WeightSync:
     def _join_soon(self, replica: Replica) -> None:
         present = self._joins.get(replica)
         if present is None or present.done():
-            self._joins[replica] = task = asyncio.create_task(self._join(replica))
-            task.add_done_callback(self._loop.note_failure)
+            self._joins[replica] = self._loop.tasks.create_task(self._join(replica))
 
     async def _join(self, replica: Replica) -> None:
         """Bring a quarantined replica back; meanwhile other replicas take over its episodes.

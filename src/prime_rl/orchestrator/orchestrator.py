@@ -11,18 +11,20 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from prime_rl.config.orchestrator import OPSD
 from prime_rl.config.shared import ORCHESTRATOR_STEPS
-from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.pool import EnvPool, Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.runner import Evaluations, eval_environments, eval_worker, wire_sampling
@@ -39,7 +41,7 @@ from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, restore
 from prime_rl.orchestrator.metrics import Tally, rewards_of, step_metrics
 from prime_rl.orchestrator.samples import Admission, ScoredBatch, filter_reason, output_tokens, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Group, Limits, Scheduler, Start, Task
-from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream
+from prime_rl.orchestrator.tasks import Pools, request_seed, task_stream
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import CommitError, clean_stages
@@ -91,7 +93,8 @@ class Orchestrator:
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.limits = LimitWatch(config.output_dir)
         self.ledger: Ledger
-        self.curriculum: Curriculum
+        self.pools: dict[str, Pools]  # by the environments that have difficulty pools
+        self.tasks: asyncio.TaskGroup  # of the run; one that fails ends it. Failed episodes are results, not exceptions
         self.started = self.stopping = False
         self.tally = Tally()
         self.scheduler: Scheduler[EpisodeResult]
@@ -101,8 +104,6 @@ class Orchestrator:
         self._last_error = ""
         self._step_began = self._last_end = time.monotonic()
         self._gated_since: float | None = None
-        self._main: asyncio.Task[object] | None = None  # the one in `run`
-        self._failure: BaseException | None = None
         self._algorithm_state = self.progress.state.algorithm  # after the last committed batch
         self._saving = asyncio.Lock()  # bounded: its holders write, and ask the engines, which has a timeout
 
@@ -113,37 +114,27 @@ class Orchestrator:
             UserError: the run cannot continue; the message says why.
         """
         self.ledger = Ledger(self.config.output_dir / LEDGER)
-        self._main = asyncio.current_task()
-        assert self._main is not None
         try:
             if self.progress.fresh and (issued := self.ledger.counts().issued):
                 ways = suggestions(self.config.output_dir, saved=False)
                 raise UserError(f"{self.ledger.path} has {issued} episodes of an earlier run: {ways}")
-            await self._start()
-            if self.evaluations.owed(self.scheduler.version):
-                await self.evaluations.run()
-            background = [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
-            tasks = [self._watched(work) for work in background]
-            try:
+            async with asyncio.TaskGroup() as self.tasks:
+                await self._start()
+                if self.evaluations.owed(self.scheduler.version):
+                    await self.evaluations.run()
+                background = [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
+                tasks = [self.tasks.create_task(work) for work in background]
                 await self._loop()
                 await self._finish()
-            finally:
-                await self._cancel_all(tasks)
+                await cancel_tasks(tasks)
                 await self.weight_sync.close()
-        except asyncio.CancelledError:
-            if self._failure is None:
-                raise
-            self._main.uncancel()
-            raise self._failure from None
+                self.weight_sync.published.release()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         finally:
             with suppress(UserError):  # the disk may be full
                 self.ledger.flush()  # `rl audit` counts what ended since the last flush, too
             self.ledger.close()
-
-    def _watched(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        task.add_done_callback(self.note_failure)
-        return task
 
     async def _loop(self) -> None:
         self._step_began = time.monotonic()
@@ -168,9 +159,9 @@ class Orchestrator:
         clean_stages(self.rollouts_dir)
         self.status.phase("starting environments and waiting for the server")
         checkpoints.clean(self.checkpoints.root, PART)  # what an earlier incarnation left half-done
-        async with asyncio.TaskGroup() as group:  # servers may still be loading
-            group.create_task(self.pool.start(config.client.ready_timeout))
-            group.create_task(self.fleet.wait_ready(self.status.waiting))
+        environments = self.tasks.create_task(self.pool.start(config.client.ready_timeout))
+        await self.fleet.wait_ready(self.status.waiting)  # they may still be loading
+        await environments
         self.evaluations.check_tasks()
         version = await self.weight_sync.start(self.progress, self.evaluations.owed)
         self.started = True
@@ -189,10 +180,10 @@ class Orchestrator:
             env.name: [Task(env.name, task.index, task.task_id) for task in self.pool.tasks(env.name)]
             for env in config.environments
         }
-        by_difficulty = {env: pools for env in tasks if (pools := config.curriculum_of(env)) is not None}
-        self.curriculum = Curriculum(tasks, by_difficulty, config.seed)
+        curricula = {env: curriculum for env in tasks if (curriculum := config.curriculum_of(env)) is not None}
+        self.pools = {env: Pools(tasks[env], curricula[env], f"{config.seed}/{env}") for env in curricula}
         ratios = {env.name: env.ratio for env in config.environments}
-        stream = task_stream(tasks, ratios, config.seed, self.curriculum.pools)
+        stream = task_stream(tasks, ratios, config.seed, self.pools)
         # Without a trainer sampling may run ahead of it by the whole run.
         level = config.async_level if config.trainer else config.max_steps or _ENDLESS
         limits = Limits(
@@ -214,7 +205,7 @@ class Orchestrator:
         )
         self.weight_sync.begin(self.scheduler)
         newest = version if published.newest is None else published.newest
-        restore(self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.curriculum)
+        restore(self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.pools)
         self.tally.before = self.ledger.counts()
         self.scheduler.begin_incarnation(published.incarnation.number, published.incarnations)
 
@@ -233,11 +224,11 @@ class Orchestrator:
             if (start := self.scheduler.next_start(time.monotonic())) is None:
                 return False
             replica = None
-            if self.teachers.sampler_of(start.task.env) is None:
+            if start.task.env not in self.teachers.samplers:
                 replica = self.fleet.place(start.group, retry=start.attempt > 0)
                 assert replica is not None  # one serves, or nothing starts
                 self.fleet.start(start.episode, replica)
-            task = self._watched(self._run_episode(start, replica))
+            task = self.tasks.create_task(self._run_episode(start, replica))
             if replica is not None:
                 task.add_done_callback(partial(lambda replica, _: self.fleet.end(replica), replica))
             if not self._running:
@@ -249,7 +240,8 @@ class Orchestrator:
         """Run an episode on `replica`, or with the environment's teacher as the sampler (None)."""
         env = start.task.env
         seed = request_seed(self.config.seed, str(start.group), start.number)
-        async with self.teachers.sampler_slot(env):
+        sampler = self.teachers.samplers.get(env)
+        async with nullcontext() if sampler is None else sampler.slots:
             result = await self.pool.run(
                 env=env,
                 task_index=start.task.index,
@@ -261,7 +253,7 @@ class Orchestrator:
             )
         answered = result.outcome
         if replica is not None:
-            await self.teachers.score(env, result, replica.name, self.status.progress)
+            await self.teachers.score(env, result, replica.name)
         self._end_episode(start, result)
         if replica is not None and answered is Outcome.OK:
             replica.failures = 0
@@ -279,7 +271,7 @@ class Orchestrator:
             self.tally.finished += 1
             self.tally.output_tokens += output_tokens(result)
             self.scheduler.finish(start.episode, result)
-            if self.teachers.sampler_of(start.task.env) is not None:
+            if start.task.env in self.teachers.samplers:
                 self.scheduler.verify([start.episode])
             return
         self.fleet.forget([start.episode])
@@ -318,13 +310,6 @@ class Orchestrator:
         """Whether the run is stopping with `version` not yet evaluated: keep serving it for the resumed run."""
         return self.stopping and self.evaluations.owed(version)
 
-    def note_failure(self, task: "asyncio.Task[None]") -> None:
-        """End the run with a background task's exception. Failed episodes are results, not exceptions."""
-        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
-            self._failure = error
-            if self._main is not None:
-                self._main.cancel()
-
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     async def _next_event(self) -> None:
@@ -358,18 +343,16 @@ class Orchestrator:
     async def _commit_next_batch(self) -> bool:
         """Commit a batch if there is one. Returns whether there may be another."""
         async with self.weight_sync.batch_lock:
-            if self.scheduler.ready_batch() is None:
+            if not self.scheduler.batch_ended:
                 return False
             self.weight_sync.notice_incarnation()
+            await self.weight_sync.verify()  # episodes of a server that fails are made again; the others are judged
             batch = self.scheduler.ready_batch()
             if batch is None:
                 return False
             temperatures = {name: sampling.temperature for name, sampling in self.sampling.items()}
             # It takes seconds in a large run.
             scored = await asyncio.to_thread(score_batch, batch, self.config, temperatures, self._algorithm_state)
-            await self.weight_sync.verify()  # episodes of a server that fails are made again: then it is no batch
-            if not batch.episodes.isdisjoint(self.scheduler.unverified()):
-                return False
             if not scored.samples:
                 self.scheduler.discard(batch)
                 self.tally.turned_away += [(group, "no_signal") for group in batch.groups]
@@ -399,17 +382,21 @@ class Orchestrator:
         tally, self.tally = self.tally, Tally(counts)  # groups that complete from now on are of the next step
         seconds, self._step_began = now - self._step_began, now
         groups = sorted([*(group for group, _ in tally.turned_away), *batch.groups], key=lambda group: group.number)
-        self.curriculum.observe((group.task, rewards_of(group)) for group in groups)
+        for group in groups:
+            if group.finished and (pools := self.pools.get(group.task.env)) is not None:
+                pools.observe(group.task.index, fmean(rewards_of(group)))
         self.admission.empty_batches = 0
-        pools = await asyncio.to_thread(self.curriculum.state)  # milliseconds, of a million tasks
         updates, several = self.weight_sync.take_times(), len(self.config.environments) > 1
         metrics = step_metrics(batch, scored, tally, counts, seconds=seconds, updates=updates, several=several)
-        metrics |= self.curriculum.metrics() | {"workers/cpu": self.pool.busiest}
+        metrics["workers/cpu"] = self.pool.busiest
+        for env, pools in self.pools.items():
+            metrics |= {f"curriculum/{env}/pool/{name}": share for name, share in pools.shares().items()}
         if (limit := self.limits.look()) is not None:
             metrics[limit.metric] = limit.share
         self.monitor.log(batch.step, metrics)
         self._algorithm_state = scored.state
-        state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, pools)
+        curriculum = {env: pools.state() for env, pools in self.pools.items()}
+        state = OrchestratorState(batch.step + 1, self.config.seed, opened, scored.state, curriculum)
         extra = batch_extra(batched) | {"state": asdict(state)}
         await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
         return metrics
@@ -438,6 +425,7 @@ class Orchestrator:
             async with self.weight_sync.batch_lock:
                 if self.scheduler.unverified() and not self.weight_sync.no_replica_ready:
                     await self.weight_sync.verify()
+                    self.wake.set()  # where a group was rejected another may start
                 await asyncio.to_thread(self.ledger.flush, self.ledger.unwritten)
             await asyncio.to_thread(self.checkpoints.join, dict(self.weight_sync.published.incarnations))
 
@@ -455,7 +443,8 @@ class Orchestrator:
                 await self._next_event()
             if not self.stopping and self.evaluations.due_at_end(self.scheduler.version):
                 await self.evaluations.run()
-            await self._cancel_all()
+            await cancel_tasks(self._running.values())
+            self._running.clear()
             if not self.config.trainer:
                 logger.info("no trainer: {} batches committed on the base model (version 0)", self.scheduler.step)
                 break
@@ -463,9 +452,8 @@ class Orchestrator:
             if self.stopping or self._served_to_the_end:  # else the trainer has begun a new incarnation meanwhile
                 break
         await self._save()
-        await self._check_ledger()
-        await self.weight_sync.close()
-        self.weight_sync.published.release()
+        async with self.weight_sync.batch_lock:
+            await self._check_ledger()
 
     @property
     def _served_to_the_end(self) -> bool:
@@ -481,11 +469,6 @@ class Orchestrator:
             lambda: watch.ended(asked_to_stop=self.stopping), subject=subject, owner="trainer", seconds=seconds,
             on_wait=lambda _: self.status.waiting(subject, "trainer", seconds),
         )  # fmt: skip
-
-    async def _cancel_all(self, tasks: Sequence["asyncio.Task[None]"] = ()) -> None:
-        """Cancel and await `tasks` and all episodes."""
-        ending, self._running = [*tasks, *self._running.values()], {}
-        await cancel_tasks(ending)
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
@@ -514,8 +497,6 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
                 asyncio.get_running_loop().add_signal_handler(number, on_signal)
             teachers = Teachers(config)
             stack.push_async_callback(teachers.close)
-            if teachers.names:
-                status.phase("waiting for teachers")
             await teachers.start(status.waiting)
             pool = make_pool(config, teachers)
             stack.push_async_callback(pool.close)
@@ -538,14 +519,9 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
         logger.info("stopped at once: episodes in flight are issued again when the run is resumed")
         status.done("stopped")
         raise
-    except (UserError, CommitError, BaseExceptionGroup) as failed:
-        error: BaseException = failed
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        if not isinstance(error, UserError | CommitError):
-            raise
+    except (UserError, CommitError) as error:
         status.done(f"failed: {error}")
-        raise UserError(str(error)) from failed
+        raise UserError(str(error)) from error
 
 
 def limit_gc() -> None:
@@ -571,7 +547,7 @@ def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
 
     Evaluations always sample from the policy, even where a teacher samples the training data.
     """
-    names = [env.name for env in config.environments]
+    algorithms = {env.name: config.algorithm_of(env.name) for env in config.environments}
     evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
     return EnvPool(
         [*config.environments, *evals],
@@ -581,6 +557,6 @@ def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
         renderer=config.renderer,
         output_dir=config.output_dir,
         log_level=config.log.level,
-        samplers={name: sampler for name in names if (sampler := teachers.sampler_of(name)) is not None},
-        demonstrations={name: shown for name in names if (shown := teachers.demonstration_of(name)) is not None},
+        samplers={name: Sampler(one.root, one.model, one.api_key) for name, one in teachers.samplers.items()},
+        demonstrations={name: shown for name, shown in algorithms.items() if isinstance(shown, OPSD)},
     )

@@ -17,8 +17,9 @@ It answers three questions:
   nothing starts before the trainer has caught up (synchronous, on-policy), with k the servers work up to k steps ahead.
   Batches are *staggered*: the episodes of one batch start at once, those beyond it at a pace, so that batches complete
   one after the other.
-* *What is a batch?* (`ready_batch`) The complete groups with the lowest numbers, whatever finished first. One without a
-  learning signal may be rejected as it completes: another one is opened in its place (dynamic sampling).
+* *What is a batch?* (`ready_batch`) The complete groups with the lowest numbers, whatever finished first. A group is
+  judged once the servers that sampled it are verified: one without a learning signal may be rejected, and another one
+  is opened in its place (dynamic sampling).
 * *What does not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that sampled one of
   its tokens; what could only be trained later is cancelled or dropped. What was sampled by a superseded incarnation of
   the trainer, or by a server that failed its verification, is dropped and sampled again in the same place.
@@ -148,7 +149,8 @@ class Group(Generic[Result]):
     finished: list[Finished[Result]] = field(default_factory=list)  # in the order of their slots
 
     @property
-    def complete(self) -> bool:
+    def ended(self) -> bool:
+        """Whether none of its episodes runs or is to be started."""
         return all(slot.state in (State.FINISHED, State.FAILED) for slot in self.slots.values())
 
     @property
@@ -242,8 +244,8 @@ class Scheduler(Generic[Result]):
         version: The policy version the servers serve.
         incarnation: The trainer's present incarnation.
         emit: Called with every event, in order.
-        gate: Returns why a group that has just become complete should not be trained, or None. One that it rejects
-            leaves room for another, so that batches stay full.
+        gate: Returns why a group that ended and is verified should not be trained, or None. One that it rejects leaves
+            room for another, so that batches stay full.
     """
 
     def __init__(
@@ -267,7 +269,8 @@ class Scheduler(Generic[Result]):
         self._groups: dict[int, Group[Result]] = {}  # in no batch yet, in the order of opening
         # Numbers of groups, kept up to date by `_update_group`: there may be thousands, and events as many a second.
         self._startable: set[int] = set()  # with an episode to start
-        self._complete: set[int] = set()  # and let through by the gate
+        self._ended: set[int] = set()
+        self._complete: set[int] = set()  # those that ended, are verified, and are let through by the gate
         # When groups were opened: those of the last cycles, and one more.
         self._opened: deque[float] = deque(maxlen=_CYCLES * (limits.async_level + 1) * limits.groups_per_batch + 1)
         self._running: dict[str, Start] = {}
@@ -353,7 +356,7 @@ class Scheduler(Generic[Result]):
 
     def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
         """End an episode without a result. Returns whether it is issued again: with `retry`, up to `max_attempts`."""
-        start = self._running.pop(episode)
+        start = self._running[episode]
         retried = retry and start.attempt + 1 < self.limits.max_attempts
         self._drop([start], reason, detail, retried)
         return retried
@@ -362,6 +365,8 @@ class Scheduler(Generic[Result]):
         """End episodes untrained; with `retried` their slots are tried once more."""
         groups = {start.group: self._groups[start.group] for start in starts}
         for start in starts:
+            self._running.pop(start.episode, None)
+            self._unverified.pop(start.episode, None)
             group, slot = groups[start.group], groups[start.group].slots[start.number]
             group.finished = [one for one in group.finished if one.start != start]
             slot.attempt += retried
@@ -372,12 +377,7 @@ class Scheduler(Generic[Result]):
 
     def _retry(self, finished: Iterable[Finished[Result]], running: list[Start], detail: str) -> list[Start]:
         """Drop these episodes as stale and try their slots once more. Returns `running`; the loop cancels it."""
-        starts = [one.start for one in finished]
-        for start in starts:
-            self._unverified.pop(start.episode, None)
-        for start in running:
-            del self._running[start.episode]
-        self._drop([*starts, *running], Drop.STALE, detail, retried=True)
+        self._drop([*(one.start for one in finished), *running], Drop.STALE, detail, retried=True)
         return running
 
     # -- versions of the policy ---------------------------------------------------------------------------------------
@@ -436,9 +436,7 @@ class Scheduler(Generic[Result]):
     def _drop_stale(self) -> None:
         """Drop finished episodes that are too old for the step that is collected."""
         finished = [one for group in self._groups.values() for one in group.finished]
-        stale = [one.start for one in finished if self._too_old(one.first)]
-        self.verify([start.episode for start in stale])  # the ledger has what is dropped, too
-        self._drop(stale, Drop.STALE, BEYOND_BOUND)
+        self._drop([one.start for one in finished if self._too_old(one.first)], Drop.STALE, BEYOND_BOUND)
 
     # -- what the servers served --------------------------------------------------------------------------------------
 
@@ -451,10 +449,12 @@ class Scheduler(Generic[Result]):
         return {*self._running, *self._unverified}
 
     def verify(self, episodes: Iterable[str]) -> None:
-        """Count these: the servers were verified after they had finished."""
-        for episode in episodes:
-            if (finished := self._unverified.pop(episode, None)) is not None:
-                self._emit(finished)
+        """Count these: the servers were verified after they had finished. Groups that are complete now are judged."""
+        verified = [one for episode in episodes if (one := self._unverified.pop(episode, None)) is not None]
+        for finished in verified:
+            self._emit(finished)
+        for number in dict.fromkeys(finished.start.group for finished in verified):
+            self._update_group(self._groups[number])
 
     def invalidate(self, detail: str, episodes: Collection[str]) -> list[Start]:
         """Drop and retry those of `episodes` that are in flight or unverified: the server that sampled them failed.
@@ -465,6 +465,11 @@ class Scheduler(Generic[Result]):
         return self._retry(unverified, [start for name, start in self._running.items() if name in episodes], detail)
 
     # -- what is a batch ----------------------------------------------------------------------------------------------
+
+    @property
+    def batch_ended(self) -> bool:
+        """Whether enough groups for a batch have ended, verified or not."""
+        return len(self._ended) >= self.limits.groups_per_batch
 
     def ready_batch(self) -> Batch[Result] | None:
         """The batch of the current step if enough groups are complete, whatever the order of their results."""
@@ -477,15 +482,11 @@ class Scheduler(Generic[Result]):
         """Advance to the next step: the batch is committed. What is too old for that step is dropped.
 
         Raises:
-            ValueError: these are not all finished episodes of the batch, or one of them is not verified.
+            ValueError: these are not all finished episodes of the batch.
         """
         batch = Batch(batched.step, [self._groups[number] for number in batched.groups])
         if batched.episodes != batch.episodes:
             raise ValueError(f"step {batch.step}: not every finished episode of the batch is trained or dropped")
-        if unverified := batch.episodes & self._unverified.keys():
-            raise ValueError(
-                f"step {batch.step}: the server that sampled {', '.join(sorted(unverified))} is not verified"
-            )
         for group in batch.groups:
             self._remove(group)
         self.step += 1
@@ -499,7 +500,6 @@ class Scheduler(Generic[Result]):
 
     def _discard(self, group: Group[Result], reason: Drop, detail: str) -> None:
         """Remove a group that goes into no batch; another one takes its place."""
-        self.verify([finished.start.episode for finished in group.finished])  # the ledger has what is dropped, too
         self._remove(group)
         self._emit(Discarded(group.number, reason, detail))
 
@@ -507,7 +507,8 @@ class Scheduler(Generic[Result]):
 
     def abandon(self) -> list[Start]:
         """End the run for good: what is in no batch will be in none. Returns what the loop is to cancel."""
-        running, self._running = list(self._running.values()), {}
+        running = list(self._running.values())
+        self._running, self._unverified = {}, {}
         for group in list(self._groups.values()):
             self._discard(group, Drop.CANCELLED, "the run ended")
         return running
@@ -530,14 +531,16 @@ class Scheduler(Generic[Result]):
     # -- the groups ---------------------------------------------------------------------------------------------------
 
     def _update_group(self, group: Group[Result]) -> None:
-        """Note whether a changed group is startable or complete. A complete one that the gate rejects is discarded."""
-        startable, complete = group.next_slot is not None, group.complete
-        if complete and not group.finished:
+        """Note what a changed group is: startable, ended, complete. One that the gate rejects is discarded."""
+        ended = group.ended
+        complete = ended and not any(finished.start.episode in self._unverified for finished in group.finished)
+        if ended and not group.finished:
             self._discard(group, Drop.ERRORED, "no episode of the group has a result")
         elif complete and (reason := self._gate(group)) is not None:
             self._discard(group, Drop.FILTERED, reason)
         else:
-            for numbers, belongs in ((self._startable, startable), (self._complete, complete)):
+            startable = group.next_slot is not None
+            for numbers, belongs in ((self._startable, startable), (self._ended, ended), (self._complete, complete)):
                 if belongs:
                     numbers.add(group.number)
                 else:
@@ -545,5 +548,5 @@ class Scheduler(Generic[Result]):
 
     def _remove(self, group: Group[Result]) -> None:
         del self._groups[group.number]
-        for numbers in (self._startable, self._complete):
+        for numbers in (self._startable, self._ended, self._complete):
             numbers.discard(group.number)

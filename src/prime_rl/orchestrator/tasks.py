@@ -13,7 +13,7 @@ import itertools
 import random
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -81,55 +81,21 @@ class Pools:
         return {"drawn": self._drawn, "turn": self._turn, "codes": codes}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Tasks that it lacks are new; others that it has are passed over."""
-        codes = zlib.decompress(base64.b64decode(state["codes"]))
-        self._drawn, self._turn = int(state["drawn"]), int(state["turn"])
-        self._codes = bytearray(codes[: len(self._codes)].ljust(len(self._codes), b"\0"))
-        self._pools = [[], [], [], []]
-        for place, task in enumerate(self._order):
-            self._pools[self._codes[task.index]].append(place)
-
-
-class Curriculum:
-    """The difficulty pools of those environments that have any: those in `configs`."""
-
-    def __init__(
-        self, tasks: Mapping[str, Sequence[Task]], configs: Mapping[str, "CurriculumConfig"], seed: int
-    ) -> None:
-        self.pools = {env: Pools(tasks[env], config, f"{seed}/{env}") for env, config in configs.items()}
-
-    def observe(self, groups: Iterable[tuple[Task, Sequence[float]]]) -> None:
-        """Update the pools by the groups that were batched or rejected since the batch before, in the order of opening."""
-        for task, rewards in groups:
-            if rewards and task.env in self.pools:
-                self.pools[task.env].observe(task.index, sum(rewards) / len(rewards))
-
-    def state(self) -> dict[str, dict[str, Any]]:
-        """What `load` needs, by environment."""
-        return {env: pools.state() for env, pools in self.pools.items()}
-
-    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Continue from `state`. Environments that are not there any more, or have no pools, are passed over.
+        """Continue from `state`. Tasks that it lacks are new; others that it has are passed over.
 
         Raises:
             UserError: it is not such a state.
         """
-        for env in self.pools.keys() & state.keys():
-            try:
-                self.pools[env].load(state[env])
-            except (KeyError, TypeError, ValueError, zlib.error) as error:
-                unknown = f"are kept in a way that this version does not know ({error!r})"
-                raise UserError(
-                    f"the difficulty pools of {env} {unknown}: resume with the version that wrote them"
-                ) from error
-
-    def metrics(self) -> dict[str, float]:
-        """`curriculum/<env>/pool/<name>`: the share of its tasks in each pool."""
-        return {
-            f"curriculum/{env}/pool/{name}": share
-            for env, pools in self.pools.items()
-            for name, share in pools.shares().items()
-        }
+        try:
+            codes = zlib.decompress(base64.b64decode(state["codes"]))
+            self._drawn, self._turn = int(state["drawn"]), int(state["turn"])
+        except (KeyError, TypeError, ValueError, zlib.error) as error:
+            unknown = f"the difficulty pools are kept in a way that this version does not know ({error!r})"
+            raise UserError(f"{unknown}: resume with the version that wrote them") from error
+        self._codes = bytearray(codes[: len(self._codes)].ljust(len(self._codes), b"\0"))
+        self._pools = [[], [], [], []]
+        for place, task in enumerate(self._order):
+            self._pools[self._codes[task.index]].append(place)
 
 
 def task_stream(

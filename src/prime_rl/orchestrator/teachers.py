@@ -10,7 +10,6 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -18,7 +17,6 @@ from loguru import logger
 
 from prime_rl.config.orchestrator import OPD, OPSD, SFT, TeacherConfig, TeacherServer
 from prime_rl.config.shared import api_root
-from prime_rl.envs.pool import Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 
@@ -132,20 +130,19 @@ class Teacher:
 
 
 class Teachers:
-    """The run's teacher and reference servers."""
+    """The run's teacher and reference servers: of each environment the one that scores, or samples, its episodes."""
 
     def __init__(self, config: "OrchestratorConfig") -> None:
         self._config = config
-        self._servers: list[Teacher] = []  # each once; the policy's own are not among them
+        self._servers: dict[str, Teacher] = {}  # by their settings
         self._scorers: dict[str, Teacher] = {}  # by environment
-        self._samplers: dict[str, Teacher] = {}  # by environment
-        self._own: dict[str, Teacher] = {}  # the policy's own servers, by address
+        self.samplers: dict[str, Teacher] = {}  # by environment, where it is not the policy
         for env in config.environments:
             algorithm = config.algorithm_of(env.name)
             key = f"environments.{env.name}.algorithm.teacher" if env.algorithm else "algorithm.teacher"
             if isinstance(algorithm, SFT):
                 assert algorithm.teacher is not None
-                self._samplers[env.name] = self._client(algorithm.teacher, key)
+                self.samplers[env.name] = self._client(algorithm.teacher, key)
             elif isinstance(algorithm, OPD):
                 assert algorithm.teacher is not None
                 self._scorers[env.name] = self._client(algorithm.teacher, key)
@@ -154,69 +151,43 @@ class Teachers:
 
     def _client(self, config: TeacherServer, key: str) -> Teacher:
         """Find the client that was made for the very same settings, or make it."""
-        for server in self._servers:
-            if server.config == config:
-                return server
-        self._servers.append(made := Teacher(config, key))
-        return made
+        settings = config.model_dump_json()
+        if settings not in self._servers:
+            self._servers[settings] = Teacher(config, key)
+        return self._servers[settings]
 
     async def start(self, on_wait: OnWait) -> None:
         """Wait for all of them. See `Teacher.start`."""
-        for server in self._servers:
+        for server in self._servers.values():
             await server.start(self._config.client.ready_timeout, on_wait)
 
     async def close(self) -> None:
         """Close all connections."""
-        for server in [*self._servers, *self._own.values()]:
+        for server in self._servers.values():
             await server.close()
 
-    @property
-    def names(self) -> list[str]:
-        """For people, each once."""
-        return list(dict.fromkeys(f"the teacher at {server.root}" for server in self._servers))
-
-    def sampler_slot(self, env: str) -> AbstractAsyncContextManager[None]:
-        """Wait until the environment's sampler takes one more episode. The policy's own servers take any."""
-        return self._samplers[env].slots if env in self._samplers else nullcontext()
-
-    def sampler_of(self, env: str) -> Sampler | None:
-        """Return the server that samples the environment's episodes, where it is not the policy's."""
-        teacher = self._samplers.get(env)
-        return None if teacher is None else Sampler(teacher.root, teacher.model, teacher.api_key)
-
-    def demonstration_of(self, env: str) -> OPSD | None:
-        """Return the config of the demonstration that workers add to the scoring prompt, or None."""
-        algorithm = self._config.algorithm_of(env)
-        return algorithm if isinstance(algorithm, OPSD) else None
-
-    async def score(
-        self, env: str, result: EpisodeResult, server: str, on_scored: Callable[[], None] = lambda: None
-    ) -> None:
+    async def score(self, env: str, result: EpisodeResult, server: str) -> None:
         """Give the samples of an episode their `ref_logprobs`, where a teacher scores them.
 
         An episode that cannot be scored has failed. Queueing has no deadline; each request has its own.
 
         Args:
             server: The policy's server that sampled it, which is its teacher with `opsd`.
-            on_scored: Called for every sample.
 
         Raises:
             UserError: a server does not take the key.
         """
         teacher = self._scorers.get(env)
         if isinstance(self._config.algorithm_of(env), OPSD):
-            if server not in self._own:
-                client, name = self._config.client, self._config.model.name
-                key, seconds = client.api_key_var, client.timeout
-                config = TeacherConfig(base_url=server, model=name, api_key_var=key, timeout=seconds)
-                self._own[server] = Teacher(config, "client")
-            teacher = self._own[server]
+            client, name = self._config.client, self._config.model.name
+            key, seconds = client.api_key_var, client.timeout
+            own = TeacherConfig(base_url=server, model=name, api_key_var=key, timeout=seconds)
+            teacher = self._client(own, "client")
         if not result.ok or teacher is None:
             return
         try:
             for sample in result.samples:
                 tokens = sample.input_ids[: self._config.seq_len]  # no others are trained
                 sample.ref_logprobs = await teacher.score(tokens, sample.hint or ())
-                on_scored()
         except TeacherError as error:
             result.outcome, result.message = Outcome.TEACHER_UNAVAILABLE, f"its teacher: {error}"
