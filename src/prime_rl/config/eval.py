@@ -68,7 +68,7 @@ class EvalConfig(BaseConfig, Measure):
 
     def checks(self) -> Checks:
         running = [env for env in self.environments if env.id.partition("@")[0].rpartition("/")[2] == RUNS_CODE]
-        if self.unsafe and self.environments and not running:  # those of a run come later
+        if self.unsafe and not running:
             yield Problem(f"<unsafe> is about {RUNS_CODE}, which is not evaluated", "environments")
         for env in running if self.unsafe else ():
             env.args = {**env.args, "unsafe": True}

@@ -6,6 +6,7 @@ from collections.abc import Awaitable
 
 from prime_rl.config import EvalConfig, write_toml
 from prime_rl.entrypoints import run_command, show
+from prime_rl.errors import UserError
 from prime_rl.launcher.preflight import check_environment, check_key
 from prime_rl.monitor import log
 
@@ -18,10 +19,12 @@ def main() -> None:
 def run(config: EvalConfig) -> None:
     """Check, write the resolved config, evaluate."""
     check_key(config.client)
-    from prime_rl.evals.run import check_versions, run_evals, with_environments
+    from prime_rl.envs.ids import installed
+    from prime_rl.evals.run import check_versions, run_evals
 
+    if not config.environments:
+        raise UserError(f"no environment: give --environment-ids; installed are {', '.join(installed())}")
     check_versions(config)
-    config = with_environments(config)
     for env in config.environments:
         check_environment(env)
     if config.dry_run:

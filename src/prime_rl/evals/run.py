@@ -11,14 +11,13 @@ from urllib.parse import urlsplit
 
 from loguru import logger
 
-from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConfig, parse
+from prime_rl.config import EvalConfig
 from prime_rl.config.eval import EvalEnv
-from prime_rl.config.shared import EnvConfig, is_own_host
-from prime_rl.envs.ids import installed
+from prime_rl.config.shared import is_own_host
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults, report_table, write_report
-from prime_rl.evals.runner import EvalRunner, KeyRejected, eval_environments, tasks_of
+from prime_rl.evals.runner import EvalRunner, KeyRejected, tasks_of
 from prime_rl.fleet.client import InferenceClient, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
@@ -68,7 +67,10 @@ async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
     run = Evaluation(config, pool, monitor, status)
     try:
         async with AsyncExitStack() as stack:
-            run.fleet = None if chat else connect(config, stack)
+            if not chat:
+                run.fleet = connect(config, stack)
+                for replica in await run.fleet.wait_ready(status.waiting):  # before a tokenizer of that name is sought
+                    (await replica.client.served()).check_name(replica.name, config.model.name)
             await pool.start(config.client.ready_timeout)
             await run.all()
     except KeyRejected as error:
@@ -336,36 +338,6 @@ def check_versions(config: EvalConfig) -> None:
             f"weights_dir: there is no version {missing or 'to evaluate'} in {directory} (there: {listed}); those of "
             "a run are in its weights/, and --follow waits for them"
         )
-
-
-def with_environments(config: EvalConfig) -> EvalConfig:
-    """Return `config`, which without environments takes those of the run that made the versions.
-
-    These are the ones it was evaluated on while it trained, else those it was trained on.
-
-    Raises:
-        UserError: there is no such run, or it was written for other settings than today's.
-    """
-    if config.environments:
-        return config
-    environments: Sequence[EnvConfig] = []
-    where = ""
-    if config.weights_dir is not None:
-        where = f" (there are none in {config.weights_dir.parent / 'configs'})"
-        orchestrator, sft = (config.weights_dir.parent / "configs" / f"{name}.toml" for name in ("orchestrator", "sft"))
-        try:
-            if orchestrator.is_file():
-                of_run = parse(OrchestratorConfig, ["@", str(orchestrator)], {})
-                environments = eval_environments(of_run) or of_run.environments
-            elif sft.is_file() and (section := parse(SFTConfig, ["@", str(sft)], {}).eval) is not None:
-                environments = section.environments
-        except ConfigError as error:
-            where = f" (the run's cannot be read: {error.problems[0]})"
-    if not environments:
-        raise UserError(f"no environment: give --environment-ids{where}; installed are {', '.join(installed())}")
-    logger.info("evaluating the run's environments: {}", ", ".join(env.name for env in environments))
-    taken = [EvalEnv(**env.model_dump(include=set(EnvConfig.model_fields))) for env in environments]
-    return EvalConfig.model_validate(config.model_dump() | {"environments": taken})
 
 
 # -- the servers -------------------------------------------------------------------------------------------------------

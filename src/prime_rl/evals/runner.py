@@ -23,7 +23,7 @@ from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState, least_lo
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.orchestrator.tasks import request_seed
-from prime_rl.transport.protocol import valid
+from prime_rl.transport.protocol import BASE, valid
 from prime_rl.wait import WaitTimeout, wait_async
 
 if TYPE_CHECKING:
@@ -228,28 +228,16 @@ class Evaluations:
         """Whether an evaluation is being made."""
         return self._running is not None and not self._running.done()
 
-    def owed(self, version: int) -> bool:
-        """Whether `version` is to be evaluated before anything else.
-
-        That is the base model, or an evaluation that a previous process did not finish.
-        """
-        at_start = self._section is not None and self._section.at_start and version == 0 and not self._complete(0)
-        return at_start or self.due(version)
-
     def due(self, version: int) -> bool:
-        """Whether a multiple of the interval was reached or passed since the last one.
-
-        The very last version has its own evaluation.
-        """
+        """Whether `version` is to be evaluated before a newer one is served: the base (`at_start`), the last one
+        (`at_end`), or one with which a multiple of the interval is reached or passed."""
         section = self._section
-        if section is None or section.interval is None or (section.at_end and version == self.config.max_steps):
+        if section is None or self._complete(version):
             return False
+        if (version == BASE and section.at_start) or (version == self.config.max_steps and section.at_end):
+            return True
         last = max((version for _, version in self._logged if self._complete(version)), default=0)
-        return version // section.interval > last // section.interval
-
-    def due_at_end(self, version: int) -> bool:
-        """Whether the last version is still to be evaluated."""
-        return self._section is not None and self._section.at_end and not self._complete(version)
+        return section.interval is not None and version // section.interval > last // section.interval
 
     async def run(self) -> None:
         """Evaluate what is served; nothing newer is served until it is done.

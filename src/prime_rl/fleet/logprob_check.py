@@ -121,7 +121,9 @@ class LogprobCheck:
         try:
             scores, difference = await score(client, base.reference, served.engines)
         except UserError as error:
-            raise LogprobCheckFailed(f"{client.root} does not score the fixed prompt {OFF}: {error}") from error
+            raise LogprobCheckFailed(
+                f"{client.root} does not score the fixed prompt, which needs max_model_len {len(base.reference.tokens) + 1} {OFF}: {error}"
+            ) from error
         if not difference.mean <= WORST_MEAN:
             raise LogprobCheckFailed(
                 f"the server at {client.root} does not compute the trainer's model: on the base weights the log-probabilities of the "

@@ -120,7 +120,7 @@ class Orchestrator:
                 raise UserError(f"{self.ledger.path} has {issued} episodes of an earlier run: {ways}")
             async with asyncio.TaskGroup() as self.tasks:
                 await self._start()
-                if self.evaluations.owed(self.scheduler.version):
+                if self.evaluations.due(self.scheduler.version):
                     await self.evaluations.run()
                 background = [self.weight_sync.follow(), self.weight_sync.watch(), self._keep_ledger()]
                 tasks = [self.tasks.create_task(work) for work in background]
@@ -160,10 +160,9 @@ class Orchestrator:
         self.status.phase("starting environments and waiting for the server")
         checkpoints.clean(self.checkpoints.root, PART)  # what an earlier incarnation left half-done
         environments = self.tasks.create_task(self.pool.start(config.client.ready_timeout))
-        await self.fleet.wait_ready(self.status.waiting)  # they may still be loading
-        await environments
+        version = await self.weight_sync.start(self.progress, self.evaluations.due)  # servers may still be loading
+        await environments  # bounded: by the same timeout
         self.evaluations.check_tasks()
-        version = await self.weight_sync.start(self.progress, self.evaluations.owed)
         self.started = True
         self._make_scheduler(version)
         await self._check_ledger()
@@ -308,7 +307,7 @@ class Orchestrator:
 
     def must_keep_version(self, version: int) -> bool:
         """Whether the run is stopping with `version` not yet evaluated: keep serving it for the resumed run."""
-        return self.stopping and self.evaluations.owed(version)
+        return self.stopping and self.evaluations.due(version)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -441,8 +440,6 @@ class Orchestrator:
         while True:  # bounded: `_next_event` and `_trainer_end` have deadlines
             while self.config.trainer and not (self.stopping or self._served_to_the_end):
                 await self._next_event()
-            if not self.stopping and self.evaluations.due_at_end(self.scheduler.version):
-                await self.evaluations.run()
             await cancel_tasks(self._running.values())
             self._running.clear()
             if not self.config.trainer:

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConfig, parse, write_toml
+from prime_rl.config import ConfigError, EvalConfig, parse
+from prime_rl.entrypoints import eval as command
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.results import report_table
-from prime_rl.evals.run import Evaluation, check_versions, with_environments
+from prime_rl.evals.run import Evaluation, check_versions
 from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.monitor.status import read_status
@@ -262,45 +263,12 @@ def test_contradictions_are_one_line_that_names_the_key(arguments, problem):
         parse(EvalConfig, ["--environment-ids", "a,b", *arguments.split()], {})
 
 
-ENV = {"id": "reverse-text", "args": {"num_tasks": 5}}
-ORCH = {"environments": [ENV]}
-
-
-@pytest.mark.parametrize(
-    ("configs", "wanted"),
-    [
-        ({"orchestrator": ORCH}, [ENV]),
-        ({"orchestrator": ORCH | {"eval": {}}}, [{**ENV, "args": {"num_tasks": 5, "split": "eval"}}]),
-        ({"orchestrator": ORCH | {"eval": {"environments": [{"id": "wordle"}]}}}, [{"id": "wordle", "args": {}}]),
-        ({"sft": {"eval": {"environments": [ENV]}}}, [ENV]),
-    ],
-)  # fmt: skip
-def test_environments_of_the_run_that_made_the_versions(tmp_path, configs, wanted):
-    """Contract: without --environment-ids those that the run was evaluated on, else trained on, as its config says."""
-    for name, table in configs.items():
-        cls = {"orchestrator": OrchestratorConfig, "sft": SFTConfig}[name]
-        write_toml(cls.model_validate(table), tmp_path / "configs" / f"{name}.toml")
-    config = with_environments(EvalConfig(weights_dir=tmp_path / "weights", sampling={"max_tokens": 7}))
-    assert [{"id": env.id, "args": env.args} for env in config.environments] == wanted
-    assert config.sampling.max_tokens == 7
-
-
-@pytest.mark.parametrize("content", [None, "[environment]\nid = 'x'\nno_such_key = 1"])
-def test_without_environments_an_error_lists_what_is_installed(tmp_path, content):
-    """Contract: one line, where there is no run, or one of another release."""
-    if content is not None:
-        (tmp_path / "configs").mkdir()
-        (tmp_path / "configs" / "orchestrator.toml").write_text(content)
-    for weights_dir in (None, tmp_path / "weights"):
-        with pytest.raises(UserError, match="no environment: give --environment-ids") as error:
-            with_environments(EvalConfig(weights_dir=weights_dir))
-        assert "\n" not in str(error.value)
-        if content and weights_dir:
-            assert "no_such_key" in str(error.value)
-        else:
-            listed = str(error.value).rpartition("installed are ")[2].split(", ")
-            assert {"reverse-text", "math500", "wordle"} <= set(listed)
-            assert not {"prime-rl", "benchmark-tasks", "verifiers"} & set(listed)
+def test_without_environments_an_error_lists_what_is_installed():
+    with pytest.raises(UserError, match="no environment: give --environment-ids") as error:
+        command.run(EvalConfig())
+    listed = str(error.value).rpartition("installed are ")[2].split(", ")
+    assert {"reverse-text", "math500", "wordle"} <= set(listed)
+    assert not {"prime-rl", "benchmark-tasks", "verifiers"} & set(listed)
 
 
 async def followed(world, **settings):
@@ -363,10 +331,10 @@ async def test_following_again_reports_what_was_evaluated_before_and_removed_sin
     """Contract: a follower that was killed loses nothing; what it had not finished is shown as not complete."""
     commit(world, 0, 5, 10)
     run = Status(world.directory / "run", "trainer")
-    world.pool.before = lambda env, task, number: command.cancel() and None if number == 11 else None
-    command = asyncio.create_task(followed(world, max_concurrent=1))
+    world.pool.before = lambda env, task, number: follower.cancel() and None if number == 11 else None
+    follower = asyncio.create_task(followed(world, max_concurrent=1))
     with suppress(asyncio.CancelledError):
-        await command
+        await follower
     for version in (5, 10):
         shutil.rmtree(world.weights / f"step_{version}")
     commit(world, 15)

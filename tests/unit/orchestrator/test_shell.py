@@ -105,10 +105,10 @@ async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_
     assert [row[name] for row in rows_of(world) if name in row] == [1, 1]
     evaluations = world.orchestrator().evaluations
     evaluations._weight_sync.published.refresh()
-    assert not evaluations.due_at_end(2)
+    assert not evaluations.due(2)
     world.trainer.live(2, 1)
     evaluations._weight_sync.published.refresh()
-    assert evaluations.due_at_end(2)
+    assert evaluations.due(2)
 
 
 async def test_a_stop_ends_an_evaluation_and_none_begins_after_it(tmp_path):
