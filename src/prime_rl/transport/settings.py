@@ -7,8 +7,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,6 @@ from prime_rl.transport.commit import write_atomically
 LEDGER = "ledger.sqlite"  # of the orchestrator, in the run directory
 Party = Literal["trainer", "orchestrator", "inference"]
 
-_ONE_PER_RUN: tuple[Party, ...] = ("trainer", "orchestrator")
 # Dotted keys, compared if both sides have them.
 _SAME = (
     "model.name", "async_level", "max_steps", "seed", "ckpt.interval", "ckpt.keep", "ckpt.keep_interval", "ckpt.output_dir",
@@ -39,7 +39,7 @@ _START_SECONDS = 300.0  # from these settings to the first status, on another ho
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """What one process of a run committed: who it is, and its settings. `time` is unix seconds."""
+    """What one process of a run committed: who it is, and its settings by dotted key. `time` is unix seconds."""
 
     process: Party
     pid: int
@@ -47,6 +47,10 @@ class ProcessSettings:
     host: str
     time: float
     settings: dict[str, Any]
+
+    @property
+    def id(self) -> ProcessId:
+        return ProcessId(self.pid, self.started)
 
 
 def check_and_commit(config: BaseConfig, process: Party) -> None:
@@ -56,26 +60,51 @@ def check_and_commit(config: BaseConfig, process: Party) -> None:
         UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is running in
             this run. What was committed before stays.
     """
-    itself, settings = me(), shared(config, process)
+    itself, settings, output_dir = me(), _shared(config, process), config.output_dir
     mine = ProcessSettings(process, itself.pid, itself.started, socket.gethostname(), time.time(), settings)
-    for partner in _committed(config.output_dir):
-        running = _is_running(config.output_dir, partner)
+    for partner in _committed(output_dir):
+        running, where = _is_running(output_dir, partner), f"(pid {partner.pid} on {partner.host})"
         if partner.process == process:
-            if process in _ONE_PER_RUN and running:  # servers have addresses of their own
+            if process != "inference" and running:  # servers have addresses of their own
                 raise UserError(
-                    f"another {process} (pid {partner.pid} on {partner.host}) is running in {config.output_dir}: "
-                    "stop that one, or choose another --output-dir"
+                    f"another {process} {where} is running in {output_dir}: stop that one, or choose another --output-dir"
                 )
             continue
-        passed = [each.settings[_DATA] for each in (mine, partner) if _DATA in each.settings]
-        if len(passed) == 2 and (alone := [data for data in passed if data != _BATCHES]):
-            ways = "start over with --clean, or choose another --output-dir"
-            raise UserError(f"in {config.output_dir} {_ALONE[alone[0]]}, {ways}")
-        if running and (problem := difference(mine, partner)):
-            raise UserError(problem)
-    path = config.output_dir / "settings" / f"{process}.json"
+        data = [settings[_DATA], partner.settings[_DATA]] if _DATA in settings and _DATA in partner.settings else []
+        for alone in (_ALONE[each] for each in data if each != _BATCHES):
+            raise UserError(f"in {output_dir} {alone}, start over with --clean, or choose another --output-dir")
+        for key in settings.keys() & partner.settings.keys() - {_DATA} if running else ():
+            ours, theirs = settings[key], partner.settings[key]
+            if key == _SEQ_LEN:
+                made, room = (ours, theirs) if process == "orchestrator" else (theirs, ours)
+                if made > room:
+                    raise UserError(
+                        f"seq_len is {made} in the orchestrator, but {room} in the trainer: samples would not fit a micro-batch"
+                    )
+            elif ours != theirs:
+                raise UserError(
+                    f"{key} is {ours} here, but {theirs} in the {partner.process} that runs in the same output_dir {where}: "
+                    "give both the same value"
+                )
+    path = output_dir / "settings" / f"{process}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
+
+
+def _shared(config: BaseConfig, process: Party) -> dict[str, Any]:
+    """Return the settings that matter to partners."""
+    settings: dict[str, Any] = {}
+    for key in ("model.name",) if process == "inference" else (*_SAME, _SEQ_LEN):
+        with suppress(AttributeError):  # an option that it does not have, or in a section that is off
+            value = attrgetter(key)(config)
+            settings[key] = str(value) if isinstance(value, Path) else value
+    if getattr(config, "bench", False):
+        return settings  # trainer and orchestrator are measured each by itself
+    if process == "orchestrator":
+        settings[_DATA] = _BATCHES if attrgetter("trainer")(config) else _UNTRAINED
+    elif process == "trainer":
+        settings[_DATA] = _BATCHES if attrgetter("data.fake")(config) is None else _FAKE
+    return settings
 
 
 def _committed(output_dir: Path) -> list[ProcessSettings]:
@@ -96,7 +125,7 @@ def suggestions(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
         saved: Whether a checkpoint is there.
         recover: Whether the command has --recover.
     """
-    if recover and running_processes(output_dir) & set(_ONE_PER_RUN):
+    if recover and running_processes(output_dir) & {"trainer", "orchestrator"}:
         return "the other processes of that run are running: go on with them by --recover, or stop them first"
     ways = ["remove it with --clean", "choose another --output-dir"]
     ways += ["go on from a checkpoint with --ckpt.resume-step -1"] * saved
@@ -111,48 +140,12 @@ def running_processes(output_dir: Path) -> set[str]:
     return names | {name.partition(".")[0] for name, status in statuses if _is_live(status)}
 
 
-def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
-    """Return the settings that matter to partners, by dotted key."""
-    table = config.model_dump(mode="json")
-    settings = {}
-    for key in ("model.name",) if process == "inference" else (*_SAME, _SEQ_LEN):
-        value: Any = table
-        for part in key.split("."):
-            value = value.get(part, table) if isinstance(value, Mapping) else table
-        if value is not table:
-            settings[key] = value
-    if table.get("bench") is True:
-        return settings  # trainer and orchestrator are measured each by itself
-    if process == "orchestrator":
-        settings[_DATA] = _BATCHES if table.get("trainer", True) else _UNTRAINED
-    elif process == "trainer":
-        fake = isinstance(table.get("data"), Mapping) and table["data"].get("fake") is not None
-        settings[_DATA] = _FAKE if fake else _BATCHES
-    return settings
-
-
-def difference(mine: ProcessSettings, partner: ProcessSettings) -> str | None:
-    """Say what the two disagree on; None if they agree."""
-    for key in mine.settings.keys() & partner.settings.keys() - {_SEQ_LEN, _DATA}:
-        ours, theirs = mine.settings[key], partner.settings[key]
-        if ours != theirs:
-            return (
-                f"{key} is {ours} here, but {theirs} in the {partner.process} that runs in the same output_dir (pid {partner.pid} on "
-                f"{partner.host}): give both the same value"
-            )
-    lengths = {each.process: each.settings.get(_SEQ_LEN) for each in (mine, partner)}
-    made, room = lengths.get("orchestrator"), lengths.get("trainer")
-    if made is not None and room is not None and made > room:
-        return f"seq_len is {made} in the orchestrator, but {room} in the trainer: samples would not fit a micro-batch"
-    return None
-
-
 def _is_running(output_dir: Path, partner: ProcessSettings) -> bool:
     """Whether the process that committed these settings is still running."""
-    itself, status = ProcessId(partner.pid, partner.started), read_status(output_dir).get(partner.process)
-    if status is not None and (status.id, status.host) == (itself, partner.host):
+    status = read_status(output_dir).get(partner.process)
+    if status is not None and (status.id, status.host) == (partner.id, partner.host):
         return _is_live(status)
-    return _is_believed_alive(itself, partner.host, partner.time + _START_SECONDS)
+    return _is_believed_alive(partner.id, partner.host, partner.time + _START_SECONDS)
 
 
 def _is_live(status: ProcessStatus) -> bool:
