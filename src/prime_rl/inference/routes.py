@@ -39,7 +39,7 @@ from prime_rl.inference import compat, middleware
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.engine_watch import watch_engine
 from prime_rl.inference.middleware import error_answer
-from prime_rl.inference.server import plugin_context
+from prime_rl.inference.server import plugin_config
 from prime_rl.inference.service import WeightService
 from prime_rl.inference.version_files import TURN_SECONDS, AllowedRoots, Rejected
 from prime_rl.monitor import Status
@@ -229,19 +229,22 @@ class PrimeRoutes:
         app.include_router(weights_router)
         app.include_router(router)
         app.add_exception_handler(Rejected, answer_rejected)
-        add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
+        route = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == TOKEN_ROUTE), None)
+        if route is None:
+            raise UserError(f"this vLLM has no token route {TOKEN_ROUTE}")
+        kept = {"dependencies": route.dependencies, "response_model": route.response_model}
+        app.add_api_route(TOKEN_ALIAS, route.endpoint, methods=sorted(route.methods), **kept)
         self._app = app
-        self._context = plugin_context()  # None without a server: when vLLM writes its API's description
+        self._config = plugin_config()  # None without a server: when vLLM writes its API's description
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         # Outermost: vLLM has added its middleware by now, and what it hosts may have built the stack, which `add_middleware` would refuse to change.
         app.middleware_stack = middleware.Guard(app.middleware_stack or app.build_middleware_stack(), keys)
         state.prime_models = args.served_model_name or [args.model]
-        context = self._context
-        assert context is not None, "the engine was started by our server"
+        config = self._config
+        assert config is not None, "the engine was started by our server"
         sys.setswitchinterval(TURN_SECONDS)
-        config = context.config
         model_config, engines = engine_client.model_config, args.data_parallel_size
         status = Status(config.output_dir, config.process)
         state.prime_leaving = False
@@ -257,7 +260,7 @@ class PrimeRoutes:
             fixed=EXPERTS_MOVE if args.enable_eplb else None,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
-            await engine_client.collective_rpc("prime_follow", args=(context.server,))
+            await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
         status.phase("serving")
         status.ready()
         loop = asyncio.get_running_loop()
@@ -270,15 +273,6 @@ class PrimeRoutes:
 
         state.prime_watch = asyncio.create_task(watch_engine(engine_client, status, on_stop=end_soon))
         logger.info("serving {} on port {}", args.model, args.port)
-
-
-def add_alias(app: FastAPI, path: str, alias: str) -> None:
-    """Answer `alias` as `path` is answered."""
-    route = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == path), None)
-    if route is None:
-        raise UserError(f"this vLLM has no token route {path}")
-    kept = {"dependencies": route.dependencies, "response_model": route.response_model}
-    app.add_api_route(alias, route.endpoint, methods=sorted(route.methods), **kept)
 
 
 def resolve_base(model: str, revision: str | None) -> Path:

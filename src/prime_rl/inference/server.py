@@ -6,13 +6,11 @@ import os
 import shlex
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from loguru import logger
-from pydantic import TypeAdapter
 
 from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
@@ -25,7 +23,7 @@ from prime_rl.transport.settings import check_and_commit, dry_path
 
 WORKER_EXTENSION = "prime_rl.inference.staging.WeightsExtension"
 LOOPBACK, ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"
-_CONTEXT = "PRIMERL_SERVER"
+_CONFIG = "PRIMERL_SERVER"
 
 # Options of vLLM that `[vllm]` may not hold, and why.
 _REJECTED = {
@@ -57,17 +55,10 @@ _REJECTED_ON_CPU = {
 }
 
 
-@dataclass(frozen=True)
-class PluginContext:
-    """What the server passes to our plugin in vLLM's processes: in an environment variable, as vLLM makes the plugin."""
-
-    config: InferenceConfig
-    server: int  # process id of the server, which the engine ends with
-
-
-def plugin_context() -> PluginContext | None:
-    """Return what the server that started this process passes on; None if no server did."""
-    return TypeAdapter(PluginContext).validate_json(os.environ[_CONTEXT]) if _CONTEXT in os.environ else None
+def plugin_config() -> InferenceConfig | None:
+    """Return the config of the server that this process is, or belongs to; None if there is none. vLLM makes our plugin, so
+    that the config comes to it in an environment variable."""
+    return InferenceConfig.model_validate_json(os.environ[_CONFIG]) if _CONFIG in os.environ else None
 
 
 def run(config: InferenceConfig) -> None:
@@ -79,9 +70,8 @@ def run(config: InferenceConfig) -> None:
     checks.check(config, engine)
     if not config.headless:
         claim = checks.claim_port(guarded_host(config), config.server.port)
-        os.register_at_fork(
-            after_in_child=claim.close
-        )  # an engine that ends a moment after its server does not keep it
+        # An engine that ends a moment after its server does not keep it.
+        os.register_at_fork(after_in_child=claim.close)
     argv = arguments(config, engine)
     check_and_commit(config, "inference")  # what could not start writes nothing
     log.setup(config.log.level, config.process, config.output_dir)
@@ -281,7 +271,6 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, compat.PLUGIN]))
     paths = {name: getattr(config, name) for name in ("output_dir", "weights_root")}
     absolute = {name: path and path.expanduser().resolve() for name, path in paths.items()}
-    context = PluginContext(config.model_copy(update={**absolute, "api_key": None}), os.getpid())
-    os.environ[_CONTEXT] = TypeAdapter(PluginContext).dump_json(context).decode()
+    os.environ[_CONFIG] = config.model_copy(update={**absolute, "api_key": None}).model_dump_json()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it

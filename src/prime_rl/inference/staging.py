@@ -306,7 +306,8 @@ class WeightsExtension:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
         sys.setswitchinterval(TURN_SECONDS)
-        compat.quiet_reload()
+        # It warns at every update of layers whose buffers no checkpoint holds, and of tied heads: `check_fit` has compared all tensors.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, Tensor]]:

@@ -128,7 +128,7 @@ class Orchestrator:
                 await self._finish()
                 await cancel_tasks(tasks)
                 await self.weight_sync.close()
-                self.weight_sync.published.release()
+                self.weight_sync.published.write_lease(None)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:

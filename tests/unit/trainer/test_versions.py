@@ -23,7 +23,7 @@ from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import WeightCopy
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, write_version
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, prune
-from prime_rl.transport.incarnations import drop_lease, write_lease
+from prime_rl.transport.incarnations import PublishedVersions
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait
@@ -246,11 +246,12 @@ def test_prune(publisher: WeightPublisher) -> None:
         return steps(publisher)
 
     assert after(None) == [0, 1, 2, 3, 4, 5, 6]
-    write_lease(publisher.output_dir, Lease(incarnation=-1, version=0))  # has not heard of this incarnation yet
+    published = PublishedVersions(publisher.output_dir)
+    published.write_lease(Lease(incarnation=-1, version=0))  # has not heard of this incarnation yet
     assert after(0, 3) == [0, 1, 2, 3, 4, 5, 6]
-    write_lease(publisher.output_dir, Lease(incarnation=0, version=4))
+    published.write_lease(Lease(incarnation=0, version=4))
     assert after(0, 2) == [0, 1, 2, 4, 5, 6]
-    drop_lease(publisher.output_dir)
+    published.write_lease(None)
     assert after(0, 2) == [0, 1, 2, 5, 6]
 
 

@@ -4,12 +4,11 @@ import pytest
 
 from prime_rl.transport.commit import CommitError, prune, stage
 from prime_rl.transport.incarnations import (
-    drop_lease,
+    PublishedVersions,
     open_incarnation,
     read_incarnations,
     read_lease,
     read_versions,
-    write_lease,
 )
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import TensorEntry, manifest_extra
@@ -45,15 +44,16 @@ def test_a_version_that_another_incarnation_committed_again_is_read_again(tmp_pa
 def test_a_lease(tmp_path):
     """No file, no lease; a damaged one is an error: taken for none it would let the trainer prune what is read."""
     assert read_lease(tmp_path) is None
-    write_lease(tmp_path, Lease(1, 5))
+    published = PublishedVersions(tmp_path)
+    published.write_lease(Lease(1, 5))
     half_written = tmp_path / "leases" / ".orchestrator.json.tmp-1"
     half_written.touch()
-    write_lease(tmp_path, Lease(2, 7))
+    published.write_lease(Lease(2, 7))
     assert not half_written.exists()
     assert read_lease(tmp_path) == Lease(2, 7)
     (tmp_path / "leases" / "orchestrator.json").write_text("{")
     with pytest.raises(CommitError, match=r"orchestrator\.json"):
         read_lease(tmp_path)
     for _ in range(2):
-        drop_lease(tmp_path)
+        published.write_lease(None)
     assert read_lease(tmp_path) is None
