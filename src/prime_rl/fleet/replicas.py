@@ -110,19 +110,15 @@ class Replica:
 
         During an update it may report the new version already: it is asked again once the load has ended.
         """
-        served = await self._served()
+        served = await self.served()
         if self.loading is not None and served != self.loaded:
             await self._load_ended.wait()  # bounded: the requests that a load consists of are
-            served = await self._served()
+            served = await self.served()
         self.mismatch = self._find_mismatch(served)
         return not self.mismatch
 
-    async def is_leaving(self) -> bool:
-        """Return whether the server says that it was asked to leave, which only a restart takes back."""
-        served = await self._served()
-        return served is not None and served.leaving
-
-    async def _served(self) -> Served | None:
+    async def served(self) -> Served | None:
+        """Ask the server what it serves; None if it does not say."""
         try:
             return await self.client.served()
         except UserError:
@@ -155,7 +151,6 @@ class ReplicaPool:
         self.empty_since: float | None = None  # when the last ready one ceased to be
         self._slack = slack
         self._homes: dict[Hashable, Replica] = {}  # by group, the oldest first
-        self._sampled_by: dict[str, Replica] = {}  # episodes that are not verified
 
     # -- who gets work -------------------------------------------------------------------------------------------------
 
@@ -230,7 +225,6 @@ class ReplicaPool:
         """`replica` samples the episode, until `end`: it counts once that replica is verified afterwards."""
         replica.in_flight += 1
         replica.unverified.add(episode)
-        self._sampled_by[episode] = replica
 
     def end(self, replica: Replica) -> None:
         """An episode is not in flight there any more, whatever ended it."""
@@ -245,17 +239,17 @@ class ReplicaPool:
         finally:
             self.end(replica)
 
-    def forget(self, episodes: Iterable[str]) -> None:
+    def forget(self, episodes: Collection[str]) -> None:
         """These are verified, or will never count."""
-        for episode in episodes:
-            replica = self._sampled_by.pop(episode, None)
-            if replica is not None:
-                replica.unverified.discard(episode)
-                replica.invalid.discard(episode)
+        for replica in self.replicas:
+            replica.unverified.difference_update(episodes)
+            replica.invalid.difference_update(episodes)
 
     def keep(self, episodes: Collection[str]) -> None:
         """Forget all but these."""
-        self.forget(self._sampled_by.keys() - episodes)
+        for replica in self.replicas:
+            replica.unverified.intersection_update(episodes)
+            replica.invalid.intersection_update(episodes)
 
     async def verify(self, finished: Collection[str]) -> tuple[list[str], list[Replica]]:
         """Ask every replica that is ready or drains what it serves.

@@ -334,21 +334,17 @@ class WeightSync:
         """
         for replica, error in failures.items():
             if isinstance(error, VersionNotSent):
-                since, seconds = self._note_unsent(version, error), self.config.weights_timeout
-                if time.monotonic() - since > seconds:
+                seconds = self.config.weights_timeout
+                if self._unsent_since is None:
+                    logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
+                    self._unsent_since = time.monotonic()
+                if time.monotonic() - self._unsent_since > seconds:
                     raise error
                 self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
                 continue
             replica.failed_loads += 1
             if all(one.failed_loads >= _ATTEMPTS for one in among):
                 raise error
-
-    def _note_unsent(self, version: int, error: VersionNotSent) -> float:
-        """Return since when the trainer owes this version, a newer one or its next incarnation."""
-        if self._unsent_since is None:
-            logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
-            self._unsent_since = time.monotonic()
-        return self._unsent_since
 
     # -- verified samples ----------------------------------------------------------------------------------------------
 
@@ -422,16 +418,14 @@ class WeightSync:
         """
         rest = backoff_seconds(replica.failures)
         delay, rested = RETRY_SECONDS, time.monotonic() + (rest if self.pool.ready else min(rest, RETRY_SECONDS))
-        while (
-            replica.state is ReplicaState.QUARANTINED
-        ):  # bounded: `_check_ready_timeout`, and the run's end cancels it
+        while replica.state is ReplicaState.QUARANTINED:  # bounded: `_check_ready_timeout`; the run's end cancels it
             trouble = "it does not answer"
             answers = await replica.client.answers()
             if answers or self.pool.ready:
                 verified = await self._accept_or_invalidate(replica)
             if answers and time.monotonic() < rested:
                 trouble = f"it failed what it was given {replica.failures} times in a row"
-            elif answers and await replica.is_leaving():
+            elif answers and (served := await replica.served()) is not None and served.leaving:
                 trouble = LEAVING
             elif answers:
                 version = self.scheduler.version
@@ -440,9 +434,6 @@ class WeightSync:
                         logger.info("{} serves version {}{}", replica.name, version, self.pool.where())
                         return
                     trouble = ""
-                except VersionNotSent as error:
-                    trouble = str(error)
-                    self._note_unsent(version, error)
                 except (UserError, CommitError) as error:
                     trouble = str(error)
                     self._count_failures({replica: error}, version, self.pool.replicas)
@@ -513,12 +504,9 @@ class WeightSync:
                 self.quarantine(replica, "it does not answer")
             return
         replica.silent = 0
-        try:
-            served = await replica.client.served()
-        except UserError:
-            return  # whatever is wrong is found when it is verified
+        served = await replica.served()
         # Between two updates: what is in flight there stays of the version that it serves.
-        if served.leaving and replica.ready and self._settled.is_set():
+        if served is not None and served.leaving and replica.ready and self._settled.is_set():
             self.pool.move(replica, ReplicaState.DRAINING, LEAVING)
             count = replica.in_flight
             logger.info("{} is to leave: it gets nothing new, {} episodes in flight there go on", replica.name, count)

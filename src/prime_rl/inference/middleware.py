@@ -20,9 +20,6 @@ SERVED_BELOW = ("/v1/", "/inference/v1/", "/static/")
 # They load adapters by a path that the request names. vLLM's other administrative routes are not served anyway.
 OFF = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
-BODY_BYTES = 64 << 10  # of a request to one of these routes: a path of the greatest length, in escapes
-TOO_LONG = f"the request is longer than {BODY_BYTES >> 10} KiB"
-
 
 class Guard:
     """Require one of the keys, if there are any, except on `OPEN`; answer 404 for a route that is not served.

@@ -75,22 +75,15 @@ class SampleBody(_Body):
     model: str | None = None
 
 
-async def limit_body(request: Request) -> None:
-    """What a request says may be repeated in answers and logs; this runs before it is looked at."""
-    if len(await request.body()) > middleware.BODY_BYTES:
-        raise Rejected(413, middleware.TOO_LONG)
-
-
 def _service(request: Request) -> WeightService:
     return request.app.state.prime_service
 
 
 Service = Annotated[WeightService, Depends(_service)]
 router = APIRouter()
-weights_router = APIRouter(dependencies=[Depends(limit_body)])
 
 
-@weights_router.post("/update_weights")
+@router.post("/update_weights")
 async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
     change = await service.update(body.weight_dir, body.version)
     if faults.point(f"update-answered:v{body.version}") == "error":
@@ -98,31 +91,31 @@ async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
     return asdict(change)
 
 
-@weights_router.post("/reload_weights")
+@router.post("/reload_weights")
 async def reload_weights(service: Service) -> dict[str, Any]:
     return asdict(await service.reload())
 
 
-@weights_router.get("/weights")
+@router.get("/weights")
 async def weights(request: Request, service: Service) -> dict[str, Any]:
     state = request.app.state
     more = {"engines": service.engines, "leaving": state.prime_leaving, "models": state.prime_models}
     return asdict(await service.served()) | more
 
 
-@weights_router.post("/pause")
+@router.post("/pause")
 async def pause(service: Service) -> dict[str, Any]:
     await service.pause(True)
     return {"paused": True}
 
 
-@weights_router.post("/resume")
+@router.post("/resume")
 async def resume(service: Service) -> dict[str, Any]:
     await service.pause(False)
     return {"paused": False}
 
 
-@weights_router.post("/leave")
+@router.post("/leave")
 async def leave(request: Request) -> dict[str, Any]:
     """Ask for no new episodes. Requests are answered on; only a restart takes it back, as clients may have removed the server already."""
     state = request.app.state
@@ -226,7 +219,6 @@ class PrimeRoutes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(weights_router)
         app.include_router(router)
         app.add_exception_handler(Rejected, answer_rejected)
         route = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == TOKEN_ROUTE), None)

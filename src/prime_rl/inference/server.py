@@ -246,10 +246,6 @@ def environment(config: InferenceConfig, engine: compat.Engine | None) -> dict[s
     }
     if "VLLM_CONFIGURE_LOGGING" not in os.environ:
         values["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("logging.json"))
-    if engine is not None:
-        # Releases that share a cache of model descriptions evict each other's, which costs 12 s at every start.
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        values["VLLM_CACHE_ROOT"] = str(cache / f"vllm-{engine.release}")
     if local_model(config.model.name) is not None:
         values["HF_HUB_OFFLINE"] = "1"
     if on_cpu(config, engine):

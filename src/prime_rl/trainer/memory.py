@@ -296,7 +296,9 @@ def plan_memory(
     # What torch may take of this rank's GPU.
     free = torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device) - OUTSIDE
     limit = free if config.memory_limit is None else config.memory_limit * GIB
-    local = [HOST_SHARE * available_bytes() / local_ranks(), float(limit)]
+    # Rank 0 may keep its copy of the weights in host memory, and copies a durable version once more to write it.
+    left = max(available_bytes() - 2 * itemsize * shape.parameters, 0)
+    local = [HOST_SHARE * left / local_ranks(), float(limit)]
     host, budget = (min(values) for values in zip(*gather(world, local), strict=True))
     plan = MemoryPlan(choose(config, shape, job, budget, host), shape, job, budget)
     if world.is_main:

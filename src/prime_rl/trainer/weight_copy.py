@@ -116,14 +116,11 @@ class WeightCopy:
         local = parameter.to_local().detach()
         if self.world.shards == 1:
             return local
-        mesh, placements, shape, stride = (
-            parameter.device_mesh,
-            parameter.placements,
-            parameter.shape,
-            parameter.stride(),
-        )
+        mesh, placements = parameter.device_mesh, parameter.placements
         cast = local.to(self.dtype)  # before it travels
-        return DTensor.from_local(cast, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
+        return DTensor.from_local(
+            cast, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        ).full_tensor()
 
     def to_host(self) -> Tensor:
         """Copy the buffer to host memory, on rank 0. May be called in any thread, once the copy has finished."""

@@ -349,15 +349,11 @@ class WeightPublisher:
         return incarnation, base
 
     def _has_files(self, version: int) -> bool:
-        """Whether a version has files. One that was in the memory of an earlier incarnation is removed.
-
-        So is one whose files are links to a directory in memory (releases before December 2026).
-        """
+        """Whether a version has files. One that was in the memory of an earlier incarnation is removed."""
         directory = version_dir(self.root, version)
         if version not in list_steps(self.root):
             return False
-        linked = any(path.is_symlink() for path in directory.iterdir())
-        if not linked and weights_manifest(directory).publisher is None:
+        if weights_manifest(directory).publisher is None:
             return True
         prune(directory)
         return False

@@ -140,11 +140,10 @@ class Stage:
                 return
             if error.errno not in _IN_THE_WAY:
                 raise
+            why = "is in the way, and was not created by this program: move it elsewhere"
             if nonce is not None:
-                raise CommitError(f"{self.final} is committed already, by another writer") from error
-            raise CommitError(
-                f"{self.final} is in the way, and was not created by this program: move it elsewhere"
-            ) from error
+                why = "is committed already, by another writer"
+            raise CommitError(f"{self.final} {why}") from error
 
 
 @contextmanager

@@ -200,7 +200,6 @@ class Publisher:
         self._token = secrets.token_hex(16)
         self._current: tuple[int, int, str, int] | None = None  # version, incarnation, hash and size of what is offered
         self._readers: set[Channel] = set()  # of that version
-        self._closed = False
         self._changed = threading.Condition()  # bounded: held briefly; `wait_for` releases it
         self._host = host
         try:
@@ -232,7 +231,7 @@ class Publisher:
     def close(self) -> None:
         """Accept no more connections. Those that are open end with the process."""
         with self._changed:
-            self._current, self._closed = None, True
+            self._current = None
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._socket.close()
@@ -242,7 +241,7 @@ class Publisher:
             try:
                 connection, address = self._socket.accept()  # bounded: as above
             except OSError as error:
-                if self._closed:
+                if self._socket.fileno() < 0:  # closed
                     return
                 logger.warning("no worker can connect at the moment ({})", error.strerror)  # no descriptor is free
                 time.sleep(1.0)
@@ -566,14 +565,8 @@ def opened(handle: str, size: int, device: torch.device) -> Iterator[Tensor]:
     """Memory that another process on this GPU shares. It is unmapped at once: a mapping outlives a dead trainer."""
     from cuda.bindings import runtime
 
-    try:
-        data = bytes.fromhex(handle)
-    except ValueError:
-        data = b""
-    if len(data) != _HANDLE_BYTES:
-        raise ExchangeError("the publisher's CUDA IPC handle is malformed")
     native = runtime.cudaIpcMemHandle_t()
-    ctypes.memmove(native.getPtr(), data, _HANDLE_BYTES)
+    ctypes.memmove(native.getPtr(), bytes.fromhex(handle).ljust(_HANDLE_BYTES, b"\0"), _HANDLE_BYTES)
     with _current_device(device):
         failed, address = runtime.cudaIpcOpenMemHandle(native, runtime.cudaIpcMemLazyEnablePeerAccess)
     if failed:
