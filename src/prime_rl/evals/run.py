@@ -369,9 +369,4 @@ async def way_of_asking(config: EvalConfig, on_wait: OnWait) -> Literal["tokens"
 def connect(config: EvalConfig, stack: AsyncExitStack) -> ReplicaPool:
     """Make clients of all servers. `stack` closes their connections."""
     logprob_check = LogprobCheck() if config.logprob_check and config.weights_dir is not None else None
-
-    def one(root: str) -> InferenceClient:
-        stack.push_async_exit(engine := InferenceClient(config.client, root, logprob_check))
-        return engine
-
-    return ReplicaPool(connect_all(config.client, one))
+    return ReplicaPool(connect_all(config.client, stack, logprob_check))

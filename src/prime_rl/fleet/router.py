@@ -6,12 +6,13 @@ verifications and logprob checks go to each backend's own address, never through
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import InferenceClient, Served, ServerError
-from prime_rl.fleet.logprob_check import LogprobCheckFailed
+from prime_rl.fleet.logprob_check import LogprobCheck, LogprobCheckFailed
 from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
@@ -65,11 +66,13 @@ class RouterClient:
 ServerClient = InferenceClient | RouterClient
 
 
-def connect_all(config: "ClientConfig", connect: Callable[[str], InferenceClient]) -> Sequence[ServerClient]:
-    """Clients of all listed servers; of those behind a router one. `connect` makes the client of one address."""
-    if not config.admin_roots:
-        return [connect(root) for root in config.api_roots]
-    return [RouterClient(connect(config.api_roots[0]), [connect(root) for root in config.admin_roots])]
+def connect_all(config: "ClientConfig", stack: AsyncExitStack, check: LogprobCheck | None) -> Sequence[ServerClient]:
+    """Make clients of all listed servers; of those behind a router one. `stack` closes their connections."""
+    roots = [config.api_roots[0], *config.admin_roots] if config.admin_roots else config.api_roots
+    clients = [InferenceClient(config, root, check) for root in roots]
+    for client in clients:
+        stack.push_async_exit(client)
+    return [RouterClient(clients[0], clients[1:])] if config.admin_roots else clients
 
 
 def _order(error: BaseException) -> int:

@@ -131,7 +131,16 @@ class WeightService:
 
     async def pause(self, paused: bool) -> None:
         """Stop generating, keeping the requests in flight, or resume. An update is possible meanwhile and does not resume."""
-        await self._run_exclusively(lambda: self._pause(paused))
+
+        async def action() -> None:
+            if self._broken is not None:
+                raise Rejected(500, self._broken)
+            if paused:
+                await self._stop()
+            self._paused_by_client = paused
+            await self._resume_if_usable()
+
+        await self._run_exclusively(action)
 
     def stop(self) -> None:
         """Cancel all changes, since the engine is ending; their clients are answered."""
@@ -243,14 +252,6 @@ class WeightService:
         logger.info("serving version {} ({}): {}", version, change.hash[:12], parts)
         if faults.point(f"update-loaded:v{version}") == "error":
             raise Rejected(500, "fault injection")
-
-    async def _pause(self, paused: bool) -> None:
-        if self._broken is not None:
-            raise Rejected(500, self._broken)
-        if paused:
-            await self._stop()
-        self._paused_by_client = paused
-        await self._resume_if_usable()
 
     async def _stop(self) -> None:
         try:

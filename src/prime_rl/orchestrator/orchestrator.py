@@ -28,7 +28,6 @@ from prime_rl.envs.pool import EnvPool, Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.runner import Evaluations, eval_environments, eval_worker, wire_sampling
-from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, cancel_tasks
 from prime_rl.fleet.router import ServerClient, connect_all
@@ -497,14 +496,8 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
             await teachers.start(status.waiting)
             pool = make_pool(config, teachers)
             stack.push_async_callback(pool.close)
-            logprob_check = LogprobCheck() if config.logprob_check else None
-
-            def connect(root: str) -> InferenceClient:
-                client = InferenceClient(config.client, root, logprob_check)
-                stack.push_async_exit(client)
-                return client
-
-            servers, run_config = connect_all(config.client, connect), config
+            servers = connect_all(config.client, stack, LogprobCheck() if config.logprob_check else None)
+            run_config = config
             if config.bench:  # a run of a few steps without a trainer, of which the metrics alone are kept
                 scratch = Path(stack.enter_context(TemporaryDirectory(prefix="prime-rl-bench-")))
                 alone = {"output_dir": scratch, "trainer": False, "max_steps": ORCHESTRATOR_STEPS, "ckpt": None}

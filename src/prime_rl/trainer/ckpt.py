@@ -35,7 +35,6 @@ from prime_rl.transport.commit import (
     read_manifest,
     step_dir,
     subject_of,
-    supersede,
 )
 from prime_rl.transport.protocol import current_incarnation
 from prime_rl.transport.settings import suggestions
@@ -165,10 +164,8 @@ class Checkpoints:
 
     def begin(self, versions: WeightPublisher, start: int) -> None:
         """Open an incarnation that goes on from step `start`, and rename or remove what it supersedes."""
-        # The newest is kept where nobody can be sure that it will be made again: `start` may have been asked for by mistake.
-        keep = not self.recover or self.resumed is None
-        self.incarnation, self.base = versions.open(start, keep_superseded=keep)
-        on_main(self.world, lambda: self._supersede_after(start, keep))
+        self.incarnation, self.base = versions.open(start)
+        on_main(self.world, lambda: self._supersede_after(start))
         if self.recovery_interval is not None or self._in_background("checkpoint"):
             self._reservation = self._thread.submit(self._copy.reserve, self._state())
         self._start = start
@@ -347,15 +344,11 @@ class Checkpoints:
         logger.warning("no state was saved: training starts over from the base model, {} updates are made again", done)
         return None
 
-    def _supersede_after(self, start: int, keep: bool) -> None:
+    def _supersede_after(self, start: int) -> None:
         checkpoints.clean(self.root, PART)
         for path in checkpoints.supersede_after(self.root, start, self.incarnation):
             logger.warning("a checkpoint beyond step {} is superseded; it was moved to {}", start, path)
         clean_stages(self.recovery)
-        later = [step for step in list_steps(self.recovery) if step > start]
-        if keep and later:
-            renamed = supersede(self._final(later[-1], "recovery checkpoint"), self.incarnation)
-            logger.warning("the recovery checkpoint of step {} is superseded; it was moved to {}", later[-1], renamed)
         self._remove_recovery_but(max((step for step in list_steps(self.recovery) if step <= start), default=None))
         # A crash may have come between part and joint manifest.
         if self.alone() and start in checkpoints.steps_with(self.root, PART):

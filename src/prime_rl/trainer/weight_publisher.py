@@ -25,7 +25,7 @@ from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import DTYPE_NAMES, Copy, WeightCopy, on_device
 from prime_rl.transport import incarnations
-from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune, supersede
+from prime_rl.transport.commit import CommitError, Stage, clean_stages, list_steps, prune
 from prime_rl.transport.exchange import Publisher, checksums, own_address
 from prime_rl.transport.protocol import prunable, superseded_versions
 from prime_rl.transport.weights import (
@@ -159,11 +159,11 @@ class WeightPublisher:
 
     # ---- the loop's side
 
-    def open(self, start: int, *, keep_superseded: bool = False) -> tuple[int, str | None]:
+    def open(self, start: int) -> tuple[int, str | None]:
         """Begin an incarnation at step `start` and have that version committed: the base model's manifest for 0.
 
         The incarnation is committed first: from then on versions beyond `start` of earlier ones do not count. They are
-        removed next; with `keep_superseded` the newest one that has files is kept as `given_up_<incarnation>_step_v`.
+        removed next.
 
         Returns the incarnation's number, and the base model's hash (None: random weights).
         """
@@ -171,7 +171,7 @@ class WeightPublisher:
         # Only a policy that is not trained yet is the base model.
         scored = None if self._scorer is None or start > 0 else self._scorer.score(as_exported=False)
         reference = None if scored is None else agree(self.world, scored)
-        self.incarnation, base = on_main(self.world, lambda: self._open(start, keep_superseded, reference))
+        self.incarnation, base = on_main(self.world, lambda: self._open(start, reference))
         self._committer.submit("memory for the weights", lambda: on_main(self._background, self._prepare))
         if start > 0:
             self.ensure(start)
@@ -333,19 +333,15 @@ class WeightPublisher:
             if not self._is_saved(version):
                 prune(version_dir(self.root, version))
 
-    def _open(self, start: int, keep_superseded: bool, reference: LogprobReference | None) -> tuple[int, str | None]:
+    def _open(self, start: int, reference: LogprobReference | None) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
         clean_stages(self.root)
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory, reference).hash
         incarnation = incarnations.open_incarnation(self.output_dir, start)
         versions, opened = incarnations.read_versions(self.root), incarnations.read_incarnations(self.output_dir)
-        superseded = [version_dir(self.root, version) for version in superseded_versions(versions, opened)]
-        for newest in [path for path in superseded if weights_manifest(path).publisher is None][-1:]:
-            if keep_superseded and (renamed := supersede(newest, incarnation)) is not None:
-                logger.warning("{} is superseded; it was moved to {}", newest, renamed)
-        for path in superseded:
-            prune(path)
+        for version in superseded_versions(versions, opened):
+            prune(version_dir(self.root, version))
         return incarnation, base
 
     def _has_files(self, version: int) -> bool:

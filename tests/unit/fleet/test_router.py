@@ -1,5 +1,6 @@
 """Servers behind a router as one client. (Runs through a router: test_stories.py.)"""
 
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
@@ -61,16 +62,12 @@ async def test_the_most_severe_error_of_an_update_is_raised(servers, routed, err
     assert type(found.value) is raised
 
 
-def test_clients_are_made_of_settings():
+async def test_clients_are_made_of_settings():
     """Contract: a list is a list of servers; servers behind a router are one client, which episodes know by the router's address."""
-    made = []
-
-    def connect(root: str):
-        made.append(root)
-        return Server(root)
-
     config = ClientConfig(base_url="http://r:1/v1", admin_base_url=["http://a:1", "http://b:1/v1"])
-    (client,) = connect_all(config, connect)
-    assert (client.root, made) == ("http://r:1", ["http://r:1", "http://a:1", "http://b:1"])
-    several = connect_all(ClientConfig(base_url=["http://a:1", "http://b:1"]), connect)
-    assert [each.root for each in several] == ["http://a:1", "http://b:1"]
+    async with AsyncExitStack() as stack:
+        (client,) = connect_all(config, stack, None)
+        backends = [each.root for each in client._backends]
+        assert (client.root, backends) == ("http://r:1", ["http://a:1", "http://b:1"])
+        several = connect_all(ClientConfig(base_url=["http://a:1", "http://b:1"]), stack, None)
+        assert [each.root for each in several] == ["http://a:1", "http://b:1"]
