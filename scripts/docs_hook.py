@@ -13,7 +13,7 @@ from typing import Any
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config import help as config_help
 from prime_rl.config.base import Section
-from prime_rl.config.schema import Keys, Setting, find, settings, type_tag
+from prime_rl.config.loader import Keys, Setting, find, settings
 
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, type[Section]] = {
@@ -62,7 +62,7 @@ def tables(section: type[Section], path: Keys, command: str, shown: dict[type[Se
             yield f"### {command} {keys} {{ #{command}-{'-'.join(inner)} }}\n\n{setting.field.description or ''}\n"
         for member in members:
             if len(members) > 1:
-                yield f'**type = "{type_tag(member)}"**: {" ".join((member.__doc__ or "").split()).rstrip(".")}.\n'
+                yield f'**type = "{member.model_fields["type"].default}"**: {" ".join((member.__doc__ or "").split()).rstrip(".")}.\n'
             if member in shown:
                 yield f"As {shown[member]}.\n"
             else:

@@ -1,6 +1,7 @@
 """Commands with their configuration classes, and the least that each needs."""
 
 import shlex
+from collections.abc import Mapping
 
 from prime_rl.config import (
     BaseConfig,
@@ -11,6 +12,8 @@ from prime_rl.config import (
     SFTConfig,
     TrainerConfig,
 )
+from prime_rl.config.base import Section
+from prime_rl.config.loader import Config, Entry, Table
 
 COMMANDS: dict[str, type[BaseConfig]] = {
     "rl": RLConfig,
@@ -28,6 +31,16 @@ LEAST: dict[type[BaseConfig], list[str]] = {cls: [] for cls in CLASSES} | {
     OrchestratorConfig: ENV,
     EvalConfig: ["--environment-ids", "x"],
 }
+
+
+def from_table(cls: type[Config], table: Mapping[str, object]) -> Config:
+    """As `parse` makes it from a file: sections, also such made in Python, share what they have in common."""
+    read = Table()
+    for name, value in table.items():
+        tree = value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+        read.add((name,), tree, Entry(name="x.toml", precedence=1))
+    cls.share(read)
+    return cls.model_validate(read.tree())
 
 
 def command_line(command: str) -> tuple[type[BaseConfig], list[str], dict[str, str]]:

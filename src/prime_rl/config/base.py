@@ -111,10 +111,6 @@ def _lower_case(word: Any) -> Any:
     return word.lower() if isinstance(word, str) else word
 
 
-LOADED = {"loaded": True}
-"""Context of a validation of what the loader read: it shares settings between sections itself."""
-
-
 class LogConfig(Section):
     """Console and log file."""
 

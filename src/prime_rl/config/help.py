@@ -10,7 +10,7 @@ from typing import Any, Literal, get_origin
 from pydantic_core import PydanticUndefined
 
 from prime_rl.config.base import Section, default_type
-from prime_rl.config.schema import ConfigError, Setting, find, settings, spell
+from prime_rl.config.loader import ConfigError, Setting, find, settings, spell
 
 LEFT = 46  # columns of an option and its type
 OVERVIEW = """\
@@ -22,9 +22,7 @@ The command line wins over files, a later file over an earlier one, files over v
 model.name), and these over defaults. In TOML keys have _ for -, null is "None", and include = "other.toml" reads
 another file first.
 
-  {prog} --help SECTION       the options of a section
-  {prog} --help all           every option
-  {prog} --help=WORD          options with WORD in name or description
+  {prog} --help WORD          options with WORD in name or description; `all` for every option
   {prog} --version
   {prog} --completion SHELL   a script for bash, zsh or fish
 """
@@ -35,49 +33,39 @@ SHELLS = {
 }
 
 
-def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str:
-    """Return what to print for --help, --version or --completion. Raises ConfigError where it names nothing."""
+def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str | None:
+    """Return what to print for --help, --version or --completion, None where none of them is asked for.
+
+    Raises:
+        ConfigError: the word after it names nothing.
+    """
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, inline_value = word.partition("=")
         topic = inline_value if equals else "" if following.startswith(("-", "@")) else following
         if name == "--version":
             return f"{prog} (prime-rl {version('prime-rl')})"
         if name == "--completion":
-            return completion(cls, prog, topic)
+            if topic not in SHELLS:
+                raise ConfigError(f"--completion needs one of {', '.join(SHELLS)}")
+            options = sorted({spell(setting.keys, "option") for setting in settings(cls)})
+            return SHELLS[topic].format(prog=prog, options=" ".join(options))
         if name in ("-h", "--help"):
-            return help_text(cls, prog, topic, in_text=bool(equals))
-    raise AssertionError
+            return help_text(cls, prog, topic)
+    return None
 
 
-def completion(cls: type[Section], prog: str, shell: str) -> str:
-    """Return a script that completes the names of options: `source <(rl --completion bash)`."""
-    if shell not in SHELLS:
-        raise ConfigError(f"--completion needs one of {', '.join(SHELLS)}")
-    options = " ".join(sorted({spell(setting.keys, "option") for setting in settings(cls)}))
-    return SHELLS[shell].format(prog=prog, options=options)
-
-
-def help_text(cls: type[Section], prog: str, topic: str = "", in_text: bool = False) -> str:
-    """Return the overview: top-level options and sections. Of a topic (`trainer.optim`, `all`, a word) what it names.
-
-    `in_text`: whether the topic is but a word to be looked for in names and descriptions.
-    """
+def help_text(cls: type[Section], prog: str, topic: str = "") -> str:
+    """Return the overview: top-level options and sections. Of a topic: the options with it in name or description."""
     every = settings(cls)
     if not topic:
         top = sorted((one for one in every if len(one.keys) == 1), key=lambda one: bool(one.sections))
         overview = OVERVIEW.format(prog=prog, summary=textwrap.fill(_summary(cls), _width()))
         return "\n".join([overview, *(_line(cls, one) for one in top)])
-    path = tuple(topic.strip("-").replace("-", "_").split("."))
-    near = [one for one in every if {path, (*path, "N")} & {one.keys, one.keys[:-1]}]
-    named = every if topic == "all" else () if in_text else near
-    once = {(one.keys, one.owner): one for one in named}.values()  # sections that several types of a union have
     texts = [(f"{spell(one.keys, 'file')} {spell(one.keys, 'option')} {one.field.description}", one) for one in every]
-    lines = [_line(cls, one) for one in once] or [
-        _line(cls, one) for text, one in texts if topic.lower() in text.lower()
-    ]
+    lines = [_line(cls, one) for text, one in texts if topic == "all" or topic.lower() in text.lower()]
     if not lines:
         raise ConfigError(f"no option has '{topic}' in its name or description")
-    return "\n".join(lines if once else dict.fromkeys(lines))
+    return "\n".join(lines)
 
 
 def _line(cls: type[Section], setting: Setting) -> str:
@@ -93,10 +81,8 @@ def _line(cls: type[Section], setting: Setting) -> str:
         around = find(cls, setting.keys[:-1])
         default = ", the default" if around is not None and setting.tag == default_type(around.field) else ""
         return f"\n  with {option} {setting.tag}{default}: {_summary(setting.owner)}"
-    indent = " " * LEFT
-    if len(left) > LEFT - 2:
-        return f"{left}\n{textwrap.fill(text, _width(), initial_indent=indent, subsequent_indent=indent)}"
-    return textwrap.fill(text, _width(), initial_indent=f"{left:<{LEFT}}", subsequent_indent=indent)
+    right = textwrap.indent(textwrap.fill(text, _width() - LEFT), " " * LEFT)
+    return f"{left}\n{right}" if len(left) > LEFT - 2 else left + right[len(left) :]
 
 
 def _width() -> int:

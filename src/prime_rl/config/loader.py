@@ -9,38 +9,29 @@ import re
 import sys
 import tomllib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from prime_rl.config.base import LOADED, BaseConfig, Problem, Problems, Section, has_mark
-from prime_rl.config.migration import OLDER, OLDER_FOLDERS, REMOVED
-from prime_rl.config.schema import (
-    PREFIX,
-    SECTIONS_OF_RL,
-    ConfigError,
-    Keys,
-    Kind,
-    Setting,
-    by_path,
-    find,
-    generic,
-    in_section,
-    is_index,
-    nearest,
-    settings,
-    spell,
-)
+from prime_rl.config.base import BaseConfig, Problem, Problems, Section, has_mark
+from prime_rl.config.migration import OLDER, OLDER_FOLDERS
 from prime_rl.redact import without_password
 
 Config = TypeVar("Config", bound=BaseConfig)
+Keys = tuple[str, ...]
+Kind = Literal["option", "file", "variable"]
 
-ABSENT: Any = object()
+PREFIX = "PRIME_"  # of environment variables: PRIME_MODEL__NAME is model.name
 RESERVED_VARIABLE = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
-INCLUDE = "include"
+SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
+ABSENT: Any = object()
+BOOLS = {"true": True, "false": False, "1": True, "0": False, "none": None}
 # What is said of kinds of errors in place of pydantic's words.
 MESSAGES = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a table"),
@@ -49,7 +40,14 @@ MESSAGES = {
     "missing": "required, but not given",
     "union_tag_not_found": "needs a `type`",
 }
-BOOLS = {"true": True, "false": False, "1": True, "0": False, "none": None}
+
+
+class ConfigError(Exception):
+    """One or more mistakes in a configuration, each a readable line in `problems`."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
 
 
 def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
@@ -58,13 +56,13 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
     Print help, version or completion and exit with status 0 where asked to; print every mistake and exit with status 1
     where there is one.
     """
+    from prime_rl.config.help import answer
+
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = prog or os.path.basename(sys.argv[0])
     try:
-        if any(word.partition("=")[0] in ("-h", "--help", "--version", "--completion") for word in arguments):
-            from prime_rl.config.help import answer
-
-            say(answer(cls, name, arguments))
+        if (text := answer(cls, name, arguments)) is not None:
+            say(text)
             raise SystemExit(0)
         config, hints = resolve(cls, arguments, os.environ)
     except ConfigError as error:
@@ -80,28 +78,29 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
 def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Config:
     """Return the configuration that `argv` and `env` describe; read the files they name, print nothing.
 
+    Settings that the sections of a run have in common reach each of them, as they do not in a class made directly.
+
     Raises:
         ConfigError: with every mistake.
     """
     return resolve(cls, argv, env)[0]
 
 
-def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> tuple[Any, list[str]]:
+def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> tuple[Config, list[str]]:
     """As `parse`, with hints at today's spelling of what was given in an older one, and at what is left out."""
     table = _read(cls, argv, env)
-    problems = table.problems
     # Once as given, for what is unknown or of a wrong type, and once with the settings that sections share.
     for shared in (False, True):
         try:
             if shared:
                 cls.share(table)
-            config = cls.model_validate(table.tree, context=LOADED)
+            config = cls.model_validate(table.tree())
         except Problems as error:
-            problems += [_problem_line(problem, (), table) for problem in error.problems]
+            table.problems += [_problem_line(problem, (), table) for problem in error.problems]
         except ValidationError as error:
-            problems += _validation_lines(error, cls, table, shared)
-        if problems:
-            raise ConfigError(*problems)
+            table.problems += _validation_lines(error, cls, table, shared)
+        if table.problems:
+            raise ConfigError(*table.problems)
     return config, table.hints
 
 
@@ -116,28 +115,142 @@ def say(text: str) -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-# The tree of settings that all sources write into, with the origin of each
+# What can be given: every path below a configuration class
 
 
-class Origin(NamedTuple):
-    """An option, a variable, or a file, of which `lines` are read into the section at `prefix`.
+class Setting(NamedTuple):
+    """A path that can be given: a field of the section `owner`, or an item of a list, whose number is "N" in `keys`.
 
-    The highest precedence wins.
+    `kinds` are its types without None (`Any` within a dict); `tag` is the `type` of the innermost union around it.
     """
 
-    kind: Kind
-    name: str
-    precedence: int = 0
+    keys: Keys
+    field: FieldInfo
+    owner: type[Section]
+    tag: str
+    kinds: tuple[Any, ...]
+    nullable: bool
+
+    @property
+    def sections(self) -> tuple[type[Section], ...]:
+        """Those of its types that are sections, several in a union."""
+        return tuple(kind for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Section))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words of a Literal."""
+        return tuple(word for kind in self.kinds if get_origin(kind) is Literal for word in get_args(kind))
+
+    def takes(self, *kinds: type) -> bool:
+        """Whether one of its types is one of these, or a list or dict of anything."""
+        return any(kind in (declared, get_origin(declared)) for declared in self.kinds for kind in kinds)
+
+
+@cache
+def settings(root: type[Section]) -> tuple[Setting, ...]:
+    """Every path below `root` in the order of declaration; one that several members of a union have comes from each."""
+    paths = _paths((), FieldInfo(), root, "", root)
+    return tuple({(one.keys, one.owner, one.tag): one for one in paths if one.keys}.values())
+
+
+def _paths(keys: Keys, field: FieldInfo, owner: type[Section], tag: str, annotation: Any) -> Iterator[Setting]:
+    """Yield the setting, what is in it, and the items of a list of sections."""
+    types_and_none = list(_alternatives(annotation))
+    kinds = tuple(kind for kind in types_and_none if kind is not type(None))
+    yield (setting := Setting(keys, field, owner, tag, kinds, nullable=type(None) in types_and_none))
+    for section in setting.sections:
+        own_tag = str(section.model_fields["type"].default) if len(setting.sections) > 1 else tag
+        for name, inner in sorted(section.model_fields.items(), key=lambda item: item[0] != "type"):
+            yield from _paths((*keys, name), inner, section, own_tag, inner.annotation)
+    for item in [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]:
+        if isinstance(item, type) and issubclass(item, Section):
+            yield from _paths((*keys, "N"), field, owner, tag, item)
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        inner = get_args(annotation)
+        for kind in inner[:1] if get_origin(annotation) is Annotated else inner:
+            yield from _alternatives(kind)
+    else:
+        yield annotation
+
+
+def find(root: type[Section], keys: Keys) -> Setting | None:
+    """What `keys` name, None where there is no such setting. In a union any member may have it."""
+    path, around = generic(keys), None
+    for setting in settings(root):
+        if setting.keys == path:
+            return setting
+        if setting.takes(dict) and setting.keys == path[: len(setting.keys)]:
+            around = around or setting._replace(kinds=(Any,), nullable=False)
+    return around
+
+
+def nearest(root: type[Section], keys: Keys) -> Keys | None:
+    """The setting that `keys` probably meant: the same elsewhere, one so described, an abbreviated or a similar one."""
+    start = next(length for length in range(len(keys)) if find(root, keys[: length + 1]) is None)
+    rest, parent = (keys[start].removeprefix("no_"), *keys[start + 1 :]), generic(keys[:start])
+    word, single = "_".join(rest), [setting for setting in settings(root) if "N" not in setting.keys]
+    described = f"{word.replace('_', ' ').capitalize()}."
+    same = [setting.keys for setting in single if setting.keys[-len(rest) :] == rest]
+    if same := same or [setting.keys for setting in single if setting.field.description == described]:
+        return min(same, key=lambda path: (-len({*path} & {*keys}), len(path)))
+    below = [setting.keys[start:] for setting in settings(root) if setting.keys[:start] == parent]
+    names = {"_".join(path): path for path in below if "N" not in path}
+    initials = {name: "".join(part[:1] for part in name.split("_")) for name in names}
+    longer = [name for name in names if name.startswith(word) or initials[name].startswith(word)] if word[1:] else []
+    close = sorted(longer, key=len) or difflib.get_close_matches(word, names, n=1, cutoff=0.7)
+    return (*keys[:start], *names[close[0]]) if close else None
+
+
+def is_index(key: str) -> bool:
+    """Whether a key is the number of an item of a list."""
+    return re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
+
+
+def generic(keys: Keys) -> Keys:
+    """`keys` with "N" for the number of an item."""
+    return tuple("N" if is_index(key) else key for key in keys)
+
+
+def in_section(keys: Keys) -> Keys:
+    """`keys` of `rl` as the process has them that they are meant for."""
+    return keys[1:] if keys[:1] and keys[0] in SECTIONS_OF_RL else keys
+
+
+def spell(keys: Keys, kind: Kind) -> str:
+    """`keys` as an option, as a dotted TOML key, or as an environment variable."""
+    if kind == "option":
+        return "--" + ".".join(keys).replace("_", "-")
+    return PREFIX + "__".join(keys).upper() if kind == "variable" else ".".join(keys)
+
+
+# What was given, with the origin of each value
+
+
+class Entry(NamedTuple):
+    """The value of a key, {} of a table and [] of a list: what is in them has entries of its own.
+
+    It was given, as `keys`, by the option, variable or file `name`, whose `lines` are read into the section at `prefix`;
+    by none where it follows from other settings. The highest precedence wins.
+    """
+
+    value: Any = ABSENT
+    kind: Kind = "file"
+    name: str = ""
+    precedence: int = -1
+    keys: Keys = ()
     prefix: Keys = ()
     lines: tuple[str, ...] = ()
 
-    def place(self, keys: Keys) -> str:
-        """Return the name; of a file also the line that names the last of `keys`, below those that name its parents.
+    def place(self, keys: Keys | None = None) -> str:
+        """Return the name; of a file also the line that names the last of the keys, below those that name its parents.
 
         tomllib does not report lines. A key inside a string could be mistaken for one, which only misplaces a message.
         """
         number, before = -1, ""
-        for key in keys[len(self.prefix) :]:
+        for key in (self.keys if keys is None else keys)[len(self.prefix) :]:
             pattern = rf"[^#]*(?<![\w-]){re.escape(key)}[\"']?\s*[=.\]]"
             if is_index(key):
                 pattern = rf"\s*\[\[.*\b{re.escape(before)}[\"']?\s*\]"
@@ -146,141 +259,97 @@ class Origin(NamedTuple):
         return self.name if number < 0 else f"{self.name}, line {number + 1}"
 
 
-class Entry(NamedTuple):
-    """The value of a key, {} of a table and [] of a list.
-
-    `keys`: the path as the user spelled it in `origin` (None: given in Python, or it follows from other settings).
-    """
-
-    value: Any
-    origin: Origin | None = None
-    keys: Keys = ()
-
-    @property
-    def precedence(self) -> int:
-        return -1 if self.origin is None else self.origin.precedence
-
-    @property
-    def place(self) -> str:
-        return "" if self.origin is None else self.origin.place(self.keys)
-
-
 class Table:
-    """A tree of settings, of each the strongest. Sources are added from the weakest to the strongest.
+    """Settings by path, of each the strongest: sources are added from the weakest to the strongest.
 
     `unions` are the sections that have several types: the settings of one mean nothing in another.
     """
 
-    def __init__(self, tree: dict[str, Any] | None = None, unions: frozenset[Keys] = frozenset()) -> None:
-        self.tree: Any = tree or {}
+    def __init__(self, unions: frozenset[Keys] = frozenset()) -> None:
+        self.entries: dict[Keys, Entry] = {(): Entry({})}  # what is around an entry comes before it
         self.hints: list[str] = []
         self.problems: list[str] = []
-        self._origins: dict[Keys, tuple[Origin, Keys]] = {}
         self._unions = unions
-
-    def get(self, keys: Keys) -> Any:
-        """The value with all that is in it, or ABSENT."""
-        value = self.tree
-        for key in keys:
-            if isinstance(value, list):
-                value = value[int(key)] if is_index(key) and int(key) < len(value) else ABSENT
-            else:
-                value = value.get(key, ABSENT) if isinstance(value, dict) else ABSENT
-        return value
 
     def entry(self, keys: Keys | str) -> Entry:
         """The entry; its value is ABSENT where there is none. A dotted text names keys without dots."""
-        path = tuple(keys.split(".")) if isinstance(keys, str) else keys
-        value = self.get(path)
-        return Entry(type(value)() if isinstance(value, dict | list) else value, *self._origins.get(path, ()))
+        return self.entries.get(tuple(keys.split(".")) if isinstance(keys, str) else keys, Entry())
+
+    def items(self, keys: Keys) -> list[Any]:
+        """The values directly in a table or a list."""
+        return [entry.value for path, entry in self.entries.items() if path and path[:-1] == keys]
 
     def nearest(self, keys: Keys) -> Entry:
         """The entry of `keys`, else of its nearest parent, that a source gave; an empty one where none did."""
         with_parents = [self.entry(keys[:length]) for length in range(len(keys), 0, -1)]
-        return next((entry for entry in with_parents if entry.origin is not None), Entry(ABSENT))
+        return next((entry for entry in with_parents if entry.name), Entry())
 
-    def add(self, keys: Keys, value: Any, origin: Origin) -> None:
+    def tree(self) -> Any:
+        """All settings, nested."""
+        values: dict[Keys, Any] = {}
+        for keys, (value, *_) in self.entries.items():
+            values[keys] = type(value)() if isinstance(value, dict | list) else value
+            if keys:
+                around = values[keys[:-1]]
+                around.append(values[keys]) if isinstance(around, list) else around.update({keys[-1]: values[keys]})
+        return values[()]
+
+    def add(self, keys: Keys, value: Any, source: Entry) -> None:
         """Put a value over those before: tables are merged, anything else is replaced; the text "None" is null."""
         for length, key in enumerate(keys):
-            parent = keys[:length]
-            table = self.get(parent)
-            if not isinstance(table, dict | list if is_index(key) else dict):
-                table = [] if is_index(key) else {}
-                self._set(parent, table)
-            if isinstance(table, list) and int(key) > len(table):
-                has = f"{'.'.join(parent)} has {len(table)} item{'' if len(table) == 1 else 's'}"
-                self.problems.append(f"{origin.name}: index {key} is out of range: {has}")
+            parent, around = keys[:length], self.entry(keys[:length])
+            if not isinstance(around.value, dict | list if is_index(key) else dict):
+                self.set(parent, around := Entry([] if is_index(key) else {}))
+            if isinstance(around.value, list) and int(key) > (size := len(self.items(parent))):
+                has = f"{'.'.join(parent)} has {size} item{'' if size == 1 else 's'}"
+                self.problems.append(f"{source.name}: index {key} is out of range: {has}")
                 return
-            self._origins[parent] = (origin, parent)
-        self._write(keys, value, origin)
-
-    def _write(self, keys: Keys, value: Any, origin: Origin) -> None:
-        """Set `keys`, under its name of today, and all that is in it."""
+            if around.name != source.name:
+                self.entries[parent] = source._replace(value=around.value, keys=parent)
         written_as, before = keys, value
         if (older := OLDER.get(in_section(keys))) is not None:
             keys, value = (*keys[:-1], older[0]), older[1](value)
             if (keys, value) != (written_as, before):
                 today = ",".join(map(str, value)) if isinstance(value, list) else value
-                hint = f"{before} is an older spelling of {spell(keys, origin.kind)} {today}"
-                self.hints.append(f"{origin.place(written_as)} {hint}")
-        same = self.entry(keys)
-        if same.origin is origin and same.keys != written_as:
-            both = f"{'.'.join(same.keys)} and {'.'.join(written_as)} are the same setting, give it once"
-            self.problems.append(f"{both} ({same.place})")
-        if keys[-1:] == ("type",) and generic(keys[:-1]) in self._unions and same.value not in (ABSENT, value):
-            self._leave_out_other_types(keys, value, origin)
-        if not (isinstance(value, dict) and isinstance(same.value, dict)):
+                hint = f"{before} is an older spelling of {spell(keys, source.kind)} {today}"
+                self.hints.append(f"{source.place(written_as)} {hint}")
+        same, union = self.entry(keys).value, keys[:-1]
+        if keys[-1:] == ("type",) and generic(union) in self._unions and same not in (ABSENT, value):
+            weaker = [path for path, entry in self.entries.items() if entry.precedence < source.precedence]
+            if gone := [path for path in weaker if path[:-1] == union and path not in (keys, ())]:
+                what = f"{', '.join(map('.'.join, gone))} of type '{same}' is left out"
+                self.hints.append(f"{what}: {source.place(keys)} makes it '{value}'")
+            for path in gone:
+                self.remove(path)
+        if isinstance(value, dict) and isinstance(same, dict):
+            self.entries[keys] = source._replace(value={}, keys=written_as)
+        else:
             leaf = type(value)() if isinstance(value, dict | list) else None if value == "None" else value
-            self._set(keys, leaf)
-        self._origins[keys] = (origin, written_as)
+            self.set(keys, source._replace(value=leaf, keys=written_as))
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for key, item in sorted(items, key=lambda item: item[0] != "type"):
-            self._write((*keys, str(key)), item, origin)
-
-    def _leave_out_other_types(self, keys: Keys, value: Any, origin: Origin) -> None:
-        """Drop what weaker sources set for another `type`, which is set at `keys`; options may come in any order."""
-        before, union = self.entry(keys), keys[:-1]
-        others = {(*union, key): self.entry((*union, key)).origin for key in self.get(union) if key != "type"}
-        gone = [key for key, by in others.items() if by is None or by.kind != origin.kind or origin.kind == "file"]
-        for key in gone:
-            self.remove(key)
-        if gone and before.origin is not None:
-            what = f"{', '.join(sorted('.'.join(key) for key in gone))} set by {before.origin.name}"
-            now = f"{origin.place(keys)} makes it '{value}'"
-            self.hints.append(f"{what} for type '{before.value}' is left out: {now}")
+            self.add((*keys, str(key)), item, source)
 
     def fill(self, dotted: str, entry: Entry) -> None:
         """Set what was missing, or came from a weaker source, and follows from another setting."""
         keys = tuple(dotted.split("."))
         for parent in [keys[:length] for length in range(len(keys))]:
-            if not isinstance(self.get(parent), dict):
-                self._set(parent, {})
-        self._set(keys, entry.value)
-        if entry.origin is not None:
-            self._origins[keys] = (entry.origin, entry.keys)
+            if not isinstance(self.entry(parent).value, dict):
+                self.set(parent, Entry({}))
+        self.set(keys, entry)
+
+    def set(self, keys: Keys, entry: Entry) -> None:
+        """Put an entry in place of the one before and of what was in that."""
+        for path in [path for path in self.entries if path[: len(keys)] == keys != path]:
+            del self.entries[path]
+        self.entries[keys] = entry
 
     def remove(self, keys: Keys) -> None:
-        """Forget `keys`, of a table, and everything within."""
-        if isinstance(around := self.get(keys[:-1]), dict):
-            around.pop(keys[-1], None)
-        self._forget_origins(keys)
-
-    def _set(self, keys: Keys, value: Any) -> None:
-        """Put a value in place of the one before."""
-        self._forget_origins(keys)
-        around = self.get(keys[:-1])
-        if not keys:
-            self.tree = value
-        elif isinstance(around, list):
-            around[int(keys[-1]) : int(keys[-1]) + 1] = [value]
-        else:
-            around[keys[-1]] = value
-
-    def _forget_origins(self, keys: Keys) -> None:
-        self._origins = {other: by for other, by in self._origins.items() if other[: len(keys)] != keys}
+        """Forget `keys` and everything within."""
+        self.entries = {path: entry for path, entry in self.entries.items() if path[: len(keys)] != keys}
 
 
-Assignment = tuple[Keys, Any, Origin]
+Assignment = tuple[Keys, Any, Entry]  # the last is the source, as an entry without a value
 
 
 def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Table:
@@ -293,24 +362,20 @@ def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Ta
         if keys := _keys_of_variable(name, cls):
             setting = find(cls, keys)
             value = env[name] if setting is None else _from_text([env[name]], setting)
-            table.add(keys, value, Origin("variable", name))
-    words, assignments, precedence = deque(argv), list[Assignment](), 1
+            table.add(keys, value, Entry(kind="variable", name=name, precedence=0))
+    words, files, options, precedence = deque(argv), list[Assignment](), list[Assignment](), 1
     while words:
         try:
-            assignments += _take(cls, words)
+            for one in _take(cls, words):
+                (options if one[2].kind == "option" else files).append(one)
         except ConfigError as error:
             table.problems += error.problems
-    for keys, value, origin in sorted(assignments, key=_strength):
-        # A section's file has the precedence of the last whole-config file.
-        precedence += origin.kind == "file" and not keys
-        table.add(keys, value, origin._replace(precedence=precedence + (origin.kind == "option")))
+    for keys, value, source in sorted(files, key=lambda one: one[0] != ()):
+        precedence += not keys  # a section's file has the precedence of the last whole-config file
+        table.add(keys, value, source._replace(precedence=precedence))
+    for keys, value, source in sorted(options, key=lambda one: any(map(is_index, one[0]))):  # items after their lists
+        table.add(keys, value, source._replace(precedence=precedence + 1))
     return table
-
-
-def _strength(assignment: Assignment) -> tuple[bool, bool]:
-    """Options after files, files for sections after others; items of lists after the lists, so that neither is lost."""
-    keys, _, origin = assignment
-    return (True, any(map(is_index, keys))) if origin.kind == "option" else (False, keys != ())
 
 
 # Environment variables: PRIME_MODEL__NAME is model.name. One without `__` counts only if it names a setting.
@@ -349,7 +414,7 @@ def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
         hint = ": options start with --" if word.startswith("-") else ""
         raise ConfigError(f"unexpected argument '{without_password(word)}'{hint}")
     keys = tuple(name[2:].replace("-", "_").split("."))
-    setting, origin = find(cls, keys), Origin("option", name)
+    setting, source = find(cls, keys), Entry(kind="option", name=name)
     if setting is None:  # `--no-flag` or, for what may be null, `--no-ckpt`; also `--trainer.no-ckpt`
         for position, key in enumerate(keys):
             positive = (*keys[:position], key.removeprefix("no_"), *keys[position + 1 :])
@@ -357,8 +422,8 @@ def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
             if setting is not None and (setting.takes(bool) or setting.nullable):
                 if equals:
                     raise ConfigError(f"{name} takes no value")
-                return [(positive, False if setting.takes(bool) else None, origin)]
-        return [(keys, inline_value if equals else " ".join(_following(words)), origin)]
+                return [(positive, False if setting.takes(bool) else None, source)]
+        return [(keys, inline_value if equals else " ".join(_following(words)), source)]
     first = inline_value if equals else words[0] if words else ""
     is_table = bool(setting.sections) or setting.takes(dict)
     if is_table and first.startswith("@"):
@@ -371,7 +436,7 @@ def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
     if is_table and not isinstance(value, dict) and value not in (None, "None"):
         table = f"a table such as \"{{'key': 1}}\", {name} @ file.toml, or one of its settings ({name}.…)"
         raise ConfigError(f"{name} is a section: expected {table}{_got(''.join(texts))}")
-    return [(keys, value, origin)]
+    return [(keys, value, source)]
 
 
 def _following(words: deque[str], most: int | None = None) -> list[str]:
@@ -434,16 +499,16 @@ def _read_file(path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> li
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # of tomllib, or of an encoding
         raise ConfigError(f"{path}: malformed TOML: {str(error).partition(';')[0]}") from None
-    names = tree.pop(INCLUDE, [])
+    names = tree.pop("include", [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: {INCLUDE} must be a file name or a list of file names")
+        raise ConfigError(f"{path}: include must be a file name or a list of file names")
     assignments: list[Assignment] = []
     for target in [path.parent / name for name in names]:
         if os.path.abspath(target) in map(os.path.abspath, (*including, path)):
             raise ConfigError(f"{path}: include of {target} is a cycle")
         assignments += _read_file(target, prefix, (*including, path))
-    return [*assignments, (prefix, tree, Origin("file", str(path), prefix=prefix, lines=tuple(text.splitlines())))]
+    return [*assignments, (prefix, tree, Entry(name=str(path), prefix=prefix, lines=tuple(text.splitlines())))]
 
 
 def _nearest_file(path: Path) -> str:
@@ -481,9 +546,9 @@ def _validation_lines(error: ValidationError, cls: type[Section], table: Table, 
             lines[keys, ""] = _unknown(cls, table, keys)
         else:
             message, entry, setting = _message(details), table.nearest(keys), find(cls, keys)
-            shown = entry.origin and not (setting and has_mark(setting.field, "secret"))
+            shown = entry.name and not (setting and has_mark(setting.field, "secret"))
             shown = shown and kind not in ("missing", "union_tag_invalid", "literal_error")
-            line = f"{'.'.join(keys)}: {message}{_got(details['input']) if shown else ''}{_where(entry.place)}"
+            line = f"{'.'.join(keys)}: {message}{_got(details['input']) if shown else ''}{_where(entry.place())}"
             lines.setdefault((in_section(keys), message), line)
         reported.add(keys)
     return list(lines.values())
@@ -493,7 +558,7 @@ def _keys_of_error(details: Any, table: Table) -> Keys:
     """Return a location of pydantic as keys: without the names of types that pydantic puts into it."""
     keys: Keys = ()
     for part in details["loc"]:
-        keys = keys if table.get((*keys, str(part))) is ABSENT else (*keys, str(part))
+        keys = (*keys, str(part)) if (*keys, str(part)) in table.entries else keys
     if details["type"] == "missing":
         return (*keys, str(details["loc"][-1]))
     return (*keys, "type") if details["type"] == "union_tag_invalid" else keys
@@ -502,7 +567,7 @@ def _keys_of_error(details: Any, table: Table) -> Keys:
 def _problem_line(problem: Problem, prefix: Keys, table: Table) -> str:
     """Return the message of a contradiction, with where each of its keys came from."""
     entries = {key: table.entry((*prefix, *key.split("."))) for key in problem.keys}
-    origins = {key: entry.place for key, entry in entries.items() if entry.origin is not None}
+    origins = {key: entry.place() for key, entry in entries.items() if entry.name}
     in_its_section = not origins or any(entries[key].keys == (*prefix, *key.split(".")) for key in origins)
     within = f"{'.'.join(prefix)}: " if prefix and in_its_section else ""
     return f"{within}{problem.message}{_where(', '.join(f'{key}: {place}' for key, place in origins.items()))}"
@@ -510,26 +575,21 @@ def _problem_line(problem: Problem, prefix: Keys, table: Table) -> str:
 
 def _unknown(cls: type[Section], table: Table, keys: Keys) -> str:
     """Return a line about `keys`, the last of which names nothing in its section."""
-    instead = next((said for name, said in REMOVED.items() if f".{'.'.join(keys)}".endswith(f".{name}")), "")
-    types = dict.fromkeys(f"'{setting.tag}'" for setting in by_path(cls).get(generic(keys), ()) if setting.tag)
-    value = table.get(keys)
-    while isinstance(value, dict) and value:
-        key, value = next(iter(value.items()))
-        keys = (*keys, key)
+    tags = [setting.tag for setting in settings(cls) if setting.keys == generic(keys) and setting.tag]
+    leaves = (path for path, entry in table.entries.items() if path[: len(keys)] == keys and entry.value != {})
+    keys = next(leaves, keys)
     entry = table.nearest(keys)
-    kind = entry.origin.kind if entry.origin is not None else "file"
-    unknown = f"{entry.place} names no setting"
-    if kind == "file":
-        unknown = f"unknown key {'.'.join(keys)}{_where(entry.place)}"
+    unknown = f"{entry.place()} names no setting"
+    if entry.kind == "file":
+        unknown = f"unknown key {'.'.join(keys)}{_where(entry.place())}"
     if keys[0] in SECTIONS_OF_RL and find(cls, keys[:1]) is None:
-        its = spell(keys[1:], kind)
+        its = spell(keys[1:], entry.kind)
         return f"{unknown}: only `rl` has a section `{keys[0]}`; give {its} to the command `{keys[0]}`"
-    if types:
-        return f"{unknown} of this type; it belongs to type {', '.join(types)}"
-    if instead:
-        return f"{unknown} any more: {instead}"
+    if tags:
+        types = ", ".join(f"'{tag}'" for tag in dict.fromkeys(tags))
+        return f"{unknown} of this type; it belongs to type {types}"
     near = nearest(cls, keys)
-    return unknown if near is None else f"{unknown}; did you mean {spell(near, kind)}?"
+    return unknown if near is None else f"{unknown}; did you mean {spell(near, entry.kind)}?"
 
 
 def _message(details: Any) -> str:

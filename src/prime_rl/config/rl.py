@@ -7,12 +7,12 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from prime_rl.config.base import Checks, Problem, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.share import SharingConfig, share
+from prime_rl.config.share import share
 from prime_rl.config.shared import Device, ModelConfig, RecoverableRun, SlurmConfig, WandbConfig
 from prime_rl.config.trainer import TrainerConfig
 
 
-class RLConfig(RecoverableRun, SharingConfig):
+class RLConfig(RecoverableRun):
     """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them.
     `rl doctor RUN` tells from a run directory who waits for whom and why, `rl audit RUN` what became of every episode"""
 

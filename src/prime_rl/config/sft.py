@@ -7,7 +7,7 @@ from pydantic import PositiveInt
 from prime_rl.config.base import Checks, Section, conflict, option
 from prime_rl.config.eval import Measure
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.share import SharingConfig, share_eval_server
+from prime_rl.config.share import share_eval_server
 from prime_rl.config.shared import Length
 from prime_rl.config.trainer import ExportConfig, TrainingConfig
 
@@ -58,7 +58,7 @@ class SFTEval(Measure):
         yield conflict(not self.environments, message, "environment")
 
 
-class SFTConfig(TrainingConfig, SharingConfig):
+class SFTConfig(TrainingConfig):
     """Supervised fine-tuning."""
 
     data: SFTData = option(SFTData, "What is trained on.")

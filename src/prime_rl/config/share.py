@@ -6,15 +6,11 @@ only there is it visible what was given and what is a default.
 """
 
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import ValidationInfo, model_validator
-
-from prime_rl.config.base import LOADED, BaseConfig, Problem, Section, check
-from prime_rl.config.loader import ABSENT, Entry, Table
-from prime_rl.config.schema import SECTIONS_OF_RL, in_section, spell
+from prime_rl.config.base import Problem, check
+from prime_rl.config.loader import ABSENT, SECTIONS_OF_RL, Entry, Table, in_section, spell
 from prime_rl.config.shared import CkptConfig, WandbConfig
 
 ALL = SECTIONS_OF_RL
@@ -31,28 +27,8 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None}
 DEFAULT_PORT = 8000
 
 
-class SharingConfig(BaseConfig):
-    """A configuration whose sections have settings in common; made in Python they are shared as well."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _share(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict) or info.context == LOADED:
-            return data
-        sections = {  # a section made in Python counts with what was set in it
-            name: value.model_dump(exclude_unset=True) if isinstance(value, Section) else deepcopy(value)
-            for name, value in data.items()
-        }
-        table = Table(sections)
-        cls.share(table)
-        return table.tree
-
-
 def share(table: Table) -> None:
-    """Fill shared settings of an RLConfig into every section. Raises Problems.
-
-    Where nothing has an origin, all sources are equally strong.
-    """
+    """Fill shared settings of an RLConfig into every section. Raises Problems."""
     if table.entry("trainer").value is ABSENT:
         table.fill("trainer", Entry({}))
     sections = [name for name in ALL if isinstance(table.entry(name).value, dict)]
@@ -86,8 +62,8 @@ def same(one: Any, other: Any) -> bool:
 
 def contradiction(table: Table, one: str, other: str) -> Problem:
     values = ["on" if isinstance(value := table.entry(key).value, dict) else value for key in (one, other)]
-    origin, top = table.entry(one).origin, in_section(tuple(one.split(".")))
-    advice = "" if origin is None or origin.kind == "option" else f", or decide by {spell(top, 'option')}"
+    source, top = table.entry(one), in_section(tuple(one.split(".")))
+    advice = f", or decide by {spell(top, 'option')}" if source.name and source.kind != "option" else ""
     message = f"{other} is {values[1]} but {one} is {values[0]}: both are the same setting, give it once{advice}"
     return Problem(message, one, other)
 
@@ -126,7 +102,7 @@ def share_wandb(table: Table, section: str) -> Iterator[Problem | None]:
     if top.value is ABSENT:
         return
     # Off is written at the top of a resolved file, too, beside monitors that are on.
-    decided = top.value is not None or (top.origin is not None and top.origin.kind == "option")
+    decided = top.value is not None or top.kind == "option"
     if own.value is ABSENT or (top.precedence > own.precedence and None in (own.value, top.value)):
         table.fill(place, Entry(top.value))
     elif top.precedence == own.precedence and decided and (own.value is None) != (top.value is None):
@@ -150,11 +126,10 @@ def agree_on_address(table: Table, client: str) -> Problem | None:
     if table.entry(router).value not in (ABSENT, None):
         return Problem(f"{router} names servers behind a router, {leave_out}", router)
     host, port = (None if (value := table.entry(one).value) is ABSENT else value for one in (host_key, port_key))
-    url = table.get(tuple(key.split(".")))
-    if isinstance(url, list) and len(url) > 1:
-        return Problem(f"{key} names {len(url)} servers, {leave_out} (`rl` has inference_servers for several)", key)
-    url = url[0] if isinstance(url, list) and url else url
-    if url and url is not ABSENT:
+    urls = table.items(tuple(key.split("."))) or [table.entry(key).value]
+    if len(urls) > 1:
+        return Problem(f"{key} names {len(urls)} servers, {leave_out} (`rl` has inference_servers for several)", key)
+    if (url := urls[0]) is not ABSENT:
         address = urlsplit(url)
         url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)
         same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
@@ -183,7 +158,7 @@ def choose_data(table: Table) -> None:
             table.fill(key, Entry({}))
             table.fill(f"{key}.batch_size", batch_size) if batch_size.value is not ABSENT else None
     elif fake.value not in (ABSENT, None):
-        where = f" ({fake.place})" if fake.origin is not None else ""
+        where = f" ({fake.place()})" if fake.name else ""
         table.hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
         table.fill(key, Entry(None))
     if table.entry("orchestrator.trainer").value is False:

@@ -23,9 +23,9 @@ from prime_rl.config import (
     write_toml,
 )
 from prime_rl.config.base import Section
+from prime_rl.config.loader import Keys
+from prime_rl.config.loader import settings as every_setting
 from prime_rl.config.migration import OLDER
-from prime_rl.config.schema import Keys, type_tag
-from prime_rl.config.schema import settings as every_setting
 from prime_rl.errors import UserError
 from support.configs import COMMANDS, LEAST
 
@@ -44,7 +44,7 @@ def paths(section: type[Section]) -> dict[Keys, list[Any]]:
     """Every key of `section`, older ones too, each with words that it may have."""
     found: dict[Keys, list[Any]] = {older: [] for older in OLDER}
     for setting in every_setting(section):
-        tags = [type_tag(one) for one in setting.sections if "type" in one.model_fields]
+        tags = [one.model_fields["type"].default for one in setting.sections if "type" in one.model_fields]
         for number in ("0", "1", "²") if "N" in setting.keys else ("",):
             keys = tuple(number if key == "N" else key for key in setting.keys)
             found[keys] = [*setting.choices, *tags, *({"type": tag} for tag in tags)]

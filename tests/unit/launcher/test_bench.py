@@ -13,6 +13,7 @@ from prime_rl.launcher import launch
 from prime_rl.launcher.rundir import as_benchmark
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import stage
+from support.configs import from_table
 
 
 def files(directory: Path) -> dict[Path, bytes]:
@@ -31,7 +32,7 @@ def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixt
     before = files(tmp_path)
     settings: dict[str, Any] = {"bench": True, "dry_run": True, "ckpt": CkptConfig(resume_step=-1)}
     orchestrator = OrchestratorConfig(environments=[TrainingEnv(id="reverse-text")], eval=EvalSection(num_examples=4))
-    config = RLConfig(output_dir=tmp_path, orchestrator=orchestrator, **settings)
+    config = from_table(RLConfig, {"output_dir": tmp_path, "orchestrator": orchestrator, **settings})
     assert launch.run(config) == 0
     assert f"run directory  {tmp_path / 'bench'}" in capsys.readouterr().out
     after = files(tmp_path)

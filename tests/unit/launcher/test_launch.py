@@ -13,13 +13,14 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.launch import drained, run
 from prime_rl.orchestrator.checkpoint import OrchestratorState
 from prime_rl.transport.commit import stage
+from support.configs import from_table
 
 MODEL = Path(__file__).parents[3] / "assets" / "tiny-reverse"
 
 
 def config(root: Path, **given: object) -> RLConfig:
     orchestrator = OrchestratorConfig(environments=[TrainingEnv(id="reverse-text")])
-    return RLConfig(output_dir=root, orchestrator=orchestrator, **given)
+    return from_table(RLConfig, {"output_dir": root, "orchestrator": orchestrator, **given})
 
 
 def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

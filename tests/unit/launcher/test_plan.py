@@ -10,6 +10,7 @@ from prime_rl.config import RLConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import plan
 from prime_rl.launcher.plan import HostResources, Plan, make_plan, visible_gpus
+from support.configs import from_table
 
 Settings = dict[str, Any]
 
@@ -27,7 +28,7 @@ def planned(
     """The plan of a run on a host; `inference` None: its server runs already."""
     sections = {"orchestrator": {"environments": [{"id": "reverse-text"}]}, "inference": inference, **shared}
     names = [str(index) for index in range(gpus)] if isinstance(gpus, int) else gpus
-    return make_plan(RLConfig.model_validate(sections), HostResources(names, cores, environ or {}, gib, weights))
+    return make_plan(from_table(RLConfig, sections), HostResources(names, cores, environ or {}, gib, weights))
 
 
 def gpus_of(plan: Plan) -> dict[str, tuple[str, ...]]:

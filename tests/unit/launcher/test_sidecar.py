@@ -8,12 +8,13 @@ from prime_rl.config import ConfigError, SFTConfig, parse
 from prime_rl.errors import UserError
 from prime_rl.launcher import sidecar
 from prime_rl.launcher.sidecar import EvalSidecar, eval_config, server_config
+from support.configs import from_table
 
 EVAL = {"environment": {"id": "reverse-text"}, "interval": 5}
 
 
 def config(**settings: object) -> SFTConfig:
-    return SFTConfig.model_validate({"output_dir": "out", "model": {"name": "m"}, "eval": EVAL, **settings})
+    return from_table(SFTConfig, {"output_dir": "out", "model": {"name": "m"}, "eval": EVAL, **settings})
 
 
 def test_evaluation_and_server_are_of_the_run() -> None:

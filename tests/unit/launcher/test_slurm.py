@@ -10,6 +10,7 @@ import pytest
 from prime_rl.config import RLConfig, parse
 from prime_rl.errors import UserError
 from prime_rl.launcher.slurm import render, submit
+from support.configs import from_table
 
 CALLS = {
     "scontrol": "printf 'a\\nb\\nc\\nd\\n'",
@@ -36,7 +37,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config(root: Path, slurm: dict[str, Any], **more: Any) -> RLConfig:
     orchestrator = {"environments": [{"id": "reverse-text"}]}
-    return RLConfig.model_validate({"output_dir": root, "orchestrator": orchestrator, "slurm": slurm, **more})
+    return from_table(RLConfig, {"output_dir": root, "orchestrator": orchestrator, "slurm": slurm, **more})
 
 
 def run(cluster: Path, made: RLConfig, **env: str) -> tuple[int, str]:
