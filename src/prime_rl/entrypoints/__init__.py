@@ -4,49 +4,69 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import nullcontext
 from typing import TypeVar
 
-from prime_rl import lifeline
-from prime_rl.config import load, write_toml
+from prime_rl import faults, lifeline
+from prime_rl.config import OrchestratorConfig, SFTConfig, TrainerConfig, load, write_toml
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
-from prime_rl.transport.settings import dry_path
+from prime_rl.launcher.rundir import as_benchmark, cleaned
+from prime_rl.monitor import Status, log
+from prime_rl.monitor.monitor import metrics_path
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.settings import check_and_commit, dry_path
 
 _Config = TypeVar("_Config", bound=BaseConfig)
+_Run = TypeVar("_Run", TrainerConfig, OrchestratorConfig, SFTConfig)
 
 
-def run_command(
-    kind: type[_Config], name: str, run: Callable[[_Config], None], errors: type[Exception] = UserError
-) -> None:
-    """Parse the command line and run. One of `errors` is one line and status 1, an interruption status 130."""
-    _run(kind, name, lambda config, _: run(config), 0, errors)
+def run_command(kind: type[_Config], name: str, run: Callable[[_Config], object], rank: int = 0) -> None:
+    """Parse the command line and run. An error that says what to do is one line and status 1, an interruption 130."""
+    faults.arm("trainer" if name == "sft" else name)
+    lifeline.watch()
+    config = load(kind, prog=name)
+    log.setup(config.log.level, f"{name}.{rank}" if rank else name)
+    try:
+        run(config)
+    except (UserError, CommitError) as error:
+        log.fail(error) if rank == 0 else sys.exit(1)  # every rank fails alike: one of them says why
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(130)
 
 
 def run_trainer(kind: type[_Config], name: str, run: Callable[[_Config, int], None]) -> None:
     """As `run_command`, in one process or one rank of torchrun."""
     # Before torch is imported. A server and environments need the other half, and threads that wait for cores are slow.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
-    _run(kind, name, run, int(os.environ.get("RANK", 0)), UserError)
+    rank = int(os.environ.get("RANK", 0))
+    run_command(kind, name, lambda config: run(config, rank), rank)
 
 
-def _run(
-    kind: type[_Config], name: str, run: Callable[[_Config, int], None], rank: int, errors: type[Exception]
-) -> None:
-    lifeline.watch()
-    config = load(kind, prog=name)
-    log.setup(config.log.level, f"{name}.{rank}" if rank else name)
-    try:
-        run(config, rank)
-    except (errors, UserError) as error:
-        log.fail(error) if rank == 0 else sys.exit(1)  # every rank fails alike: one of them says why
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit(130)
+def begin(config: _Run, name: str, plan: Callable[[_Run], list[str]], rank: int = 0) -> _Run | None:
+    """Do as --bench, --dry-run and --clean say, and agree with the other processes of the run.
+
+    Returns:
+        The configuration to run with; None after a dry run, which prints the `plan`.
+    """
+    config = as_benchmark(config) if config.bench else config
+    if config.dry_run:
+        if rank == 0:
+            show(config, name, *plan(config))
+        return None
+    if rank == 0:
+        with cleaned(config.output_dir, name) if config.clean else nullcontext():
+            if not isinstance(config, SFTConfig):
+                check_and_commit(config, "trainer" if isinstance(config, TrainerConfig) else "orchestrator")
+            elif config.clean:
+                Status(config.output_dir, name).phase("starting")  # for others that clean
+        if config.bench:
+            metrics_path(config.output_dir, name).unlink(missing_ok=True)  # of an earlier benchmark
+    return config
 
 
-def show(config: BaseConfig, name: str, *lines: str) -> None:
+def show(config: BaseConfig, name: str, *plan: str) -> None:
     """Print what a dry run would do, and write the resolved config."""
-    path: Path = dry_path(config.output_dir, name)
+    path = dry_path(config.output_dir, name)
     write_toml(config, path)
-    print(*lines, f"config: {path}", sep="\n")
+    print(*plan, f"config: {path}", sep="\n")

@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from prime_rl.config import EvalConfig, write_toml
 from prime_rl.entrypoints import run_command, show
 from prime_rl.errors import UserError
+from prime_rl.inference.checks import local_model
 from prime_rl.launcher.preflight import check_environment, check_key
 from prime_rl.monitor import log
 
@@ -19,6 +20,8 @@ def main() -> None:
 def run(config: EvalConfig) -> None:
     """Check, write the resolved config, evaluate."""
     check_key(config.client)
+    if config.client.type != "chat" and not config.client.servers.startswith("https:"):  # an API has names of its own
+        local_model(config.model.name)
     from prime_rl.envs.ids import installed
     from prime_rl.evals.run import check_versions, run_evals
 

@@ -1,12 +1,10 @@
 """`inference`: vLLM's OpenAI server with the weight routes."""
 
-from prime_rl import faults
 from prime_rl.config import InferenceConfig
 from prime_rl.entrypoints import run_command
 
 
 def main() -> None:
-    faults.arm("inference")
     run_command(InferenceConfig, "inference", run)
 
 

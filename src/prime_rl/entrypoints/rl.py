@@ -1,12 +1,12 @@
 """`rl`: a whole run from one command; `rl doctor RUN` and `rl audit RUN` examine one."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from prime_rl import lifeline
-from prime_rl.config import RLConfig, load
+from prime_rl.config import RLConfig
 from prime_rl.config.loader import say
+from prime_rl.entrypoints import run_command
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 
@@ -17,40 +17,36 @@ _EXAMINATIONS = {
 
 
 def main() -> None:
-    lifeline.watch()
-    try:
-        examines = len(sys.argv) > 1 and sys.argv[1] in _EXAMINATIONS
-        status = _examine(sys.argv[1], sys.argv[2:]) if examines else _run()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
-    sys.exit(status)
+    what, *arguments = sys.argv[1:] or [""]
+    if what not in _EXAMINATIONS:
+        run_command(RLConfig, "rl", _run)
+    elif arguments in (["-h"], ["--help"]):
+        print(_EXAMINATIONS[what])
+    else:
+        try:
+            examine(what, arguments)
+        except UserError as error:
+            log.fail(error)
 
 
-def _run() -> int:
-    config = load(RLConfig, prog="rl")
-    log.setup(config.log.level, "rl")
-
+def _run(config: RLConfig) -> None:
     from prime_rl.launcher.launch import run  # after --help and bad options have had their answer
 
-    return run(config)
+    sys.exit(run(config))
 
 
-def _examine(what: str, arguments: Sequence[str]) -> int:
-    if list(arguments) in (["-h"], ["--help"]):
-        print(_EXAMINATIONS[what])
-        return 0
+def examine(what: str, arguments: list[str]) -> None:
+    """Print what the run that `arguments` name has done. `doctor` ends with its own exit status."""
+    lifeline.watch()
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError(f"usage: rl {what} RUN (the run's output directory)")
-    run = Path(arguments[0])
     if what == "doctor":
-        from prime_rl.launcher.doctor import examine
+        from prime_rl.launcher import doctor
 
-        return examine(run)
+        sys.exit(doctor.examine(Path(arguments[0])))
     from prime_rl.orchestrator.audit import audit_text
 
-    say(audit_text(run))
-    return 0
+    say(audit_text(Path(arguments[0])))
 
 
 if __name__ == "__main__":
