@@ -1,6 +1,8 @@
-"""What `--help`, `--version` and `--completion` print, made from the configuration classes alone."""
+"""What a command prints of its configuration: mistakes and hints, or what --help, --version and --completion ask for."""
 
+import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -10,7 +12,7 @@ from typing import Any, Literal, get_origin
 from pydantic_core import PydanticUndefined
 
 from prime_rl.config.base import Section, default_type
-from prime_rl.config.loader import ConfigError, Setting, find, settings, spell
+from prime_rl.config.loader import Config, ConfigError, Setting, find, resolve, say, settings, spell
 
 LEFT = 46  # columns of an option and its type
 OVERVIEW = """\
@@ -31,6 +33,29 @@ SHELLS = {
     "zsh": 'autoload -U compinit bashcompinit && compinit && bashcompinit; complete -o default -W "{options}" {prog}',
     "fish": "for option in {options}; complete -c {prog} -l (string sub -s 3 -- $option); end",
 }
+
+
+def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
+    """Return the configuration of this process, from `argv` (None: the command line) and the environment.
+
+    Print help, version or completion and exit with status 0 where asked to; print every mistake and exit with status 1
+    where there is one.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    name = prog or os.path.basename(sys.argv[0])
+    try:
+        if (text := answer(cls, name, arguments)) is not None:
+            say(text)
+            raise SystemExit(0)
+        config, hints = resolve(cls, arguments, os.environ)
+    except ConfigError as error:
+        usual = "" if arguments else f" Settings usually go in a file: {name} @ config.toml."
+        end = f"Nothing was started.{usual} To list all settings: {name} --help"
+        print(*(f"error: {problem}" for problem in error.problems), end, sep="\n", file=sys.stderr)
+        raise SystemExit(1) from None
+    for hint in hints:
+        print(f"hint: {hint}", file=sys.stderr)
+    return config
 
 
 def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str | None:

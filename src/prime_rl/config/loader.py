@@ -50,31 +50,6 @@ class ConfigError(Exception):
         self.problems = list(problems)
 
 
-def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
-    """Return the configuration of this process, from `argv` (None: the command line) and the environment.
-
-    Print help, version or completion and exit with status 0 where asked to; print every mistake and exit with status 1
-    where there is one.
-    """
-    from prime_rl.config.help import answer
-
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    name = prog or os.path.basename(sys.argv[0])
-    try:
-        if (text := answer(cls, name, arguments)) is not None:
-            say(text)
-            raise SystemExit(0)
-        config, hints = resolve(cls, arguments, os.environ)
-    except ConfigError as error:
-        usual = "" if arguments else f" Settings usually go in a file: {name} @ config.toml."
-        end = f"Nothing was started.{usual} To list all settings: {name} --help"
-        print(*(f"error: {problem}" for problem in error.problems), end, sep="\n", file=sys.stderr)
-        raise SystemExit(1) from None
-    for hint in hints:
-        print(f"hint: {hint}", file=sys.stderr)
-    return config
-
-
 def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Config:
     """Return the configuration that `argv` and `env` describe; read the files they name, print nothing.
 
