@@ -195,7 +195,6 @@ class Simulation:
             case Batched():
                 self.trained += len(event.trained)
                 self.dropped[Drop.FILTERED] += len(event.filtered)
-                self.dropped[Drop.TRUNCATED] += len(event.truncated)
 
     def _collecting(self, phase: str, _info: dict[str, int]) -> None:
         if phase == "start":
@@ -267,7 +266,7 @@ class Simulation:
 
     def _commit(self, batch: Any, scored: Any) -> None:
         self.servers.keep(self.scheduler.running_or_unverified())
-        self.scheduler.advance(batch.committed(scored.trained, scored.filtered, scored.truncated))
+        self.scheduler.advance(batch.committed(scored.trained, scored.filtered))
         assert self.issued == self.trained + self.dropped.total() + self.scheduler.held
 
     def _draw_lengths(self) -> Iterator[int]:

@@ -16,7 +16,7 @@ from prime_rl.transport import checkpoints, protocol
 from prime_rl.transport.commit import CommitError, list_steps, read_manifest, verify
 from prime_rl.transport.weights import verify_weights, version_hash, weights_manifest
 
-REASONS = {"stale", "filtered", "errored", "truncated", "cancelled", "timeout"}
+REASONS = {"stale", "filtered", "errored", "cancelled", "timeout"}
 # Not compared: times, and what is counted since the last step or the last start of the orchestrator.
 _TIMED = ("time/", "perf/", "limit/", "workers/cpu", "errors/", "off_policy/dropped", "made/", "turned_away/")
 

@@ -38,10 +38,8 @@ class ScriptedLedger(Ledger):
     def discarded(self, group: int) -> None:
         self.record(Discarded(group, Drop.FILTERED, ""))
 
-    def batched(
-        self, step: int, trained: list[str], filtered: list[str], truncated: list[str], groups: list[int]
-    ) -> None:
-        self.record(Batched(step, tasks(groups), trained, filtered, truncated))
+    def batched(self, step: int, trained: list[str], filtered: list[str], groups: list[int]) -> None:
+        self.record(Batched(step, tasks(groups), trained, filtered))
 
     def counts(self) -> Counts:
         self.flush()

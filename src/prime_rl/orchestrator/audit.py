@@ -25,9 +25,6 @@ _INCONSISTENCIES = {
     "episodes in flight, or waiting for a batch, in groups that are closed": """
         SELECT COUNT(*) FROM episodes e JOIN groups g ON g.number = group_number
         WHERE g.state != 'open' AND e.state IN ('issued', 'finished')""",
-    "episodes trained at another step than their group's batch": """
-        SELECT COUNT(*) FROM episodes e JOIN groups g ON g.number = group_number
-        WHERE e.state = 'batched' AND (g.state != 'batched' OR e.step != g.step)""",
     "episodes with more than one trained attempt": """
         SELECT COUNT(*) FROM (
             SELECT 1 FROM episodes WHERE state = 'batched' GROUP BY group_number, number HAVING COUNT(*) > 1
@@ -64,10 +61,8 @@ def audit(run_dir: Path) -> AuditReport:
 def audit_text(run_dir: Path) -> str:
     """Audit a run; returns a table. Raises as `audit` does."""
     report = audit(run_dir)
-    lines, table = (
-        [f"Episodes of {run_dir} (attempts; length: sampled tokens)"],
-        [("", "", "episodes", "length", "reward")],
-    )
+    lines = [f"Episodes of {run_dir} (attempts; length: sampled tokens)"]
+    table = [("", "", "episodes", "length", "reward")]
     for env, outcome, count, tokens, reward in report.outcomes:
         means = ("-" if tokens is None else f"{tokens:.1f}", "-" if reward is None else f"{reward:.4f}")
         table.append((env, outcome, f"{count:,}", *means))

@@ -132,7 +132,8 @@ def read_batches(rollouts: Path) -> list[Batched]:
         try:
             data = read_manifest(directory).extra["ledger"]
             groups = {int(number): Task(str(env), int(index), str(name)) for number, env, index, name in data["groups"]}
-            batches.append(Batched(**{**data, "step": step, "groups": groups}))
+            left_out = [*data["filtered"], *data.get("truncated", ())]  # the latter before 2026-11-28
+            batches.append(Batched(step, groups, data["trained"], left_out))
         except CommitError as error:
             if directory.exists():  # else it was pruned since it was listed
                 raise UserError(f"{error}: move the directory away, or put back a good copy") from error
@@ -246,7 +247,6 @@ class Ledger:
             case Batched(step, groups):
                 outcomes: dict[str, tuple[object, ...]] = dict.fromkeys(event.trained, ("batched", step, None))
                 outcomes |= dict.fromkeys(event.filtered, ("dropped", None, Drop.FILTERED))
-                outcomes |= dict.fromkeys(event.truncated, ("dropped", None, Drop.TRUNCATED))
                 for name, end in outcomes.items():
                     self._change(event, f"{_END} WHERE {_KEY} AND state = 'finished'", *end, "", False, *_key(name))
                 for group in groups:

@@ -57,7 +57,7 @@ def step_metrics(
         "is_truncated/mean": _mean([episode.result.is_truncated for episode in batch.finished]),
         "errors/rate": failed / max(tally.finished + failed, 1),
         "filtered/zero_advantage": 0.0,
-        "filtered/beyond_seq_len": len(scored.truncated) / episodes,
+        "filtered/beyond_seq_len": 0.0,
         "off_policy/mean": _mean(ages),
         "off_policy/max": float(max(ages, default=0)),
         "off_policy/dropped": float(dropped[Drop.STALE]),

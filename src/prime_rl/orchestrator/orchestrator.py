@@ -354,9 +354,9 @@ class Orchestrator:
             if not scored.samples:
                 self.scheduler.discard(batch)
                 self.tally.turned_away += [(group, "no_signal") for group in batch.groups]
-                self.admission.note_empty_batch(batch.step, {*scored.filtered.values()} or {"beyond_seq_len"})
+                self.admission.note_empty_batch(batch.step, {*scored.filtered.values()})
                 return True
-            batched = batch.committed(scored.trained, scored.filtered, scored.truncated)
+            batched = batch.committed(scored.trained, scored.filtered)
             metrics = await self._commit(batch, scored, batched)
             self.scheduler.advance(batched)
         self.status.step(self.scheduler.step)

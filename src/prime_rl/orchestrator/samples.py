@@ -177,8 +177,8 @@ class ScoredBatch:
     state: dict[str, Any]  # of each environment's algorithm, after this batch
     advantages: dict[str, dict[int, float]]  # of each part of each episode
     trained: list[str] = field(default_factory=list)
-    filtered: dict[str, str] = field(default_factory=dict)  # the filter that left it out, or "zero_advantage"
-    truncated: list[str] = field(default_factory=list)  # all sampled tokens are cut off
+    # What left it out: a filter, or "zero_advantage", or "beyond_seq_len" (all sampled tokens are cut off).
+    filtered: dict[str, str] = field(default_factory=dict)
 
 
 def score_batch(
@@ -208,10 +208,8 @@ def score_batch(
                 scored.filtered[name] = episode.result.filtered
                 continue
             rows = episode_samples(episode, scored.advantages[name], temperatures[group.task.env], config)
-            if rows is None:
-                scored.truncated.append(name)
-            elif not rows:
-                scored.filtered[name] = "zero_advantage"
+            if not rows:
+                scored.filtered[name] = "beyond_seq_len" if rows is None else "zero_advantage"
             else:
                 scored.trained.append(name)
                 scored.samples.extend(rows)

@@ -62,12 +62,9 @@ class Drop(StrEnum):
     """Why an episode was not trained."""
 
     STALE = "stale"  # beyond the off-policy bound, or sampled by superseded or unverified weights
-    FILTERED = "filtered"  # it carries no learning signal, or a filter leaves it out
+    FILTERED = "filtered"  # it carries no learning signal, a filter leaves it out, or no sampled token fits a sample
     ERRORED = "errored"  # the environment failed, or no attempt was left
-    TRUNCATED = "truncated"  # none of its sampled tokens fits a sample
-    CANCELLED = (
-        "cancelled"  # the run ended before it was trained, or `Ledger.reconcile` found its batch gone or without it
-    )
+    CANCELLED = "cancelled"  # the run ended before that, or `Ledger.reconcile` found its batch gone or without it
     TIMEOUT = "timeout"  # it passed its deadline
 
 
@@ -175,12 +172,10 @@ class Batch(Generic[Result]):
         """The names of its finished episodes."""
         return {finished.start.episode for finished in self.finished}
 
-    def committed(
-        self, trained: Iterable[str], filtered: Iterable[str] = (), truncated: Iterable[str] = ()
-    ) -> "Batched":
+    def committed(self, trained: Iterable[str], filtered: Iterable[str] = ()) -> "Batched":
         """Make the event of its commit. The arguments are `Batched`'s."""
         tasks = {group.number: group.task for group in self.groups}
-        return Batched(self.step, tasks, list(trained), list(filtered), list(truncated))
+        return Batched(self.step, tasks, list(trained), list(filtered))
 
 
 # -- events: what the scheduler emits and the ledger stores. A result that was verified is emitted as `Finished`. ----
@@ -215,17 +210,16 @@ class Discarded:
 
 @dataclass(frozen=True)
 class Batched:
-    """The batch of `step` was committed. Every finished episode of its groups is in one of the three lists."""
+    """The batch of `step` was committed. Every finished episode of its groups is trained or filtered."""
 
     step: int
     groups: Mapping[int, Task]  # by their numbers
     trained: Sequence[str]  # with samples in it
-    filtered: Sequence[str]  # left out for want of a learning signal, or by a filter
-    truncated: Sequence[str] = ()  # left out because none of their sampled tokens fits a sample
+    filtered: Sequence[str]  # left out of it
 
     @property
     def episodes(self) -> set[str]:
-        return {*self.trained, *self.filtered, *self.truncated}
+        return {*self.trained, *self.filtered}
 
 
 Event = Issued | Finished[Any] | Dropped | Discarded | Batched

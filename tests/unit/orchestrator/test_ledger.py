@@ -52,10 +52,10 @@ def test_an_episode_from_issue_to_training(path, ledger):
     ledger.dropped("0.4.1", "stale", "too old")
     ledger.flush()
     assert stored_results(path) == names[:3]
-    ledger.batched(0, [names[0]], [names[1]], [names[2]], [0])
+    ledger.batched(0, [names[0]], names[1:3], [0])
     ledger.flush()
     assert stored_results(path) == []
-    drops = {"errored": 1, "filtered": 1, "stale": 1, "timeout": 1, "truncated": 1}
+    drops = {"errored": 1, "filtered": 2, "stale": 1, "timeout": 1}
     assert ledger.counts() == ledger.reopened().counts() == Counts(issued=6, batched=1, dropped=drops)
 
 
@@ -69,7 +69,7 @@ def test_what_cannot_happen_is_refused(path, ledger):
         lambda: ledger.finished("9.0.0"),
         lambda: ledger.issued(first),
         lambda: ledger.dropped("0.5.0", "stale"),
-        lambda: ledger.batched(0, [second], [], [], [0]),
+        lambda: ledger.batched(0, [second], [], [0]),
         lambda: ledger.discarded(3),
     ):
         before = ledger.counts()
@@ -132,7 +132,7 @@ def test_killed_at_any_point_the_flush_is_there_or_not(tmp_path, path, ledger, m
     names = finish_group(ledger, 0)
     ledger.flush()
     finish_group(ledger, 1)
-    ledger.batched(0, names, [], [], [0])
+    ledger.batched(0, names, [], [0])
     left = tmp_path / "left"
 
     def keep(name, file=None):
@@ -161,7 +161,7 @@ def test_a_full_disk_or_a_lock_loses_nothing(path, ledger, monkeypatch):
     with pytest.raises(UserError, match=r"ledger.sqlite \(database or disk is full\).* nothing was committed"):
         ledger.flush()
     assert path.read_bytes() == before
-    ledger.batched(0, first, [], [], [0])
+    ledger.batched(0, first, [], [0])
     ledger._db.execute("PRAGMA max_page_count = 100000")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -247,7 +247,7 @@ def test_a_batch_that_is_gone_is_collected_again(ledger, rollouts):
     """Somebody moved a committed batch away: its episodes are dropped, and the log says so, once."""
     names = [finish_group(ledger, number) for number in range(2)]
     for step in range(2):
-        ledger.batched(step, names[step], [], [], [step])
+        ledger.batched(step, names[step], [], [step])
     ledger.flush()
     commit(rollouts, 0, names[0], [], [0])
     ledger = ledger.reopened()

@@ -121,8 +121,8 @@ def test_samples_are_cut_to_seq_len_and_marked_truncated() -> None:
     rows = score(batch([episode(0, 1.0), episode(1, 0.0)]), seq_len=4).samples
     assert [(len(row.input_ids), row.is_truncated) for row in rows] == [(4, True), (4, True)]
     scored = score(batch([episode(0, 1.0), episode(1, 1.0)]), seq_len=2)
-    assert (scored.samples, scored.trained, scored.filtered) == ([], [], {})
-    assert scored.truncated == ["7.0.0", "7.1.0"]  # whatever their advantage is
+    assert (scored.samples, scored.trained) == ([], [])
+    assert scored.filtered == dict.fromkeys(["7.0.0", "7.1.0"], "beyond_seq_len")  # whatever their advantage is
 
 
 @pytest.mark.parametrize(
