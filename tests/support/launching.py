@@ -32,7 +32,7 @@ for pair in sys.argv[5:]:
 try:
     with rundir.Owner(root):
         console = Console(root, 3)
-        supervisor = Supervisor(processes, root, console.say, console.tick, RestartPolicy(**json.loads(sys.argv[4])),
+        supervisor = Supervisor(processes, root, console.say, console.look, RestartPolicy(**json.loads(sys.argv[4])),
                                 drain_seconds=drain, stop_seconds=1.0)
         status = supervisor.run().value
         console.look()

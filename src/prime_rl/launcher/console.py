@@ -2,7 +2,6 @@
 
 import math
 import time
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
@@ -12,10 +11,9 @@ from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch, Row, limit_of
 from prime_rl.monitor.monitor import metrics_path, read_metrics
 from prime_rl.monitor.status import ProcessStatus, phase_name
-from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.weights import version_dir, weights_manifest
+from prime_rl.transport.commit import list_steps
+from prime_rl.transport.weights import version_dir
 
-_LOOK_SECONDS = 0.25
 _PATIENCE_SECONDS = 30.0  # a shorter wait is normal: no line
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
@@ -35,7 +33,7 @@ _BENCH_ROWS = {
 
 
 class Console:
-    """Print what metrics and status files say. `say` and `tick` are the supervisor's callbacks.
+    """Print what metrics and status files say. `say` and `look` are the supervisor's callbacks.
 
     Args:
         max_steps: How many steps the run makes; None: until it is stopped.
@@ -47,7 +45,7 @@ class Console:
 
     def __init__(self, output_dir: Path, max_steps: int | None, bench: bool = False) -> None:
         self._output_dir, self._max_steps, self._bench = output_dir, max_steps, bench
-        self._began, self._next_look = time.time(), 0.0
+        self._began = time.time()
         self._phases: dict[str, str] = {}
         self._waits_shown: set[tuple[str, str, float]] = set()
         self._watch = LimitWatch(output_dir, since=self._began)
@@ -60,15 +58,8 @@ class Console:
         """Print a line."""
         say(f"{time.strftime('%H:%M:%S')} {text}")
 
-    def tick(self) -> None:
-        """Look at the files, four times a second however often it is called."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_SECONDS
-            self.look()
-
     def look(self) -> None:
-        """Print what is new."""
+        """Print what is new in the files."""
         for name, status in read_status(self._output_dir).items():
             if "." not in name and name != LAUNCHER:  # no rank but the first
                 self._show(status)
@@ -86,8 +77,7 @@ class Console:
             return
         if (key := (status.process, wait.subject, wait.since)) not in self._waits_shown:
             self._waits_shown.add(key)
-            left = minutes(max(0.0, wait.deadline - now))
-            self.say(f"{status.process} waits for {wait.subject} from {wait.owner} (gives up in {left})")
+            self.say(f"{status.process} waits for {wait} (gives up in {minutes(max(0.0, wait.deadline - now))})")
 
     def step_lines(self) -> list[str]:
         """Return lines for what happened since the last call. A step has one once both sides have reported it.
@@ -154,13 +144,10 @@ class Console:
             trainer = f"trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}"
             engines = f"engines: sample {shares.sampled:.0%}, load weights {shares.paused:.0%}, idle {shares.idle:.0%}"
             lines += [f"{trainer}; {engines}", str(limit_of(shares))]
-        for version in sorted(list_steps(self._output_dir / "weights"), reverse=True):
-            # Version 0 is the base model and has no files, nor have versions that went from memory.
-            path = version_dir(self._output_dir / "weights", version)
-            with suppress(CommitError):  # pruned meanwhile, or damaged
-                if version and weights_manifest(path).publisher is None:
-                    return [*lines, f"weights  {path}"]
-        return lines
+        # The base model has no files, nor have versions that went from memory.
+        weights = self._output_dir / "weights"
+        filed = [version for version in list_steps(weights) if any(version_dir(weights, version).glob("*.safetensors"))]
+        return lines + [f"weights  {version_dir(weights, version)}" for version in filed[-1:]]
 
     def bench_table(self) -> list[str]:
         """Show throughput, MFU, step time and peak memory of both sides. The first step warms up and is left out."""

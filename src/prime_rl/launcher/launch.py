@@ -79,7 +79,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     console = Console(output_dir, config.max_steps, bench)
 
     def tick() -> None:
-        console.tick()
+        console.look()
         owner.beat()
 
     names = ", ".join(process.name for process in plan.processes)

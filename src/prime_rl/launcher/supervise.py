@@ -108,7 +108,7 @@ class SupervisedChild:
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec, self.server = spec, spec.server
         self.name, self.is_job = spec.name, spec.server is None
-        self.restarts, self.furthest = 0, (-1, -1)  # restarts since the run was this far
+        self.restarts, self.furthest = 0, -3  # restarts since the run was this far: newest batch plus newest version
         self.state, self.due, self.was_ready = ChildState.PENDING, 0.0, False
         self.options: tuple[str, ...] = ()  # that follow its arguments in the next incarnation
 
@@ -309,10 +309,9 @@ class Supervisor:
         last got further, by its newest batch and version.
         """
         name, most, words = child.name, self._policy.max_restarts, child.last_words()
-        rollouts, weights = (newest_step(self._output_dir / room) for room in ("rollouts", "weights"))
-        furthest = (max(rollouts, child.furthest[0]), max(weights, child.furthest[1]))
-        child.restarts = 1 + (child.restarts if furthest == child.furthest else 0)
-        child.furthest = furthest
+        reached = sum(newest_step(self._output_dir / room) for room in ("rollouts", "weights"))
+        child.restarts = 1 if reached > child.furthest else child.restarts + 1
+        child.furthest = max(reached, child.furthest)
         if final or child.restarts > most:
             self._report(child, reason)
             if most and not final:

@@ -8,7 +8,6 @@ import pytest
 from prime_rl.launcher.console import Console
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import stage
-from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra
 
 TRAINER = {"loss/mean": 0.0123, "entropy/mean": 2.5, "perf/throughput": 12345.6, "time/step": 3.21}
 NOW = 2e9  # after every console began
@@ -68,12 +67,10 @@ def test_summary_compares_first_and_last(tmp_path: Path) -> None:
         add(tmp_path, "orchestrator", step, step, **{"reward/mean": step / 10})
     add(tmp_path, "orchestrator", 1, 1.0, **{"eval/rt/reward/mean": 0.1})
     add(tmp_path, "orchestrator", 13, 20.0, **{"eval/rt/reward/mean": 0.4})
-    memory = PublisherAddress("localhost", 1, "token", 1.0)
-    filed, sent = TensorEntry("model.safetensors", "F32", [1], "0" * 32), TensorEntry("", "F32", [1], "", "0" * 16)
-    for version, publisher in ((0, None), (2, None), (12, None), (13, memory)):  # the last one has no files
-        extra = manifest_extra(version, 0, {"x": sent if publisher else filed}, publisher=publisher)
-        with stage(tmp_path / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
-            pass
+    for version, files in ((0, []), (2, ["model.safetensors"]), (12, ["model.safetensors"]), (13, [])):
+        with stage(tmp_path / "weights" / f"step_{version}", step=version, producer="trainer") as directory:
+            for name in files:
+                (directory / name).touch()
     assert Console(tmp_path, None).summary() == [
         "reward, first 5 steps → last: 0.3000 → 1.0000 (+0.7000)",
         "eval rt, first → last: 0.1000 → 0.4000 (+0.3000)",
@@ -111,5 +108,5 @@ def test_console_shows_each_phase_once_and_long_waits(tmp_path: Path, capsys: py
     console.look()
     lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "orchestrator: evaluating"
-    assert lines[1].startswith("orchestrator waits for weights/step_0 from trainer (gives up in ")
+    assert lines[1].startswith("orchestrator waits for weights/step_0 from trainer, for 30 s (gives up in ")
     assert len(lines) == 2
