@@ -21,7 +21,7 @@ from typing import Any, Self
 import xxhash
 from aiohttp import web
 
-from prime_rl import faults, lifeline
+from prime_rl import faults, processes
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import (
     WeightsManifest,
@@ -338,7 +338,7 @@ if __name__ == "__main__":
     parser.add_argument("--policy", action="store_true")
     parser.add_argument("--weights", type=Path, help="directory of versions, whose canaries it is to score")
     options = parser.parse_args()
-    lifeline.watch()
+    processes.watch()
     faults.arm("inference")
     more = {"port": options.port, "delay": options.delay}
     engine = PolicyEngine(options.model, weights=options.weights, **more) if options.policy else FakeEngine(options.model, **more)  # fmt: skip

@@ -45,8 +45,8 @@ sys.exit(status)
 CHILD = r"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from prime_rl import lifeline
-lifeline.watch()
+from prime_rl import processes
+processes.watch()
 kind, root, name, options = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
 base = root.parent
 (base / f"{name}.pid").write_text(str(os.getpid()))
@@ -107,7 +107,7 @@ elif kind == "family":
     sleep_forever()
 elif kind == "agent":  # as torchrun: its rank is in a session of its own
     signal.signal(signal.SIGINT, lambda *a: sys.exit(9))
-    code = "import signal, sys, time\nfrom pathlib import Path\nfrom prime_rl import lifeline\nlifeline.watch()\n" \
+    code = "import signal, sys, time\nfrom pathlib import Path\nfrom prime_rl import processes\nprocesses.watch()\n" \
            "signal.signal(signal.SIGINT, lambda *a: sys.exit(0))\nPath(sys.argv[1]).touch()\ntime.sleep(600)"
     sys.exit(start("rank", code, str(base / f"{name}.up"), session=True).wait())
 elif kind == "serves":

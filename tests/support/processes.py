@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from prime_rl import lifeline
+from prime_rl import processes
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=cwd,
-                env={**inherited(), "OMP_NUM_THREADS": "1", **lifeline.variable(), **(env or {})},
+                env={**inherited(), "OMP_NUM_THREADS": "1", **processes.variable(), **(env or {})},
                 start_new_session=True,
             )
 

@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import pytest
 
-from prime_rl import lifeline
+from prime_rl import processes
 from prime_rl.processes import identify, kill_family, table
 from prime_rl.wait import wait
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
-WATCH = f"from prime_rl import lifeline; lifeline.watch(); {SLEEP}"
+WATCH = f"from prime_rl import processes; processes.watch(); {SLEEP}"
 # Starts WATCH through a process in between, as torchrun starts ranks: in a session of its own. Prints its pid.
 AGENT = f"""
 import subprocess, sys
@@ -22,9 +22,9 @@ rank.stdout.readline()
 print(rank.pid, flush=True)
 rank.wait()
 """
-LAUNCHER = AGENT.replace("start_new_session=True", "start_new_session=True, env=os.environ | lifeline.variable()")
-LAUNCHER = f"import os; from prime_rl import lifeline{LAUNCHER}"
-FOLLOWER = f"import sys; from prime_rl.lifeline import follow; assert follow(int(sys.argv[1])); {SLEEP}"
+LAUNCHER = AGENT.replace("start_new_session=True", "start_new_session=True, env=os.environ | processes.variable()")
+LAUNCHER = f"import os; from prime_rl import processes{LAUNCHER}"
+FOLLOWER = f"import sys; from prime_rl.processes import follow; assert follow(int(sys.argv[1])); {SLEEP}"
 FOLLOWED = f"""
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {FOLLOWER!r}, str(os.getpid())], stdout=subprocess.PIPE)
@@ -53,9 +53,9 @@ def test_who_watches_a_process_ends_with_it(code: str) -> None:
 
 def test_strangers_are_not_followed() -> None:
     """What is no ancestor (another host's process) is not followed; a launcher that is gone already ends the child."""
-    assert not lifeline.follow(os.getpid())
-    assert not lifeline.follow(2**22 + 1)
-    late = {**os.environ, lifeline.ENV: f"{os.getpid()}:1"}  # its pid is another process's now
+    assert not processes.follow(os.getpid())
+    assert not processes.follow(2**22 + 1)
+    late = {**os.environ, processes.ENV: f"{os.getpid()}:1"}  # its pid is another process's now
     done = subprocess.run([sys.executable, "-c", WATCH], env=late, start_new_session=True, capture_output=True, text=True)  # fmt: skip
     assert (done.returncode, "is gone" in done.stderr) == (-signal.SIGKILL, True)
 

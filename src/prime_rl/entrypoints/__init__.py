@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
 
-from prime_rl import faults, lifeline
+from prime_rl import faults, processes
 from prime_rl.config import OrchestratorConfig, SFTConfig, TrainerConfig, load, write_toml
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
@@ -24,7 +24,7 @@ _Run = TypeVar("_Run", TrainerConfig, OrchestratorConfig, SFTConfig)
 def run_command(kind: type[_Config], name: str, run: Callable[[_Config], object], rank: int = 0) -> None:
     """Parse the command line and run. An error that says what to do is one line and status 1, an interruption 130."""
     faults.arm("trainer" if name == "sft" else name)
-    lifeline.watch()
+    processes.watch()
     config = load(kind, prog=name)
     log.setup(config.log.level, f"{name}.{rank}" if rank else name)
     try:

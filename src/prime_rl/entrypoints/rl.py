@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from prime_rl import lifeline
+from prime_rl import processes
 from prime_rl.config import RLConfig
 from prime_rl.config.loader import say
 from prime_rl.entrypoints import run_command
@@ -37,7 +37,7 @@ def _run(config: RLConfig) -> None:
 
 def examine(what: str, arguments: list[str]) -> None:
     """Print what the run that `arguments` name has done. `doctor` ends with its own exit status."""
-    lifeline.watch()
+    processes.watch()
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError(f"usage: rl {what} RUN (the run's output directory)")
     if what == "doctor":

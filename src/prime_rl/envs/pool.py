@@ -33,7 +33,6 @@ from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import protocol
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Page, Run, TaskInfo
 from prime_rl.errors import UserError
-from prime_rl.lifeline import Child
 from prime_rl.redact import passed_on
 from prime_rl.wait import WaitTimeout, wait_async
 
@@ -69,7 +68,7 @@ class Worker:
     identity: str
     env: str
     page: Page
-    child: Child
+    child: processes.Child
     ready: bool = False  # it has loaded its environment
     draining: bool = False  # it gets no more episodes, and ends with its last one
     pending: dict[int, Request] = field(default_factory=dict)  # by their numbers
@@ -289,7 +288,7 @@ class EnvPool:
             worker.mark_for_termination("the pool was closed")
         try:
             await wait_async(lambda: not self.workers, subject="end", owner="the workers", seconds=CLOSE_SECONDS)
-        except WaitTimeout as error:  # the run has ended all the same: their lifeline ends them with this process
+        except WaitTimeout as error:  # the run has ended all the same: they watch this process
             logger.warning("environment workers {}: {}", ", ".join(sorted(self.workers)), error)
         finally:
             for task in self._tasks:
@@ -453,7 +452,9 @@ class EnvPool:
         try:
             setup.write_bytes(protocol.encode(worker_set.setup))
             with worker_set.log.open("ab") as output:
-                worker = Worker(identity, worker_set.config.name, Page.of(page), Child(command, variables, output))
+                worker = Worker(
+                    identity, worker_set.config.name, Page.of(page), processes.Child(command, variables, output)
+                )
         except OSError as error:
             self._fail(UserError(f"a worker of environment {worker_set.config.name!r} cannot be started: {error}"))
         else:

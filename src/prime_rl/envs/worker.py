@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 import zmq
 import zmq.asyncio
 
-from prime_rl import faults, lifeline, processes
+from prime_rl import faults, processes
 from prime_rl.envs import protocol
 from prime_rl.envs.ids import CLASSIC, VERSIONS, Broken, LoadError, check_version, find, kind_of
 from prime_rl.envs.protocol import MOST_BYTES, EpisodeResult, Outcome, Page, Run, Setup, decode, encode
@@ -145,7 +145,7 @@ class WorkerServer:
         self._running: WeakValueDictionary[int, asyncio.Task[None]] = WeakValueDictionary()
 
     async def serve(self, setup: Setup) -> None:
-        """Load the environment, and run episodes until SIGTERM or SIGINT, or until the lifeline ends this process."""
+        """Load the environment, and run episodes until SIGTERM or SIGINT, or until the orchestrator is gone."""
         this_task = asyncio.current_task()
         assert this_task is not None
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -216,12 +216,12 @@ class WorkerServer:
             wrong = f"the environment's result cannot be sent: {type(error).__name__}: {error}"
             frame = encode(protocol.Result(run.request, failed(Outcome.INVALID, wrong)))
         for _ in range({"drop": 0, "duplicate": 2}.get(fault or "", 1)):
-            await self._socket.send(frame)  # bounded: the pool reads, or the lifeline ends this process
+            await self._socket.send(frame)  # bounded: the pool reads, or this process ends with it
         if broken:
             await self._send(protocol.Failed(broken))
 
     async def _send(self, message: protocol.Message) -> None:
-        await self._socket.send(encode(message))  # bounded: the pool reads, or the lifeline ends this process
+        await self._socket.send(encode(message))  # bounded: the pool reads, or this process ends with it
 
     async def _tick(self) -> None:
         """Show that the event loop comes round, and how much of a core is used. Not before all is loaded: imports and downloads may block the loop."""
@@ -235,7 +235,7 @@ class WorkerServer:
 
 
 def main() -> None:
-    lifeline.watch()
+    processes.watch()
     faulthandler.enable()  # the last words of one that an extension kills
     processes.offer_to_the_kernel()
     faults.arm("environment")

@@ -29,7 +29,7 @@ from prime_rl.host_memory import available_bytes
 from prime_rl.inference import compat
 from prime_rl.inference.copy_plan import CopyPlan
 from prime_rl.inference.version_files import TURN_SECONDS
-from prime_rl.lifeline import follow
+from prime_rl.processes import follow
 from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber, checksums, layout, tensor_views

@@ -19,10 +19,9 @@ from pathlib import Path
 from prime_rl.config import RLConfig, child_env
 from prime_rl.launcher.plan import RECOVER, ProcessSpec
 from prime_rl.launcher.rundir import forget_status, newest_step, recovery_step
-from prime_rl.lifeline import Child
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, say_for
-from prime_rl.processes import backoff_seconds, describe_exit, send, table
+from prime_rl.processes import Child, backoff_seconds, describe_exit, send, table
 from prime_rl.wait import WaitTimeout, wait
 
 _POLL_SECONDS = 0.2
