@@ -243,8 +243,10 @@ def predict(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 def step_loss(logits: Tensor, samples: Sequence[Sample], config: LossConfig, world: World) -> Tensor:
     """The trainer's loss of a step, all samples in one micro-batch."""
     host = collate([document(sample) for sample in samples], len(STREAMS))
-    groups = np.array([int(sample.task_id) for sample in samples])
-    normalize(StepData([host], [], groups=[groups], group_count=len(WANTED)), world, config)
+    by_group = config.normalization == "group"
+    groups = np.array([int(sample.task_id) if by_group else i for i, sample in enumerate(samples)])
+    count = len(WANTED) if by_group else len(samples)
+    normalize(StepData([host], [], groups=[groups], group_count=count), world, config)
     batch, loss_of = to_device(host, world.device), make_loss(config)
     more = batch.documents() if isinstance(loss_of, SequenceLoss) else ()
     return loss_of(*predict(logits, batch), batch.streams.double(), *more)[0]

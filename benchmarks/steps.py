@@ -259,10 +259,8 @@ class Bench:
 
     def estimated_gib(self) -> float | None:
         """The peak that the choice was based on; None where nothing was planned."""
-        plan = self.policy.memory
-        if plan.job is None:
-            return None
-        return memory.estimate(plan.shape, plan.job, plan.settings).total / perf.GIB
+        estimated = self.policy.memory.estimated
+        return None if estimated is None else estimated.total / perf.GIB
 
     def step(self) -> None:
         """One whole step, in the order of the trainer's loop.

@@ -10,7 +10,7 @@ from prime_rl.config.trainer import AdamW, TrainerModel
 from prime_rl.trainer import activations, memory
 from prime_rl.trainer.activations import LEVELS
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.memory import GIB, MemoryPlan, estimate
+from prime_rl.trainer.memory import GIB, MemoryPlan
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, MicroBatch, collate
@@ -89,8 +89,8 @@ def test_estimate_of_every_level(reshard: bool, source: Source, world: World) ->
             reshard_after_forward=reshard,
             head_chunk=4096,
         )
-        assert plan.job is not None
-        expected = estimate(plan.shape, plan.job, plan.settings)
+        expected = plan.estimated
+        assert expected is not None
         print(f"{level:10} {peak:6.2f} GiB, estimated {expected.total / GIB:6.2f} in {expected.moment}")
         peaks.append((peak, expected.total / GIB))
         results.append(result)

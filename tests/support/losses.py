@@ -13,7 +13,7 @@ from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl.data import document, grouped, normalize
 from prime_rl.transport.rollouts import Sample
 
-GROUPS = "abcdefgh"
+GROUPS, MOST_SAMPLES = "abcdefgh", 16
 
 
 def step_loss(
@@ -24,8 +24,11 @@ def step_loss(
     micro-batch."""
     chosen = [[samples[i] for i in pack] for pack in packs or [range(len(samples))]]
     batches = [collate([document(sample) for sample in pack], len(STREAMS)) for pack in chosen]
-    mine = [[GROUPS.index(sample.group_id) for sample in pack] for pack in chosen]
-    normalize(grouped(StepData(batches, []), GROUPS, mine), world, config)
+    if config.normalization == "group":
+        mine, group_of = [[GROUPS.index(sample.group_id) for sample in pack] for pack in chosen], GROUPS
+    else:
+        mine, group_of = [[int(sample.sample_id) for sample in pack] for pack in chosen], range(MOST_SAMPLES)
+    normalize(grouped(StepData(batches, []), group_of, mine), world, config)
     loss_of, total = make_loss(config), torch.zeros((), dtype=torch.float64)
     for pack, host in zip(chosen, batches, strict=True):
         batch = to_device(host, torch.device("cpu"))

@@ -4,6 +4,7 @@ The bytes of each moment of a training step are formulas over the model's shape,
 H200 (`tests/unit/trainer/test_memory.py`). The list goes from the fastest settings to the leanest.
 """
 
+import math
 import os
 import warnings
 from collections import Counter
@@ -149,9 +150,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by moment of a step and part. `parts` and `total` are those of the moment that takes most."""
+    """Bytes by moment of a step and part, and of host memory that offloading takes.
+
+    `parts` and `total` are those of the moment that takes most; `needed` leaves room for gaps.
+    """
 
     moments: dict[str, dict[str, int]]
+    offloaded: int = 0
 
     @property
     def moment(self) -> str:
@@ -164,6 +169,15 @@ class Estimate:
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def needed(self) -> float:
+        return self.total * (1 + RESERVE)
+
+    def __str__(self) -> str:
+        """The moment, its parts and their GiB, the largest first."""
+        largest = sorted(self.parts.items(), key=lambda part: -part[1])
+        return f"{self.moment}: {', '.join(f'{name} {_gib(size)}' for name, size in largest if size)}"
 
 
 def state_bytes(optim: "OptimConfig", shape: Shape) -> float:
@@ -238,12 +252,8 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             # this block's, those of the next one, and what they are gathered into
             "weights of blocks": 3 * size * s.layer_parameters if settings.reshard else 0,
         }
-    return Estimate({name: held | parts for name, parts in moments.items()})
-
-
-def offloaded_bytes(shape: Shape, job: Job, settings: Settings) -> int:
-    """Bytes of host memory that offloading takes."""
-    return sum(kept_bytes(shape, job, settings.levels[layer]) for layer in settings.offloaded)
+    offloaded = sum(kept[settings.levels[layer]] for layer in settings.offloaded)
+    return Estimate({name: held | parts for name, parts in moments.items()}, offloaded)
 
 
 def forward_seconds(shape: Shape, job: Job) -> float:
@@ -259,13 +269,10 @@ def forward_seconds(shape: Shape, job: Job) -> float:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The settings and what they follow from. Where nothing is planned (on CPU, or without `tokens`), `job` and
-    `budget` (bytes for torch) are None."""
+    """The settings and the estimate that they follow from; None where nothing is planned (on CPU, without `tokens`)."""
 
     settings: Settings
-    shape: Shape
-    job: Job | None = None
-    budget: float | None = None
+    estimated: Estimate | None = None
 
 
 def plan_memory(
@@ -289,7 +296,7 @@ def plan_memory(
     shape = Shape.of(lm)
     if world.device.type != "cuda" or tokens is None:
         fastest = next(_fastest_first(config, shape, Job(tokens=1)))
-        return MemoryPlan(replace(fastest, head_chunk=config.head_chunk or UNPLANNED_CHUNK), shape)
+        return MemoryPlan(replace(fastest, head_chunk=config.head_chunk or UNPLANNED_CHUNK))
     device_states = 8.0 if optim is None else state_bytes(optim, shape)
     published_bytes = 0.0 if published is None else published(shape.parameters)
     job = Job(tokens, itemsize, world.shards, world.size, device_states, published_bytes)
@@ -300,61 +307,72 @@ def plan_memory(
     left = max(available_bytes() - 2 * itemsize * shape.parameters, 0)
     local = [HOST_SHARE * left / local_ranks(), float(limit)]
     host, budget = (min(values) for values in zip(*gather(world, local), strict=True))
-    plan = MemoryPlan(choose(config, shape, job, budget, host), shape, job, budget)
+    settings, estimated = choose(config, shape, job, budget, host)
     if world.is_main:
-        log = logger.info if _fits(estimate(shape, job, plan.settings), budget) else logger.warning
-        log(describe(plan, config))
-    return plan
+        text = (
+            f"memory: {_gib(estimated.needed)} of {_gib(budget)} GiB "
+            f"({'free' if config.memory_limit is None else 'memory_limit'}) for {tokens:,} tokens a micro-batch; "
+            f"{settings}; estimated peak, in {estimated}"
+        )
+        if settings.offloaded:
+            text += f"; {_gib(estimated.offloaded)} GiB of activations offloaded to host memory"
+        if estimated.needed <= budget:
+            logger.info(text)
+        else:
+            logger.warning(f"{text}; too little, if the estimate holds: {REMEDIES}")
+    return MemoryPlan(settings, estimated)
 
 
-def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: float) -> Settings:
-    """The first settings that fit; the leanest when none does.
+def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: float) -> tuple[Settings, Estimate]:
+    """The first settings that fit, and what they take; the leanest when none does.
 
     Args:
         budget: Bytes that torch may take of the GPU.
-        host: Bytes of host memory that may be offloaded to, for each rank.
+        host: Bytes of host memory that may be offloaded to, for each rank, unless that is asked for by name.
     """
-    options = list(_fastest_first(config, shape, job))
-    if not config.activation_offload:  # asked for by name, it is tried whatever the host has
-        options = [
-            each if offloaded_bytes(shape, job, each) <= host else replace(each, offloaded=()) for each in options
-        ]
-    fitting = (settings for settings in options if _fits(estimate(shape, job, settings), budget))
-    return next(fitting, options[-1])
+    for settings in _fastest_first(config, shape, job):
+        estimated = estimate(shape, job, settings)
+        if estimated.offloaded > host and not config.activation_offload:
+            settings = replace(settings, offloaded=())
+            estimated = estimate(shape, job, settings)
+        if estimated.needed <= budget:
+            break
+    return settings, estimated
 
 
 def _fastest_first(config: "TrainerModel", shape: Shape, job: Job) -> Iterator[Settings]:
     """Each of the settings takes less memory than the one before. What `config` names is the same in all of them."""
-    early = "carried" if forward_seconds(shape, job) >= EARLY_OFFLOAD_SECONDS else "none"
+    seconds = forward_seconds(shape, job)
+    carried = HOST_LINK * seconds  # bytes that leave while a layer computes
+    early = carried if seconds >= EARLY_OFFLOAD_SECONDS else 0.0
     # Of what is left, each change frees the most bytes for the time it adds.
-    changes: list[tuple[Recompute, Recompute, int, bool, str]] = [
-        ("none", "pointwise", LARGEST_CHUNK, False, "none"),
-        ("pointwise", "pointwise", LARGEST_CHUNK, True, "none"),
+    changes: list[tuple[Recompute, Recompute, int, bool, float]] = [
+        ("none", "pointwise", LARGEST_CHUNK, False, 0.0),
+        ("pointwise", "pointwise", LARGEST_CHUNK, True, 0.0),
         ("pointwise", "wide", LARGEST_CHUNK // 2, True, early),
         ("wide", "attention", LARGEST_CHUNK // 2, True, early),
-        ("attention", "full", LARGEST_CHUNK // 4, True, "carried"),
-        ("full", "full", LARGEST_CHUNK // 16, True, "carried"),
-        ("full", "full", LARGEST_CHUNK // 16, True, "all"),
+        ("attention", "full", LARGEST_CHUNK // 4, True, carried),
+        ("full", "full", LARGEST_CHUNK // 16, True, carried),
+        ("full", "full", LARGEST_CHUNK // 16, True, math.inf),
     ]
-    for faster, leaner, chunk, reshard, offload in changes:
+    if config.activation_offload is not None:
+        changes = [(*change[:4], math.inf if config.activation_offload else 0.0) for change in changes]
+    for faster, leaner, chunk, reshard, rate in changes:
         for count in range(shape.layers + 1):
             levels: tuple[Recompute, ...] = (leaner,) * count + (faster,) * (shape.layers - count)
             if config.activation_checkpointing != "auto":
                 levels = (config.activation_checkpointing,) * shape.layers
-            if config.activation_offload is not None:
-                offload = "all" if config.activation_offload else "none"
             yield Settings(
                 levels,
                 config.head_chunk or chunk,
                 reshard if config.reshard_after_forward is None else config.reshard_after_forward,
-                _offloaded(shape, job, levels, offload),
+                _offloaded(shape, job, levels, rate),
             )
 
 
-def _offloaded(shape: Shape, job: Job, levels: "tuple[Recompute, ...]", offload: str) -> tuple[int, ...]:
-    """The layers that offload: all, or as many as the host link carries while the layers compute. The last ones never do:
-    they would not have left before backward needs them."""
-    rate = {"none": 0.0, "carried": HOST_LINK * forward_seconds(shape, job), "all": float("inf")}[offload]
+def _offloaded(shape: Shape, job: Job, levels: "tuple[Recompute, ...]", rate: float) -> tuple[int, ...]:
+    """The layers that offload: as many as leave at `rate` bytes a layer. The last ones never do: they would not have left
+    before backward needs them."""
     layers, credit = [], 0.0
     for layer, level in enumerate(levels[: -1 - LAG]):
         size = kept_bytes(shape, job, level)
@@ -363,10 +381,6 @@ def _offloaded(shape: Shape, job: Job, levels: "tuple[Recompute, ...]", offload:
             credit -= size
             layers.append(layer)
     return tuple(layers)
-
-
-def _fits(estimated: Estimate, budget: float) -> bool:
-    return estimated.total * (1 + RESERVE) <= budget
 
 
 def use_expandable_segments() -> None:
@@ -381,26 +395,6 @@ def use_expandable_segments() -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
-# ---- in words
-
-
-def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
-    """What was chosen, and what it takes."""
-    assert plan.job is not None
-    assert plan.budget is not None
-    settings, estimated = plan.settings, estimate(plan.shape, plan.job, plan.settings)
-    limit = "memory_limit" if config.memory_limit is not None else "free"
-    text = (
-        f"memory: {_gib(estimated.total * (1 + RESERVE))} of {_gib(plan.budget)} GiB ({limit}) for {plan.job.tokens:,} "
-        f"tokens a micro-batch; {settings}; estimated peak, in {estimated.moment}: {_listed(estimated)}"
-    )
-    if settings.offloaded:
-        text += f"; {_gib(offloaded_bytes(plan.shape, plan.job, settings))} GiB of activations offloaded to host memory"
-    if not _fits(estimated, plan.budget):
-        text += f"; too little, if the estimate holds: {REMEDIES}"
-    return text
-
-
 @contextmanager
 def watched(plan: MemoryPlan) -> Iterator[None]:
     """Explain running out of the GPU's memory: raise UserError that says what took it, and what takes less."""
@@ -408,17 +402,11 @@ def watched(plan: MemoryPlan) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         text = f"the GPU is out of memory: {one_line(error)}"
-        if plan.job is not None:
-            estimated = estimate(plan.shape, plan.job, plan.settings)
-            text += f"; a step's estimate is {_gib(estimated.total)} GiB, most of it in {estimated.moment}: "
-            text += f"{_listed(estimated)}; {REMEDIES}"
+        if plan.estimated is not None:
+            text += (
+                f"; a step's estimate is {_gib(plan.estimated.total)} GiB, most of it in {plan.estimated}; {REMEDIES}"
+            )
         raise UserError(text) from error
-
-
-def _listed(estimated: Estimate) -> str:
-    """The parts of an estimate and their GiB, the largest first."""
-    largest = sorted(estimated.parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {_gib(size)}" for name, size in largest if size)
 
 
 def _gib(size: float) -> str:

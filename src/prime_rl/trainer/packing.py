@@ -209,7 +209,7 @@ class StepData:
         lengths: Tokens of each of all ranks' samples.
         samples: Samples, or rows of a dataset, that the step takes from the source: a resumed run goes on after them.
         metrics: For the step's row.
-        groups: For each micro-batch the index of each document's group in the step, where `normalize` needs it.
+        groups: For each micro-batch the index of each document's group in the step (`rl.data.grouped`).
         group_count: Groups of the step, over all ranks.
     """
 

@@ -21,7 +21,6 @@ from prime_rl.trainer.memory import (
     Shape,
     choose,
     estimate,
-    offloaded_bytes,
 )
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
@@ -40,7 +39,7 @@ def everywhere(shape: Shape, level: Recompute, chunk: int = 4096) -> Settings:
 
 
 def chosen(shape: Shape, gib: float, tokens: int = 16384, host: float = 100 * GIB, **config: Any) -> Settings:
-    return choose(TrainerModel(**config), shape, Job(tokens), gib * GIB, host)
+    return choose(TrainerModel(**config), shape, Job(tokens), gib * GIB, host)[0]
 
 
 def fits(shape: Shape, job: Job, settings: Settings, gib: float) -> bool:
@@ -158,7 +157,6 @@ def test_plan(planned: Callable[..., MemoryPlan], caplog: pytest.LogCaptureFixtu
     is planned on a CPU or without a size."""
     caplog.set_level("INFO", "prime_rl")
     plan = planned(128)
-    assert plan.budget == 128 * GIB - memory.OUTSIDE
     count = plan.settings.levels.count("pointwise")
     planned(138, 65536, host=170)
     planned(40)
@@ -175,15 +173,15 @@ def test_plan(planned: Callable[..., MemoryPlan], caplog: pytest.LogCaptureFixtu
         assert "\n" not in record.message
     for nothing in (planned(128, device="cpu"), planned(20, None)):
         assert nothing.settings == Settings(("none",) * 36, 4096, reshard=False)
-        assert nothing.job is None
+        assert nothing.estimated is None
 
 
 def test_host_memory_of_offloading(planned: Callable[..., MemoryPlan]) -> None:
     """At most half of this rank's part of what the host has beside two copies of the weights (15 GiB)."""
     plan = planned(139, 65536, host=80)
-    assert plan.job is not None
     assert plan.settings.levels.count("wide") > 17
-    assert offloaded_bytes(plan.shape, plan.job, plan.settings) / GIB <= (80 - 15 / 4) / 2
+    assert plan.estimated is not None
+    assert plan.estimated.offloaded / GIB <= (80 - 15 / 4) / 2
     assert not planned(139, 65536, host=3).settings.offloaded
 
 
@@ -192,7 +190,8 @@ def test_host_memory_of_offloading(planned: Callable[..., MemoryPlan]) -> None:
 
 def test_out_of_memory_in_words(shapes: dict[str, Shape]) -> None:
     """One line: what torch says, what is taken by the estimate, the largest part first, and what takes less."""
-    plan = MemoryPlan(everywhere(shapes["4B"], "none"), shapes["4B"], Job(16384), 139 * GIB)
+    settings = everywhere(shapes["4B"], "none")
+    plan = MemoryPlan(settings, estimate(shapes["4B"], Job(16384), settings))
     with pytest.raises(UserError) as caught, memory.watched(plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.\nGPU 0 has …")
     text = str(caught.value)

@@ -14,6 +14,7 @@ from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import (
     LONGEST,
     Document,
+    Ints,
     MicroBatch,
     OnWait,
     StepData,
@@ -86,8 +87,9 @@ class RolloutData(StepSource):
         documents = {i: document(row, self.config.loss.kl_coef > 0) for i, row in rows.items()}
         lengths = batch.lengths.tolist()
         batches = micro_batches(mine, documents, len(STREAMS), self.world.device)
-        data = StepData(batches, lengths, len(lengths))
-        return grouped(data, batch.group_ids(), mine) if self.config.loss.normalization == "group" else data
+        by_group = self.config.loss.normalization == "group"
+        group_of = batch.group_ids() if by_group else range(len(lengths))
+        return grouped(StepData(batches, lengths, len(lengths)), group_of, mine)
 
 
 class FakeSamples(StepSource):
@@ -183,7 +185,7 @@ def grouped(data: StepData, group_of: "Sequence[str] | Sequence[int]", mine: Seq
     """With the groups of this rank's documents. Every rank numbers them alike.
 
     Args:
-        group_of: The group of each of the step's samples.
+        group_of: The group of each of the step's samples, over which `normalize` averages, or the sample itself.
         mine: The samples in each micro-batch of this rank.
     """
     place = {group: number for number, group in enumerate(dict.fromkeys(group_of))}
@@ -205,15 +207,17 @@ def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
         fixed     `loss.fixed_length` · N  (Dr. GRPO, arXiv:2503.20783)
     """
     counts = sum((np.count_nonzero(_scales(b), axis=1) for b in data.batches), np.zeros(3))
-    if loss.normalization in ("sequence", "fixed"):
-        counts[0] = sum(_share_within_sequences(batch, loss.fixed_length) for batch in data.batches)
-    of_group = _tokens_of_groups(data) if loss.normalization == "group" else np.zeros(0)
-    summed = np.array(sum_over_ranks(world, [*counts.tolist(), *of_group.tolist()]))
-    counts, of_group = summed[: len(counts)], summed[len(counts) :]
-    if loss.normalization == "group":
-        counts[0] = np.count_nonzero(of_group)
-        for batch, groups in zip(data.batches, data.groups, strict=True):
-            _scales(batch)[0] /= np.maximum(of_group, 1)[groups[batch.documents()[0]]].astype(np.float32)
+    tokens, owners = np.zeros(0 if loss.normalization == "token" else data.group_count), list[Ints]()
+    for batch, groups in zip(data.batches, data.groups, strict=True) if len(tokens) else ():
+        owners.append(groups[batch.documents()[0]])
+        tokens += np.bincount(owners[-1][_scales(batch)[0] != 0], minlength=len(tokens))
+    summed = np.array(sum_over_ranks(world, [*counts.tolist(), *tokens.tolist()]))
+    counts, tokens = summed[: len(counts)], summed[len(counts) :]
+    if len(tokens):
+        counts[0] = np.count_nonzero(tokens)
+        lengths = np.maximum(tokens, 1) if loss.fixed_length is None else np.full_like(tokens, loss.fixed_length)
+        for batch, owner in zip(data.batches, owners, strict=True):
+            _scales(batch)[0] /= lengths[owner].astype(np.float32)
     divisors = np.maximum(counts, 1).astype(np.float32)[:, None]
     for batch in data.batches:
         _scales(batch)[:] /= divisors
@@ -223,21 +227,3 @@ def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
 def _scales(batch: MicroBatch) -> npt.NDArray[np.float32]:
     """The weights of the three components, [3, L], a view: what is written to it is written to the batch."""
     return batch.streams[_SCALES].numpy()
-
-
-def _share_within_sequences(batch: MicroBatch, length: int | None) -> int:
-    """Divide the RL weights of each sequence by `length`, or by its tokens; return the number of sequences with any."""
-    weights, (owners, count) = _scales(batch)[0], batch.documents()
-    document = owners.numpy()
-    tokens = np.bincount(document[weights != 0], minlength=count)
-    weights /= np.float32(length) if length else np.maximum(tokens, 1)[document]
-    return int(np.count_nonzero(tokens))
-
-
-def _tokens_of_groups(data: StepData) -> npt.NDArray[np.float64]:
-    """This rank's tokens of the RL component in each group of the step, [group_count]."""
-    tokens = np.zeros(data.group_count)
-    for batch, groups in zip(data.batches, data.groups, strict=True):
-        counts = batch.documents()[0].numpy()[_scales(batch)[0] != 0]
-        tokens += np.bincount(groups[counts], minlength=data.group_count)
-    return tokens
