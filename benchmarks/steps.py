@@ -323,7 +323,7 @@ def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
             bench.step()
         bench.finish_steps()
         seconds = time.perf_counter() - started
-        here = [perf.peak_allocated_gib(bench.world.device), perf.peak_memory_gib(bench.world.device)]
+        here = list(perf.peak_memory_gib(bench.world.device))
         peaks = [max(values) for values in zip(*gather(bench.world, here), strict=True)]
         bench.drain()
         return _row(bench, seconds, begun, peaks)

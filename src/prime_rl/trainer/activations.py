@@ -101,10 +101,6 @@ class HostPool:
 
     def send(self, index: int, storages: list[_Storage]) -> None:
         """Block `index` has run: copy `storages` out, and release an earlier block's."""
-        if index in self.blocks:  # of a pass without a backward one
-            self.blocks[index].await_copy()
-            for storage in self.blocks[index].offloaded:
-                self._give_back(storage)
         block = self.blocks[index] = _Block(storages)
         for storage in storages:
             storage.chunks = self._take(storage.size)
@@ -240,7 +236,9 @@ def checkpoint_layers(
         kept: The operators of the attention backend.
         wide: Output widths of the products that `wide` computes again.
     """
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_relevant)
+    # At every compilation torch warns that blocks with a policy must not work in place; ours do not.
+    warning = "context_fn is passed to torch.utils.checkpoint"
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: warning not in record.getMessage())
     functions = {level: _checkpoint(level, kept, wide) for level in set(levels)}
     return [
         layer if level == "none" else Checkpointed(layer, level, functions[level])
@@ -286,8 +284,3 @@ def _checkpoint(level: "Recompute", kept: set[Any], wide: set[int]) -> Callable[
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return partial(plain, context_fn=partial(create_selective_checkpoint_contexts, policy))
-
-
-def _is_relevant(record: logging.LogRecord) -> bool:
-    """False for torch's warning at every compilation that blocks with a policy must not work in place; ours do not."""
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()

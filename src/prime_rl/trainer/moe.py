@@ -152,13 +152,9 @@ def _save_positions(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Non
     ctx.save_for_backward(inputs[1])
 
 
-def _spread_backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor, None]:
-    return collect(grad_SH.contiguous(), *ctx.saved_tensors), None
-
-
-def _collect_backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:
-    return spread(grad_TH.contiguous(), *ctx.saved_tensors), None
-
-
-spread.register_autograd(_spread_backward, setup_context=_save_positions)
-collect.register_autograd(_collect_backward, setup_context=_save_positions)
+spread.register_autograd(
+    lambda ctx, grad_SH: (collect(grad_SH.contiguous(), *ctx.saved_tensors), None), setup_context=_save_positions
+)
+collect.register_autograd(
+    lambda ctx, grad_TH: (spread(grad_TH.contiguous(), *ctx.saved_tensors), None), setup_context=_save_positions
+)

@@ -56,11 +56,6 @@ class World:
         return self.size // self.replicas
 
     @property
-    def shard_rank(self) -> int:
-        """This rank's place among them."""
-        return self.rank % self.shards
-
-    @property
     def writes(self) -> bool:
         """Whether this rank writes its rows to disk: what replicas have in common is written by the first."""
         return self.rank < self.shards
@@ -190,7 +185,7 @@ def rows_of_ranks(rows: int, ranks: int) -> list[tuple[int, int]]:
 
 def rows_of_rank(rows: int, world: World) -> tuple[int, int]:
     """This rank's rows [start, end)."""
-    return rows_of_ranks(rows, world.shards)[world.shard_rank]
+    return rows_of_ranks(rows, world.shards)[world.rank % world.shards]
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -62,18 +62,12 @@ def ideal_seconds(flops: float, world: World) -> float | None:
     return None if peak is None else flops / peak / world.size
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory since the last reset: reserved by the allocator on CUDA; on CPU the process's resident peak."""
+def peak_memory_gib(device: torch.device) -> tuple[float, float]:
+    """Most memory since the last reset: in tensors, and reserved by the allocator. On CPU the process's resident peak."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-
-
-def peak_allocated_gib(device: torch.device) -> float:
-    """Most memory that tensors took since the last reset; on CPU the same as `peak_memory_gib`."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return peak_memory_gib(device)
+        return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    return resident, resident
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -173,10 +173,11 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
             moments = begun, graded, now(world.device)
             progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + batch.samples)
+            allocated, reserved = perf.peak_memory_gib(world.device)
             known = {
                 "optim/lr": lr,
-                "perf/peak_memory": perf.peak_memory_gib(world.device),
-                "perf/peak_allocated": perf.peak_allocated_gib(world.device),
+                "perf/peak_memory": reserved,
+                "perf/peak_allocated": allocated,
                 "time/wait_for_batch": waited,
                 "time/read_batch": reading,  # of the wait
                 **({"time/save_ckpt": saving} if saving else {}),
@@ -190,10 +191,8 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             rows.put(row)
 
             kind, weights, saving = checkpoints.due(step + 1), None, 0.0
-            # The evaluation beside fine-tuning waits for some versions; the last one is exported anyway.
-            evaluation = config.eval if isinstance(config, SFTConfig) else None
-            is_evaluated = evaluation is not None and evaluation.interval and (step + 1) % evaluation.interval == 0
-            if served is not None or kind == "checkpoint" or is_evaluated:
+            every = recipe.weights.save_interval  # of fine-tuning, whose evaluation waits for these versions
+            if served is not None or kind == "checkpoint" or (every is not None and (step + 1) % every == 0):
                 weights = config.output_dir / "weights"
                 durable = checkpoints.will_need(step + 1, async_level) or step + 1 == config.max_steps
                 versions.publish(step + 1, row.read, durable=durable)

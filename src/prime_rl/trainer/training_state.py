@@ -139,10 +139,15 @@ def load(state: State, directory: Path, world: World) -> None:
 def _load(state: State, directory: Path, world: World) -> None:
     try:
         index = json.loads((directory / _INDEX).read_text())
-        if problem := _misfit(index["shapes"], state):
+        ours, saved = {name: tensor.shape for name, tensor in state.items()}, index["shapes"]
+        for name in sorted(saved.keys() | ours.keys()):
+            if saved.get(name) == ours.get(name):
+                continue
             same = "; optim.type, and for sgd whether optim.momentum is 0, must be the same as when it was saved"
-            hint = same if problem.startswith("optimizer.") else ""
-            raise UserError(f"{directory} does not fit this model: {problem}{hint}")
+            raise UserError(
+                f"{directory} does not fit this model: {name} has shape {saved.get(name)} in the checkpoint and "
+                f"{ours.get(name)} in the model (None: it is missing){same if name.startswith('optimizer.') else ''}"
+            )
         with ExitStack() as exit_stack:
             paths = [_rank_file(directory, rank) for rank in range(index["shards"])]
             files = [exit_stack.enter_context(safe_open(path, "pt")) for path in paths]
@@ -157,16 +162,6 @@ def _load(state: State, directory: Path, world: World) -> None:
                         local[low - first : high - first].copy_(file.get_slice(name)[low - start : high - start])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"{directory} cannot be loaded into this model: {one_line(error)}") from error
-
-
-def _misfit(saved: Mapping[str, list[int]], state: State) -> str | None:
-    """The first tensor that only the saved or only this model and optimizer have, or that differs in shape, if any."""
-    ours = {name: tensor.shape for name, tensor in state.items()}
-    for name in sorted(saved.keys() | ours.keys()):
-        saved_shape, shape = saved.get(name), ours.get(name)
-        if saved_shape != shape:
-            return f"{name} has shape {saved_shape} in the checkpoint and {shape} in the model (None: it is missing)"
-    return None
 
 
 def _rank_file(directory: Path, rank: int) -> Path:
