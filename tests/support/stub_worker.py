@@ -128,7 +128,7 @@ async def _stray(directory: Path) -> None:
 def stub_python(directory: Path) -> Path:
     """An "interpreter" whose workers host a `StubEnv`."""
     python = directory / "python"
-    python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" {__file__} "$@"\n')
+    python.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" {__file__} "$@"\n')
     python.chmod(0o755)
     return python
 

@@ -1,9 +1,9 @@
-"""Episodes on environment workers: the processes of all environments and their slots; start, scale, watch and replace them.
+"""Episodes on environment workers: the processes of all environments and their slots.
 
-An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails its episodes with `worker_died`, the one
-in whose code it did so as `errored`, and is started again; an environment whose workers keep dying before they have an episode fails the pool with
-a UserError that quotes its log.
-`_adjust` compares the workers of an environment with its target, which follows the load, and starts and drains until they match; nothing else does.
+An environment's faults are outcomes of its episodes, never exceptions here. A worker that dies or hangs fails its
+episodes with `worker_died`, the one in whose code it did so as `errored`, and is started again; an environment whose
+workers keep dying before they have an episode fails the pool with a UserError that quotes its log. `_adjust` alone
+starts and drains workers: as many as the load of an environment calls for.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -31,25 +32,26 @@ from prime_rl import processes
 from prime_rl.config.orchestrator import OPSD
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import protocol
-from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Page, Run, TaskInfo
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Page, ProtocolError, Run, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.redact import passed_on
-from prime_rl.wait import WaitTimeout, wait_async
+from prime_rl.wait import WaitTimeout, wait_async, within
 
 WATCH_SECONDS = 0.1
 ADJUST_SECONDS = 1.0
 IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
 HANG_SECONDS = 60.0  # that environment code may block a worker's event loop before the worker is replaced
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
-BACKOFF_SECONDS = 1.0  # before the second restart in a row of workers without episodes
+BACKOFF_SECONDS = 1.0  # before another worker takes the place of one without episodes; doubled with each in a row
 MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, for each worker of an environment, of workers without episodes
 TERM_SECONDS = 5.0
-LAG_SECONDS = 3.0  # a worker whose event loop is blocked for so long gets no more episodes until it continues
 CLOSE_SECONDS = 3 * TERM_SECONDS + processes.DEATH_SECONDS
 MEAN_USE = 0.6  # of a core, that workers should have at most
 _TAIL_LINES = 12  # of a log, in an error
 _WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
+# No episode sends these; the kernel sends SIGKILL for want of memory, whoever's code runs.
+_SIGNALS_OF_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(eq=False)
@@ -73,55 +75,45 @@ class Worker:
     draining: bool = False  # it gets no more episodes, and ends with its last one
     pending: dict[int, Request] = field(default_factory=dict)  # by their numbers
     started: float = field(default_factory=time.monotonic)
-    use: float = 0.0  # of a core, of late
-    measured: tuple[float, float] = (0.0, 0.0)  # the page's `ticked` and `busy` of then
     ending: str = ""  # how it ended, or why it is to be ended
-    offending_request: int = 0  # in whose code it died or hangs
 
     @property
     def lag(self) -> float:
         """Seconds for which it has been blocked by the code of one of its episodes, or stopped."""
-        return time.monotonic() - self.page.ticked if self.ready else 0.0
+        return time.monotonic() - self.page.ticked if self.page.ticked else 0.0
 
-    def measure(self) -> None:
-        """Note how much of a core it used since the last time; one that does not answer uses all of it."""
-        (then, before), (now, busy) = self.measured, (self.page.ticked, self.page.busy)
-        if now > then:
-            self.use, self.measured = (self.use + min(1.0, (busy - before) / (now - then))) / 2, (now, busy)
-        elif self.lag > 1.0:
-            self.use = 1.0
+    @property
+    def use(self) -> float:
+        """Fraction of a core that it uses, a moving average; one that does not answer uses all of it."""
+        return 1.0 if self.lag > 1.0 else self.page.use
 
-    def mark_for_termination(self, why: str, by_its_code: bool = False) -> None:
-        """Have the pool end the worker. The first reason stays."""
-        if not self.ending:
-            self.ending = why
-            self.offending_request = self.page.request if by_its_code else 0
-
-    def exit_reason(self, start_timeout: float, hang_timeout: float) -> str:
+    def exit_reason(self, start_timeout: float) -> str:
         """Return how the worker ended, or why it must be ended; "" while neither is so."""
-        status = self.child.status
-        if status is not None:
-            # Others send these; the kernel sends SIGKILL for want of memory, whoever's code runs.
-            others = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            self.mark_for_termination(processes.describe_exit(status), not others)
-        elif self.draining and not self.pending:
-            self.mark_for_termination("was not needed any more")
-        elif not self.ready and time.monotonic() - self.started > start_timeout:
-            self.mark_for_termination(f"not ready after {start_timeout:.0f} s")
-        elif self.lag > hang_timeout:
+        if (status := self.child.status) is not None:
+            return processes.describe_exit(status)
+        if self.lag > HANG_SECONDS:
+            return f"was blocked for {self.lag:.0f} s: its log says where"
+        if not self.ready and time.monotonic() - self.started > start_timeout:
+            return f"not ready after {start_timeout:.0f} s"
+        return "was not needed any more" if self.draining and not self.pending else ""
+
+    @property
+    def offending_request(self) -> int:
+        """The request in whose code the worker died or hangs; 0: none, or a signal of others ended or stopped it."""
+        if (status := self.child.status) is not None:
+            at_fault = -status not in _SIGNALS_OF_OTHERS
+        else:
             process = processes.read(self.child.pid)
-            if process is not None and process.stopped:  # by a signal: no episode did that
-                self.mark_for_termination(f"was stopped for {self.lag:.0f} s")
-            else:
-                self.mark_for_termination(f"was blocked for {self.lag:.0f} s: its log says where", by_its_code=True)
-        return self.ending
+            at_fault = self.lag > HANG_SECONDS and process is not None and not process.stopped
+        return self.page.request if at_fault else 0
 
     async def end(self) -> None:
-        """Send SIGTERM to the process group, then SIGKILL to all that the worker has started. Takes little more than `TERM_SECONDS`.
+        """Send SIGTERM to the process group, then SIGKILL to all that the worker has started.
 
-        One that is blocked gets SIGABRT, on which it writes to its log where it is.
+        One that is blocked gets SIGABRT, on which it writes to its log where it is. Takes little more than
+        `TERM_SECONDS`.
         """
-        blocked = self.lag > LAG_SECONDS
+        blocked = self.lag > TERM_SECONDS
         self.child.signal(signal.SIGABRT if blocked else signal.SIGTERM, group=not blocked)
         with suppress(WaitTimeout):
             await wait_async(
@@ -141,12 +133,10 @@ class WorkerSet:
     log: Path
     min_workers: int
     max_workers: int
-    target: int = 1  # workers that it should have: one shows whether it can be loaded, before others start
-    tasks: list[TaskInfo] = field(default_factory=list)
-    loaded: bool = False  # by some worker: its tasks are known
+    tasks: list[TaskInfo] = field(default_factory=list)  # none until a worker has loaded it
     deaths: int = 0  # of workers without episodes, since an episode was finished
     no_start_before: float = 0.0
-    idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers than `target` suffice
+    idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers suffice
     waiting: dict[int, Request] = field(default_factory=dict)  # by their numbers, in the order in which they asked
 
 
@@ -160,13 +150,9 @@ class Sampler:
 
 
 class EnvPool:
-    """Workers for several environments, and the episodes that they run. Environments that differ in their names alone share workers.
+    """Workers for several environments, and the episodes that they run.
 
-    pool = EnvPool(envs, model=…, base_url=…, api_key=…, renderer="auto", output_dir=…)
-    await pool.start(timeout=300)                 # UserError when an environment cannot be loaded
-    result = await pool.run(env="reverse-text", task_index=0, sampling={…}, policy_version=0,
-                            episode_id="…", timeout=300.0)
-    await pool.close()
+    Environments that differ in their names alone share workers.
 
     Attributes:
         workers: All processes that are up, by their identities: `environment/number`.
@@ -194,7 +180,8 @@ class EnvPool:
             model: Hub name or directory, also the name under which the engine serves it.
             base_url: With or without /v1; the first of several is asked where `run` names none.
             samplers, demonstrations: Of the environments that have one.
-            chat_timeout: Seconds without a byte of an answer, of an API that is asked by its chat route (None: by tokens).
+            chat_timeout: Seconds without a byte of an answer, of an API that is asked by its chat route (None: by
+                tokens).
 
         Raises:
             UserError: a variable in `secrets` that is not set.
@@ -213,7 +200,10 @@ class EnvPool:
             passed, withheld = passed_on(os.environ, config.secrets)
             # Others' servers are reached as the user's proxy has it.
             own_servers = [_v1(sampler.base_url)] if sampler else self._base_urls if chat_timeout is None else []
-            variables = worker_variables(passed, base_urls=own_servers, api_key=sampler.api_key if sampler else api_key)
+            local = dict.fromkeys(["127.0.0.1", "localhost", *(urlsplit(url).hostname or "" for url in own_servers)])
+            no_proxy = ",".join([passed.get("NO_PROXY", passed.get("no_proxy", "")), *local]).strip(",")
+            key = sampler.api_key if sampler else api_key
+            variables = {**passed, **({API_KEY_VAR: key} if key else {}), "NO_PROXY": no_proxy, "no_proxy": no_proxy}
             setup = protocol.Setup(
                 name=config.name,
                 env_id=config.id,
@@ -240,13 +230,15 @@ class EnvPool:
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
         self._start_timeout = 0.0
-        self._worker_numbers, self._request_numbers = itertools.count(), itertools.count(1)
+        self._numbers = itertools.count(1)  # of workers and requests
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: UserError | None = None
         self._exit_stack = ExitStack()
 
     async def start(self, timeout: float = 300.0) -> None:
-        """Start the workers and wait until one of each environment is ready. `timeout` (seconds) also bounds later restarts.
+        """Start the workers and wait until one of each environment is ready.
+
+        `timeout` (seconds) also bounds later starts.
 
         Raises:
             UserError: not found, failing to import or load, bad arguments, no chat template, not ready in time.
@@ -261,8 +253,8 @@ class EnvPool:
         self._address = f"ipc://{self._directory}/pool"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._exit_stack.callback(self._socket.close)
-        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0)):
-            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(self._address)
         for each in self._all_sets:
             each.log.parent.mkdir(parents=True, exist_ok=True)
@@ -271,12 +263,8 @@ class EnvPool:
         self._create_task(self._keep_adjusting())
         try:
             for worker_set in self._all_sets:
-                await wait_async(
-                    lambda: worker_set.loaded or self._failure is not None,  # noqa: B023 - it is awaited in this round
-                    subject="ready worker", owner=f"environment {worker_set.config.name!r}", seconds=timeout,
-                )  # fmt: skip
-                if self._failure is not None:
-                    raise self._failure
+                name = f"environment {worker_set.config.name!r}"
+                await wait_async(partial(self._loaded, worker_set), subject="ready worker", owner=name, seconds=timeout)
         except BaseException:
             await self.close()
             raise
@@ -285,7 +273,7 @@ class EnvPool:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
         self._fail(UserError("the environment pool was closed"))
         for worker in self.workers.values():
-            worker.mark_for_termination("the pool was closed")
+            worker.ending = worker.ending or "the pool was closed"
         try:
             await wait_async(lambda: not self.workers, subject="end", owner="the workers", seconds=CLOSE_SECONDS)
         except WaitTimeout as error:  # the run has ended all the same: they watch this process
@@ -315,6 +303,12 @@ class EnvPool:
                 for request in each.waiting.values():
                     request.slot.set_exception(error)
                 each.waiting.clear()
+
+    def _loaded(self, worker_set: WorkerSet) -> bool:
+        """Whether some worker has loaded it. Raises UserError: the pool has failed."""
+        if self._failure is not None:
+            raise self._failure
+        return bool(worker_set.tasks)
 
     def of(self, worker_set: WorkerSet) -> list[Worker]:
         """The workers of an environment that are up."""
@@ -355,25 +349,28 @@ class EnvPool:
         Raises:
             UserError: the pool has failed.
         """
-        if self._failure is not None:
-            raise self._failure
-        worker_set, number = self.sets[env], next(self._request_numbers)
+        worker_set, number = self.sets[env], next(self._numbers)
+        self._loaded(worker_set)
         task_id, sampler = worker_set.tasks[task_index].task_id, self._samplers.get(env)
         base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
         message = Run(number, episode_id, task_index, task_id, sampling, policy_version, base_url, timeout)
         loop = asyncio.get_running_loop()
         request = worker_set.waiting[number] = Request(message, loop.create_future(), loop.create_future())
+        # Those before it time out, even of a single worker, which may have to be started again.
+        seconds = timeout + GRACE_SECONDS
+        turn = (1 + len(worker_set.waiting) // worker_set.config.max_concurrent) * seconds + self._start_timeout
+        late = Outcome.WORKER_DIED
         self._fill(worker_set)
         try:
             self._adjust(worker_set)
-            await asyncio.wait({request.slot})  # bounded: those before it time out; without workers the pool fails
-            worker = request.slot.result()  # bounded: it is done
-            async with asyncio.timeout(timeout + GRACE_SECONDS):
-                self._send(worker, message)
-                return replace(await request.result, env=env)  # owed by the worker; failed when that is gone
-        except TimeoutError:
-            why = f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline"
-            return message.failed(env, Outcome.TIMEOUT, why)
+            slot = asyncio.shield(request.slot)  # `_fill` finds it, whatever happens to this call
+            worker = await within(slot, subject="slot", owner=f"environment {env!r}", seconds=turn)
+            late = Outcome.TIMEOUT
+            self._send(worker, message)
+            result = await within(request.result, subject="result", owner=worker.identity, seconds=seconds)
+            return replace(result, env=env)
+        except WaitTimeout as error:
+            return message.failed(env, late, str(error))
         finally:
             request.result.cancel()
             if worker_set.waiting.pop(number, None) is None and request.slot.exception() is None:
@@ -386,8 +383,7 @@ class EnvPool:
     def _fill(self, worker_set: WorkerSet) -> None:
         """Give free slots to waiting episodes, in the order in which they asked."""
         while worker_set.waiting:
-            free = [worker for worker in self._ready(worker_set) if worker.lag < LAG_SECONDS]
-            worker = min(free, key=lambda worker: len(worker.pending), default=None)
+            worker = min(self._ready(worker_set), key=lambda worker: len(worker.pending), default=None)
             if worker is None or len(worker.pending) >= worker_set.config.max_concurrent:
                 return
             number = next(iter(worker_set.waiting))
@@ -399,22 +395,22 @@ class EnvPool:
     async def _keep_adjusting(self) -> None:
         while True:  # bounded: `close` cancels it
             await asyncio.sleep(ADJUST_SECONDS)
-            for worker in self.workers.values():
-                worker.measure()
             # The environment with the fewest workers takes free cores first.
-            for worker_set in sorted(self._all_sets, key=lambda worker_set: worker_set.target):
+            for worker_set in sorted(self._all_sets, key=lambda each: len(self.of(each))):
                 self._adjust(worker_set)
-                self._fill(worker_set)  # a blocked worker may have continued
 
     def _adjust(self, worker_set: WorkerSet) -> None:
         """Follow the load, then start and drain workers until there are as many as there should be."""
         if self._failure is not None:
             return
         now, ready = time.monotonic(), self._ready(worker_set)
-        if worker_set.loaded:
+        # One that is to end counts until it is reaped: `_supervise` says when another may take its place.
+        staying = sum(not worker.draining for worker in self.of(worker_set))
+        wanted = 1  # which shows whether it can be loaded, before others start
+        if worker_set.tasks:
             wanted = workers_wanted(
-                workers=worker_set.target,
-                starting=max(0, worker_set.target - len(ready)),
+                workers=staying,
+                starting=staying - len(ready),
                 use=sum(worker.use for worker in ready),
                 episodes=sum(len(worker.pending) for worker in ready) + len(worker_set.waiting),
                 slots=worker_set.config.max_concurrent,
@@ -422,32 +418,28 @@ class EnvPool:
                 max_workers=worker_set.max_workers,
                 free=max(0, cores() - len(self.workers)),
             )
-            if wanted >= worker_set.target:
-                worker_set.target, worker_set.idle_since = wanted, now
-            elif now - worker_set.idle_since > IDLE_SECONDS:
-                worker_set.target, worker_set.idle_since = max(wanted, worker_set.target // 2), now
-        ready.sort(key=lambda worker: len(worker.pending))
-        for worker in ready[: max(0, len(ready) - worker_set.target)]:
-            worker.draining = True
-            logger.info(
-                "worker {} is not needed any more: it ends after its {} episodes", worker.identity, len(worker.pending)
-            )
-        # One that is to end counts until it is reaped: `_supervise` says when another may take its place.
-        staying = [worker for worker in self.of(worker_set) if not worker.draining]
-        for _ in range(worker_set.target - len(staying)):
-            if now >= worker_set.no_start_before:
+        if wanted >= staying:
+            worker_set.idle_since = now
+        elif now - worker_set.idle_since > IDLE_SECONDS:
+            worker_set.idle_since = now
+            ready.sort(key=lambda worker: len(worker.pending))
+            for worker in ready[: staying - max(wanted, staying // 2)]:
+                worker.draining = True
+                logger.info("worker {} is not needed any more: it ends after its last episode", worker.identity)
+        if now >= worker_set.no_start_before:
+            for _ in range(wanted - staying):
                 self._start_worker(worker_set)
 
     # ---- supervision
 
     def _start_worker(self, worker_set: WorkerSet) -> None:
         """Start a process, `python -m prime_rl.envs.worker`, and its supervisor."""
-        number, variables = next(self._worker_numbers), worker_set.variables
+        number, variables = next(self._numbers), worker_set.variables
         identity, files = f"{worker_set.config.name}/{number}", self._directory / str(number)
         setup, page = files.with_suffix(".setup"), files.with_suffix(".page")
         if worker_set.config.python is not None:
             variables = {**variables, "PYTHONPATH": str(self._directory / "path")}
-        command = [worker_set.config.python or sys.executable, "-m", "prime_rl.envs.worker"]
+        command = [worker_set.config.python or sys.executable, "-u", "-m", "prime_rl.envs.worker"]
         command += [self._address, identity, str(setup), str(page)]
         try:
             setup.write_bytes(protocol.encode(worker_set.setup))
@@ -462,34 +454,30 @@ class EnvPool:
             self._create_task(self._supervise(worker_set, worker))
 
     async def _supervise(self, worker_set: WorkerSet, worker: Worker) -> None:
-        """Watch a process to its end, fail its episodes, end all it has started, and say when another one may take its place."""
-        while not (why := worker.exit_reason(self._start_timeout, HANG_SECONDS)):
+        """Watch a process to its end, fail its episodes, end all it has started, and replace it."""
+        while not (why := worker.ending or worker.exit_reason(self._start_timeout)):
             await asyncio.sleep(WATCH_SECONDS)  # bounded: a stuck process has an exit reason, too
+        worker.ending, offending_request = why, worker.offending_request
         if not worker.draining and not worker.pending:
             worker_set.deaths += 1  # else its episodes fail, and are counted as such: it can load
         for number, request in worker.pending.items():
-            outcome, reason = Outcome.WORKER_DIED, why
-            if number == worker.offending_request:
-                outcome, reason = Outcome.ERRORED, f"in this episode's code its worker {why}"
+            failed = request.message.failed(worker.env, Outcome.WORKER_DIED, why)
+            if number == offending_request:
+                failed.outcome, failed.message = Outcome.ERRORED, f"in this episode's code its worker {why}"
             if not request.result.done():
-                request.result.set_result(request.message.failed(worker_set.config.name, outcome, reason))
+                request.result.set_result(failed)
         await worker.end()
         del self.workers[worker.identity]
         if not worker.draining and self._failure is None:
-            if worker_set.deaths >= MAX_DEATHS * worker_set.target:
-                times = f"{worker_set.deaths} times in a row without having had an episode"
-                self._fail(
-                    UserError(
-                        f"workers of environment {worker_set.config.name!r} died {times}: {why}\n"
-                        f"{_tail(worker_set.log)}"
-                    )
-                )
+            if worker_set.deaths >= MAX_DEATHS * (1 + len(self.of(worker_set))):
+                died = f"died {worker_set.deaths} times in a row without having had an episode: {why}"
+                with worker_set.log.open(errors="replace") as log:
+                    end = "".join(f"  | {line}" for line in deque(log, _TAIL_LINES)).rstrip()
+                self._fail(UserError(f"workers of environment {worker.env!r} {died}\n{end}"))
                 return
             self.restarts += 1
             logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, worker_set.log)
-            pause = processes.backoff_seconds(max(0, worker_set.deaths - 1), BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-            if worker_set.loaded and not worker.ready:  # others do the work, and may set `deaths` to 0
-                pause = MAX_BACKOFF_SECONDS
+            pause = processes.backoff_seconds(worker_set.deaths, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
             worker_set.no_start_before = time.monotonic() + pause
         self._adjust(worker_set)
 
@@ -499,14 +487,11 @@ class EnvPool:
         while True:
             frames = await self._socket.recv_multipart()  # bounded: owed by no one; `exit_reason` finds hung workers
             worker = self.workers.get(frames[0].decode(errors="replace"))
-            if worker is None or worker.ending:
-                continue
-            try:
-                message = protocol.decode(frames[-1])
-            except protocol.ProtocolError as error:
-                worker.mark_for_termination(f"sent a broken message: {error}")
-                continue
-            self._handle(self.sets[worker.env], worker, message)
+            if worker is not None and not worker.ending:
+                try:
+                    self._handle(self.sets[worker.env], worker, protocol.decode(frames[-1]))
+                except ProtocolError as error:
+                    worker.ending = f"sent a broken message: {error}"
 
     def _handle(self, worker_set: WorkerSet, worker: Worker, message: protocol.Message) -> None:
         match message:
@@ -516,21 +501,20 @@ class EnvPool:
                     worker_set.deaths = 0
                     request.result.set_result(message.episode)
             case protocol.Ready():
-                worker.ready, worker.measured = True, (worker.page.ticked, worker.page.busy)
-                if not worker_set.loaded:
-                    worker_set.loaded = True
+                worker.ready = True
+                if not worker_set.tasks:
                     tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
                     worker_set.tasks = tasks if message.bounded else protocol.FirstTasks(tasks)
                 self._fill(worker_set)
                 self._adjust(worker_set)
             case protocol.Failed(message=why):
-                if not worker_set.loaded:  # it never loaded: no use trying again
+                if not worker_set.tasks:  # it never loaded: no use trying again
                     names = ", ".join(worker_set.withheld)
                     withheld = f"; not passed to it: {names} (see its `secrets`)" if names else ""
                     self._fail(UserError(f"{why} (log: {worker_set.log}){withheld}"))
-                worker.mark_for_termination(why)
+                worker.ending = why
             case _:
-                worker.mark_for_termination(f"sent an unexpected {type(message).__name__}")
+                raise ProtocolError(f"unexpected {type(message).__name__}")
 
     def _send(self, worker: Worker, message: protocol.Message) -> None:
         if not worker.ending:
@@ -542,31 +526,17 @@ def _v1(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
-def worker_variables(passed: Mapping[str, str], *, base_urls: Sequence[str], api_key: str | None) -> dict[str, str]:
-    """Return `passed`, and what a worker needs from us: the engine's key, no proxy towards our own servers."""
-    local = dict.fromkeys(["127.0.0.1", "localhost", *(urlsplit(url).hostname or "" for url in base_urls)])
-    no_proxy = ",".join([passed.get("NO_PROXY", passed.get("no_proxy", "")), *local]).strip(",")
-    own = {"NO_PROXY": no_proxy, "no_proxy": no_proxy, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**passed, **({API_KEY_VAR: api_key} if api_key else {}), **own}
-
-
-def _tail(log: Path) -> str:
-    """Return the last lines of a log, indented for printing below a message."""
-    with log.open(errors="replace") as file:
-        return "".join(f"  | {line}" for line in deque(file, _TAIL_LINES)).rstrip()
-
-
 # ---- how many workers
 def workers_wanted(
     *, workers: int, starting: int, use: float, episodes: int, slots: int, min_workers: int, max_workers: int, free: int
 ) -> int:
-    """Decide how many workers an environment should have: enough slots for all episodes, and none much busier than `MEAN_USE`.
+    """Decide how many workers an environment should have: slots for all episodes, and none busier than `MEAN_USE`.
 
     Saturated workers give only a lower bound on demand, so growth waits for starting ones.
 
     Args:
         workers: Ready or starting.
-        use: Cores: the sum over the ready ones of the part of the last seconds in which each one's event loop or threads were busy.
+        use: Cores: the sum over the ready ones of the part of the last seconds in which each was busy.
         free: Cores without a worker of any environment. Extra workers for slots ignore this limit, as waiting uses no
             CPU.
     """
@@ -578,7 +548,7 @@ def worker_range(workers: int | Literal["auto"], max_workers: int | None, enviro
     """Return the minimum and maximum number of workers of an environment, by its settings."""
     if workers != "auto":
         return workers, workers
-    # Episodes of a batch often end together: one worker would take them one after the other, though it is idle between.
+    # Episodes of a batch often end together: one worker, idle between, would take them one after the other.
     max_workers = max_workers or cores()
     return min(max_workers, max(1, min(_WORKERS, cores() // _CORES_A_WORKER) // environments)), max_workers
 

@@ -200,7 +200,7 @@ class Page(ctypes.Structure):
     _fields_ = [
         ("request", ctypes.c_uint64),  # the one whose code runs in the event loop, 0 for none
         ("ticked", ctypes.c_double),  # when the event loop last came round, by `time.monotonic()`; 0 until it is ready
-        ("busy", ctypes.c_double),  # seconds in which the process computed or its event loop was blocked
+        ("use", ctypes.c_double),  # of a core, of late: the process computed, or its event loop was blocked
     ]
 
     @classmethod

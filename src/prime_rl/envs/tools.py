@@ -25,7 +25,7 @@ from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils.paths import CACHE_DIR
 
 from prime_rl.envs.convert import parsed_json
-from prime_rl.wait import WaitTimeout, wait_async
+from prime_rl.wait import wait_async
 
 MALFORMED_CALL = "malformed_call"  # name of what was meant to be a call, its text the arguments
 CALL_SECONDS = 60.0
@@ -155,7 +155,7 @@ class ToolRuntime(SubprocessRuntime):
             super().cleanup()
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Raises vf.ToolsetError when a tool server dies, or does not listen in time."""
+        """Raises vf.ToolsetError when a tool server dies, WaitTimeout when it does not listen in time."""
         if _PORT_FILE not in env:
             return await super().run_background(argv, env, log)
         # A server imports what this worker (`python -m`) imports.
@@ -172,10 +172,7 @@ class ToolRuntime(SubprocessRuntime):
             except (OSError, ValueError):  # it has written no port yet, or listens later
                 return False
 
-        try:
-            await wait_async(settled, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
-        except WaitTimeout as error:
-            raise vf.ToolsetError(f"{error}: {await _last_lines(self, log)}") from error
+        await wait_async(settled, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
         if process.returncode is not None:
             why = f"it exited with status {process.returncode}: {await _last_lines(self, log)}"
             raise vf.ToolsetError(f"{owner}: {why}")

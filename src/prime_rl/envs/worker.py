@@ -1,7 +1,7 @@
-"""An environment worker: `python -m prime_rl.envs.worker ADDRESS IDENTITY SETUP PAGE`, started by `pool`; the last two are files.
+"""An environment worker: `python -m prime_rl.envs.worker ADDRESS IDENTITY SETUP PAGE`, started by `pool`.
 
-One event loop runs the episodes, and says in a page of shared memory that it comes round. Imports the standard library, pyzmq and msgpack until it
-knows which adapter it needs.
+The last two are files. One event loop runs the episodes, and says in a page of shared memory that it comes round.
+Imports the standard library, pyzmq and msgpack until it knows which adapter it needs.
 """
 
 import asyncio
@@ -17,8 +17,7 @@ import signal
 import sys
 import time
 import traceback
-import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from importlib.util import find_spec
@@ -35,6 +34,7 @@ from prime_rl.envs.ids import CLASSIC, VERSIONS, Broken, LoadError, check_versio
 from prime_rl.envs.protocol import MOST_BYTES, EpisodeResult, Outcome, Page, Run, Setup, decode, encode
 
 TICK_SECONDS = 0.2
+MEAN_SECONDS = 1.5  # over which the use of a core is averaged
 _request: contextvars.ContextVar[int] = contextvars.ContextVar("request", default=0)  # whose code runs
 MAX_THREADS = 64  # Python's own number is six on two cores: too few where some never end
 
@@ -100,46 +100,46 @@ class _WaitTimer(selectors.DefaultSelector):
             self.seconds += time.monotonic() - begin
 
 
-def attribute_steps(loop: asyncio.AbstractEventLoop, page: Page) -> None:
-    """Have each step of attributed tasks write its request into the page."""
+class WorkerLoop(asyncio.SelectorEventLoop):
+    """An event loop that shows in the page whose code it runs, that it comes round, and how much of a core is used."""
 
-    def make_task(loop: Any, coro: Any, context: contextvars.Context | None = None, **more: Any) -> "asyncio.Task[Any]":
-        request = (contextvars.copy_context() if context is None else context).get(_request, 0)
-        return asyncio.Task(_run(coro, request, page) if request else coro, loop=loop, context=context, **more)
+    def __init__(self, page: Page) -> None:
+        self._page, self._timer = page, _WaitTimer()
+        super().__init__(self._timer)
 
-    loop.set_task_factory(make_task)
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        """Schedule a callback: a step of a task, above all, which has the context of its episode."""
+        request = _request.get() if context is None else context.get(_request, 0)  # bounded: of a context
+        if request:
+            return super().call_soon(self._attributed, request, callback, *args, context=context)
+        return super().call_soon(callback, *args, context=context)
 
-
-async def _run(coro: Coroutine[Any, Any, Any], request: int, page: Page) -> Any:
-    return await _steps(coro, request, page)
-
-
-@types.coroutine
-def _steps(coro: Coroutine[Any, Any, Any], request: int, page: Page) -> Generator[Any, Any, Any]:
-    """Run a task's coroutine step by step. What would end the event loop fails the task."""
-    step: Callable[[Any], Any] = coro.send
-    value: Any = None
-    while True:
-        before, page.request = page.request, request
+    def _attributed(self, request: int, callback: Callable[..., object], *args: Any) -> None:
+        self._page.request = request
         try:
-            awaited = step(value)
-        except StopIteration as done:
-            return done.value
-        except SystemExit as error:
-            raise RuntimeError(f"the environment's code called sys.exit({error.code!r})") from error
+            callback(*args)
+        except SystemExit:  # its task has failed of it; the loop goes on
+            pass
         finally:
-            page.request = before
-        try:
-            step, value = coro.send, (yield awaited)
-        except BaseException as error:  # noqa: BLE001 - the coroutine's own, cancellation above all
-            step, value = coro.throw, error
+            self._page.request = 0
+
+    async def tick(self) -> None:
+        """Keep the page up to date. Not before all is loaded: imports and downloads may block the loop."""
+        now, computed, waited = time.monotonic(), time.process_time(), self._timer.seconds
+        while True:  # bounded: cancelled at the end of `serve`
+            self._page.ticked, before = now, (now, computed, waited)
+            await asyncio.sleep(TICK_SECONDS)
+            now, computed, waited = time.monotonic(), time.process_time(), self._timer.seconds
+            passed = now - before[0]
+            use = min(1.0, max(computed - before[1], passed - (waited - before[2])) / passed)
+            self._page.use += (use - self._page.use) * min(1.0, passed / MEAN_SECONDS)
 
 
 class WorkerServer:
     """Serve one environment to the pool at `address`."""
 
-    def __init__(self, address: str, identity: str, page: Page, timer: _WaitTimer) -> None:
-        self._address, self._page, self._timer = address, page, timer
+    def __init__(self, address: str, identity: str, loop: WorkerLoop) -> None:
+        self._address, self._loop = address, loop
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._running: WeakValueDictionary[int, asyncio.Task[None]] = WeakValueDictionary()
@@ -149,7 +149,7 @@ class WorkerServer:
         this_task = asyncio.current_task()
         assert this_task is not None
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, this_task.cancel)
+            self._loop.add_signal_handler(number, this_task.cancel)
         self._socket.connect(self._address)
         gc.disable()  # imports and tasks would take a quarter longer, and stay to the end
         async with contextlib.AsyncExitStack() as exit_stack:
@@ -165,10 +165,9 @@ class WorkerServer:
             gc.collect()
             gc.freeze()  # else a full collection would block the loop for 0.4 s, every few hundred episodes
             gc.enable()
-            self._page.ticked = time.monotonic()
-            await self._send(protocol.Ready(env.task_ids, env.bounded))
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._tick())
+                group.create_task(self._loop.tick())
+                await self._send(protocol.Ready(env.task_ids, env.bounded))
                 await self._receive(env, setup, group)
 
     async def _receive(self, env: Adapter, setup: Setup, group: asyncio.TaskGroup) -> None:
@@ -201,7 +200,7 @@ class WorkerServer:
         except Broken as error:
             broken = str(error)
             result = failed(Outcome.ERRORED, broken)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it stays an outcome of this episode
             traceback.print_exc()
             result = failed(Outcome.ERRORED, f"{type(error).__name__}: {error}")
         fault = faults.point(f"result:{name}")
@@ -223,16 +222,6 @@ class WorkerServer:
     async def _send(self, message: protocol.Message) -> None:
         await self._socket.send(encode(message))  # bounded: the pool reads, or this process ends with it
 
-    async def _tick(self) -> None:
-        """Show that the event loop comes round, and how much of a core is used. Not before all is loaded: imports and downloads may block the loop."""
-        now, computed, waited = time.monotonic(), time.process_time(), self._timer.seconds
-        while True:  # bounded: cancelled at the end of `serve`
-            before = now, computed, waited
-            await asyncio.sleep(TICK_SECONDS)
-            now, computed, waited = time.monotonic(), time.process_time(), self._timer.seconds
-            self._page.busy += max(computed - before[1], now - before[0] - (waited - before[2]))
-            self._page.ticked = now
-
 
 def main() -> None:
     processes.watch()
@@ -242,13 +231,12 @@ def main() -> None:
     address, identity, setup_file, page_file = sys.argv[1:]
     setup = decode(Path(setup_file).read_bytes())
     assert isinstance(setup, Setup)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _set_up_logging(setup.log_level)
-    page, timer = Page.of(Path(page_file)), _WaitTimer()
-    loop = asyncio.SelectorEventLoop(timer)
+    loop = WorkerLoop(Page.of(Path(page_file)))
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment"))
-    attribute_steps(loop, page)
     with contextlib.suppress(asyncio.CancelledError):
-        loop.run_until_complete(WorkerServer(address, identity, page, timer).serve(setup))
+        loop.run_until_complete(WorkerServer(address, identity, loop).serve(setup))
     # All is closed. Taking the interpreter apart would collect verifiers' whole object graph: seconds on a busy machine.
     logging.shutdown()
     sys.stdout.flush()
@@ -261,7 +249,7 @@ def _set_up_logging(level: str) -> None:
     lines = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     logging.basicConfig(level=libraries, format=lines, datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("prime_rl").setLevel(level.upper())
-    # For libraries that use loguru, which reads this when it is imported. `diagnose` would show the values of variables.
+    # For libraries that use loguru, which reads this when it is imported. `diagnose` would show variables' values.
     os.environ.update(LOGURU_LEVEL=level.upper(), LOGURU_DIAGNOSE="0")
 
 

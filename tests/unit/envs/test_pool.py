@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import pool
-from prime_rl.envs.pool import EnvPool, worker_range, worker_variables, workers_wanted
+from prime_rl.envs.pool import EnvPool, worker_range, workers_wanted
 from prime_rl.envs.protocol import API_KEY_VAR
 from prime_rl.errors import UserError
 from prime_rl.redact import HIDDEN, is_secret, passed_on, redacted
@@ -76,12 +76,15 @@ def test_a_missing_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
         EnvPool([EnvConfig(id="math", secrets=["JUDGE_API_KEY"])], model="m", base_url="", api_key=None, output_dir=tmp_path)  # fmt: skip
 
 
-def test_what_a_worker_gets_from_us() -> None:
+def test_what_a_worker_gets_from_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Contract: the engine's key under the worker's own name, no proxy towards our engine."""
-    variables = worker_variables({"A": "1"}, base_urls=["http://engine:8000/v1"], api_key="k")
-    assert (variables["A"], variables[API_KEY_VAR]) == ("1", "k")
-    assert "engine" in variables["NO_PROXY"].split(",")
-    assert API_KEY_VAR not in worker_variables({}, base_urls=["http://h"], api_key=None)
+    monkeypatch.setenv("A", "1")
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    for key in ("k", None):
+        pool = EnvPool([EnvConfig(id="e")], model="m", base_url="http://engine:8000", api_key=key, output_dir=tmp_path)
+        variables = pool.sets["e"].variables
+        assert (variables["A"], variables.get(API_KEY_VAR)) == ("1", key)
+        assert {"intranet", "engine"} <= set(variables["NO_PROXY"].split(","))
 
 
 def test_redacted() -> None:
