@@ -49,7 +49,7 @@ def environments(directory: Path, seed: int) -> list[dict[str, Any]]:
     return [
         {
             "id": "stub", "name": name, "python": str(stub_python(directory)), "max_workers": 2, "max_concurrent": 4,
-            "args": {"deeds": deeds, "chance": chance, "seed": seed, "seconds": 0.05, "directory": str(directory)},
+            "args": {"deeds": deeds, "chance": chance, "seed": seed, "seconds": 0.05, "hang": 3.0, "directory": str(directory)},
         }
         for name, (deeds, chance) in shares.items()
     ]  # fmt: skip
@@ -72,12 +72,11 @@ async def train(world: World, steps: int) -> None:
 
 async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, seed: int, pause: float) -> Witness:
     """One run of so many steps."""
-    monkeypatch.setattr(pool_module, "HANG_SECONDS", 3.0)
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 20)  # of which two thirds are ours
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 2.0)
     world = World(
         directory / "run", environment=None, environments=environments(directory, seed), batch_size=12, rollouts_per_example=2, async_level=1,
-        max_steps=steps, max_error_rate=1.0, rollout_timeout=20.0, seed=seed,
+        max_steps=steps, max_error_rate=1.0, rollout_timeout=5.0, seed=seed,
     )  # fmt: skip
     pool = Witness(
         world.config.environments, model="none", base_url=world.engine.root, api_key=None, output_dir=world.directory

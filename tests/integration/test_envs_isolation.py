@@ -86,7 +86,7 @@ async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.Mon
     """Where the workers are busy and there are more cores than workers, more start, though slots are free; what is not needed any more ends, its episodes first."""
     monkeypatch.setattr(pool_module, "cores", lambda: 4)
     monkeypatch.setattr(pool_module, "IDLE_SECONDS", 0.5)
-    env = stub(tmp_path, {"blocks": 0.02, "slow": 3.0}, max_concurrent=64, max_workers=3)
+    env = stub(tmp_path, {"blocks": 0.05, "slow": 3.0}, max_concurrent=64, max_workers=3)
     async with serving(tmp_path, env) as pool:
         stubs = pool.sets["stub"]
         async with asyncio.timeout(SECONDS):
@@ -170,8 +170,8 @@ DEADLY = {
     "broken": (Outcome.ERRORED, "scripted"),
     "segfault": (Outcome.ERRORED, "in this episode's code its worker was killed by SIGSEGV"),
     "bytes": (Outcome.WORKER_DIED, "broken message"),
-    "hold": (Outcome.ERRORED, "in this episode's code its worker was blocked for"),  # an extension's endless loop
-    "loop": (Outcome.ERRORED, "in this episode's code its worker was blocked for"),
+    "hold": (Outcome.ERRORED, "in this episode's code its worker failed with exit status 1"),
+    "loop": (Outcome.ERRORED, "in this episode's code its worker failed with exit status 1"),
 }
 
 
@@ -203,9 +203,8 @@ async def test_what_is_its_own_alone(tmp_path: Path) -> None:
 async def test_what_costs_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that dies, hangs, or whose messages are none, is replaced; the episode in whose code it died fails, the others may be tried again.
     However often that comes in a row: it is no failure to load."""
-    monkeypatch.setattr(pool_module, "HANG_SECONDS", 2.5)
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 2)
-    async with serving(tmp_path, stub(tmp_path, {"slow": 1.0})) as pool:
+    async with serving(tmp_path, stub(tmp_path, {"slow": 1.0, "hang": 2.5})) as pool:
         for deed, (outcome, message) in DEADLY.items():
             offending, neighbour = await two(pool, tmp_path, deed)
             assert (deed, offending.outcome, neighbour.outcome) == (deed, outcome, Outcome.WORKER_DIED)
@@ -213,14 +212,16 @@ async def test_what_costs_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (await run(pool)).ok
         assert pool.restarts == len(DEADLY)
     log = (tmp_path / "out" / "logs" / "envs" / "stub.log").read_text()
-    assert all(said in log for said in ("Segmentation fault", "Aborted", "in _loop"))
+    assert all(said in log for said in ("Segmentation fault", "Timeout (0:00:02.5", "in _loop"))
 
 
 async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path) -> None:
-    """The pool answers by the deadline (and its grace) even when the worker's own timer cannot run."""
+    """The pool answers by the deadline (and its grace) even when the worker's own timer cannot run, and replaces it."""
     async with serving(tmp_path, stub(tmp_path, {"blocks": 600.0})) as pool:
+        before = pids(pool)
         result = await run(pool, seconds=1.0)
         assert (result.outcome, "no result from stub/" in result.message) == (Outcome.TIMEOUT, True)
+        await until(lambda: pids(pool).isdisjoint(before))
 
 
 # ---- what may happen to a worker
@@ -237,10 +238,9 @@ async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch
     async with serving(tmp_path, stub(tmp_path)) as pool:
         assert (await run(pool)).outcome is Outcome.WORKER_DIED
         assert (await run(pool, seconds=1.0)).outcome is Outcome.TIMEOUT
-        workers = pids(pool)
         outcomes = [(await run(pool)).outcome for _ in range(3)]
         assert outcomes == [Outcome.OK, Outcome.ERRORED, Outcome.OK]
-        assert (pids(pool), pool.restarts) == (workers, 1)
+        assert pool.restarts == 2
 
 
 async def test_a_kill_at_the_start(tmp_path: Path) -> None:

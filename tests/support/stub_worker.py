@@ -135,6 +135,7 @@ def stub_python(directory: Path) -> Path:
 
 async def _serve(self: worker.WorkerServer, setup: Setup, serve: Any = worker.WorkerServer.serve) -> None:
     _serving.append(self)  # the deeds above find it
+    worker.HANG_SECONDS = setup.args.get("hang", worker.HANG_SECONDS)
     await serve(self, setup)
 
 

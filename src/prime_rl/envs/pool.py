@@ -40,8 +40,7 @@ from prime_rl.wait import WaitTimeout, wait_async, within
 WATCH_SECONDS = 0.1
 ADJUST_SECONDS = 1.0
 IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
-HANG_SECONDS = 60.0  # that environment code may block a worker's event loop before the worker is replaced
-GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
+GRACE_SECONDS = 60.0  # a worker enforces an episode's deadline itself; one that is later than this is replaced
 BACKOFF_SECONDS = 1.0  # before another worker takes the place of one without episodes; doubled with each in a row
 MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, for each worker of an environment, of workers without episodes
@@ -65,56 +64,31 @@ class Request:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process and what the pool knows about it. Times are `time.monotonic()`."""
+    """A worker process and what the pool knows about it."""
 
     identity: str
     env: str
     page: Page
     child: processes.Child
+    ready_by: float  # by `time.monotonic()`
     ready: bool = False  # it has loaded its environment
     draining: bool = False  # it gets no more episodes, and ends with its last one
     pending: dict[int, Request] = field(default_factory=dict)  # by their numbers
-    started: float = field(default_factory=time.monotonic)
     ending: str = ""  # how it ended, or why it is to be ended
 
-    @property
-    def lag(self) -> float:
-        """Seconds for which it has been blocked by the code of one of its episodes, or stopped."""
-        return time.monotonic() - self.page.ticked if self.page.ticked else 0.0
-
-    @property
-    def use(self) -> float:
-        """Fraction of a core that it uses, a moving average; one that does not answer uses all of it."""
-        return 1.0 if self.lag > 1.0 else self.page.use
-
-    def exit_reason(self, start_timeout: float) -> str:
+    def exit_reason(self) -> str:
         """Return how the worker ended, or why it must be ended; "" while neither is so."""
+        if self.ending:
+            return self.ending
         if (status := self.child.status) is not None:
             return processes.describe_exit(status)
-        if self.lag > HANG_SECONDS:
-            return f"was blocked for {self.lag:.0f} s: its log says where"
-        if not self.ready and time.monotonic() - self.started > start_timeout:
-            return f"not ready after {start_timeout:.0f} s"
+        if not self.ready and time.monotonic() > self.ready_by:
+            return "was not ready in time"
         return "was not needed any more" if self.draining and not self.pending else ""
 
-    @property
-    def offending_request(self) -> int:
-        """The request in whose code the worker died or hangs; 0: none, or a signal of others ended or stopped it."""
-        if (status := self.child.status) is not None:
-            at_fault = -status not in _SIGNALS_OF_OTHERS
-        else:
-            process = processes.read(self.child.pid)
-            at_fault = self.lag > HANG_SECONDS and process is not None and not process.stopped
-        return self.page.request if at_fault else 0
-
     async def end(self) -> None:
-        """Send SIGTERM to the process group, then SIGKILL to all that the worker has started.
-
-        One that is blocked gets SIGABRT, on which it writes to its log where it is. Takes little more than
-        `TERM_SECONDS`.
-        """
-        blocked = self.lag > TERM_SECONDS
-        self.child.signal(signal.SIGABRT if blocked else signal.SIGTERM, group=not blocked)
+        """Send SIGTERM to the process group; after `TERM_SECONDS` SIGKILL to all that the worker has started."""
+        self.child.signal(signal.SIGTERM, group=True)
         with suppress(WaitTimeout):
             await wait_async(
                 lambda: self.child.status is not None, subject="end", owner=self.identity, seconds=TERM_SECONDS
@@ -326,7 +300,7 @@ class EnvPool:
     @property
     def busiest(self) -> float:
         """Fraction of a core that the busiest worker uses, a moving average of what its shared `Page` says."""
-        return max((worker.use for worker in self.workers.values()), default=0.0)
+        return max((worker.page.use for worker in self.workers.values()), default=0.0)
 
     async def run(
         self,
@@ -370,13 +344,15 @@ class EnvPool:
             result = await within(request.result, subject="result", owner=worker.identity, seconds=seconds)
             return replace(result, env=env)
         except WaitTimeout as error:
+            if late is Outcome.TIMEOUT:  # it is stopped, or what it runs does not end when it is cancelled
+                worker.ending = worker.ending or f"gave {error}"
             return message.failed(env, late, str(error))
         finally:
             request.result.cancel()
             if worker_set.waiting.pop(number, None) is None and request.slot.exception() is None:
                 worker = request.slot.result()  # bounded: it is done
                 del worker.pending[number]
-                if request.result.cancelled():  # it is late, or its call was cancelled
+                if request.result.cancelled():  # its call was cancelled
                     self._send(worker, protocol.Cancel(number))
                 self._fill(worker_set)
 
@@ -411,7 +387,7 @@ class EnvPool:
             wanted = workers_wanted(
                 workers=staying,
                 starting=staying - len(ready),
-                use=sum(worker.use for worker in ready),
+                use=sum(worker.page.use for worker in ready),
                 episodes=sum(len(worker.pending) for worker in ready) + len(worker_set.waiting),
                 slots=worker_set.config.max_concurrent,
                 min_workers=worker_set.min_workers,
@@ -444,9 +420,8 @@ class EnvPool:
         try:
             setup.write_bytes(protocol.encode(worker_set.setup))
             with worker_set.log.open("ab") as output:
-                worker = Worker(
-                    identity, worker_set.config.name, Page.of(page), processes.Child(command, variables, output)
-                )
+                child, ready_by = processes.Child(command, variables, output), time.monotonic() + self._start_timeout
+                worker = Worker(identity, worker_set.config.name, Page.of(page), child, ready_by)
         except OSError as error:
             self._fail(UserError(f"a worker of environment {worker_set.config.name!r} cannot be started: {error}"))
         else:
@@ -455,15 +430,20 @@ class EnvPool:
 
     async def _supervise(self, worker_set: WorkerSet, worker: Worker) -> None:
         """Watch a process to its end, fail its episodes, end all it has started, and replace it."""
-        while not (why := worker.ending or worker.exit_reason(self._start_timeout)):
+        while not (why := worker.exit_reason()):
             await asyncio.sleep(WATCH_SECONDS)  # bounded: a stuck process has an exit reason, too
-        worker.ending, offending_request = why, worker.offending_request
+        status, worker.ending = worker.child.status, why
+        offending_request = 0 if status is None or -status in _SIGNALS_OF_OTHERS else worker.page.request
         if not worker.draining and not worker.pending:
             worker_set.deaths += 1  # else its episodes fail, and are counted as such: it can load
+        log = worker_set.log
         for number, request in worker.pending.items():
             failed = request.message.failed(worker.env, Outcome.WORKER_DIED, why)
             if number == offending_request:
-                failed.outcome, failed.message = Outcome.ERRORED, f"in this episode's code its worker {why}"
+                failed.outcome, failed.message = (
+                    Outcome.ERRORED,
+                    f"in this episode's code its worker {why} (log: {log})",
+                )
             if not request.result.done():
                 request.result.set_result(failed)
         await worker.end()
@@ -471,12 +451,12 @@ class EnvPool:
         if not worker.draining and self._failure is None:
             if worker_set.deaths >= MAX_DEATHS * (1 + len(self.of(worker_set))):
                 died = f"died {worker_set.deaths} times in a row without having had an episode: {why}"
-                with worker_set.log.open(errors="replace") as log:
-                    end = "".join(f"  | {line}" for line in deque(log, _TAIL_LINES)).rstrip()
+                with log.open(errors="replace") as file:
+                    end = "".join(f"  | {line}" for line in deque(file, _TAIL_LINES)).rstrip()
                 self._fail(UserError(f"workers of environment {worker.env!r} {died}\n{end}"))
                 return
             self.restarts += 1
-            logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, worker_set.log)
+            logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, log)
             pause = processes.backoff_seconds(worker_set.deaths, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
             worker_set.no_start_before = time.monotonic() + pause
         self._adjust(worker_set)

@@ -195,12 +195,11 @@ class Result:
 
 
 class Page(ctypes.Structure):
-    """A file that both sides map. The worker writes, the pool reads, also when the worker is dead or hangs."""
+    """A file that both sides map. The worker writes, the pool reads, also when the worker is dead."""
 
     _fields_ = [
         ("request", ctypes.c_uint64),  # the one whose code runs in the event loop, 0 for none
-        ("ticked", ctypes.c_double),  # when the event loop last came round, by `time.monotonic()`; 0 until it is ready
-        ("use", ctypes.c_double),  # of a core, of late: the process computed, or its event loop was blocked
+        ("use", ctypes.c_double),  # of a core, a moving average: the process computed, or its event loop was late
     ]
 
     @classmethod

@@ -12,7 +12,6 @@ import functools
 import gc
 import logging
 import os
-import selectors
 import signal
 import sys
 import time
@@ -34,6 +33,7 @@ from prime_rl.envs.ids import CLASSIC, VERSIONS, Broken, LoadError, check_versio
 from prime_rl.envs.protocol import MOST_BYTES, EpisodeResult, Outcome, Page, Run, Setup, decode, encode
 
 TICK_SECONDS = 0.2
+HANG_SECONDS = 60.0  # for which environment code may block the event loop
 MEAN_SECONDS = 1.5  # over which the use of a core is averaged
 _request: contextvars.ContextVar[int] = contextvars.ContextVar("request", default=0)  # whose code runs
 MAX_THREADS = 64  # Python's own number is six on two cores: too few where some never end
@@ -87,25 +87,12 @@ def load(setup: Setup) -> Adapter:
     return VerifiersEnv(setup)
 
 
-class _WaitTimer(selectors.DefaultSelector):
-    """Adds up the seconds in which the event loop waits for something to do."""
-
-    seconds = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        begin = time.monotonic()
-        try:
-            return super().select(timeout)
-        finally:
-            self.seconds += time.monotonic() - begin
-
-
 class WorkerLoop(asyncio.SelectorEventLoop):
-    """An event loop that shows in the page whose code it runs, that it comes round, and how much of a core is used."""
+    """An event loop that shows in the page whose code it runs and how much of a core is used, and does not hang."""
 
     def __init__(self, page: Page) -> None:
-        self._page, self._timer = page, _WaitTimer()
-        super().__init__(self._timer)
+        self._page = page
+        super().__init__()
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
         """Schedule a callback: a step of a task, above all, which has the context of its episode."""
@@ -124,15 +111,17 @@ class WorkerLoop(asyncio.SelectorEventLoop):
             self._page.request = 0
 
     async def tick(self) -> None:
-        """Keep the page up to date. Not before all is loaded: imports and downloads may block the loop."""
-        now, computed, waited = time.monotonic(), time.process_time(), self._timer.seconds
+        """Measure, and end this process with a traceback once the event loop is blocked for `HANG_SECONDS`.
+
+        Not before all is loaded: imports and downloads may block it.
+        """
         while True:  # bounded: cancelled at the end of `serve`
-            self._page.ticked, before = now, (now, computed, waited)
+            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+            before, computed = time.monotonic(), time.process_time()
             await asyncio.sleep(TICK_SECONDS)
-            now, computed, waited = time.monotonic(), time.process_time(), self._timer.seconds
-            passed = now - before[0]
-            use = min(1.0, max(computed - before[1], passed - (waited - before[2])) / passed)
-            self._page.use += (use - self._page.use) * min(1.0, passed / MEAN_SECONDS)
+            passed = time.monotonic() - before
+            use = max(time.process_time() - computed, passed - TICK_SECONDS) / passed
+            self._page.use += (min(1.0, use) - self._page.use) * min(1.0, passed / MEAN_SECONDS)
 
 
 class WorkerServer:
