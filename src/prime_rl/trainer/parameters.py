@@ -6,8 +6,10 @@ random.
 """
 
 import json
+import os
+import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ from transformers import PreTrainedModel
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, local_part, rows_of_rank
 from prime_rl.trainer.source import one_line
+from prime_rl.transport.commit import UNSYNCED_BYTES
 
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WRAPPED = "_checkpoint_wrapped_module."  # of blocks that keep less, or keep it elsewhere
 # Parameters that hold a matrix of every expert, and the names of their parts in the files, one below the other.
 _FUSED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
@@ -163,3 +167,28 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         return files
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise UserError(f"the weights in {directory} are damaged or unreadable: {one_line(error)}") from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file with at most `UNSYNCED_BYTES` of it in the page cache, and sync it."""
+    header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    pinned = torch.empty(UNSYNCED_BYTES if on_gpu else 0, dtype=torch.uint8, pin_memory=on_gpu)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        unsynced = 0
+        for tensor in tensors.values():
+            for part in tensor.contiguous().reshape(-1).view(torch.uint8).split(UNSYNCED_BYTES):
+                unsynced += file.write((pinned[: len(part)].copy_(part) if part.is_cuda else part).numpy().data)
+                if unsynced >= UNSYNCED_BYTES:
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    unsynced = 0
+        file.flush()
+        os.fsync(file.fileno())

@@ -6,10 +6,6 @@ of any other. A checkpoint is data, never code.
 """
 
 import json
-import math
-import os
-import struct
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +17,9 @@ from torch import Tensor, nn
 from prime_rl.errors import UserError
 from prime_rl.trainer.optim import ShardedOptimizer
 from prime_rl.trainer.parallel import World, agree, local_part, rows_of_rank, rows_of_ranks
-from prime_rl.trainer.parameters import plain_name
+from prime_rl.trainer.parameters import plain_name, write_tensors
 from prime_rl.trainer.source import one_line
-from prime_rl.transport.commit import UNSYNCED_BYTES, disk_errors
+from prime_rl.transport.commit import disk_errors
 
 _INDEX = "index.json"
 
@@ -119,7 +115,7 @@ def save(state: State, directory: Path, world: World) -> None:
         with disk_errors(directory):
             directory.mkdir(exist_ok=True)
             if world.writes:
-                _write_file(_rank_file(directory, world.rank), tensors)
+                write_tensors(_rank_file(directory, world.rank), tensors)
             if world.is_main:
                 index = {"shards": world.shards, "shapes": shapes}
                 (directory / _INDEX).write_text(json.dumps(index))
@@ -166,27 +162,3 @@ def _load(state: State, directory: Path, world: World) -> None:
 
 def _rank_file(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank}.safetensors"
-
-
-def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file with at most `UNSYNCED_BYTES` of it in the page cache, and sync it."""
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + math.prod(tensor.shape) * tensor.itemsize
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-    pinned = torch.empty(UNSYNCED_BYTES if on_gpu else 0, dtype=torch.uint8, pin_memory=on_gpu)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        unsynced = 0
-        for tensor in tensors.values():
-            for part in tensor.contiguous().reshape(-1).view(torch.uint8).split(UNSYNCED_BYTES):
-                unsynced += file.write((pinned[: len(part)].copy_(part) if part.is_cuda else part).numpy().data)
-                if unsynced >= UNSYNCED_BYTES:
-                    file.flush()
-                    os.fdatasync(file.fileno())
-                    unsynced = 0
-        file.flush()
-        os.fsync(file.fileno())

@@ -6,9 +6,8 @@ Whole tensors are gathered layer by layer on rank 0, which publishes them from t
 import json
 import os
 import shutil
-import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -22,13 +21,12 @@ from torch.distributed.tensor import DTensor
 from prime_rl.errors import UserError
 from prime_rl.host_memory import local_ranks
 from prime_rl.trainer.parallel import Moment, World, now, page_lock, seconds
-from prime_rl.trainer.parameters import stored_tensors
+from prime_rl.trainer.parameters import DTYPE_NAMES, stored_tensors, write_tensors
 from prime_rl.trainer.source import Source
-from prime_rl.transport.commit import UNSYNCED_BYTES, disk_errors
+from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.exchange import layout, shared_buffer
 from prime_rl.transport.weights import INDEX, TensorEntry, hash_tensors
 
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DEVICE_SHARE = 1 / 8
 """Of the GPU's memory, the copy takes at most this much; a larger one lies in host memory."""
 FILE_BYTES = 256 << 20  # a file holds more only if one tensor does
@@ -133,41 +131,21 @@ class WeightCopy:
                 host.copy_(self.buffer)
         return host
 
-    def _header(self, names: Sequence[str]) -> bytes:
-        """Return the header of a safetensors file that holds these tensors one after the other."""
-        described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in names:
-            start, end = end, end + self.ranges[name][1]
-            entry = self.tensors[name]
-            described[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
-        text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
-
     def write_files(self, host: Tensor, source: Source, directory: Path) -> dict[str, TensorEntry]:
         """Write a copy in host memory as a model directory, files, config and tokenizer; return the tensors' hashes.
 
         The files are read back, to see what has arrived. Raises UserError if the disk is full.
         """
         copy_model_files(source, directory, self.dtype)
-        data, tensors = host.numpy().data, tensors_by_file(self.ranges)
+        tensors = tensors_by_file(self.ranges)
 
         def write(file: str) -> dict[str, TensorEntry]:
-            path, unsynced = directory / file, 0
+            path, content = directory / file, dict[str, Tensor]()
+            for name in tensors[file]:
+                start, size = self.ranges[name]
+                content[name] = host[start : start + size].view(self.dtype).view(self.tensors[name].shape)
             with disk_errors(path):
-                with open(path, "wb", buffering=0) as opened:
-                    opened.write(self._header(tensors[file]))
-                    for name in tensors[file]:
-                        start, size = self.ranges[name]
-                        end = start + size
-                        while start < end:
-                            written = opened.write(data[start : min(end, start + UNSYNCED_BYTES)])
-                            start, unsynced = start + written, unsynced + written
-                            if unsynced >= UNSYNCED_BYTES:
-                                os.fdatasync(opened.fileno())
-                                unsynced = 0
-                    os.fsync(opened.fileno())
+                write_tensors(path, content)
                 return hash_tensors(path)
 
         # Several files at a time: the disk and xxh3 do not hold the interpreter.
