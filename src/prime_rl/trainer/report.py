@@ -155,11 +155,6 @@ Named = Callable[[list[float]], Mapping[str, float]]
 """A step's metrics by name, from its sums."""
 
 
-def runs_ahead(device: torch.device) -> bool:
-    """Whether the host only enqueues what the device does."""
-    return device.type == "cuda"
-
-
 @dataclass(frozen=True)
 class StepMetrics:
     """The metrics of step `step`, some of which are still on the device.
@@ -204,9 +199,8 @@ def sum_on_device(world: World, sums: Tensor, norm: Tensor) -> ToHost:
 class MetricRows:
     """Rows of metrics, each written once its step is done. Every rank keeps them.
 
-    Reading at once would let a GPU run dry: there a step's row is written while the next step is under way, and by
-    `flush`, which comes before anything is saved that is ahead of the row. On a CPU it is written at once. As a context
-    it writes what is left when a run fails.
+    Reading at once would let a GPU run dry: a step's row is written by `flush` while the next step is under way, before
+    anything is saved that is ahead of the row, and before a wait. As a context it writes what is left when a run fails.
 
     A step's time goes from the end of the one before to its own end, so that waits count, for the first one from `begin`.
     `written` is the step whose row was written last.
@@ -241,11 +235,9 @@ class MetricRows:
         return not durable or weights_manifest(version_dir(weights, step + 1)).publisher is None
 
     def put(self, row: StepMetrics) -> None:
-        """A step is under way; its row is written later, on a device that runs behind the host."""
+        """A step is under way; its row is written later."""
         assert self._row is None, "a step's row is written before the next step ends"
         self._row = row
-        if not runs_ahead(self._device):
-            self.flush()
 
     def flush(self) -> None:
         """Write the row that is left, if there is one, as soon as its step is done.

@@ -103,13 +103,6 @@ def write_one(output_dir: Path, step: int = 0, **changes: Any) -> None:
     write_batch(output_dir / "rollouts", step, [Sample(**{**fields, **changes})])
 
 
-@pytest.fixture(params=[False, True], ids=["at once", "one step late"])
-def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Rows of metrics are written one step late, as on a GPU."""
-    monkeypatch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: request.param)
-    return request.param
-
-
 LONG = {"input_ids": [1] * 200, "loss_mask": [True] * 200, "logprobs": [-1.0] * 200, "advantages": [1.0] * 200}
 
 
@@ -125,7 +118,7 @@ LONG = {"input_ids": [1] * 200, "loss_mask": [True] * 200, "logprobs": [-1.0] * 
     ids=["too long", "beyond the vocabulary", "negative", "greedy", "no reference"],
 )
 def test_samples_that_do_not_fit(
-    changes: dict[str, Any], message: str, late: bool, run_training: Run, tied_model: Path, tmp_path: Path
+    changes: dict[str, Any], message: str, run_training: Run, tied_model: Path, tmp_path: Path
 ) -> None:
     """Samples that this trainer cannot have produced are refused: no version comes of them; rows and versions of the steps
     before are there."""
@@ -138,10 +131,8 @@ def test_samples_that_do_not_fit(
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_diverged_step_is_not_committed(
-    steps: int, late: bool, run_training: Run, tied_model: Path, tmp_path: Path
-) -> None:
-    """A gradient that is not finite stops the run before anything of its step is saved or served, also where it is noticed late."""
+def test_diverged_step_is_not_committed(steps: int, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A gradient that is not finite stops the run before anything of its step is saved or served, though it is noticed one step late."""
     support.write_rollouts(tmp_path, 3)
     broken = tmp_path / "rollouts" / f"step_{steps - 1}"
     shutil.rmtree(broken)
@@ -154,7 +145,7 @@ def test_diverged_step_is_not_committed(
 
 
 def test_rows_come_before_what_is_saved(
-    late: bool, run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a checkpoint is written, and while a batch is waited for, the rows of all steps until then are there, and the versions. A batch that never
     comes ends in a line that says what was owed by whom."""
