@@ -107,15 +107,11 @@ def default_type(field: FieldInfo) -> str | None:
     return str(default.type)
 
 
-def _lower_case(word: Any) -> Any:
-    return word.lower() if isinstance(word, str) else word
-
-
 class LogConfig(Section):
     """Console and log file."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower_case)] = option(
-        "info", "Least severe messages shown."
+    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lambda word: str(word).lower())] = (
+        option("info", "Least severe messages shown.")
     )
 
 

@@ -290,12 +290,10 @@ class Table:
                 self.hints.append(f"{source.place(written_as)} {hint}")
         same, union = self.entry(keys).value, keys[:-1]
         if keys[-1:] == ("type",) and generic(union) in self._unions and same not in (ABSENT, value):
-            weaker = [path for path, entry in self.entries.items() if entry.precedence < source.precedence]
-            if gone := [path for path in weaker if path[:-1] == union and path not in (keys, ())]:
-                what = f"{', '.join(map('.'.join, gone))} of type '{same}' is left out"
+            if len(self.items(union)) > 1:
+                what = f"{'.'.join(union)} of type '{same}' is left out"
                 self.hints.append(f"{what}: {source.place(keys)} makes it '{value}'")
-            for path in gone:
-                self.remove(path)
+            self.set(union, source._replace(value={}, keys=union))
         if isinstance(value, dict) and isinstance(same, dict):
             self.entries[keys] = source._replace(value={}, keys=written_as)
         else:
@@ -319,10 +317,6 @@ class Table:
             del self.entries[path]
         self.entries[keys] = entry
 
-    def remove(self, keys: Keys) -> None:
-        """Forget `keys` and everything within."""
-        self.entries = {path: entry for path, entry in self.entries.items() if path[: len(keys)] != keys}
-
 
 Assignment = tuple[Keys, Any, Entry]  # the last is the source, as an entry without a value
 
@@ -333,7 +327,8 @@ def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Ta
     argparse can neither tell an optional section from a setting nor let `@` stand anywhere.
     """
     table = Table(unions=frozenset(setting.keys for setting in settings(cls) if len(setting.sections) > 1))
-    for name in sorted(env, key=lambda name: (len(name), name)):  # items of a list by their number
+    # A type comes before the settings that it has, items of a list by their number, after the list.
+    for name in sorted(env, key=lambda name: (not name.endswith("__TYPE"), len(name), name)):
         if keys := _keys_of_variable(name, cls):
             setting = find(cls, keys)
             value = env[name] if setting is None else _from_text([env[name]], setting)
@@ -348,7 +343,7 @@ def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Ta
     for keys, value, source in sorted(files, key=lambda one: one[0] != ()):
         precedence += not keys  # a section's file has the precedence of the last whole-config file
         table.add(keys, value, source._replace(precedence=precedence))
-    for keys, value, source in sorted(options, key=lambda one: any(map(is_index, one[0]))):  # items after their lists
+    for keys, value, source in sorted(options, key=lambda one: (any(map(is_index, one[0])), one[0][-1] != "type")):
         table.add(keys, value, source._replace(precedence=precedence + 1))
     return table
 
@@ -379,10 +374,10 @@ def _keys_of_variable(name: str, cls: type[Section]) -> Keys:
 
 def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
     """Take a file with those that it includes, or an option with the values that follow it, as many as its type takes."""
+    if words[0].startswith("@"):
+        return _take_file(words, ())
     word = words.popleft()
     name, equals, inline_value = word.partition("=")
-    if word.startswith("@"):
-        return _read_file(_take_path("@", word, words), ())
     if not name.startswith("--") or name == "--":
         if word.endswith(".toml") or os.path.isfile(word):
             raise ConfigError(f"to read the file {word}, write: @ {word}")
@@ -402,7 +397,8 @@ def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
     first = inline_value if equals else words[0] if words else ""
     is_table = bool(setting.sections) or setting.takes(dict)
     if is_table and first.startswith("@"):
-        return _read_file(_take_path(f"{name} @", first if equals else words.popleft(), words), keys)
+        words.extendleft([first] if equals else [])
+        return _take_file(words, keys, f"{name} ")
     most = None if setting.takes(list) else 0 if setting.takes(bool) and first.lower() not in BOOLS else 1
     texts = [inline_value] if equals else _following(words, most)
     if not texts and not is_table and not setting.takes(bool, Any):
@@ -424,11 +420,12 @@ def _following(words: deque[str], most: int | None = None) -> list[str]:
     return values
 
 
-def _take_path(after: str, word: str, words: deque[str]) -> Path:
-    """Return the file of an `@`, in the same word or the next."""
-    if word == "@" and (not words or words[0].startswith(("--", "@"))):
-        raise ConfigError(f"{after} must be followed by a file")
-    return Path(words.popleft() if word == "@" else word[1:])
+def _take_file(words: deque[str], prefix: Keys, after: str = "") -> list[Assignment]:
+    """Read the file of the `@` that comes next, in the same word or the next."""
+    path = words.popleft()[1:]
+    if not path and (not words or words[0].startswith(("--", "@"))):
+        raise ConfigError(f"{after}@ must be followed by a file")
+    return _read_file(Path(path or words.popleft()), prefix)
 
 
 def _from_text(texts: list[str], setting: Setting) -> Any:

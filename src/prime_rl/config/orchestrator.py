@@ -333,12 +333,21 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
         yield conflict(not self.environments, "no environment: give [environment] with an `id`", "environment")
         yield conflict(self.batch_size % groups, sizes)
         for algorithm, key in self.in_use("algorithm"):
-            yield self._can_compare(algorithm, key)
+            normalized, alone = algorithm.type == "reinforce_pp", "every advantage would be zero"
+            batch = f"reinforce_pp compares the episodes of a batch: with <batch_size> 1 {alone}"
+            group = f"{algorithm.type} compares attempts at one task: with <rollouts_per_example> 1 {alone}"
+            yield conflict(normalized and self.batch_size == 1, batch, f"{key}.type")
+            yield conflict(groups == 1 and algorithm.group_relative, group, f"{key}.type")
         yield conflict(self.max_off_policy_steps < self.async_level, ages)
         yield conflict(longest >= self.seq_len, room)
-        for sampling, key in [(self.sampling, "sampling"), *map(self._sampling_of, self.environments)]:
+        yield conflict(self.sampling.temperature == 0, greedy, "sampling.temperature")
+        for env in self.environments:
+            component, (sampling, key) = self.algorithm_of(env.name).component, self._sampling_of(env)
+            who = "a teacher" if component == "ref_kl" else "the reference"
+            scored = component == "ref_kl" or (component == "rl" and self.reference is not None)
+            at = f"{who} tells log-probabilities of temperature 1, and {env.name} is sampled at {sampling.temperature}"
             yield conflict(sampling.temperature == 0, greedy, f"{key}.temperature")
-        yield from map(self._can_be_scored, self.environments)
+            yield conflict(scored and sampling.temperature != 1.0, at, f"{key}.temperature")
 
     def _sampling_of(self, env: TrainingEnv) -> tuple[SamplingConfig, str]:
         """How an environment is sampled, and the key that says so."""
@@ -371,21 +380,3 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
             (getattr(env, name), f"environments.{env.name}.{name}") for env in self.environments if getattr(env, name)
         ]
         return [*([(getattr(self, name), name)] if len(own) < len(self.environments) else []), *own]
-
-    def _can_compare(self, algorithm: AlgorithmConfig, key: str) -> Problem | None:
-        if algorithm.type == "reinforce_pp" and self.batch_size == 1:
-            alone = "compares the episodes of a batch: with <batch_size> 1 every advantage would be zero"
-            return Problem(f"reinforce_pp {alone}", f"{key}.type")
-        alone = "compares attempts at one task: with <rollouts_per_example> 1 every advantage would be zero"
-        useless = self.rollouts_per_example == 1 and algorithm.group_relative
-        return conflict(useless, f"{algorithm.type} {alone}", f"{key}.type")
-
-    def _can_be_scored(self, env: TrainingEnv) -> Problem | None:
-        component, (sampling, key) = self.algorithm_of(env.name).component, self._sampling_of(env)
-        scored = component == "ref_kl" or (component == "rl" and self.reference is not None)
-        who = "a teacher" if component == "ref_kl" else "the reference"
-        return conflict(
-            scored and sampling.temperature != 1.0,
-            f"{who} tells log-probabilities of temperature 1, and {env.name} is sampled at {sampling.temperature}",
-            f"{key}.temperature",
-        )

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from prime_rl.config.base import Problem, check
 from prime_rl.config.loader import ABSENT, SECTIONS_OF_RL, Entry, Table, in_section, spell
-from prime_rl.config.shared import CkptConfig, WandbConfig
+from prime_rl.config.shared import CkptConfig, WandbConfig, host_in_url, same_server
 
 ALL = SECTIONS_OF_RL
 PAIR = ("trainer", "orchestrator")
@@ -23,7 +23,6 @@ COMMON: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((f"ckpt.{name}" for name in CkptConfig.model_fields), PAIR),
     "device": ("trainer", "inference"),
 }
-LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None})
 DEFAULT_PORT = 8000
 
 
@@ -125,24 +124,23 @@ def agree_on_address(table: Table, client: str) -> Problem | None:
     leave_out = "but [inference] starts its own: leave one of the two out"
     if table.entry(router).value not in (ABSENT, None):
         return Problem(f"{router} names servers behind a router, {leave_out}", router)
-    host, port = (None if (value := table.entry(one).value) is ABSENT else value for one in (host_key, port_key))
     urls = table.items(tuple(key.split("."))) or [table.entry(key).value]
     if len(urls) > 1:
         return Problem(f"{key} names {len(urls)} servers, {leave_out} (`rl` has inference_servers for several)", key)
-    if (url := urls[0]) is not ABSENT:
-        address = urlsplit(url)
-        url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)
-        same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
+    host, port = (table.entry(one).value for one in (host_key, port_key))
+    name = host_in_url("localhost" if host in (ABSENT, None) else host)
+    own = f"http://{name}:{DEFAULT_PORT if port is ABSENT else port}/v1"
+    if urls[0] is not ABSENT:
+        address = urlsplit(same_server(urls[0]))
+        same_host = address.hostname == urlsplit(own).hostname
         gap = _precedence(table, key) - _precedence(table, port_key, *([] if same_host else [host_key]))
-        if same_host and (port is None or gap > 0 or same(url_port, port)):
-            table.fill(port_key, Entry(url_port))
+        if same_host and (port is ABSENT or gap > 0 or address.port == port):
+            table.fill(port_key, Entry(address.port))
             return None
         if gap >= 0:
-            listens = f"{host or 'localhost'}:{port or DEFAULT_PORT}"
-            message = f"{key} is {url} but inference.server listens on {listens}: give one of them"
+            message = f"{key} is {urls[0]} but inference.server listens on {urlsplit(own).netloc}: give one of them"
             return Problem(message, key, port_key, host_key)
-    name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
-    table.fill(key, Entry(f"http://{name}:{port or DEFAULT_PORT}/v1"))
+    table.fill(key, Entry(own))
     return None
 
 
@@ -163,4 +161,4 @@ def choose_data(table: Table) -> None:
         table.fill(key, Entry(None))
     if table.entry("orchestrator.trainer").value is False:
         table.hints.append("orchestrator.trainer is left out: `rl` starts a trainer")
-    table.remove(("orchestrator", "trainer"))  # meant for an orchestrator that runs alone
+        table.fill("orchestrator.trainer", Entry(True))

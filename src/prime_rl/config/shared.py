@@ -140,8 +140,13 @@ def api_root(url: str) -> str:
 def same_server(url: str) -> str:
     """Equal for addresses of one server: whatever name this host has in them, with or without the default port."""
     parts = urlsplit(api_root(url))
-    host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}[parts.scheme]
-    return f"{parts.scheme}://{'localhost' if is_own_host(host) else host}:{port}{parts.path}"
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    return f"{parts.scheme}://{host_in_url(parts.hostname or '')}:{port}{parts.path}"
+
+
+def host_in_url(host: str) -> str:
+    """A host as addresses have it: `localhost` for any name of this one, an IPv6 address in brackets."""
+    return "localhost" if is_own_host(host) else f"[{host}]" if ":" in host else host
 
 
 def is_own_host(host: str) -> bool:

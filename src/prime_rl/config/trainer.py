@@ -72,17 +72,6 @@ class CosineScheduler(Section):
 SchedulerConfig = ConstantScheduler | LinearScheduler | CosineScheduler
 
 
-def schedule_within(max_steps: int | None, scheduler: SchedulerConfig) -> Problem | None:
-    """Warm-up and decay fit into the run, and a decay has an end to be counted back from."""
-    if max_steps is None:
-        message = f"<scheduler.type> '{scheduler.type}' needs <max_steps>, to end at"
-        return conflict(scheduler.type != "constant", message)
-    decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler) else 0
-    parts = f"<scheduler.warmup_steps> {scheduler.warmup_steps}"
-    parts += f" + <scheduler.decay_steps> {decay}" if decay else ""
-    return conflict(scheduler.warmup_steps + decay > max_steps, f"{parts} exceeds <max_steps> {max_steps}")
-
-
 Level = Literal["token", "sequence", "geometric"]
 Estimator = Literal["k1", "k2", "k3"]
 Normalization = Literal["token", "sequence", "group", "fixed"]
@@ -285,7 +274,15 @@ class TrainingConfig(RunConfig):
     dist_timeout: PositiveFloat = option(600.0, "Seconds that a collective may take.")
 
     def checks(self) -> Checks:
-        yield schedule_within(self.max_steps, self.scheduler)
+        scheduler, limit = self.scheduler, self.max_steps
+        if limit is None:
+            endless = f"<scheduler.type> '{scheduler.type}' needs <max_steps>, to end at"
+            yield conflict(scheduler.type != "constant", endless)
+            return
+        decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler) else 0
+        parts = f"<scheduler.warmup_steps> {scheduler.warmup_steps}"
+        parts += f" + <scheduler.decay_steps> {decay}" if decay else ""
+        yield conflict(scheduler.warmup_steps + decay > limit, f"{parts} exceeds <max_steps> {limit}")
 
 
 class TrainerConfig(TrainingConfig, RecoverableRun):

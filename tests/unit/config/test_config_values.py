@@ -428,7 +428,7 @@ def test_another_type_takes_nothing_over_from_the_one_before() -> None:
     Path("gspo").write_text('[loss]\ntype = "gspo"\nclip_low = 0.001')
     config, (hint,) = resolve(TrainerConfig, ["@", "dapo", "@", "gspo"], {})
     assert config.loss == parse(TrainerConfig, ["@", "gspo"], {}).loss
-    left_out = "loss.clip_high, loss.normalization of type 'grpo' is left out: gspo, line 2 makes it 'gspo'"
+    left_out = "loss of type 'grpo' is left out: gspo, line 2 makes it 'gspo'"
     assert hint == left_out
     changed, _ = resolve(TrainerConfig, ["@", "dapo", "--loss.clip-low", "0.5", "--loss.type", "cispo"], {})
     assert (changed.loss.clip_low, changed.loss.clip_high) == (0.5, 4.0)
