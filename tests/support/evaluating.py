@@ -88,7 +88,7 @@ class World:
         self.trainer = ScriptedTrainer(directory / "run")
         self.weights = directory / "run" / "weights"
         self._roots = list(roots)
-        monkeypatch.setattr(run, "make_pool", lambda config, chat: self.pool)
+        monkeypatch.setattr(run, "env_pool", lambda *args, **more: self.pool)
         monkeypatch.setattr(run, "connect", lambda config, stack: ReplicaPool(self.servers.values()))
         monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.001)
         monkeypatch.setattr(run, "LOOK_SECONDS", 0.01)

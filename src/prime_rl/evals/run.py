@@ -1,7 +1,6 @@
 """The `eval` command: environments × policies, on our servers or an API. It resumes from the results there are."""
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -17,7 +16,7 @@ from prime_rl.config.shared import is_own_host
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.evals.results import EvalPlan, EvalResults, report_table, write_report
-from prime_rl.evals.runner import EvalRunner, KeyRejected, tasks_of
+from prime_rl.evals.runner import EvalRunner, KeyRejected, env_pool, tasks_of
 from prime_rl.fleet.client import InferenceClient, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ReplicaState
@@ -63,7 +62,7 @@ async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
     status.phase("waiting for the server")
     chat = await way_of_asking(config, status.waiting) == "chat"
     monitor = Monitor(config.output_dir, "eval", config.monitor, config.model_dump(mode="json"))
-    pool = make_pool(config, chat)
+    pool = env_pool(config, config.environments, chat_timeout=config.client.timeout if chat else None)
     run = Evaluation(config, pool, monitor, status)
     try:
         async with AsyncExitStack() as stack:
@@ -86,20 +85,6 @@ async def _run_evals(config: EvalConfig, status: Status) -> list[EvalResults]:
             print(report_table(path))
     run.check()
     return run.results
-
-
-def make_pool(config: EvalConfig, chat: bool) -> EnvPool:
-    """The worker pool of all environments."""
-    return EnvPool(
-        config.environments,
-        model=config.model.name,
-        base_url=config.client.base_urls,
-        api_key=os.environ.get(config.client.api_key_var),
-        renderer=config.renderer,
-        output_dir=config.output_dir,
-        log_level=config.log.level,
-        chat_timeout=config.client.timeout if chat else None,
-    )
 
 
 class Evaluation:

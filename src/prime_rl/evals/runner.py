@@ -6,6 +6,7 @@ environment leave the servers to the others. `Evaluations` says when one is due 
 
 import asyncio
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,7 +28,7 @@ from prime_rl.transport.protocol import BASE, valid
 from prime_rl.wait import WaitTimeout, wait_async
 
 if TYPE_CHECKING:
-    from prime_rl.config import OrchestratorConfig
+    from prime_rl.config import EvalConfig, OrchestratorConfig
     from prime_rl.config.shared import EnvConfig, SamplingConfig
     from prime_rl.fleet.weight_sync import WeightSync
 
@@ -164,6 +165,20 @@ def _missing(results: EvalResults) -> list[tuple[EvalResults, TaskInfo, int]]:
     return [(results, tasks[id_], number) for id_, number in results.attempts if (id_, number) not in results.rows]
 
 
+def env_pool(config: "EvalConfig | OrchestratorConfig", environments: "Sequence[EnvConfig]", **more: Any) -> EnvPool:
+    """Make the worker pool of all environments of a command."""
+    return EnvPool(
+        environments,
+        model=config.model.name,
+        base_url=config.client.base_urls,
+        api_key=os.environ.get(config.client.api_key_var),
+        renderer=config.renderer,
+        output_dir=config.output_dir,
+        log_level=config.log.level,
+        **more,
+    )
+
+
 def tasks_of(pool: EnvPool, plan: EvalPlan) -> Sequence[TaskInfo]:
     """Return the tasks that are to be attempted; warn where there are fewer than asked for.
 
@@ -279,17 +294,13 @@ class Evaluations:
                 logger.warning("version {} is superseded: its evaluation is not complete", version)
                 return
             for results in every:
-                self._log(results)
+                env, incarnation = results.plan.env, weight_sync.scheduler.incarnation
+                self._logged[env, version] = incarnation
+                self._monitor.log(version, results.logged() | {f"eval/{env}/policy_incarnation": float(incarnation)})
+                logger.info("eval on version {} | {:.1f} s | {}", version, results.seconds, results.line())
 
     def _superseded(self) -> bool:
         return self._weight_sync.newer_version_waiting or self._weight_sync.scheduler.must_go_back
-
-    def _log(self, results: EvalResults) -> None:
-        env, incarnation = results.plan.env, self._weight_sync.scheduler.incarnation
-        metrics = {**results.logged(), f"eval/{env}/policy_incarnation": float(incarnation)}
-        self._monitor.log(results.version, metrics)
-        self._logged[env, results.version] = incarnation
-        logger.info("eval on version {} | {:.1f} s | {}", results.version, results.seconds, results.line())
 
     def _complete(self, version: int) -> bool:
         return all(self._is_logged(plan.env, version) for plan in self._plans)

@@ -7,7 +7,6 @@ the run directory (`checkpoint.py`, `ledger.restore`).
 
 import asyncio
 import gc
-import os
 import signal
 import time
 from collections import Counter, deque
@@ -27,7 +26,7 @@ from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.pool import EnvPool, Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.evals.runner import Evaluations, eval_environments, eval_worker, wire_sampling
+from prime_rl.evals.runner import Evaluations, env_pool, eval_environments, eval_worker, wire_sampling
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.replicas import Replica, ReplicaPool, cancel_tasks
 from prime_rl.fleet.router import ServerClient, connect_all
@@ -46,7 +45,7 @@ from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import CommitError, clean_stages
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.settings import LEDGER, suggestions
-from prime_rl.wait import WaitTimeout, wait_async
+from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
@@ -321,7 +320,9 @@ class Orchestrator:
         if gated and not self.weight_sync.version_lock.locked() and not self.weight_sync.no_replica_ready:
             # Nothing is in flight and nothing may start: only the trainer can free the run.
             self._gated_since = self._gated_since or began
-            subject, seconds = f"weights/step_{self.scheduler.version + 1}", self.config.weights_timeout
+            last_word = self.stopping or self._served_to_the_end
+            subject = "final status" if last_word else f"weights/step_{self.scheduler.version + 1}"
+            seconds = self.config.weights_timeout
             self.status.waiting(subject, "trainer", seconds)
             if time.monotonic() - self._gated_since > seconds:
                 raise WaitTimeout(subject, "trainer", seconds)
@@ -430,23 +431,22 @@ class Orchestrator:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Continue until the last version is served, if the run has reached its end.
+        """Continue until the trainer has ended and, if the run has reached its end, the last version is served.
 
         One that is stopped keeps what it has for a resumed one.
         """
         if self.scheduler.done:
-            self.cancel([start.episode for start in self.scheduler.abandon()])
-        while True:  # bounded: `_next_event` and `_trainer_end` have deadlines
-            while self.config.trainer and not (self.stopping or self._served_to_the_end):
-                await self._next_event()
-            await cancel_tasks(self._running.values())
-            self._running.clear()
-            if not self.config.trainer:
-                logger.info("no trainer: {} batches committed on the base model (version 0)", self.scheduler.step)
+            self.scheduler.abandon()
+        await cancel_tasks(self._running.values())
+        self._running.clear()
+        watch = TrainerWatch(self.config.output_dir)
+        while self.config.trainer:  # bounded: `_next_event` has a deadline
+            # The trainer saves once more, and its part is joined before this process ends. Or it begins anew.
+            if watch.ended(asked_to_stop=self.stopping) and (self.stopping or self._served_to_the_end):
                 break
-            await self._trainer_end()
-            if self.stopping or self._served_to_the_end:  # else the trainer has begun a new incarnation meanwhile
-                break
+            await self._next_event()
+        else:
+            logger.info("no trainer: {} batches committed on the base model (version 0)", self.scheduler.step)
         await self._save()
         async with self.weight_sync.batch_lock:
             await self._check_ledger()
@@ -457,14 +457,6 @@ class Orchestrator:
         last = min(self.scheduler.step, self.config.max_steps or self.scheduler.step)  # of batches beyond the end
         served = self.scheduler.version >= last and not self.scheduler.must_go_back
         return served and not self.evaluations.running
-
-    async def _trainer_end(self) -> None:
-        """Wait until the trainer has ended: it saves once more, and its part is joined before this process ends."""
-        watch, subject, seconds = TrainerWatch(self.config.output_dir), "final status", self.config.weights_timeout
-        await wait_async(
-            lambda: watch.ended(asked_to_stop=self.stopping), subject=subject, owner="trainer", seconds=seconds,
-            on_wait=lambda _: self.status.waiting(subject, "trainer", seconds),
-        )  # fmt: skip
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
@@ -539,14 +531,9 @@ def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
     """
     algorithms = {env.name: config.algorithm_of(env.name) for env in config.environments}
     evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
-    return EnvPool(
+    return env_pool(
+        config,
         [*config.environments, *evals],
-        model=config.model.name,
-        base_url=config.client.base_urls,
-        api_key=os.environ.get(config.client.api_key_var),
-        renderer=config.renderer,
-        output_dir=config.output_dir,
-        log_level=config.log.level,
         samplers={name: Sampler(one.root, one.model, one.api_key) for name, one in teachers.samplers.items()},
         demonstrations={name: shown for name, shown in algorithms.items() if isinstance(shown, OPSD)},
     )
