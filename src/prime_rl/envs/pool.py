@@ -58,8 +58,9 @@ class Request:
     """An episode that waits for a slot, or has one."""
 
     message: Run
-    slot: "asyncio.Future[Worker]"
     result: asyncio.Future[EpisodeResult]
+    worker: "Worker | None" = None  # in whose slot it is
+    deadline: float = math.inf  # there, by `time.monotonic()`
 
 
 @dataclass(eq=False)
@@ -84,6 +85,9 @@ class Worker:
             return processes.describe_exit(status)
         if not self.ready and time.monotonic() > self.ready_by:
             return "was not ready in time"
+        oldest = next(iter(self.pending.values()), None)
+        if oldest is not None and time.monotonic() > oldest.deadline:  # stopped, or cancelled code that does not end
+            return f"gave no result {GRACE_SECONDS:.0f} s after an episode's deadline"
         return "was not needed any more" if self.draining and not self.pending else ""
 
     async def end(self) -> None:
@@ -105,8 +109,6 @@ class WorkerSet:
     variables: Mapping[str, str]
     withheld: Sequence[str]  # names of variables that its workers do not get
     log: Path
-    min_workers: int
-    max_workers: int
     tasks: list[TaskInfo] = field(default_factory=list)  # none until a worker has loaded it
     deaths: int = 0  # of workers without episodes, since an episode was finished
     no_start_before: float = 0.0
@@ -194,12 +196,9 @@ class EnvPool:
                 chat_timeout=chat_timeout or 0.0,
             )
             log = Path(output_dir) / "logs" / "envs" / f"{config.name.replace('/', '--')}.log"
-            min_workers, max_workers = worker_range(config.workers, config.max_workers, len(envs))
-            worker_set = WorkerSet(config, setup, variables, withheld, log, min_workers, max_workers)
-            settings = repr(
-                (replace(setup, name=""), variables, config.python, config.max_concurrent, min_workers, max_workers)
-            )
-            self.sets[config.name] = alike.setdefault(settings, worker_set)
+            workers = config.workers, config.max_workers, config.max_concurrent, config.python
+            settings = repr((replace(setup, name=""), variables, workers))
+            self.sets[config.name] = alike.setdefault(settings, WorkerSet(config, setup, variables, withheld, log))
         self._all_sets = list(alike.values())
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
@@ -275,8 +274,8 @@ class EnvPool:
             self._failure = error
             for each in self._all_sets:
                 for request in each.waiting.values():
-                    request.slot.set_exception(error)
-                each.waiting.clear()
+                    if not request.result.done():
+                        request.result.set_exception(error)
 
     def _loaded(self, worker_set: WorkerSet) -> bool:
         """Whether some worker has loaded it. Raises UserError: the pool has failed."""
@@ -328,33 +327,22 @@ class EnvPool:
         task_id, sampler = worker_set.tasks[task_index].task_id, self._samplers.get(env)
         base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
         message = Run(number, episode_id, task_index, task_id, sampling, policy_version, base_url, timeout)
-        loop = asyncio.get_running_loop()
-        request = worker_set.waiting[number] = Request(message, loop.create_future(), loop.create_future())
-        # Those before it time out, even of a single worker, which may have to be started again.
-        seconds = timeout + GRACE_SECONDS
-        turn = (1 + len(worker_set.waiting) // worker_set.config.max_concurrent) * seconds + self._start_timeout
-        late = Outcome.WORKER_DIED
-        self._fill(worker_set)
+        result = asyncio.get_running_loop().create_future()
+        request = worker_set.waiting[number] = Request(message, result)
+        # Those before it end in their time, even on a single worker, which may have to be started again.
+        turns = 2 + len(worker_set.waiting) // worker_set.config.max_concurrent
+        seconds = self._start_timeout + turns * (timeout + GRACE_SECONDS)
         try:
-            self._adjust(worker_set)
-            slot = asyncio.shield(request.slot)  # `_fill` finds it, whatever happens to this call
-            worker = await within(slot, subject="slot", owner=f"environment {env!r}", seconds=turn)
-            late = Outcome.TIMEOUT
-            self._send(worker, message)
-            result = await within(request.result, subject="result", owner=worker.identity, seconds=seconds)
-            return replace(result, env=env)
+            self._fill(worker_set)
+            answer = await within(result, subject="result", owner=f"environment {env!r}", seconds=seconds)
+            return replace(answer, env=env)
         except WaitTimeout as error:
-            if late is Outcome.TIMEOUT:  # it is stopped, or what it runs does not end when it is cancelled
-                worker.ending = worker.ending or f"gave {error}"
-            return message.failed(env, late, str(error))
+            return message.failed(env, Outcome.WORKER_DIED, str(error))
         finally:
-            request.result.cancel()
-            if worker_set.waiting.pop(number, None) is None and request.slot.exception() is None:
-                worker = request.slot.result()  # bounded: it is done
-                del worker.pending[number]
-                if request.result.cancelled():  # its call was cancelled
-                    self._send(worker, protocol.Cancel(number))
-                self._fill(worker_set)
+            worker_set.waiting.pop(number, None)
+            if request.worker is not None and request.worker.pending.pop(number, None) is not None:
+                self._send(request.worker, protocol.Cancel(number))
+            self._fill(worker_set)
 
     def _fill(self, worker_set: WorkerSet) -> None:
         """Give free slots to waiting episodes, in the order in which they asked."""
@@ -364,7 +352,8 @@ class EnvPool:
                 return
             number = next(iter(worker_set.waiting))
             request = worker.pending[number] = worker_set.waiting.pop(number)
-            request.slot.set_result(worker)
+            request.worker, request.deadline = worker, time.monotonic() + request.message.timeout + GRACE_SECONDS
+            self._send(worker, request.message)
 
     # ---- how many
 
@@ -384,14 +373,16 @@ class EnvPool:
         staying = sum(not worker.draining for worker in self.of(worker_set))
         wanted = 1  # which shows whether it can be loaded, before others start
         if worker_set.tasks:
+            config = worker_set.config
+            min_workers, max_workers = worker_range(config.workers, config.max_workers, len(self.sets))
             wanted = workers_wanted(
                 workers=staying,
                 starting=staying - len(ready),
                 use=sum(worker.page.use for worker in ready),
                 episodes=sum(len(worker.pending) for worker in ready) + len(worker_set.waiting),
-                slots=worker_set.config.max_concurrent,
-                min_workers=worker_set.min_workers,
-                max_workers=worker_set.max_workers,
+                slots=config.max_concurrent,
+                min_workers=min_workers,
+                max_workers=max_workers,
                 free=max(0, cores() - len(self.workers)),
             )
         if wanted >= staying:
@@ -439,6 +430,8 @@ class EnvPool:
         log = worker_set.log
         for number, request in worker.pending.items():
             failed = request.message.failed(worker.env, Outcome.WORKER_DIED, why)
+            if time.monotonic() > request.deadline:
+                failed.outcome = Outcome.TIMEOUT
             if number == offending_request:
                 failed.outcome, failed.message = (
                     Outcome.ERRORED,
@@ -446,6 +439,7 @@ class EnvPool:
                 )
             if not request.result.done():
                 request.result.set_result(failed)
+        worker.pending.clear()
         await worker.end()
         del self.workers[worker.identity]
         if not worker.draining and self._failure is None:
@@ -476,7 +470,7 @@ class EnvPool:
     def _handle(self, worker_set: WorkerSet, worker: Worker, message: protocol.Message) -> None:
         match message:
             case protocol.Result():
-                request = worker.pending.get(message.request)
+                request = worker.pending.pop(message.request, None)
                 if request is not None and not request.result.done():  # else it comes too late, or twice
                     worker_set.deaths = 0
                     request.result.set_result(message.episode)
