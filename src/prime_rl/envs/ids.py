@@ -21,7 +21,6 @@ from typing import Any, Literal
 import prime_rl
 
 Kind = Literal["verifiers", "classic", "python"]
-VERSIONS = "classic environments run with verifiers 0.3.1, those of verifiers.v1 with 0.4.0 alone"
 CLASSIC = (
     'is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and in `python` an '
     "interpreter with verifiers 0.3.1 (docs/guides/environments.md: A Python environment of its own)"
@@ -171,6 +170,6 @@ def check_arguments(env_id: str, names: Iterable[str], taken: Callable[..., Any]
             near = difflib.get_close_matches(name, accepted, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if name == "split":
-                hint = ", by which the tasks for evaluation are asked for: name in [[eval.environments]] what is to be evaluated (under `rl`: [[orchestrator.eval.environments]]), or evaluate nothing (`--no-eval`, under `rl` `--orchestrator.no-eval`)"
+                hint = ", by which evaluations ask for their tasks: evaluate others ([[eval.environments]]) or none (--no-eval)"
             listed = ", ".join(accepted) or "none"
             raise LoadError(f"environment {env_id!r} has no argument {name!r}{hint} (arguments: {listed})")

@@ -42,13 +42,11 @@ ADJUST_SECONDS = 1.0
 IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
 GRACE_SECONDS = 60.0  # a worker enforces an episode's deadline itself; one that is later than this is replaced
 BACKOFF_SECONDS = 1.0  # before another worker takes the place of one without episodes; doubled with each in a row
-MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, for each worker of an environment, of workers without episodes
 TERM_SECONDS = 5.0
 CLOSE_SECONDS = 3 * TERM_SECONDS + processes.DEATH_SECONDS
 MEAN_USE = 0.6  # of a core, that workers should have at most
 _TAIL_LINES = 12  # of a log, in an error
-_WORKERS, _CORES_A_WORKER = 4, 4  # `auto` begins with so many where there are so many cores for each
 # No episode sends these; the kernel sends SIGKILL for want of memory, whoever's code runs.
 _SIGNALS_OF_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -90,15 +88,6 @@ class Worker:
             return f"gave no result {GRACE_SECONDS:.0f} s after an episode's deadline"
         return "was not needed any more" if self.draining and not self.pending else ""
 
-    async def end(self) -> None:
-        """Send SIGTERM to the process group; after `TERM_SECONDS` SIGKILL to all that the worker has started."""
-        self.child.signal(signal.SIGTERM, group=True)
-        with suppress(WaitTimeout):
-            await wait_async(
-                lambda: self.child.status is not None, subject="end", owner=self.identity, seconds=TERM_SECONDS
-            )
-        await asyncio.to_thread(self.child.reap)
-
 
 @dataclass(eq=False)
 class WorkerSet:
@@ -107,7 +96,6 @@ class WorkerSet:
     config: EnvConfig
     setup: protocol.Setup
     variables: Mapping[str, str]
-    withheld: Sequence[str]  # names of variables that its workers do not get
     log: Path
     tasks: list[TaskInfo] = field(default_factory=list)  # none until a worker has loaded it
     deaths: int = 0  # of workers without episodes, since an episode was finished
@@ -173,7 +161,7 @@ class EnvPool:
                         f"environment {config.name!r} is to get the variable {name} (its `secrets`), which is not set"
                     )
             sampler, shown = self._samplers.get(config.name), (demonstrations or {}).get(config.name)
-            passed, withheld = passed_on(os.environ, config.secrets)
+            passed, _ = passed_on(os.environ, config.secrets)
             # Others' servers are reached as the user's proxy has it.
             own_servers = [_v1(sampler.base_url)] if sampler else self._base_urls if chat_timeout is None else []
             local = dict.fromkeys(["127.0.0.1", "localhost", *(urlsplit(url).hostname or "" for url in own_servers)])
@@ -198,13 +186,13 @@ class EnvPool:
             log = Path(output_dir) / "logs" / "envs" / f"{config.name.replace('/', '--')}.log"
             workers = config.workers, config.max_workers, config.max_concurrent, config.python
             settings = repr((replace(setup, name=""), variables, workers))
-            self.sets[config.name] = alike.setdefault(settings, WorkerSet(config, setup, variables, withheld, log))
+            self.sets[config.name] = alike.setdefault(settings, WorkerSet(config, setup, variables, log))
         self._all_sets = list(alike.values())
         self.workers: dict[str, Worker] = {}
         self.restarts = 0
         self._start_timeout = 0.0
         self._numbers = itertools.count(1)  # of workers and requests
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
         self._failure: UserError | None = None
         self._exit_stack = ExitStack()
 
@@ -257,14 +245,12 @@ class EnvPool:
             self._exit_stack.close()
 
     def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task whose failure is the pool's."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        """Run a task whose failure is the pool's: nobody may keep waiting for it."""
+        self._tasks.append(asyncio.create_task(work))
+        self._tasks[-1].add_done_callback(self._ended)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:  # nobody may keep waiting for the pool
+        if not task.cancelled() and (error := task.exception()) is not None:
             logger.opt(exception=error).error("the environment pool failed")
             self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
 
@@ -440,7 +426,12 @@ class EnvPool:
             if not request.result.done():
                 request.result.set_result(failed)
         worker.pending.clear()
-        await worker.end()
+        worker.child.signal(signal.SIGTERM, group=True)
+        with suppress(WaitTimeout):
+            await wait_async(
+                lambda: worker.child.status is not None, subject="end", owner=worker.identity, seconds=TERM_SECONDS
+            )
+        await asyncio.to_thread(worker.child.reap)  # with all that it has started
         del self.workers[worker.identity]
         if not worker.draining and self._failure is None:
             if worker_set.deaths >= MAX_DEATHS * (1 + len(self.of(worker_set))):
@@ -451,7 +442,7 @@ class EnvPool:
                 return
             self.restarts += 1
             logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, log)
-            pause = processes.backoff_seconds(worker_set.deaths, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+            pause = processes.backoff_seconds(worker_set.deaths, BACKOFF_SECONDS, 15.0)
             worker_set.no_start_before = time.monotonic() + pause
         self._adjust(worker_set)
 
@@ -483,7 +474,7 @@ class EnvPool:
                 self._adjust(worker_set)
             case protocol.Failed(message=why):
                 if not worker_set.tasks:  # it never loaded: no use trying again
-                    names = ", ".join(worker_set.withheld)
+                    names = ", ".join(passed_on(os.environ, worker_set.config.secrets)[1])
                     withheld = f"; not passed to it: {names} (see its `secrets`)" if names else ""
                     self._fail(UserError(f"{why} (log: {worker_set.log}){withheld}"))
                 worker.ending = why
@@ -522,9 +513,10 @@ def worker_range(workers: int | Literal["auto"], max_workers: int | None, enviro
     """Return the minimum and maximum number of workers of an environment, by its settings."""
     if workers != "auto":
         return workers, workers
-    # Episodes of a batch often end together: one worker, idle between, would take them one after the other.
+    # Episodes of a batch often end together: one worker, idle between, would take them one after the other. So `auto`
+    # begins with one for every four cores, and four at most.
     max_workers = max_workers or cores()
-    return min(max_workers, max(1, min(_WORKERS, cores() // _CORES_A_WORKER) // environments)), max_workers
+    return min(max_workers, max(1, min(4, cores() // 4) // environments)), max_workers
 
 
 def cores() -> int:

@@ -29,7 +29,7 @@ import zmq.asyncio
 
 from prime_rl import faults, processes
 from prime_rl.envs import protocol
-from prime_rl.envs.ids import CLASSIC, VERSIONS, Broken, LoadError, check_version, find, kind_of
+from prime_rl.envs.ids import CLASSIC, Broken, LoadError, check_version, find, kind_of
 from prime_rl.envs.protocol import MOST_BYTES, EpisodeResult, Outcome, Page, Run, Setup, decode, encode
 
 TICK_SECONDS = 0.2
@@ -80,7 +80,8 @@ def load(setup: Setup) -> Adapter:
     if not installed.startswith("0.4."):
         fault = "not found" if find(setup.env_id) is None else "is written for verifiers.v1"
         raise LoadError(
-            f"environment {setup.env_id!r} {fault}: its Python environment has verifiers {installed}; {VERSIONS}"
+            f"environment {setup.env_id!r} {fault}: its Python environment has verifiers {installed}; classic "
+            "environments run with verifiers 0.3.1, those of verifiers.v1 with 0.4.0 alone"
         )
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
@@ -106,7 +107,7 @@ class WorkerLoop(asyncio.SelectorEventLoop):
         try:
             callback(*args)
         except SystemExit:  # its task has failed of it; the loop goes on
-            pass
+            traceback.print_exc()
         finally:
             self._page.request = 0
 
@@ -171,8 +172,6 @@ class WorkerServer:
                 case protocol.Cancel(request=request):
                     if (running := self._running.get(request)) is not None:
                         running.cancel()
-                case other:
-                    raise RuntimeError(f"unexpected message {other}")
 
     async def _episode(self, env: Adapter, name: str, run: Run) -> None:
         failed, broken = functools.partial(run.failed, name), ""
