@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
 from prime_rl import faults, processes
@@ -15,7 +16,7 @@ from prime_rl.launcher.rundir import as_benchmark, cleaned
 from prime_rl.monitor import Status, log
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.settings import check_and_commit, dry_path
+from prime_rl.transport.settings import Party, check_and_commit, compare, dry_path
 
 _Config = TypeVar("_Config", bound=BaseConfig)
 _Run = TypeVar("_Run", TrainerConfig, OrchestratorConfig, SFTConfig)
@@ -55,9 +56,12 @@ def begin(config: _Run, name: str, plan: Callable[[_Run], list[str]], rank: int 
             show(config, name, *plan(config))
         return None
     if rank == 0:
-        with cleaned(config.output_dir, name) if config.clean else nullcontext():
-            if not isinstance(config, SFTConfig):
-                check_and_commit(config, "trainer" if isinstance(config, TrainerConfig) else "orchestrator")
+        party: Party = "trainer" if isinstance(config, TrainerConfig) else "orchestrator"
+        shares = not isinstance(config, SFTConfig)
+        check = partial(compare, config, party, gone=False) if shares else lambda: None
+        with cleaned(config.output_dir, name, check=check) if config.clean else nullcontext():
+            if shares:
+                check_and_commit(config, party)
             elif config.clean:
                 Status(config.output_dir, name).phase("starting")  # for others that clean
         if config.bench:

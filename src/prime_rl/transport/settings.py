@@ -54,16 +54,26 @@ class ProcessSettings:
 
 
 def check_and_commit(config: BaseConfig, process: Party) -> None:
-    """Compare the settings of this process with those of every running partner, and commit them.
+    """Commit the settings of this process. Raises UserError as `compare` does; what was committed before stays."""
+    mine = compare(config, process)
+    path = config.output_dir / "settings" / f"{process}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
+
+
+def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> ProcessSettings:
+    """Return the settings of this process, compared with those of its partners, with `gone` also of former ones.
 
     Raises:
         UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is running in
-            this run. What was committed before stays.
+            this run.
     """
     itself, settings, output_dir = me(), _shared(config, process), config.output_dir
     mine = ProcessSettings(process, itself.pid, itself.started, socket.gethostname(), time.time(), settings)
     for partner in _committed(output_dir):
         running, where = _is_running(output_dir, partner), f"(pid {partner.pid} on {partner.host})"
+        if not (running or gone):
+            continue
         if partner.process == process:
             if process != "inference" and running:  # servers have addresses of their own
                 raise UserError(
@@ -86,9 +96,7 @@ def check_and_commit(config: BaseConfig, process: Party) -> None:
                     f"{key} is {ours} here, but {theirs} in the {partner.process} that runs in the same output_dir {where}: "
                     "give both the same value"
                 )
-    path = output_dir / "settings" / f"{process}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
+    return mine
 
 
 def _shared(config: BaseConfig, process: Party) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import OrchestratorConfig, TrainerConfig
+from prime_rl.entrypoints import begin
 from prime_rl.errors import UserError
 from prime_rl.launcher.rundir import LAUNCHER, Owner, clean, cleaned, refuse_results, refuse_running
 from prime_rl.monitor import Status, read_status
@@ -151,6 +152,16 @@ def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: i
             claim(tmp_path, **asdict(identify(partner)))
         with pytest.raises(UserError, match=message), cleaned(tmp_path, process):
             pass
+    assert (tmp_path / "rollouts" / "step_0").is_dir()
+
+
+def test_nothing_is_removed_before_a_refusal(tmp_path: Path, partner: int) -> None:
+    """Contract: settings that differ from a running server's are found before an earlier run is removed."""
+    left_behind(tmp_path)
+    belongs_to(tmp_path, "inference", partner)
+    config = TrainerConfig.model_validate({"output_dir": tmp_path, "model": {"name": "other"}, "clean": True})
+    with pytest.raises(UserError, match=r"model\.name is other here, but .* in the inference"):
+        begin(config, "trainer", lambda _: [])
     assert (tmp_path / "rollouts" / "step_0").is_dir()
 
 
