@@ -58,10 +58,10 @@ def redacted(table: Mapping[str, Any]) -> dict[str, Any]:
 
     def shown(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return redacted(value)
+            return {key: shown(str(key), item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [shown(name, item) for item in value]
         is_hidden = isinstance(value, str) and value and not name.endswith("_var") and is_secret(name, value)
         return HIDDEN if is_hidden else value
 
-    return {name: shown(str(name), value) for name, value in table.items()}
+    return shown("", table)  # type: ignore[no-any-return]

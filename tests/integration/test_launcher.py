@@ -4,7 +4,6 @@ A process of a run that dies, halts or gets nowhere is started again alone; how 
 incarnation is left.
 """
 
-import json
 import os
 import signal
 import time
@@ -121,7 +120,7 @@ MENDED = {
 
 def test_each_kind_of_failure_is_mended(launch: Start) -> None:
     """Killed, halted, ended by itself or by a stranger: started again alone, with
-    --recover, and the reason is said in one line and kept in a file. Nothing of its old incarnation is left: a halted
+    --recover, and the reason is said in one line. Nothing of its old incarnation is left: a halted
     rank takes its whole group along, and a stopped grandchild in a session of its own goes, too. A crash before ready is
     tried again as it was started: nothing of that incarnation was committed in order."""
     run = launch(*MENDED, "bystander=after", policy=PATIENT)
@@ -133,9 +132,6 @@ def test_each_kind_of_failure_is_mended(launch: Start) -> None:
     for name in (child.partition("=")[0] for child in MENDED):
         assert incarnations(run, name) == ["1", "2" if name == "early" else "2 --recover"], name
     assert (run.base / "bystander.incarnations").read_text() == "x"
-    rows = [json.loads(line) for line in (run.base / "run/logs/restarts.jsonl").read_text().splitlines()]
-    kept = [(row["number"], row["recover"]) for row in rows if row["process"] == "victim"]
-    assert kept == [(1, True)]
 
 
 def test_restarts_are_bounded(launch: Start) -> None:
@@ -155,7 +151,9 @@ def test_ctrl_c_during_backoff_drains_the_others(launch: Start) -> None:
     """The process that is down stays down; the run ends at once as interrupted."""
     run = launch("trainer=always-raises", "orchestrator=drains", policy={**PATIENT, "backoff": 60.0})
     run.up("orchestrator")
-    until((run.base / "run/logs/restarts.jsonl").exists, "restart planned")
+    assert run.popen.stdout is not None
+    while "starting it again" not in run.popen.stdout.readline():
+        pass
     run.popen.send_signal(signal.SIGINT)
     status, out = run.wait()
     assert status == 130, out

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
+from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import ProcessStatus, new_status, read_record, read_status, status_path, write_record
 from prime_rl.transport.commit import list_steps
@@ -35,12 +35,12 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rollouts", "weights", "checkpoints", "recovery", "incarnations", "leases"), _COMMITTED),
     **dict.fromkeys(("settings", "status"), ("*.json", ".*.json.tmp-*")),
     **dict.fromkeys(("metrics", "configs"), _NAMED),
-    "logs": (*_NAMED, "restarts.jsonl", "envs", "wandb"),
+    "logs": (*_NAMED, "envs", "wandb"),
     "evals": ("*",),
     ".": (f"{LEDGER}*",),
 }
 
-Config = TypeVar("Config", RLConfig, TrainerConfig, SFTConfig, OrchestratorConfig)
+Config = TypeVar("Config", bound=BaseConfig)
 
 
 class Owner:
@@ -212,8 +212,7 @@ def _locked(directory: Path) -> Iterator[None]:
 def as_benchmark(config: Config) -> Config:
     """Return the config of a benchmark: an ordinary run in `bench/` of the run directory, which replaces the one before.
 
-    Nothing is evaluated (no trainer commits what the server could be verified against); a whole run saves nothing and
-    resumes from nothing.
+    Nothing is evaluated or saved, and it resumes from nothing.
 
     Raises:
         UserError: `bench/` holds a run that is none.
@@ -221,13 +220,12 @@ def as_benchmark(config: Config) -> Config:
     directory = config.output_dir if config.output_dir.name == _BENCH else config.output_dir / _BENCH
     if set(results(directory)) - {"metrics"}:  # benchmarks write these, too
         raise UserError(f"{directory} holds a run, not a benchmark: rename it, or choose another --output-dir")
-    update: dict[str, Any] = {"output_dir": directory}
-    if isinstance(config, OrchestratorConfig):
-        update["eval"] = None
-    elif isinstance(config, RLConfig):
-        sections = {"trainer": {"ckpt": None}, "orchestrator": {"ckpt": None, "eval": None}, "inference": {}}
-        for name, more in sections.items():
-            if (section := getattr(config, name)) is not None:
-                update[name] = section.model_copy(update={"output_dir": directory, **more})
-        update |= {"ckpt": None, "recover": False}
-    return config.model_copy(update=update)
+    return _benchmark_in(directory, config)
+
+
+def _benchmark_in(directory: Path, config: Config) -> Config:
+    update: dict[str, Any] = {"output_dir": directory, "ckpt": None, "eval": None, "recover": False}
+    for name in ("trainer", "orchestrator", "inference"):
+        if isinstance(section := getattr(config, name, None), BaseConfig):
+            update[name] = _benchmark_in(directory, section)
+    return config.model_copy(update={name: update[name] for name in update.keys() & type(config).model_fields.keys()})

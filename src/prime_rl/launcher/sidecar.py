@@ -70,13 +70,12 @@ class EvalSidecar:
         configs = {EVAL: eval_config(config), SERVER: server_config(config)}
         self._output_dir = output_dir
         self._configs = {output_dir / "configs" / f"{name}.toml": made for name, made in configs.items() if made}
-        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
         gpus, api_key = _gpus_of_server(config, environ), config.inference and config.inference.api_key
         for path in self._configs:
             name, serves = path.stem, path.stem == SERVER
             variables = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
             placed = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-            variables |= placed if serves and gpus else threads
+            variables |= placed if serves and gpus else {}
             variables |= {"VLLM_API_KEY" if serves else client.api_key_var: api_key} if api_key else {}
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
             server = ServerSpec(client.servers, client.ready_timeout) if serves else None

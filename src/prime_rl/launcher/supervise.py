@@ -4,7 +4,6 @@
 status files whether an incarnation has stalled.
 """
 
-import json
 import math
 import os
 import re
@@ -332,9 +331,6 @@ class Supervisor:
         self._say(
             f"{name} {reason}: starting it again in {seconds:g} s (restart {child.restarts} of at most {most} in a row{mode})"
         )
-        row = {"process": name, "reason": reason, "number": child.restarts, "recover": recover, "time": time.time()}
-        with suppress(OSError), (self._output_dir / "logs" / "restarts.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
         return True
 
     def _report(self, child: SupervisedChild, reason: str) -> None:

@@ -81,7 +81,7 @@ WRITTEN = """
 rollouts/step_0/x weights/step_1/x weights/.step_2.tmp-x/x recovery/step_2/x recovery/.step_4.tmp-x/x evals/.lock
 checkpoints/step_2/x checkpoints/given_up_1_step_4/x logs/envs/x configs/trainer.toml evals/rt/step_0/results.jsonl
 logs/trainer.log metrics/trainer.jsonl incarnations/0.json leases/orchestrator.json settings/trainer.json settings/.trainer.json.tmp-1
-status/trainer.json status/trainer.1.json status/.trainer.1.json.tmp-1 logs/restarts.jsonl ledger.sqlite
+status/trainer.json status/trainer.1.json status/.trainer.1.json.tmp-1 ledger.sqlite
 ledger.sqlite-journal configs/mine.toml notes/x
 """
 
