@@ -17,7 +17,6 @@ from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import resume_point
-from prime_rl.transport.settings import dry_path
 from prime_rl.wait import WaitTimeout, wait
 
 _PORT_SECONDS = 3.0
@@ -38,7 +37,16 @@ def run(config: RLConfig) -> int:
     plan = make_plan(config, HostResources.of_this_host(config.inference))
     _check(config)
     if config.dry_run:
-        return _show(config, plan)
+        try:
+            _check_directory(config)
+            problem = _taken(plan)
+        except UserError as error:
+            problem = error
+        if problem is not None:
+            print(f"note: now a run would be refused: {problem}", file=sys.stderr)
+        _write_configs(plan)
+        say(describe(plan))
+        return RunOutcome.SUCCESS.value
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
         with suppress(WaitTimeout):  # a killed run's processes may take a moment to die
@@ -51,27 +59,13 @@ def run(config: RLConfig) -> int:
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
                 pass
-        for path, section in plan.configs.items():
-            write_toml(section, path)
+        _write_configs(plan)
         return _supervise(config, plan, owner).value
 
 
-def _show(config: RLConfig, plan: Plan) -> int:
-    """Print the plan and write its configs, beside those of a run that the directory holds."""
-    problems = [_taken(plan)]
-    try:
-        _check_directory(config)
-    except UserError as error:
-        problems.append(error)
-    for problem in filter(None, problems):
-        print(f"note: now a run would be refused: {problem}", file=sys.stderr)
-    text = describe(plan)
+def _write_configs(plan: Plan) -> None:
     for path, section in plan.configs.items():
-        target = dry_path(config.output_dir, path.stem)
-        write_toml(section, target)
-        text = text.replace(str(path), str(target))
-    say(text)
-    return RunOutcome.SUCCESS.value
+        write_toml(section, path)
 
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:

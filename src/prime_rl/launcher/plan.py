@@ -22,6 +22,7 @@ from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import gpu_count, tiny_cache_gib, weights_gib
+from prime_rl.transport.settings import dry_path
 
 RECOVER = "--recover"  # makes a job go on from what is committed
 _SHARED_GPU_FRACTION = 0.4  # of a GPU's memory, where it is shared and nothing is said
@@ -34,7 +35,7 @@ _SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say
 _SMALL_GIB = 4.0  # of weights: for such a model vLLM's Python takes longer over a step than the GPU
 _CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
 _EPISODES_A_GPU = 128  # in flight: fewer do not keep two engines busy
-_EXTRA_PORTS = 1000  # from a server to the next on its GPU: the ports between are others'
+_EXTRA_PORTS = 1000  # from a server to the second on its GPU: the ports between are others'
 _LAST_PORT = 65_535
 _DRIVER_SECONDS = 30.0
 
@@ -131,7 +132,7 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     servers = {server_name(number): _server(config, port) for number, port in enumerate(layout.ports)}
     gpus = dict(zip(servers, layout.servers, strict=True)) | {"trainer": layout.trainer, "orchestrator": ()}
     sections = _sections(config, layout, servers)
-    configs = {name: config.output_dir / "configs" / f"{name}.toml" for name in sections}
+    configs = {name: config_path(config, name) for name in sections}
     api_key = None if inference is None else inference.api_key
 
     def process(name: str, *module: str, key_variable: str = "", **more: Any) -> ProcessSpec:
@@ -160,6 +161,11 @@ def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     files = {configs[name]: section for name, section in sections.items()}
     external = ServerSpec(", ".join(client.base_urls), client.ready_timeout)
     return Plan(processes, files, tuple(servers.values()) or (external,), config.output_dir)
+
+
+def config_path(config: RLConfig, name: str) -> Path:
+    """Return where the configuration of process `name` is written, of a dry run never over that of a run."""
+    return dry_path(config.output_dir, name) if config.dry_run else config.output_dir / "configs" / f"{name}.toml"
 
 
 def describe(plan: Plan) -> str:
@@ -253,7 +259,7 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     Raises:
         UserError: it cannot be, with the arithmetic.
     """
-    inference, wanted, visible = config.inference, config.inference_servers, machine.gpus
+    inference, visible = config.inference, machine.gpus
     serves = inference is not None and _on_cuda(inference.device, machine)
     training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
     _refuse_senseless(config, serves, training)
@@ -278,18 +284,12 @@ def lay_out(config: RLConfig, machine: HostResources) -> Layout:
         return Layout((), trainer)
     if not serves:
         machine = replace(machine, gpu_gib=None)
-    engines = 1 if wanted is None else wanted // len(servers)
-    if serves and wanted is None and _gains_by_two(config, inference, len(servers), machine):
-        engines = 1 if _memory(config, inference, 2, machine)[1] is None else 2
-    memory = _memory(config, inference, engines, machine)
-    if engines > 1 and memory[1] is None:
-        raise UserError(
-            f"inference_servers {wanted}: {engines} servers on a GPU need to know how much memory each may use for "
-            "keys and values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give "
-            "inference.kv_cache_gib"
-        )
-    ports = tuple(engine * _EXTRA_PORTS + number for engine in range(engines) for number in range(len(servers)))
-    return Layout(servers * engines, trainer, *memory, ports)
+    ports = tuple(range(len(servers)))
+    if serves and config.inference_servers is None and _gains_by_two(config, inference, len(servers), machine):
+        memory = _memory(config, inference, 2, machine)
+        if memory[1] is not None:
+            return Layout(servers * 2, trainer, *memory, (*ports, *(_EXTRA_PORTS + port for port in ports)))
+    return Layout(servers, trainer, *_memory(config, inference, 1, machine), ports)
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:
@@ -299,14 +299,10 @@ def gpus_of_a_server(inference: InferenceConfig) -> int:
 
 
 def _server_sizes(config: RLConfig, inference: InferenceConfig, served: bool) -> list[int]:
-    """Return how many GPUs each server, or each group of servers on one GPU, gets."""
+    """Return how many GPUs each server gets."""
     wanted, each, total = config.inference_servers, gpus_of_a_server(inference), config.inference_gpus
     if not served:
         return [0] * (wanted or 1)
-    if config.share_gpus and total is None and wanted and each == 1:
-        total = config.trainer_gpus
-    if each == 1 and wanted and total and wanted % total == 0:
-        return [1] * total
     count = wanted or (1 if total is None else total // each)
     if total not in (None, count * each):
         asked = f"{wanted} servers use {wanted * each}" if wanted else f"{total} is no multiple of that"

@@ -7,7 +7,7 @@ from pathlib import Path
 from prime_rl.config import RLConfig, write_toml
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
-from prime_rl.transport.settings import dry_path
+from prime_rl.launcher.plan import config_path
 
 _RENDEZVOUS_PORT = 29500
 
@@ -97,7 +97,7 @@ def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
     head = _HEAD.format(nodes=slurm.nodes, logs=(config.output_dir / "logs").absolute(), more=more, **values)
     flags = "".join(f" --{name}" for name in ("clean", "recover") if getattr(config, name))
     if slurm.nodes == 1:
-        path = _path(config, "rl")
+        path = config_path(config, "rl")
         return f"{head}exec uv run rl @ {shlex.quote(str(path))}{flags}\n", {path: config}
     sections |= {"trainer": config.trainer, "orchestrator": config.orchestrator}
     inference_nodes = 0 if inference is None else slurm.inference_nodes
@@ -112,9 +112,11 @@ def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
         parallel = {"data_parallel_size": slurm.gpus_per_node // size, "api_key": None}
         weights_root = inference.weights_root or config.output_dir / "weights"
         sections["inference"] = inference.model_copy(update={**parallel, "weights_root": weights_root})
-        serve = _SERVE.format(inference_nodes=inference_nodes, inference=shlex.quote(str(_path(config, "inference"))))
+        serve = _SERVE.format(
+            inference_nodes=inference_nodes, inference=shlex.quote(str(config_path(config, "inference")))
+        )
         address = f' --client.base-url $(printf "http://%s:{inference.server.port} " "${{servers[@]}}")'
-    paths = {name: _path(config, name) for name in sections}
+    paths = {name: config_path(config, name) for name in sections}
     script = _SEVERAL_NODES.format(
         inference_nodes=inference_nodes,
         trainer_nodes=trainer_nodes,
@@ -126,7 +128,3 @@ def render(config: RLConfig) -> tuple[str, dict[Path, BaseConfig]]:
         **values,
     )
     return head + script, {paths[name]: section for name, section in sections.items()}
-
-
-def _path(config: RLConfig, name: str) -> Path:
-    return dry_path(config.output_dir, name) if config.dry_run else config.output_dir / "configs" / f"{name}.toml"

@@ -50,9 +50,7 @@ def section(plan: Plan, name: str) -> Any:
         (8, {"tensor_parallel_size": 3, "data_parallel_size": 2}, {"trainer_gpus": 2}, ["012345", "67"]),
         # One server a group of GPUs.
         (5, {"tensor_parallel_size": 2}, {"inference_gpus": 4}, ["01", "23", "4"]),
-        # Several on one, if it is known how much memory each may use.
-        (2, {"kv_cache_gib": 4.0}, {"inference_servers": 2, "inference_gpus": 1}, ["0", "0", "1"]),
-        (1, {"kv_cache_gib": 4.0}, {"inference_servers": 2, "share_gpus": True, "gib": 80.0}, ["0", "0", "0"]),
+        (2, {}, {"inference_servers": 2, "share_gpus": True, "trainer_gpus": 2, "gib": 80.0}, ["0", "1", "01"]),
         # A server that runs already takes none.
         (2, None, {}, ["0"]),
         # `CUDA_VISIBLE_DEVICES=2,3 rl …`: by the names given there.
@@ -101,12 +99,10 @@ def test_one_gpu_trains_and_serves() -> None:
         assert section(made, "trainer").weights.shares_gpu
 
 
-@pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize(("share", "cache", "utilization"), [(True, 11.6, 0.2), (False, 31.6, 0.45)])
-def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float, asked: bool) -> None:
+def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float) -> None:
     """Each gets half of the memory, and all start at once. The second leaves the next ports to others."""
-    own = {"inference_servers": 2, **({} if share else {"inference_gpus": 1})} if asked else {}
-    made = planned(2 - share, gib=80.0, weights=1.2, share_gpus=share, **own)
+    made = planned(2 - share, gib=80.0, weights=1.2, share_gpus=share)
     trains = ("0",) if share else ("1",)
     assert gpus_of(made) == {"inference": ("0",), "inference-1": ("0",), "trainer": trains, "orchestrator": ()}
     assert [server.url for server in made.servers] == ["http://localhost:8000", "http://localhost:9000"]
@@ -121,6 +117,8 @@ def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float, 
     [
         {"weights": 8.0},
         {"weights": None},
+        {"inference": {"model": {"dtype": "float32"}}},
+        {"inference": {"vllm": {"kv-cache-memory-bytes": 1}}},
         {"cores": 7},
         {"inference": {"server": {"port": 65000}}},
         {"inference": {"kv_cache_gib": 70.0}},
@@ -133,21 +131,6 @@ def test_two_servers_share_a_gpu(share: bool, cache: float, utilization: float, 
 def test_one_server_a_gpu(given: Settings) -> None:
     """Where another would not fit, nobody knows whether it would, it would gain nothing, or one was asked for."""
     assert len(planned(2, **{"gib": 80.0, "weights": 1.2, **given}).servers) == 1
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"weights": None},
-        {"inference": {"model": {"dtype": "float32"}}},
-        {"inference": {"gpu_memory_utilization": 0.1}},
-        {"inference": {"vllm": {"kv-cache-memory-bytes": 1}}},
-    ],
-)
-def test_two_servers_whose_memory_is_not_known(given: Settings) -> None:
-    """Where they would not fit, or nobody knows whether they would, the cache has to be given."""
-    with pytest.raises(UserError, match=r"2 servers on a GPU .* give inference.kv_cache_gib"):
-        planned(2, **{"gib": 80.0, "weights": 1.2, "inference_servers": 2, "inference_gpus": 1, **given})
 
 
 @pytest.mark.parametrize(
@@ -178,6 +161,7 @@ HALF = {"gpu_memory_utilization": 0.5}
         (0, {"server": {"port": 65535}}, {"inference_servers": 2}, "port 65535 leaves no ports for 2 servers"),
         (8, {"tensor_parallel_size": 4}, {"inference_gpus": 6}, r"a server uses 4 \(.*\), 6 is no multiple"),
         (8, {}, {"trainer_ranks": 2}, "trainer_ranks 2, trainer_gpus 1: one GPU a rank"),
+        (8, {}, {"inference_servers": 2, "inference_gpus": 1}, r"inference_gpus 1 .* a server uses 1 .*, 2 servers use 2"),
         (0, {}, {"trainer_gpus": 2}, "trainer_gpus: no GPU trains here .*--trainer-ranks"),
         (0, {}, {"inference_gpus": 2}, "inference_gpus: no GPU serves here .*--inference-servers"),
         # Not enough GPUs, with the arithmetic.
