@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -127,31 +126,23 @@ def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     or a file is damaged.
     """
     files = _tensor_files(directory)
-    by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
+    by_file: dict[Path, list[StoredTensor]] = {}
     for tensor in stored_tensors(policy):
-        # A checkpoint of the backbone alone lacks the "model." prefix.
-        names = [name for name in (tensor.name, tensor.name.removeprefix("model.")) if name in files]
-        if not names:
+        if tensor.name not in files:
             raise UserError(f"model directory {directory} has no tensor {tensor.name}, which its config.json needs")
-        by_file.setdefault(files[names[0]], []).append((names[0], tensor))
+        by_file.setdefault(files[tensor.name], []).append(tensor)
     for path, tensors in by_file.items():
         try:
             with safe_open(path, "pt") as file:
-                for name, tensor in tensors:
+                for tensor in tensors:
                     local, start = tensor.local(world)
+                    stored = file.get_slice(tensor.name)
+                    if (shape := list(stored.get_shape())) != tensor.shape:
+                        raise UserError(f"{path}: {tensor.name} has shape {shape}, config.json says {tensor.shape}")
                     if local.numel():
-                        local.copy_(_read(file, path, name, tensor, start, local.shape[0]))
+                        local.copy_(stored[start : start + local.shape[0]])
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged or unreadable: {one_line(error)}") from error
-
-
-def _read(file: Any, path: Path, name: str, tensor: StoredTensor, start: int, count: int) -> Tensor:
-    """Rows [start, start + count) of a tensor, from the open file that holds it as `name`."""
-    stored = file.get_slice(name)
-    if list(stored.get_shape()) != tensor.shape:
-        raise UserError(f"{path}: {name} has shape {list(stored.get_shape())}, config.json says {tensor.shape}")
-    rows: Tensor = stored[start : start + count]
-    return rows
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:

@@ -49,7 +49,7 @@ class RolloutData(StepSource):
         return step in list_steps(self.root)
 
     def arrived(self, step: int) -> bool:
-        return self._exchange(False, self.world.is_main and self.exists(step), False)[1]
+        return sum_over_ranks(self.world, [self.world.is_main and self.exists(step)])[0] > 0
 
     def wait(self, step: int, stop: Callable[[], bool]) -> bool:
         """Wait for the batch. Only rank 0 looks into the directory; at every look the ranks exchange what they know.
@@ -61,16 +61,12 @@ class RolloutData(StepSource):
         while True:  # bounded: by rank 0's deadline; should that rank die, the collective fails
             self.on_wait(subject, "orchestrator", timeout)
             late = is_main and time.monotonic() > deadline
-            asked, exists, expired = self._exchange(stop(), is_main and self.exists(step), late)
+            asked, exists, expired = sum_over_ranks(self.world, [stop(), is_main and self.exists(step), late])
             if asked or exists:
                 return not asked
             if expired:
                 raise WaitTimeout(subject, "orchestrator", timeout)
             time.sleep(_LOOK_SECONDS)  # bounded: a moment
-
-    def _exchange(self, stop: bool, exists: bool, expired: bool) -> tuple[bool, bool, bool]:
-        asked, ready, late = sum_over_ranks(self.world, [stop, exists, expired])
-        return asked > 0, ready > 0, late > 0
 
     def read(self, step: int) -> StepData:
         return normalize(super().read(step), self.world, self.config.loss)
