@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -172,21 +172,20 @@ class Staging:
                 raise weights.tensor_mismatch(manifest, name)
         with ExitStack() as stack:
             files = {path.name: stack.enter_context(open(path, "rb")) for path in paths}
-            threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
-            # Once the version is dropped, each thread stops at its next chunk.
-            stack.callback(threads.shutdown, cancel_futures=True)
 
-            def read(name: str, first: int, last: int) -> "Future[bytes]":
+            def read(chunk: tuple[str, int, int]) -> bytes:
+                name, first, last = chunk
                 (entry, offset, _), start = stored[name], ranges[name][0]
-                target = buffer[start + first : start + last]
-                return threads.submit(self._read_chunk, files[entry.file], offset + first, target)
+                return self._read_chunk(files[entry.file], offset + first, buffer[start + first : start + last])
 
-            reading = {name: [read(name, *chunk) for chunk in weights.chunks(ranges[name][1])] for name in stored}
-            hashed = {}
-            for name, futures in reading.items():
-                digests = [future.result() for future in futures]  # bounded: the service gives up on a read that hangs
-                hashed[name] = replace(stored[name].entry, xxh3=weights.hash_of_chunks(digests))
-        weights.check_tensors(manifest, hashed)
+            chunks = [(name, *chunk) for name in stored for chunk in weights.chunks(ranges[name][1])]
+            digests: dict[str, list[bytes]] = {name: [] for name in stored}
+            # Once the version is dropped, each thread stops at its next chunk.
+            threads = stack.enter_context(ThreadPoolExecutor(THREADS, thread_name_prefix="stage"))
+            for (name, _, _), digest in zip(chunks, threads.map(read, chunks), strict=True):
+                digests[name].append(digest)
+        hashes = {name: weights.hash_of_chunks(parts) for name, parts in digests.items()}
+        weights.check_tensors(manifest, {name: replace(stored[name].entry, xxh3=hashes[name]) for name in stored})
 
     def _read_chunk(self, file: BinaryIO, offset: int, target: Tensor) -> bytes:
         """Read a range of a file into `target`; returns its hash."""

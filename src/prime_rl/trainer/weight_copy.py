@@ -6,7 +6,6 @@ Whole tensors are gathered layer by layer on rank 0, which publishes them from t
 import json
 import os
 import shutil
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -67,7 +66,6 @@ class WeightCopy:
         kind = DTYPE_NAMES[dtype]
         self.tensors = {tensor.name: TensorEntry("", kind, list(tensor.shape), "") for tensor in self.stored}
         self.ranges, self.size = layout(self.tensors)
-        self._lock = threading.Lock()  # bounded: held for a copy between device and host
         self.buffer = torch.empty(0, dtype=torch.uint8)  # stays empty on the other ranks
         self.handle: str | None = None
 
@@ -97,15 +95,14 @@ class WeightCopy:
         self.allocate()
         began = now(self.world.device)
         if self.world.writes:  # the others hold replicas of the same rows
-            with self._lock:
-                for _, group in groupby(self.stored, key=lambda tensor: id(tensor.parameter)):
-                    tensors = list(group)
-                    whole = self._whole(tensors[0].parameter)
-                    for tensor in tensors if self.world.is_main else ():
-                        start, size = self.ranges[tensor.name]
-                        into = self.buffer[start : start + size].view(self.dtype).view(tensor.shape)
-                        value = whole if tensor.expert is None else whole[tensor.expert.index, tensor.expert.rows]
-                        into.copy_(value, non_blocking=True)
+            for _, group in groupby(self.stored, key=lambda tensor: id(tensor.parameter)):
+                tensors = list(group)
+                whole = self._whole(tensors[0].parameter)
+                for tensor in tensors if self.world.is_main else ():
+                    start, size = self.ranges[tensor.name]
+                    into = self.buffer[start : start + size].view(self.dtype).view(tensor.shape)
+                    value = whole if tensor.expert is None else whole[tensor.expert.index, tensor.expert.rows]
+                    into.copy_(value, non_blocking=True)
         return Copy(began, now(self.world.device))
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
@@ -121,14 +118,12 @@ class WeightCopy:
         ).full_tensor()
 
     def to_host(self) -> Tensor:
-        """Copy the buffer to host memory, on rank 0. May be called in any thread, once the copy has finished."""
+        """Copy the buffer to host memory, on rank 0. May be called in any thread, between the end of a copy and the next."""
         if not self.buffer.is_cuda:
-            with self._lock:
-                return self.buffer.clone()
+            return self.buffer.clone()
         host = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.device(self.buffer.device), torch.cuda.stream(torch.cuda.Stream(self.buffer.device)):
-            with self._lock:
-                host.copy_(self.buffer)
+            host.copy_(self.buffer)
         return host
 
     def write_files(self, host: Tensor, source: Source, directory: Path) -> dict[str, TensorEntry]:

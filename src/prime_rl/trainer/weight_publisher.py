@@ -60,15 +60,12 @@ def write_version(
     """
     began = time.perf_counter()
     host = copies.to_host() if copies.buffer.is_cuda else copies.buffer
-    stage, copied = Stage(final), time.perf_counter()
-    try:
+    copied = time.perf_counter()
+    with Stage(final) as stage:
         tensors = copies.write_files(host, source, stage.path)
         wrote = time.perf_counter()
         extra = manifest_extra(version, incarnation, tensors, reference=reference)
         stage.commit(step=version, producer="trainer", extra=extra, hashes=file_hashes(tensors))
-    except BaseException:
-        stage.abort()
-        raise
     return {"host": copied - began, "write": wrote - copied, "commit": time.perf_counter() - wrote}
 
 
@@ -293,13 +290,9 @@ class WeightPublisher:
         summed = time.perf_counter()
         tensors = {name: replace(entry, checksum=sums[name]) for name, entry in copies.tensors.items()}
         extra = manifest_extra(version, self.incarnation, tensors, reference=reference, publisher=publisher.address())
-        stage = Stage(final)
-        try:
+        with Stage(final) as stage:
             publisher.offer(version, self.incarnation, extra["hash"], copies.size)
             stage.commit(step=version, producer="trainer", extra=extra)
-        except BaseException:
-            stage.abort()
-            raise
         if durable:
             host = copies.to_host()  # before the next version is gathered, which waits for this thread
             self._disk.submit("files of a version", lambda: self._write_files(version, host, sums))

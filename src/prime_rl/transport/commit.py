@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 from loguru import logger
@@ -73,6 +73,8 @@ _MANIFEST = TypeAdapter(Manifest)
 class Stage:
     """A directory being written for `final`. Several processes may write into `path`; one of them commits.
 
+    As a context manager it removes what was written if an exception leaves the block.
+
     Args:
         final: The directory's final place. Its parent is made if needed.
         nonce: Identifies this attempt; every writer of a shared stage passes the same one.
@@ -128,6 +130,13 @@ class Stage:
         """Remove what was written. Safe to call twice."""
         remove(self.path)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            self.abort()
+
     def _rename(self) -> None:
         try:
             os.rename(self.path, self.final)
@@ -149,14 +158,10 @@ class Stage:
 @contextmanager
 def stage(final: Path, *, step: int, producer: str, extra: dict[str, Any] | None = None) -> Iterator[Path]:
     """Yield a directory to write files into; a clean exit commits it as `final`, an exception leaves nothing behind."""
-    staged = Stage(final)
-    try:
+    with Stage(final) as staged:
         with disk_errors(staged.path):
             yield staged.path
         staged.commit(step=step, producer=producer, extra=extra)
-    except BaseException:
-        staged.abort()
-        raise
 
 
 @contextmanager
