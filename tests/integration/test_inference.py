@@ -140,6 +140,26 @@ async def until_running(client: httpx.AsyncClient, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
+async def test_a_client_that_goes_away_ends_its_request(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: what nobody waits for any more is not sampled to its end."""
+    length = 256
+    async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
+
+        async def metric(name: str) -> float:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return next(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+        before = await metric("generation_tokens_total")
+        body = request(server, chat_prompt, max_tokens=length, ignore_eos=True)
+        reply = asyncio.create_task(client.post("/v1/sample", json=body))
+        await until_running(client, 1)
+        reply.cancel()
+        async with asyncio.timeout(60):
+            while await metric("num_requests_running") > 0:
+                await asyncio.sleep(0.05)
+        assert await metric("generation_tokens_total") - before < length
+
+
 async def test_a_pause_outlasts_an_update(server: InferenceServer, chat_prompt: list[int]) -> None:
     """Contract: while a client has paused the server requests wait, also across a weight update, until it resumes."""
     directory = commit(server.weights_root, 13, server.model, perturbed(server.model, seed=3))

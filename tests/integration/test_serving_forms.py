@@ -78,7 +78,7 @@ def test_the_page_holds_every_form() -> None:
     assert names >= {
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "headless"),
         *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "nnodes"),
-        *("enable_expert_parallel", "all2all_backend", "enable_eplb", "quantization", "kv_offloading_size"),
+        *("enable_expert_parallel", "all2all_backend", "quantization", "kv_offloading_size"),
         "kv_transfer_config_kv_connector",
     }  # fmt: skip
 
@@ -86,6 +86,7 @@ def test_the_page_holds_every_form() -> None:
 def test_an_unknown_option_is_one_line() -> None:
     """Contract: the nearest option of the installed release is named."""
     with pytest.raises(
-        UserError, match=r"^vllm.enable_epbl: vLLM .* has no option --enable-epbl; did you mean enable_eplb\?$"
+        UserError,
+        match=r"^vllm.all2all_bakend: vLLM .* has no option --all2all-bakend; did you mean all2all_backend\?$",
     ):
-        parsed("--vllm.enable-epbl")
+        parsed("--vllm.all2all-bakend allgather_reducescatter")

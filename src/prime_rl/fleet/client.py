@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 from loguru import logger
+from pydantic import TypeAdapter, ValidationError
 
 from prime_rl.config.shared import how_to_start
 from prime_rl.errors import UserError
@@ -55,7 +56,7 @@ class Served:
     engines: int = field(default=1, compare=False)  # that data parallelism has behind the server
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     models: tuple[str, ...] | None = field(default=None, compare=False)  # None: it does not say
-    loads: str = ""
+    loads: int | str = ""
 
     def check_name(self, root: str, model: str) -> None:
         """Raises UserError where the server at `root` says that it serves other models: it would refuse every request, and may have another tokenizer."""
@@ -67,6 +68,9 @@ class Served:
     def holds(self, weights: WeightsManifest) -> bool:
         """Whether these are the weights."""
         return (self.version, self.hash) == (weights.version, weights.hash)
+
+
+_SERVED = TypeAdapter(Served)
 
 
 class InferenceClient:
@@ -137,17 +141,11 @@ class InferenceClient:
         """
         body = await self._call("GET", "/weights", timeout=min(_VERIFY_TIMEOUT_SECONDS, self._config.timeout))
         try:
-            return Served(
-                int(body["version"]),
-                str(body["hash"]),
-                str(body.get("boot", "")),
-                body.get("leaving") is True,
-                int(body.get("engines", 1)),
-                models=tuple(map(str, body["models"])) if "models" in body else None,
-                loads=str(body.get("loads", "")),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{self.root}/weights does not say what is served ({error!r}): is this server started with `inference`?") from error  # fmt: skip
+            return _SERVED.validate_python(body)
+        except ValidationError as error:
+            raise UserError(
+                f"{self.root}/weights does not say what is served: is this server started with `inference`?"
+            ) from error
 
     async def update(self, weights: WeightsManifest) -> Served:
         """Have the server load a committed version and verify it: by what it reports to serve, and by what it computes.
@@ -259,9 +257,7 @@ class InferenceClient:
             raise UserError(f"{self.root}{path} does not exist: is this server started with `inference`?")
         if status == _UNSENT:
             raise VersionNotSent(f"{server}: {message}")
-        if status == _BUSY:
-            raise ServerError(f"{server} is busy with another change of its weights: {message}")
-        if status >= 500:
+        if status == _BUSY or status >= 500:
             raise ServerError(f"{server} failed {method} {path}: {message}")
         if not response.is_success:
             raise UserError(f"{server} refused {method} {path}: {message}")

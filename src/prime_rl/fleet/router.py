@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import InferenceClient, Served, ServerError
-from prime_rl.fleet.logprob_check import LogprobCheck, LogprobCheckFailed
+from prime_rl.fleet.client import InferenceClient, Served, ServerError, VersionNotSent
+from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ class RouterClient:
         updates = (backend.update(weights) for backend in self._backends)
         outcomes = await asyncio.gather(*updates, return_exceptions=True)  # bounded: by the requests' deadlines
         if errors := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
-            raise min(errors, key=_order)
+            # A bug first, then what no other attempt mends, then a failed check.
+            raise min(
+                errors, key=lambda error: (isinstance(error, UserError), type(error) in (ServerError, VersionNotSent))
+            )
         return _joined([outcome for outcome in outcomes if isinstance(outcome, Served)])
 
     async def reload(self) -> Served:
@@ -75,12 +78,6 @@ def connect_all(config: "ClientConfig", stack: AsyncExitStack, check: LogprobChe
     return [RouterClient(clients[0], clients[1:])] if config.admin_roots else clients
 
 
-def _order(error: BaseException) -> int:
-    if not isinstance(error, UserError):
-        return 0  # a bug
-    return 1 if isinstance(error, LogprobCheckFailed) or not isinstance(error, ServerError) else 2
-
-
 def _joined(answers: Sequence[Served]) -> Served:
     """One answer for all: its times are the slowest's, its models those that each of them knows."""
     first, known = answers[0], [one.models for one in answers if one.models is not None]
@@ -88,7 +85,7 @@ def _joined(answers: Sequence[Served]) -> Served:
     return replace(
         first if agree else replace(first, version=NO_VERSION, hash=""),
         boot="+".join(one.boot for one in answers),
-        loads="+".join(one.loads for one in answers),
+        loads="+".join(str(one.loads) for one in answers),
         leaving=any(one.leaving for one in answers),
         engines=sum(one.engines for one in answers),
         seconds={phase: max(one.seconds.get(phase, 0.0) for one in answers) for phase in first.seconds},

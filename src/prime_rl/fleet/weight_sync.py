@@ -76,8 +76,7 @@ class WeightSync:
         self.batch_lock = asyncio.Lock()  # bounded: its holders only wait with deadlines
         self.seconds = 0.0
         self.phases: dict[str, float] = {}
-        self._settled = asyncio.Event()  # cleared while the ready replicas load another version
-        self._settled.set()
+        self._settled = True  # not while the ready replicas load another version
         self._loads: dict[Replica, asyncio.Task[None]] = {}  # of that version
         self._joins: dict[Replica, asyncio.Task[None]] = {}
         self._unsent_since: float | None = None  # since when the trainer's publisher has not sent what was asked for
@@ -129,13 +128,16 @@ class WeightSync:
         Raises:
             LoadError: a server rejected it, or all of them failed to load it `_ATTEMPTS` times.
         """
-        self.published.write_lease(first_lease(self.published.lease))
+        held = first_lease(self.published.lease)
+        self.published.write_lease(held)
         if self.config.trainer:
             await self._await_published(progress)
-        owed: Callable[[int], bool] | None = owes
+        sent = True  # the version that was served last
         while True:  # bounded: by the attempts of each replica
             up = await self.pool.wait_ready(self.status.waiting)
-            version, incarnation = self._first_version(owed), self.published.incarnation.number
+            newest, incarnation = self.published.newest, self.published.incarnation.number
+            pending = sent and self.published.valid(held.version) and owes(held.version)
+            version = BASE if newest is None or not self.config.trainer else held.version if pending else newest
             self._lease_before_load(incarnation, version)
             # Also where it is served already, to find a server that cannot read the directory now.
             failures = await self._load(up, version)
@@ -152,7 +154,7 @@ class WeightSync:
                 return version
             self._count_failures(failures, version, up)
             if any(isinstance(error, VersionNotSent) for error in failures.values()):
-                owed = None  # it is not to be had any more: the newest is
+                sent = False  # it is not to be had any more: the newest is
             await asyncio.sleep(RETRY_SECONDS * max(1, *(replica.failed_loads for replica in up)))
             self.published.refresh()
 
@@ -171,15 +173,6 @@ class WeightSync:
         if progress.resumed:
             subject += f", of an incarnation that goes on from step {progress.version},"
         await self._until(begun, "version of the weights" if progress.recovered else subject)
-
-    def _first_version(self, owes: Callable[[int], bool] | None) -> int:
-        if not self.config.trainer:
-            return BASE
-        newest, lease = self.published.newest, self.published.lease
-        assert newest is not None
-        if lease is not None and owes is not None and self.published.valid(lease.version) and owes(lease.version):
-            return lease.version
-        return newest
 
     async def _until(self, condition: Callable[[], bool], subject: str) -> None:
         """Wait for the trainer, at most `weights_timeout`."""
@@ -273,7 +266,7 @@ class WeightSync:
 
         Those that were not sent the version serve on where no other loaded it either.
         """
-        self._settled.clear()
+        self._settled = False
         try:
             asked = self.pool.ready
             failures = await self._load(asked, version)
@@ -287,7 +280,7 @@ class WeightSync:
                 await asyncio.sleep(RETRY_SECONDS)
             return loaded
         finally:
-            self._settled.set()
+            self._settled = True
 
     async def _load(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
         """Load `version` on all of them at once. Returns those that did not, and why."""
@@ -377,7 +370,7 @@ class WeightSync:
         """Have made again what a replica sampled since it was last verified. Call it with `batch_lock` held."""
         episodes = replica.unverified | replica.invalid
         running = self.scheduler.invalidate(detail, episodes)
-        if len(self.pool.replicas) == 1 and self._settled.is_set():
+        if len(self.pool.replicas) == 1 and self._settled:
             self.scheduler.retract()
         self.pool.forget(episodes)
         self._drop(running)
@@ -454,14 +447,14 @@ class WeightSync:
         """
         scheduler = self.scheduler
         version, incarnation = scheduler.version, scheduler.incarnation
-        if scheduler.must_go_back or not self._settled.is_set():
+        if scheduler.must_go_back or not self._settled:
             return False
         # The same version of an incarnation that was superseded is other weights.
         manifest = self.published.manifest(version) if self.config.trainer else None
         if not verified or (replica.loaded is not None and manifest is not None and not replica.loaded.holds(manifest)):
             await self._load_one(replica, version)
         changed = scheduler.must_go_back or (version, incarnation) != (scheduler.version, scheduler.incarnation)
-        if changed or not self._settled.is_set():
+        if changed or not self._settled:
             return False
         self.pool.move(replica, ReplicaState.READY)
         replica.trouble = ""
@@ -494,8 +487,7 @@ class WeightSync:
                 *map(self._probe, self.pool.ready),
                 *map(self._drain, [replica for replica in self.pool.replicas if replica.draining]),
             )
-            if self.no_replica_ready:
-                self._check_ready_timeout()
+            self._check_ready_timeout()
 
     async def _probe(self, replica: Replica) -> None:
         if not await replica.client.answers():
@@ -506,7 +498,7 @@ class WeightSync:
         replica.silent = 0
         served = await replica.served()
         # Between two updates: what is in flight there stays of the version that it serves.
-        if served is not None and served.leaving and replica.ready and self._settled.is_set():
+        if served is not None and served.leaving and replica.ready and self._settled:
             self.pool.move(replica, ReplicaState.DRAINING, LEAVING)
             count = replica.in_flight
             logger.info("{} is to leave: it gets nothing new, {} episodes in flight there go on", replica.name, count)

@@ -22,7 +22,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,20 +41,20 @@ from prime_rl.inference.engine_watch import watch_engine
 from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import plugin_config
 from prime_rl.inference.service import WeightService
-from prime_rl.inference.version_files import TURN_SECONDS, AllowedRoots, Rejected
+from prime_rl.inference.version_files import TURN_SECONDS, Rejected
 from prime_rl.monitor import Status
 
 TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE = "/inference/v1/generate", "/v1/generate", "/v1/sample"
 FOLLOW_SECONDS = 60.0
 STOP_SECONDS = 20.0  # from a signal to the end, at most; vLLM's own time for requests in flight comes on top
-EXPERTS_MOVE = (
-    "with enable_eplb vLLM moves experts between GPUs: its reload would put new ones where they were at first"
-)
 _SAMPLING_PARAMETERS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
     *("logprobs", "skip_special_tokens", "detokenize"),
 }  # fmt: skip
+
+
+BODY_BYTES = 64 << 10  # of a request to a weight route: a path of the greatest length, in escapes
 
 
 class _Body(BaseModel):
@@ -75,12 +75,18 @@ class SampleBody(_Body):
     model: str | None = None
 
 
+async def limit_body(request: Request) -> None:
+    """What a request says may be repeated in answers and logs; this runs before it is looked at."""
+    if len(await request.body()) > BODY_BYTES:
+        raise Rejected(413, f"the request is longer than {BODY_BYTES >> 10} KiB")
+
+
 def _service(request: Request) -> WeightService:
     return request.app.state.prime_service
 
 
 Service = Annotated[WeightService, Depends(_service)]
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(limit_body)])
 
 
 @router.post("/update_weights")
@@ -125,19 +131,20 @@ async def leave(request: Request) -> dict[str, Any]:
     return {"leaving": True}
 
 
-@router.post(SAMPLE_ROUTE)
-async def sample(body: SampleBody, request: Request) -> Response:
-    """Sample one reply. Ends when the client goes away. Rejected (400, 404) for what this route does not do, 500 when the
-    engine fails; vLLM's own handler makes 400 of its ValueError for a prompt that it does not take."""
-    state = request.app.state
+async def sample(body: SampleBody, raw_request: Request) -> Response:
+    """Sample one reply. Rejected (400, 404) for what this route does not do, 500 when the engine fails; vLLM's own handler
+    makes 400 of its ValueError for a prompt that it does not take."""
+    from vllm.inputs import tokens_input
+
+    state = raw_request.app.state
     if faults.point("generate") == "error":
         raise Rejected(500, "fault injection")
     if body.model is not None and body.model not in state.prime_models:
         raise Rejected(404, f"the model {body.model!r} is not served; this server has {', '.join(state.prime_models)}")
     params = sampling_params(body.sampling_params, len(body.token_ids), state.engine_client.model_config.max_model_len)
-    output = await _while_wanted(request, _generate(state.engine_client, body, params))
-    if output is None:
-        return Response(status_code=499)  # nobody reads it
+    prompt, name = tokens_input(body.token_ids, cache_salt=body.cache_salt), f"sample-{secrets.token_hex(16)}"
+    outputs = [output async for output in state.engine_client.generate(prompt, params, name)]
+    output = outputs[-1].outputs[0]  # the only one
     if output.finish_reason == "error":
         raise Rejected(500, "the engine failed while it sampled")
     return Response(sample_answer(body.token_ids, output), media_type="application/json")
@@ -170,30 +177,6 @@ def sampling_params(requested: dict[str, Any], prompt: int, most: int) -> Any:
     return params
 
 
-async def _generate(engine: Any, body: SampleBody, params: Any) -> Any:
-    from vllm.inputs import tokens_input
-
-    prompt = tokens_input(body.token_ids, cache_salt=body.cache_salt)
-    outputs = [output async for output in engine.generate(prompt, params, f"sample-{secrets.token_hex(16)}")]
-    return outputs[-1].outputs[0]  # the only one
-
-
-async def _while_wanted(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result, or None once the client has gone away: vLLM drops a request whose generator is cancelled."""
-
-    async def disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.create_task(work), asyncio.create_task(disconnect())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)  # bounded: by the client's patience
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        gone.cancel()
-
-
 def sample_answer(prompt: Sequence[int], output: Any) -> bytes:
     """The JSON of vLLM's token route for one finished output with flat log-probabilities; without what a rollout does not
     read. Rejected (500) if the log-probabilities are not those of the sampled tokens."""
@@ -219,7 +202,11 @@ class PrimeRoutes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+
         app.include_router(router)
+        # It ends when its client goes away: vLLM drops a request whose generator is cancelled.
+        app.add_api_route(SAMPLE_ROUTE, with_cancellation(sample), methods=["POST"])
         app.add_exception_handler(Rejected, answer_rejected)
         route = next((route for route in app.routes if isinstance(route, APIRoute) and route.path == TOKEN_ROUTE), None)
         if route is None:
@@ -243,13 +230,12 @@ class PrimeRoutes:
         state.prime_service = service = WeightService(
             compat.AllEngines(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),
-            roots=AllowedRoots(config.weights_root),
+            root=config.weights_root,
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
             on_device=config.stage_on_device,
             servers_on_host=config.servers_on_host * engines,
             engines=engines,
-            fixed=EXPERTS_MOVE if args.enable_eplb else None,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))

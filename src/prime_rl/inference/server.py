@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from loguru import logger
@@ -43,6 +42,7 @@ _REJECTED = {
 }  # fmt: skip
 _REJECTED_UNLESS_OFF = {
     "grpc": "vLLM's gRPC server asks for no key and has no weight routes: leave it out",
+    "enable_eplb": "it moves experts between GPUs, and vLLM's reload would put new ones where they were at first",
     # They have to be paused together and know nothing of each other's servers.
     **dict.fromkeys(
         ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_multi_port_external_lb"),
@@ -86,7 +86,7 @@ def run(config: InferenceConfig) -> None:
     status = Status(config.output_dir, config.process)
     status.phase("importing vLLM")
     logger.info("importing vLLM {}", engine.release)
-    signal.signal(signal.SIGTERM, _stop)  # until vLLM sets its own
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until vLLM sets its own
     try:
         _serve(config, engine, argv, status)
     except KeyboardInterrupt:
@@ -110,10 +110,6 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
         # vLLM and its engine process have printed their tracebacks above; this is the line to read first.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(f"vLLM stopped: {' '.join(lines[:2]) or type(error).__name__}") from error
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def dry_run(config: InferenceConfig) -> None:

@@ -18,7 +18,7 @@ from loguru import logger
 
 from prime_rl import faults
 from prime_rl.inference.compat import AllEngines
-from prime_rl.inference.version_files import STALL_SECONDS, AllowedRoots, Rejected, check_fit, read
+from prime_rl.inference.version_files import STALL_SECONDS, Rejected, check_fit, check_version, read
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import TensorEntry, WeightsManifest, hash_directory, version_hash
@@ -72,23 +72,22 @@ class WeightService:
 
     Args:
         engine: Answers for all of the `engines` data-parallel engines behind this server.
+        root: Where versions may lie (None: anywhere).
         tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
         status: Shows a change under way, during which the engine does not answer, with its deadline.
         on_device: The workers may stage new weights in the GPU's memory, else in the host's, as `servers_on_host` engines
             do at the same time.
-        fixed: Why this server's weights cannot be changed; None if they can.
     """
 
     def __init__(
-        self, engine: AllEngines, base: Path, roots: AllowedRoots, *,
+        self, engine: AllEngines, base: Path, root: Path | None, *,
         tied: bool = False, status: Status | None = None, on_device: bool = True,
-        servers_on_host: int = 1, engines: int = 1, fixed: str | None = None,
+        servers_on_host: int = 1, engines: int = 1,
     ) -> None:  # fmt: skip
-        self._engine, self.engines, self._fixed = engine, engines, fixed
-        self._base, self._tied, self._roots = base, tied, roots
+        self._engine, self.engines = engine, engines
+        self._base, self._tied, self._root = base, tied, root
         self._status = status
         self._stage_options = servers_on_host, on_device
-        self._staged = False  # the workers may hold something
         self._least_staging: float | None = None  # seconds, of all versions until now
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -123,8 +122,6 @@ class WeightService:
         return await self._change(self._reload)
 
     async def _change(self, action: Callable[[WeightUpdate], Coroutine[Any, Any, None]]) -> WeightUpdate:
-        if self._fixed is not None:
-            raise Rejected(400, f"this server's weights cannot be changed: {self._fixed}")
         change = WeightUpdate()
         await self._run_exclusively(lambda: action(change))
         return change
@@ -151,7 +148,7 @@ class WeightService:
         if faults.point(f"update-received:v{version}") == "error":
             raise Rejected(500, "fault injection")
         with change.measure("check"):
-            manifest = await read(lambda: self._roots.check(weight_dir, version), weight_dir, STALL_SECONDS)
+            manifest = await read(lambda: check_version(self._root, weight_dir, version), weight_dir, STALL_SECONDS)
             base = await self._base_hashes()
             if manifest.base is None:
                 check_fit(manifest.tensors, base, self._tied)
@@ -166,14 +163,13 @@ class WeightService:
         try:
             await self._stage(manifest, change)
             await self._swap(directory, identity, change)
-        finally:
-            if self._staged:
-                self._staged = False
-                try:
-                    async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
-                        await self._engine.collective_rpc("prime_unstage")
-                except Rejected as rejection:  # the outcome of the change itself counts
-                    logger.warning("{}", rejection.message)
+        except BaseException:  # a load that succeeds frees what was staged
+            try:
+                async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
+                    await self._engine.collective_rpc("prime_unstage")
+            except Rejected as rejection:  # the outcome of the change itself counts
+                logger.warning("{}", rejection.message)
+            raise
 
     async def _reload(self, change: WeightUpdate, weight_dir: str | None = None) -> None:
         expected = await self._base_hashes()
@@ -190,7 +186,6 @@ class WeightService:
         """Have every worker stage the version while generation goes on."""
         directory, publisher = manifest.directory, manifest.publisher
         silence = STALL_SECONDS if publisher is None else LOAD_SECONDS  # an exchange has deadlines of its own
-        self._staged = True
         with change.measure("stage"):
             async with _engine_call(f"read {directory}", LOAD_SECONDS):
                 since = time.perf_counter()
@@ -242,7 +237,6 @@ class WeightService:
                     raise Rejected(500, self._broken) from error
                 self._broken = None
                 self._loads += 1
-                self._staged = False  # freed with it: another call would wait for the first step, the longest
                 await self._resume_if_usable()
         finally:
             if self._status is not None:

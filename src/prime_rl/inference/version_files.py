@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,62 +30,58 @@ class Rejected(Exception):
         self.message = message if len(message) <= MESSAGE_CHARACTERS else f"{message[:MESSAGE_CHARACTERS]}…"
 
 
-@dataclass(frozen=True)
-class AllowedRoots:
-    """Where versions may lie: below `root`; None: any committed version that this host sees."""
+def check_version(root: Path | None, weight_dir: str, version: int) -> WeightsManifest:
+    """Check everything of a version except the tensors' bytes. Rejected if it lies outside `root` (403; None: any place
+    that this host sees), or is not `version`, or not whole (400)."""
+    directory = resolve(root, weight_dir)
+    faults.point(f"update-read:v{version}")
+    try:
+        _check_files(root, directory, [MANIFEST])
+        committed = read_manifest(directory)
+        _check_files(root, directory, committed.files)
+        manifest = weights_manifest(directory, committed)
+        if manifest.version != version:
+            raise Rejected(400, f"{directory} holds version {manifest.version}, not {version}")
+        if manifest.base is None:
+            verify_small_files(directory, committed)
+            # vLLM reads only the files that an index names, and silently keeps the old weights of others.
+            index, listed = directory / INDEX, {name: entry.file for name, entry in manifest.tensors.items()}
+            if index.exists() and json.loads(index.read_bytes())["weight_map"] != listed:
+                raise CommitError(f"{index} does not list the tensors of the files beside it")
+    except (CommitError, OSError, TypeError, ValueError, KeyError, RecursionError) as error:
+        raise Rejected(400, str(error)) from error  # manifest and index may say anything
+    return manifest
 
-    root: Path | None
 
-    def check(self, weight_dir: str, version: int) -> WeightsManifest:
-        """Check everything of a version except the tensors' bytes. Rejected if it lies outside the root (403), or is not
-        `version`, or not whole (400)."""
-        directory = self.resolve(weight_dir)
-        faults.point(f"update-read:v{version}")
-        try:
-            self._check_files(directory, [MANIFEST])
-            committed = read_manifest(directory)
-            self._check_files(directory, committed.files)
-            manifest = weights_manifest(directory, committed)
-            if manifest.version != version:
-                raise Rejected(400, f"{directory} holds version {manifest.version}, not {version}")
-            if manifest.base is None:
-                verify_small_files(directory, committed)
-                # vLLM reads only the files that an index names, and silently keeps the old weights of others.
-                index, listed = directory / INDEX, {name: entry.file for name, entry in manifest.tensors.items()}
-                if index.exists() and json.loads(index.read_bytes())["weight_map"] != listed:
-                    raise CommitError(f"{index} does not list the tensors of the files beside it")
-        except (CommitError, OSError, TypeError, ValueError, KeyError, RecursionError) as error:
-            raise Rejected(400, str(error)) from error  # manifest and index may say anything
-        return manifest
+def resolve(root: Path | None, weight_dir: str) -> Path:
+    """The committed directory that `weight_dir` names, symbolic links resolved; raises as `check_version`."""
+    try:
+        path = Path(weight_dir).expanduser().resolve()
+    except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, a loop of links, an unknown user
+        raise Rejected(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
+    if root is not None and not path.is_relative_to(root.resolve()):
+        raise Rejected(
+            403,
+            f"weight_dir {weight_dir} is outside the weights root {root}: start the server with another --weights-root, or without",
+        )
+    if not os.path.isfile(path / MANIFEST):  # False where it may not even look
+        raise Rejected(
+            400,
+            f"the server's host sees no committed version in {weight_dir}: trainer and server need one file system, under the same path",
+        )
+    return path
 
-    def resolve(self, weight_dir: str) -> Path:
-        """The committed directory that `weight_dir` names, symbolic links resolved; raises as `check`."""
-        try:
-            path = Path(weight_dir).expanduser().resolve()
-        except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, a loop of links, an unknown user
-            raise Rejected(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
-        if self.root is not None and not path.is_relative_to(self.root.resolve()):
-            raise Rejected(
-                403,
-                f"weight_dir {weight_dir} is outside the weights root {self.root}: start the server with another --weights-root, or without",
-            )
-        if not os.path.isfile(path / MANIFEST):  # False where it may not even look
-            raise Rejected(
-                400,
-                f"the server's host sees no committed version in {weight_dir}: trainer and server need one file system, under the same path",
-            )
-        return path
 
-    def _check_files(self, directory: Path, names: Iterable[str]) -> None:
-        """Check that these files, and those that are read for their names, lie in `directory`. A link may lead anywhere
-        below the root, or, without a root, into `directory`."""
-        root = (self.root or directory).resolve()
-        for name in {*names, INDEX, *(path.name for path in directory.glob("*.safetensors"))}:
-            path = directory / name
-            real_path = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
-            inside = path.parent == directory and name not in ("", "..")
-            if not inside or not real_path.is_relative_to(root):
-                raise Rejected(403, f"{path} is outside {(self.root and f'the weights root {self.root}') or directory}")
+def _check_files(root: Path | None, directory: Path, names: Iterable[str]) -> None:
+    """Check that these files, and those that are read for their names, lie in `directory`. A link may lead anywhere
+    below the root, or, without a root, into `directory`."""
+    allowed = (root or directory).resolve()
+    for name in {*names, INDEX, *(path.name for path in directory.glob("*.safetensors"))}:
+        path = directory / name
+        real_path = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
+        inside = path.parent == directory and name not in ("", "..")
+        if not inside or not real_path.is_relative_to(allowed):
+            raise Rejected(403, f"{path} is outside {directory if root is None else f'the weights root {root}'}")
 
 
 def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tied: bool) -> None:

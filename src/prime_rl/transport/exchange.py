@@ -131,13 +131,6 @@ class Channel:
             raise ExchangeError(str(message["error"]))
         return message
 
-    def expect(self, key: str) -> Any:
-        """Return the value of `key` in the next message."""
-        message = self.receive()
-        if key not in message:
-            raise ExchangeError(f"the other side says {sorted(message)} where {key} was expected")
-        return message[key]
-
     def receive_bytes(self, data: memoryview, *, no_deadline: bool = False) -> None:
         """Fill `data`. Some bytes must come within every `seconds`, unless `no_deadline`."""
         try:
@@ -309,11 +302,9 @@ class Publisher:
         try:
             channel.send(size=size)
             if backend == "cuda-ipc":
-                channel.expect("read")
+                channel.receive()  # that it has read it
             elif group is not None:
-                for block in self._buffer[:size].split(NCCL_BLOCK_BYTES):
-                    group.transfer(block)
-                group.flush()
+                group.transfer(self._buffer[:size])
             else:
                 for block in self._buffer[:size].split(TCP_BLOCK_BYTES):
                     channel.send_bytes(block.cpu().numpy().data)
@@ -364,7 +355,7 @@ class Subscriber:
                     version = f"{size} bytes of version {manifest.version}"
                     raise ExchangeError(f"the publisher has {version}, not {buffer.numel()}")
                 self._fill(channel, buffer, progress)
-                channel.expect("done")
+                channel.receive()  # that it was all
         except BaseException:
             self.close()
             raise
@@ -418,10 +409,7 @@ class Subscriber:
                 torch.cuda.current_stream(buffer.device).synchronize()
             channel.send(read=True)
         elif group is not None:
-            for block in buffer.split(NCCL_BLOCK_BYTES):
-                progress()
-                group.transfer(block)
-            group.flush()
+            group.transfer(buffer, progress)
         else:
             host = torch.empty(TCP_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if buffer.is_cuda else None
             for block in buffer.split(TCP_BLOCK_BYTES):
@@ -467,19 +455,18 @@ class _NcclGroup:
                     if value is not None:
                         os.environ[name] = value
 
-    def transfer(self, block: Tensor) -> None:
-        """Begin to send or receive a block, once few enough are under way."""
-        while len(self._under_way) >= _BLOCKS_IN_FLIGHT:
-            self._finish(*self._under_way.popleft())
-        try:
-            work = self._begin(block) if self._connected else self._begin_first(block)
-        except RuntimeError as error:
-            raise ExchangeError(f"NCCL failed ({_brief(error)})") from error
-        self._connected = True
-        self._under_way.append((work, block))
-
-    def flush(self) -> None:
-        """Wait until all blocks are transferred."""
+    def transfer(self, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> None:
+        """Send or receive a buffer, a few blocks of it at a time. `progress` is called before each."""
+        for block in buffer.split(NCCL_BLOCK_BYTES):
+            progress()
+            while len(self._under_way) >= _BLOCKS_IN_FLIGHT:
+                self._finish(*self._under_way.popleft())
+            try:
+                work = self._begin(block) if self._connected else self._begin_first(block)
+            except RuntimeError as error:
+                raise ExchangeError(f"NCCL failed ({_brief(error)})") from error
+            self._connected = True
+            self._under_way.append((work, block))
         while self._under_way:
             self._finish(*self._under_way.popleft())
 

@@ -99,7 +99,7 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
         (400, {"error": {"message": "manifest is broken"}}, "manifest is broken", UserError),
         (401, {}, r"refused the key in \$VLLM_API_KEY", UserError),
         (404, {}, "started with `inference`", UserError),
-        (409, {}, "busy with another change", ServerError),
+        (409, {}, "failed", ServerError),
         (424, {"error": {"message": "superseded"}}, "superseded", VersionNotSent),
         (500, {"detail": "x"}, "HTTP 500", ServerError),
         (503, {}, "HTTP 503", ServerError),

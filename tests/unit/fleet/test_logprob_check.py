@@ -229,7 +229,7 @@ async def test_a_server_that_does_not_score_the_prompt_fails(server, tmp_path):
     for answer in (UserError("no such thing"), ServerError("it failed"), None):
         server.answer = answer
         if answer is not None:
-            with pytest.raises(LogprobCheckFailed, match=f"does not score the fixed prompt .*: {answer}"):
+            with pytest.raises(LogprobCheckFailed, match=f"does not score the fixed prompt, which .*: {answer}"):
                 await server.update(check, one)
     await server.update(check, one)
     server.answer = ServerError("it failed")

@@ -142,6 +142,7 @@ def test_other_hosts_need_a_key(host: str) -> None:
         ({"uds": "/tmp/s"}, r"vllm.uds: .* \[server\]"),
         ({"tensor-parallel-size": 2}, "vllm.tensor_parallel_size: is an option of its own, tensor_parallel_size"),
         ({"grpc": True}, "vllm.grpc: .* asks for no key"),
+        ({"enable-eplb": True}, "vllm.enable_eplb: it moves experts"),
         ({"model": "m"}, "vllm.model: is an option of its own, model.name"),
         ({"data_parallel_rank": 0}, "vllm.data_parallel_rank: .* servers of their own, which client.base_url lists"),
         ({"data-parallel-hybrid-lb": True}, "vllm.data_parallel_hybrid_lb: .* servers of their own"),

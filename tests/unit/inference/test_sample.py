@@ -1,6 +1,5 @@
 """The route that rollouts are sampled by: what it takes, what it answers. The engine itself: tests/integration/test_inference.py."""
 
-import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 from renderers.client import _parse_completion_logprobs, parse_generate_response
 
-from prime_rl.inference.routes import _while_wanted, sample_answer
+from prime_rl.inference.routes import sample_answer
 from prime_rl.inference.version_files import Rejected
 
 
@@ -36,23 +35,3 @@ def test_the_answer_is_read_as_vllms() -> None:
         with pytest.raises(Rejected) as refused:
             sample_answer([1], Output([7, 8], others))
         assert refused.value.status == 500
-
-
-async def test_a_client_that_goes_away_cancels_its_request() -> None:
-    """Contract: a request that nobody waits for any more does not go on sampling."""
-    cancelled = asyncio.Event()
-
-    class Gone:
-        async def receive(self) -> dict[str, str]:
-            await asyncio.sleep(0.05)
-            return {"type": "http.disconnect"}
-
-    async def sampling() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            cancelled.set()
-
-    async with asyncio.timeout(30):
-        assert await _while_wanted(Gone(), sampling()) is None  # type: ignore[arg-type]
-        await cancelled.wait()
