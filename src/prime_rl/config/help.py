@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -97,11 +98,11 @@ def _line(cls: type[Section], setting: Setting) -> str:
     """Return an option with type, description and default, a section, or the heading of one type of a section."""
     option, name = spell(setting.keys, "option"), setting.keys[-1]
     switch = spell((*setting.keys[:-1], f"no_{name}"), "option")
-    kind = f"| {switch}" if setting.takes(bool) and not setting.nullable else type_text(setting)
+    kind = f"| {switch}" if setting.takes(bool) and not setting.takes(NoneType) else type_text(setting)
     left, text = f"  {option} {kind}", f"{setting.field.description} [{default_text(setting)}]"
     if setting.sections:
         left, text = f"  [{'.'.join(setting.keys)}]", setting.field.description or ""
-        text += f" [default: off; {option}, {switch}]" if setting.nullable else ""
+        text += f" [default: off; {option}, {switch}]" if setting.takes(NoneType) else ""
     elif name == "type" and setting.tag:
         around = find(cls, setting.keys[:-1])
         default = ", the default" if around is not None and setting.tag == default_type(around.field) else ""
@@ -116,12 +117,12 @@ def _width() -> int:
 
 def type_text(setting: Setting) -> str:
     """Return the type of a setting for people: `int|None`."""
-    names: dict[Any, str] = {list: "list", dict: "table", Path: "path"}
-    words = list(setting.choices)
+    names: dict[Any, str] = {list: "list", dict: "table", Path: "path", NoneType: "None"}
+    words: list[str] = []
     for kind in setting.kinds:
-        if get_origin(kind) is not Literal:
-            words.append("table" if kind in setting.sections else names.get(get_origin(kind) or kind) or kind.__name__)
-    return "|".join([*words, *(["None"] if setting.nullable else [])])
+        name = "table" if kind in setting.sections else names.get(get_origin(kind) or kind)
+        words += get_args(kind) if get_origin(kind) is Literal else [name or kind.__name__]
+    return "|".join(words)
 
 
 def default_text(setting: Setting) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -96,7 +96,7 @@ def say(text: str) -> None:
 class Setting(NamedTuple):
     """A path that can be given: a field of the section `owner`, or an item of a list, whose number is "N" in `keys`.
 
-    `kinds` are its types without None (`Any` within a dict); `tag` is the `type` of the innermost union around it.
+    `kinds` are its types (`Any` within a dict); `tag` is the `type` of the innermost union around it.
     """
 
     keys: Keys
@@ -104,19 +104,13 @@ class Setting(NamedTuple):
     owner: type[Section]
     tag: str
     kinds: tuple[Any, ...]
-    nullable: bool
 
     @property
     def sections(self) -> tuple[type[Section], ...]:
         """Those of its types that are sections, several in a union."""
         return tuple(kind for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Section))
 
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The words of a Literal."""
-        return tuple(word for kind in self.kinds if get_origin(kind) is Literal for word in get_args(kind))
-
-    def takes(self, *kinds: type) -> bool:
+    def takes(self, *kinds: Any) -> bool:
         """Whether one of its types is one of these, or a list or dict of anything."""
         return any(kind in (declared, get_origin(declared)) for declared in self.kinds for kind in kinds)
 
@@ -130,14 +124,12 @@ def settings(root: type[Section]) -> tuple[Setting, ...]:
 
 def _paths(keys: Keys, field: FieldInfo, owner: type[Section], tag: str, annotation: Any) -> Iterator[Setting]:
     """Yield the setting, what is in it, and the items of a list of sections."""
-    types_and_none = list(_alternatives(annotation))
-    kinds = tuple(kind for kind in types_and_none if kind is not type(None))
-    yield (setting := Setting(keys, field, owner, tag, kinds, nullable=type(None) in types_and_none))
+    yield (setting := Setting(keys, field, owner, tag, tuple(_alternatives(annotation))))
     for section in setting.sections:
         own_tag = str(section.model_fields["type"].default) if len(setting.sections) > 1 else tag
         for name, inner in sorted(section.model_fields.items(), key=lambda item: item[0] != "type"):
             yield from _paths((*keys, name), inner, section, own_tag, inner.annotation)
-    for item in [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]:
+    for item in [get_args(kind)[0] for kind in setting.kinds if get_origin(kind) is list]:
         if isinstance(item, type) and issubclass(item, Section):
             yield from _paths((*keys, "N"), field, owner, tag, item)
 
@@ -158,7 +150,7 @@ def find(root: type[Section], keys: Keys) -> Setting | None:
         if setting.keys == path:
             return setting
         if setting.takes(dict) and setting.keys == path[: len(setting.keys)]:
-            around = around or setting._replace(kinds=(Any,), nullable=False)
+            around = around or setting._replace(kinds=(Any,))
     return around
 
 
@@ -207,8 +199,8 @@ def spell(keys: Keys, kind: Kind) -> str:
 class Entry(NamedTuple):
     """The value of a key, {} of a table and [] of a list: what is in them has entries of its own.
 
-    It was given, as `keys`, by the option, variable or file `name`, whose `lines` are read into the section at `prefix`;
-    by none where it follows from other settings. The highest precedence wins.
+    It was given, as `keys`, by the option, the variable, or the file of these `lines` that is called `name`; by none
+    where it follows from other settings. The highest precedence wins.
     """
 
     value: Any = ABSENT
@@ -216,16 +208,16 @@ class Entry(NamedTuple):
     name: str = ""
     precedence: int = -1
     keys: Keys = ()
-    prefix: Keys = ()
     lines: tuple[str, ...] = ()
 
-    def place(self, keys: Keys | None = None) -> str:
-        """Return the name; of a file also the line that names the last of the keys, below those that name its parents.
+    @property
+    def place(self) -> str:
+        """The name; of a file also the line that names the last of the keys, below those that name its parents.
 
         tomllib does not report lines. A key inside a string could be mistaken for one, which only misplaces a message.
         """
         number, before = -1, ""
-        for key in (self.keys if keys is None else keys)[len(self.prefix) :]:
+        for key in self.keys:
             pattern = rf"[^#]*(?<![\w-]){re.escape(key)}[\"']?\s*[=.\]]"
             if is_index(key):
                 pattern = rf"\s*\[\[.*\b{re.escape(before)}[\"']?\s*\]"
@@ -281,24 +273,24 @@ class Table:
                 return
             if around.name != source.name:
                 self.entries[parent] = source._replace(value=around.value, keys=parent)
-        written_as, before = keys, value
+        source, before = source._replace(keys=keys), value
         if (older := OLDER.get(in_section(keys))) is not None:
             keys, value = (*keys[:-1], older[0]), older[1](value)
-            if (keys, value) != (written_as, before):
+            if (keys, value) != (source.keys, before):
                 today = ",".join(map(str, value)) if isinstance(value, list) else value
                 hint = f"{before} is an older spelling of {spell(keys, source.kind)} {today}"
-                self.hints.append(f"{source.place(written_as)} {hint}")
+                self.hints.append(f"{source.place} {hint}")
         same, union = self.entry(keys).value, keys[:-1]
         if keys[-1:] == ("type",) and generic(union) in self._unions and same not in (ABSENT, value):
             if len(self.items(union)) > 1:
                 what = f"{'.'.join(union)} of type '{same}' is left out"
-                self.hints.append(f"{what}: {source.place(keys)} makes it '{value}'")
+                self.hints.append(f"{what}: {source.place} makes it '{value}'")
             self.set(union, source._replace(value={}, keys=union))
         if isinstance(value, dict) and isinstance(same, dict):
-            self.entries[keys] = source._replace(value={}, keys=written_as)
+            self.entries[keys] = source._replace(value={})
         else:
             leaf = type(value)() if isinstance(value, dict | list) else None if value == "None" else value
-            self.set(keys, source._replace(value=leaf, keys=written_as))
+            self.set(keys, source._replace(value=leaf))
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for key, item in sorted(items, key=lambda item: item[0] != "type"):
             self.add((*keys, str(key)), item, source)
@@ -389,7 +381,7 @@ def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
         for position, key in enumerate(keys):
             positive = (*keys[:position], key.removeprefix("no_"), *keys[position + 1 :])
             setting = find(cls, positive) if key.startswith("no_") else None
-            if setting is not None and (setting.takes(bool) or setting.nullable):
+            if setting is not None and (setting.takes(bool) or setting.takes(NoneType)):
                 if equals:
                     raise ConfigError(f"{name} takes no value")
                 return [(positive, False if setting.takes(bool) else None, source)]
@@ -443,11 +435,11 @@ def _from_text(texts: list[str], setting: Setting) -> Any:
         return _literal(text) if text.lstrip().startswith("[") else [part for part in parts if part]
     if setting.takes(bool):
         return BOOLS.get(text.lower(), text)
-    if setting.choices or setting.takes(str, Path):
+    if setting.takes(str, Path, Literal):
         return text
-    if setting.sections and setting.nullable and text.lower() in BOOLS:
-        return {} if BOOLS[text.lower()] else None
     value = _literal(text)
+    if value in (True, False) and setting.sections and setting.takes(NoneType):
+        return {} if value else None
     return text if isinstance(value, bool) and setting.takes(int, float) else value  # pydantic would take true for 1
 
 
@@ -480,7 +472,7 @@ def _read_file(path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> li
         if os.path.abspath(target) in map(os.path.abspath, (*including, path)):
             raise ConfigError(f"{path}: include of {target} is a cycle")
         assignments += _read_file(target, prefix, (*including, path))
-    return [*assignments, (prefix, tree, Entry(name=str(path), prefix=prefix, lines=tuple(text.splitlines())))]
+    return [*assignments, (prefix, tree, Entry(name=str(path), lines=tuple(text.splitlines())))]
 
 
 def _nearest_file(path: Path) -> str:
@@ -520,7 +512,7 @@ def _validation_lines(error: ValidationError, cls: type[Section], table: Table, 
             message, entry, setting = _message(details), table.nearest(keys), find(cls, keys)
             shown = entry.name and not (setting and has_mark(setting.field, "secret"))
             shown = shown and kind not in ("missing", "union_tag_invalid", "literal_error")
-            line = f"{'.'.join(keys)}: {message}{_got(details['input']) if shown else ''}{_where(entry.place())}"
+            line = f"{'.'.join(keys)}: {message}{_got(details['input']) if shown else ''}{_where(entry.place)}"
             lines.setdefault((in_section(keys), message), line)
         reported.add(keys)
     return list(lines.values())
@@ -539,7 +531,7 @@ def _keys_of_error(details: Any, table: Table) -> Keys:
 def _problem_line(problem: Problem, prefix: Keys, table: Table) -> str:
     """Return the message of a contradiction, with where each of its keys came from."""
     entries = {key: table.entry((*prefix, *key.split("."))) for key in problem.keys}
-    origins = {key: entry.place() for key, entry in entries.items() if entry.name}
+    origins = {key: entry.place for key, entry in entries.items() if entry.name}
     in_its_section = not origins or any(entries[key].keys == (*prefix, *key.split(".")) for key in origins)
     within = f"{'.'.join(prefix)}: " if prefix and in_its_section else ""
     return f"{within}{problem.message}{_where(', '.join(f'{key}: {place}' for key, place in origins.items()))}"
@@ -551,9 +543,9 @@ def _unknown(cls: type[Section], table: Table, keys: Keys) -> str:
     leaves = (path for path, entry in table.entries.items() if path[: len(keys)] == keys and entry.value != {})
     keys = next(leaves, keys)
     entry = table.nearest(keys)
-    unknown = f"{entry.place()} names no setting"
+    unknown = f"{entry.place} names no setting"
     if entry.kind == "file":
-        unknown = f"unknown key {'.'.join(keys)}{_where(entry.place())}"
+        unknown = f"unknown key {'.'.join(keys)}{_where(entry.place)}"
     if keys[0] in SECTIONS_OF_RL and find(cls, keys[:1]) is None:
         its = spell(keys[1:], entry.kind)
         return f"{unknown}: only `rl` has a section `{keys[0]}`; give {its} to the command `{keys[0]}`"

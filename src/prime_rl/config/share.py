@@ -156,7 +156,7 @@ def choose_data(table: Table) -> None:
             table.fill(key, Entry({}))
             table.fill(f"{key}.batch_size", batch_size) if batch_size.value is not ABSENT else None
     elif fake.value not in (ABSENT, None):
-        where = f" ({fake.place()})" if fake.name else ""
+        where = f" ({fake.place})" if fake.name else ""
         table.hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
         table.fill(key, Entry(None))
     if table.entry("orchestrator.trainer").value is False:

@@ -5,7 +5,7 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import tomli_w
@@ -47,7 +47,8 @@ def paths(section: type[Section]) -> dict[Keys, list[Any]]:
         tags = [one.model_fields["type"].default for one in setting.sections if "type" in one.model_fields]
         for number in ("0", "1", "²") if "N" in setting.keys else ("",):
             keys = tuple(number if key == "N" else key for key in setting.keys)
-            found[keys] = [*setting.choices, *tags, *({"type": tag} for tag in tags)]
+            choices = [word for kind in setting.kinds if get_origin(kind) is Literal for word in get_args(kind)]
+            found[keys] = [*choices, *tags, *({"type": tag} for tag in tags)]
     return found
 
 
