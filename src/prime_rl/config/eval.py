@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import BaseConfig, Checks, Problem, conflict, option
 from prime_rl.config.shared import (
@@ -55,7 +55,7 @@ class EvalConfig(BaseConfig, Measure):
 
     model: ModelConfig = option(ModelConfig, "The model.")
     weights_dir: Path | None = option(None, "Directory of versions to evaluate, loaded one after the other.")
-    steps: list[int] = option(list, "Versions of weights_dir to evaluate (none given: all).")
+    steps: list[NonNegativeInt] = option(list, "Versions of weights_dir to evaluate (none given: all).")
     interval: PositiveInt | None = option(None, "Evaluate only versions that are multiples of this (None: all).")
     eval_base: bool = option(True, "Evaluate the base model too, before the versions.")
     follow: bool = option(False, "Evaluate each version as it is committed, until the run that writes them has ended.")
@@ -72,18 +72,14 @@ class EvalConfig(BaseConfig, Measure):
             yield Problem(f"<unsafe> is about {RUNS_CODE}, which is not evaluated", "environments")
         for env in running if self.unsafe else ():
             env.args = {**env.args, "unsafe": True}
-        of_versions = {"steps": self.steps, "interval": self.interval, "follow": self.follow, "eval_base": not self.eval_base}  # fmt: skip
-        without = self.weights_dir is None
+        without, client, chat = self.weights_dir is None, self.client, self.client.type == "chat"
+        for key in ("steps", "interval", "follow", "eval_base"):
+            chosen = getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True)
+            yield conflict(without and chosen, f"<{key}> is about versions: give weights_dir too")
         chooses = "follow" if self.follow else "interval" if self.interval is not None else ""
-        chat, client = self.client.type == "chat", self.client
+        both = f"<steps> names the versions and <{chooses}> chooses them: give one of them"
+        yield conflict(self.steps and chooses, both)
         several = len(client.base_urls) != 1 or client.admin_base_url is not None
-        for key, value in of_versions.items():
-            yield conflict(without and value, f"<{key}> is about versions: give weights_dir too")
-        yield conflict(
-            self.steps and chooses, f"<steps> names the versions and <{chooses}> chooses them: give one of them"
-        )
-        for step in self.steps:
-            yield conflict(step < 0, f"<steps>: {step} is no version")
         keys = ("weights_dir", "client.type")
         yield conflict(chat and not without, "an API by its chat route takes no weights", *keys)
         yield conflict(chat and several, "the chat route is asked at one address", "client.base_url", "client.type")

@@ -45,6 +45,8 @@ FILES = {
     "monitor": '[monitor.wandb]\nproject = "p"\nname = "n"',
     "alone": "trainer = false",
     # of a run
+    "scalar": "orchestrator.eval = 3",
+    "null": 'orchestrator.eval = "None"',
     "root": "[trainer]\nrollout_timeout = 1\ndist_timeout = 1\n[trainer.optim]\nlr = 0.1\nbetas1 = 0.1\nbetas2 = 0.1",
     "optim": "lr = 0.2\nbetas1 = 0.2",
     "train20": "\nmax_steps = 20\n[ckpt]\nresume_step = 10",
@@ -149,6 +151,9 @@ orchestrator --environments '[{"id": "a"}]' --environments.0.name z
   environments.*.id=['a'] environments.*.name=['z']
 orchestrator --environment.id x --environment.sampling.temperature 0.5 --eval.environment.id y
   environments.*.id=['x'] environments.*.name=['x'] eval.environments.*.id=['y'] sampling.temperature=1.0
+rl @ scalar --orchestrator.eval.environments.0.id x --orchestrator.environment.id y
+rl @ null --orchestrator.eval.environments.0.id x --orchestrator.environment.id y
+  orchestrator.eval.environments.*.id=['x']
 # Ids with commas add environments; versions in ids are no files.
 orchestrator --environment-ids wordle,owner/alphabet-sort@1.0
   environments.*.name=['wordle','owner/alphabet-sort@1.0'] environment_ids=[]
