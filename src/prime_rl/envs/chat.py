@@ -41,11 +41,6 @@ class PatientClient(EvalClient):
     async def _request(
         self, url: str, body: dict[str, Any], headers: httpx.Headers, *, stream: bool = False
     ) -> httpx.Response:
-        # A reply that is sent back has fields that APIs answer with, and do not all take.
-        body["messages"] = [
-            {name: value for name, value in message.items() if name == "content" or value not in (None, [], {})}
-            for message in body["messages"]
-        ]
         failures = 0
         while True:  # bounded: by TRIES
             if "max_tokens" in body:

@@ -14,10 +14,10 @@ import inspect
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any
 
 from prime_rl.envs import ids
-from prime_rl.envs.conversation import CallFailed, ContextFull, Conversation, EngineClient, arguments_of
+from prime_rl.envs.conversation import CallFailed, Conversation, ConversationEnv, arguments_of
 from prime_rl.envs.convert import Message, Turn, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 
@@ -30,13 +30,8 @@ MultiTurnEnv: Any = importlib.import_module("verifiers.legacy.envs.multiturn_env
 _RAISED: ContextVar[list[str]] = ContextVar("raised")
 
 
-class ClassicEnv:
-    """`async with ClassicEnv(setup) as env: await env.run(…)`. Constructing it loads everything; may raise LoadError."""
-
-    bounded = True
-
+class ClassicEnv(ConversationEnv):
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
         name = f"environment {setup.env_id!r}"
         load = vars(ids.import_module(setup.env_id)).get("load_environment")
         if load is None:
@@ -76,41 +71,13 @@ class ClassicEnv:
         for env in nested:
             if setup.max_turns and isinstance(env, MultiTurnEnv) and not 0 < env.max_turns <= setup.max_turns:
                 env.max_turns, self._shortened = setup.max_turns, True
-        self._client = EngineClient(setup, tools=any(env.tool_defs for env in nested))
+        # verifiers tears an environment down when the process exits.
+        super().__init__(setup, tools=any(env.tool_defs for env in nested))
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.close()  # verifiers tears the environment down when the process exits
-
-    async def run(self, run: Run) -> EpisodeResult:
-        """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
-        setup = self._setup
-        conversation = self._client.conversation(run.base_url, run.sampling, run.policy_version)
-        client = _Client(conversation)
-        result = EpisodeResult(run.episode_id, setup.name, run.task_id, Outcome.OK)
-        raised: list[str] = []
+    async def converse(self, run: Run, conversation: Conversation, result: EpisodeResult) -> list[Turn]:
+        client, raised = _Client(conversation), list[str]()
         _RAISED.set(raised)
-        try:
-            output = await self._env.run_rollout(
-                self._rows[run.task_index], client, self._client.model, dict(run.sampling)
-            )
-        except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
-            result.outcome, result.message = Outcome.ERRORED, ids.report(error)
-        else:
-            self._judge(result, output, client.state, raised)
-        at_limit = client.state.get("stop_condition") == "max_turns_reached"
-        result.is_truncated = bool(client.state.get("is_truncated")) or (self._shortened and at_limit)
-        trajectory = client.state.get("trajectory", ())
-        turns = [client.turns[step["response"].id] for step in trajectory] if result.ok else None
-        conversation.finish(result, setup, turns)
-        return result
-
-    def _judge(
-        self, result: EpisodeResult, output: Mapping[str, Any], state: Mapping[str, Any], raised: list[str]
-    ) -> None:
-        """What verifiers made of the episode; any doubt about it is the outcome."""
+        output = await self._env.run_rollout(self._rows[run.task_index], client, self.engine.model, dict(run.sampling))
         metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
         weighed = {name for name, weight in self._weights.items() if weight}
         result.rewards = {name: value * self._weights[name] for name, value in metrics.items() if name in weighed}
@@ -119,12 +86,18 @@ class ClassicEnv:
         result.prompt, result.completion = _text(output["prompt"]), _text(output["completion"])
         for ours, theirs in (("setup", "setup"), ("agent", "generation"), ("scoring", "scoring")):
             result.timing[ours] = float(output["timing"][theirs]["duration"])
+        state = client.state
+        at_limit = state.get("stop_condition") == "max_turns_reached"
+        result.is_truncated = bool(state.get("is_truncated")) or (self._shortened and at_limit)
+        # Any doubt about what verifiers made of the episode is the outcome.
         if (error := state.get("error")) is not None:
             result.outcome, result.message = Outcome.ERRORED, ids.report(error.__cause__ or error)
         elif state.get("timed_out"):
             result.outcome, result.message = Outcome.TIMEOUT, "time limit of the environment"
         elif raised:
             result.outcome, result.message = Outcome.ERRORED, raised[0]
+        steps = state.get("trajectory", ())
+        return [client.turns[step["response"].id] for step in steps] if result.ok else conversation.turns
 
 
 class _Client(ClassicClient):  # type: ignore[misc, valid-type]
@@ -151,11 +124,12 @@ class _Client(ClassicClient):  # type: ignore[misc, valid-type]
     ) -> Turn:
         self.state = kwargs.get("state") or self.state  # none where an environment asks on the side
         try:
-            return await self.client.reply(prompt, tools)
-        except ContextFull as error:
-            raise errors.OverlongPromptError(str(error)) from error
+            turn = await self.client.reply(prompt, tools)
         except CallFailed as error:
             raise errors.ModelError(str(error)) from error
+        if turn is None:
+            raise errors.OverlongPromptError("the model's context is full")
+        return turn
 
     async def raise_from_native_response(self, response: Turn) -> None:
         pass  # an empty reply is the model's own

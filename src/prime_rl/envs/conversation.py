@@ -4,24 +4,21 @@ Imports neither verifiers nor torch: plain environments run without them. A conv
 already there, as the renderer can: what the engine was sent and sampled is what is trained on.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
-import httpx
-from openai import APIConnectionError, APIStatusError
 from renderers import MalformedGenerateResponseError
 from renderers.base import ParsedToolCall, RenderedTokens
 from renderers.client import generate
 
-from prime_rl.envs.convert import ASSISTANT, Message, Turn, classify, finish, parsed_json, role_index, samples_of
-from prime_rl.envs.ids import LoadError
-from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
+from prime_rl.envs.convert import ASSISTANT, Message, Turn, classify, finish, role_index, samples_of
+from prime_rl.envs.ids import LoadError, report
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
 from prime_rl.envs.renderer import RendererError, choose
 
 CONNECT_SECONDS = 30.0
@@ -47,19 +44,12 @@ def request_settings(sampling: Mapping[str, Any], policy_version: int) -> dict[s
 
 
 class CallFailed(Exception):
-    """A model call gave no reply. The episode ends with its outcome, whatever the environment makes of it."""
+    """A model call gave no reply: no connection (503), the status of a server that refused, or a prompt not sent (400)."""
 
-    def __init__(self, outcome: Outcome, message: str) -> None:
+    def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
-        self.outcome = outcome
-
-
-class PromptRefused(Exception):
-    """A prompt that is not sent: it leaves no room for a reply in the model's context, or has images."""
-
-
-class ContextFull(Exception):
-    """The conversation is longer than the model's context, and may end there."""
+        self.status = status
+        self.outcome, self.message = classify("ProviderError", message, status)
 
 
 class Conversation:
@@ -70,26 +60,14 @@ class Conversation:
         self.failure: CallFailed | None = None
         self._engine, self._base_url, self._sampling = engine, base_url, sampling
 
-    async def reply(self, messages: list[Message], tools: list[Any] | None) -> Turn:
-        """The model's reply.
+    async def reply(self, messages: list[Message], tools: list[Any] | None) -> Turn | None:
+        """The model's reply; None where the conversation is longer than the model's context, and may end there.
 
         Raises:
-            ContextFull: the conversation is longer than the model's context, and ends here.
             CallFailed: the engine does not answer, or refuses, or what is said first fills the context; also ever after.
         """
         if self.failure is not None:
             raise self.failure
-        try:
-            turn = await self._ask(messages, tools)
-        except CallFailed as error:
-            if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns:
-                raise ContextFull(str(error)) from error
-            self.failure = error
-            raise
-        self.turns.append(turn)
-        return turn
-
-    async def _ask(self, messages: list[Message], tools: list[Any] | None) -> Turn:
         history = [_comparable(message) for message in messages]
         prompt = None
         # The longest earlier turn that these messages continue is extended by the new ones.
@@ -101,11 +79,11 @@ class Conversation:
                 break
         try:
             answer = await self._engine.generate(self._base_url, messages, tools, prompt, self._sampling)
-        except MalformedGenerateResponseError as error:
-            raise CallFailed(*classify("MalformedGenerateResponseError", str(error))) from error
-        except (PromptRefused, APIStatusError, APIConnectionError) as error:
-            status = 400 if isinstance(error, PromptRefused) else getattr(error, "status_code", 503)
-            raise CallFailed(*classify("ProviderError", str(error), status)) from error
+        except CallFailed as error:
+            if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns:
+                return None
+            self.failure = error
+            raise
         calls = list(answer["tool_calls"] or [])
         for number, call in enumerate(calls):
             call.id = call.id or f"call_{len(self.turns)}_{number}"
@@ -118,7 +96,7 @@ class Conversation:
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
                 for call in named
             ]
-        return Turn(
+        turn = Turn(
             prompt_ids=answer["prompt_ids"],
             completion_ids=answer["completion_ids"],
             logprobs=answer["completion_logprobs"],
@@ -128,23 +106,58 @@ class Conversation:
             tool_calls=calls,
             is_truncated=answer["finish_reason"] == "length",
         )
+        self.turns.append(turn)
+        return turn
 
-    def finish(self, result: EpisodeResult, setup: Setup, turns: Sequence[Turn] | None = None) -> None:
-        """Put what the turns say about the episode into its result, and the samples of `turns` (None: of all)."""
-        if self.failure is not None:
-            result.outcome, result.message = self.failure.outcome, str(self.failure)
+
+class ConversationEnv:
+    """An environment, each episode of which is a conversation with the model that is kept here.
+
+    `async with ConversationEnv(…) as env: await env.run(…)`. Constructing one loads everything; may raise LoadError.
+    """
+
+    bounded = True
+    task_ids: list[str]
+
+    def __init__(self, setup: Setup, tools: bool) -> None:
+        """`tools`: conversations have some."""
+        self.setup, self.engine = setup, EngineClient(setup, tools)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.close()
+
+    async def converse(self, run: Run, conversation: Conversation, result: EpisodeResult) -> Sequence[Turn]:
+        """Run an episode, and put what the environment says of it into its result. Returns the turns to train on."""
+        raise NotImplementedError
+
+    async def run(self, run: Run) -> EpisodeResult:
+        """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
+        settings = request_settings(run.sampling, run.policy_version)
+        conversation = Conversation(self.engine, run.base_url, settings)
+        result = EpisodeResult(run.episode_id, self.setup.name, run.task_id, Outcome.OK)
+        used: Sequence[Turn] = conversation.turns
+        try:
+            used = await self.converse(run, conversation, result)
+        except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
+            over = " (after the conversation was over: see max_turns and the model's context)"
+            result.outcome, result.message = Outcome.ERRORED, report(error) + (over if result.is_truncated else "")
+        if (failure := conversation.failure) is not None:  # whatever the environment made of it
+            result.outcome, result.message = failure.outcome, failure.message
         if result.outcome is Outcome.PROMPT_TOO_LONG:
             result.message = f"task {result.task_id}: {result.message}"
-        used = self.turns if turns is None else turns
         result.num_turns = len(used)
-        result.is_truncated = result.is_truncated or any(turn.is_truncated for turn in self.turns)
-        result.input_tokens = sum(len(turn.prompt_ids) for turn in self.turns)
-        result.output_tokens = sum(len(turn.completion_ids) for turn in self.turns)
+        result.is_truncated = result.is_truncated or any(turn.is_truncated for turn in conversation.turns)
+        result.input_tokens = sum(len(turn.prompt_ids) for turn in conversation.turns)
+        result.output_tokens = sum(len(turn.completion_ids) for turn in conversation.turns)
         if result.ok and not used:
             result.outcome, result.message = Outcome.INVALID, "no sampled tokens: it asked the model nothing"
-        finish(result, partial(samples_of, used, setup.trajectories == "branched"))
+        finish(result, partial(samples_of, used, self.engine.branched))
         for sample in result.samples:
             sample.reward = result.reward
+        return result
 
 
 class EngineClient:
@@ -159,10 +172,6 @@ class EngineClient:
             self.renderer = choose(setup.model, setup.renderer, tools)
         except RendererError as error:
             raise LoadError(f"environment {setup.env_id!r}: {error}") from error
-
-    def conversation(self, base_url: str, sampling: Mapping[str, Any], policy_version: int) -> Conversation:
-        """A conversation with the server at `base_url`."""
-        return Conversation(self, base_url, request_settings(sampling, policy_version))
 
     async def close(self) -> None:
         for connection in self._connections.values():
@@ -180,8 +189,7 @@ class EngineClient:
     ) -> dict[str, Any]:
         """One model call, by the ids of `prompt` or else of the rendered messages: `renderers.client.generate`'s answer.
 
-        A reply gets the room that is left in the model's context. Raises PromptRefused, OpenAIError,
-        MalformedGenerateResponseError.
+        A reply gets the room that is left in the model's context. Raises CallFailed.
         """
         if base_url not in self._connections:
             self._connections[base_url] = EngineConnection(base_url, os.environ.get(API_KEY_VAR) or "EMPTY")
@@ -189,27 +197,29 @@ class EngineClient:
         if prompt is None:
             prompt = self.renderer.render(list(messages), tools=tools, add_generation_prompt=True)
         if (images := prompt.multi_modal_data) is not None and not images.is_empty():
-            raise PromptRefused("the prompt has images or other media: models are trained on text alone")
+            raise CallFailed("the prompt has images or other media: models are trained on text alone", 400)
         params, sent = {name: value for name, value in sampling.items() if name != "cache_salt"}, len(prompt.token_ids)
         if (context := await connection.context()) is not None:
             if sent >= context:
-                raise PromptRefused(
-                    f"the prompt of {sent} tokens leaves no room for a reply in the maximum context length of {context}"
-                )
+                room = f"leaves no room for a reply in the maximum context length of {context}"
+                raise CallFailed(f"the prompt of {sent} tokens {room}", 400)
             if "max_tokens" in params:
                 params["max_tokens"] = min(params["max_tokens"], context - sent)
-        return await generate(
-            client=connection,  # type: ignore[arg-type]
-            renderer=self.renderer,
-            messages=list(messages),  # type: ignore[arg-type]
-            prompt_ids=prompt.token_ids,
-            prompt_attribution=prompt,
-            max_prompt_len=sent,
-            tools=tools,
-            sampling_params=params,
-            cache_salt=sampling.get("cache_salt"),
-            **{"model": self.model, **options},
-        )
+        try:
+            return await generate(
+                client=connection,  # type: ignore[arg-type]
+                renderer=self.renderer,
+                messages=list(messages),  # type: ignore[arg-type]
+                prompt_ids=prompt.token_ids,
+                prompt_attribution=prompt,
+                max_prompt_len=sent,
+                tools=tools,
+                sampling_params=params,
+                cache_salt=sampling.get("cache_salt"),
+                **{"model": self.model, **options},
+            )
+        except MalformedGenerateResponseError as error:
+            raise CallFailed(f"{error}", 422) from error  # as a refusal: another attempt gives the same
 
 
 def arguments_of(call: ParsedToolCall) -> str:
@@ -229,14 +239,8 @@ def _roles(rendered: RenderedTokens, messages: Sequence[Message]) -> bytes:
 
 
 def _comparable(message: Message) -> str:
-    """A message by which equal ones are recognized, however absent content and arguments are spelled."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        arguments = call["function"]["arguments"]
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = parsed_json(arguments)
-        calls.append([call["function"]["name"], arguments])
+    """A message by which equal ones are recognized, however absent content is spelled."""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
     said = message.get("content") or ""
     return json.dumps([message["role"], said, calls, message.get("tool_call_id")], sort_keys=True, default=str)
 
@@ -249,8 +253,8 @@ class EngineReply:
 class EngineConnection:
     """What `renderers.client.generate` needs of an AsyncOpenAI client (`base_url`, `post`), over aiohttp.
 
-    The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Raises the
-    SDK's errors, because verifiers tells an engine that is down from one that refuses by them.
+    The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Raises
+    CallFailed.
     """
 
     def __init__(self, base_url: str, api_key: str) -> None:
@@ -270,9 +274,9 @@ class EngineConnection:
         if self._context is None:
             try:
                 answer = json.loads((await self._request("GET", f"{self.base_url}/models")).content)
-            except APIConnectionError:
-                return None
-            except APIStatusError:
+            except CallFailed as error:
+                if error.status == 503:
+                    return None
                 answer = {}
             # All names that a server gives its model, adapters too, are of the same context.
             self._context = max((card.get("max_model_len") or 0 for card in answer.get("data") or []), default=0)
@@ -284,8 +288,8 @@ class EngineConnection:
         if own:
             try:
                 return await self._request("POST", url.removesuffix(_TOKEN_ROUTE) + _SAMPLE_ROUTE, body, headers)
-            except APIStatusError as error:
-                if error.status_code not in _NOT_PASSED_ON:
+            except CallFailed as error:
+                if error.status not in _NOT_PASSED_ON:
                     raise
                 self._own_route = False  # a router
         return await self._request("POST", url, body, headers)
@@ -299,9 +303,7 @@ class EngineConnection:
             async with self._session.request(method, url, data=data, headers=headers) as response:
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            message = f"{type(error).__name__}: {error}"
-            raise APIConnectionError(message=message, request=httpx.Request(method, url)) from error
+            raise CallFailed(f"{type(error).__name__}: {error}", 503) from error
         if not response.ok:
-            answer = httpx.Response(response.status, content=content, request=httpx.Request(method, url))
-            raise APIStatusError(content.decode(errors="replace")[:1000], response=answer, body=None)
+            raise CallFailed(content.decode(errors="replace")[:1000], response.status)
         return EngineReply(content)

@@ -138,8 +138,6 @@ def classify(kind: str, text: str, status: int | None = None) -> tuple[Outcome, 
         if status >= 500 or status in (408, 425, 429):
             return Outcome.ENGINE_UNAVAILABLE, message
         return Outcome.ENGINE_REFUSED, message
-    if kind == "MalformedGenerateResponseError":
-        return Outcome.ENGINE_REFUSED, message
     return Outcome.TIMEOUT if kind == "TimeoutError" else Outcome.ERRORED, message
 
 

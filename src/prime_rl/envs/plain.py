@@ -33,10 +33,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Self
+from typing import Any
 
 from prime_rl.envs import ids
-from prime_rl.envs.conversation import ContextFull, Conversation, EngineClient, arguments_of
+from prime_rl.envs.conversation import Conversation, ConversationEnv, arguments_of
 from prime_rl.envs.convert import Message, Turn, opening, parsed_json, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
 
@@ -87,9 +87,7 @@ class Chat:
         self.over = self.over or bool(self._max_turns and len(self.replies) >= self._max_turns)
         if self.over:
             return None
-        try:
-            turn = await self._conversation.reply(self.messages, self.tools)
-        except ContextFull:
+        if (turn := await self._conversation.reply(self.messages, self.tools)) is None:
             self.over = True
             return None
         self.messages = [*self.messages, turn.message]
@@ -97,48 +95,28 @@ class Chat:
         return self.replies[-1]
 
 
-class PlainEnv:
-    """`async with PlainEnv(setup) as env: await env.run(…)`. Constructing it loads everything; may raise LoadError."""
-
-    bounded = True
-
+class PlainEnv(ConversationEnv):
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
         module = vars(ids.import_module(setup.env_id))
         self._rollout, self._tasks = _parts(module, setup)
         self.task_ids = ids.unique(
             str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks
         )
         self._tools = module.get("tools")
-        self._client = EngineClient(setup, tools=bool(self._tools))
+        super().__init__(setup, tools=bool(self._tools))
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
-
-    async def run(self, run: Run) -> EpisodeResult:
-        """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
-        setup = self._setup
-        conversation = self._client.conversation(run.base_url, run.sampling, run.policy_version)
+    async def converse(self, run: Run, conversation: Conversation, result: EpisodeResult) -> list[Turn]:
         task = copy.deepcopy(self._tasks[run.task_index])
-        chat = Chat(conversation, task, setup.max_turns, self._tools)
-        first = len(chat.messages)
-        result = EpisodeResult(run.episode_id, setup.name, run.task_id, Outcome.OK)
-        begun = time.monotonic()
+        chat = Chat(conversation, task, self.setup.max_turns, self._tools)
+        first, begun = len(chat.messages), time.monotonic()
         try:
             returned = await self._rollout(task, chat)
-        except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
-            after = " (after the conversation was over: see max_turns and the model's context)" if chat.over else ""
-            result.outcome, result.message = Outcome.ERRORED, f"{ids.report(error)}{after}"
-        else:
-            _judge(result, returned, chat.metrics)
-        result.timing = {"agent": time.monotonic() - begun}
-        result.is_truncated = chat.over
-        result.prompt, result.completion = text_of(chat.messages[:first]), text_of(chat.messages[first:])
-        conversation.finish(result, setup)
-        return result
+        finally:
+            result.timing = {"agent": time.monotonic() - begun}
+            result.is_truncated = chat.over
+            result.prompt, result.completion = text_of(chat.messages[:first]), text_of(chat.messages[first:])
+        _judge(result, returned, chat.metrics)
+        return conversation.turns
 
 
 def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> None:

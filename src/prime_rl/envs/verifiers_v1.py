@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import json
-import logging
 import random
 import sys
 from array import array
@@ -21,7 +20,6 @@ from typing import Any, Self
 import aiohttp
 import verifiers.v1 as vf
 from multidict import CIMultiDict
-from openai import OpenAIError
 from pydantic import ValidationError
 from pydantic._internal import _fields
 from renderers.base import ParsedToolCall, ToolCallParseStatus
@@ -31,12 +29,12 @@ from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
 from verifiers.v1.dialects import DIALECTS
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
-from verifiers.v1.errors import ProviderError, model_error
+from verifiers.v1.errors import ProviderError
 from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.utils.loaders import default_harness_id, taskset_class, taskset_config_type
 
 from prime_rl.envs.chat import PatientClient, chat_config
-from prime_rl.envs.conversation import EngineClient, PromptRefused, arguments_of, request_settings
+from prime_rl.envs.conversation import CallFailed, EngineClient, arguments_of, request_settings
 from prime_rl.envs.convert import CONTEXT_FULL, Message, classify, convert, opening
 from prime_rl.envs.ids import Broken, LoadError, check_arguments, describe, find, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
@@ -60,8 +58,6 @@ _CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect)
 # episode's processor time. verifiers' table of runtimes has no place for another one.
 _fields.takes_validated_data_argument = functools.cache(_fields.takes_validated_data_argument)  # type: ignore[assignment]
 runtimes.SubprocessRuntime = ToolRuntime
-
-logger = logging.getLogger(__name__)
 
 
 class VerifiersEnv:
@@ -246,10 +242,6 @@ class _InterceptedRequest(dict[str, Any]):
     async def read(self) -> bytes:
         return self._body
 
-    @property
-    def content_length(self) -> int:
-        return len(self._body)
-
 
 class ChatHarnessConfig(vf.HarnessConfig):
     id: str = HARNESS_ID
@@ -278,8 +270,6 @@ class ChatSession(vf.HarnessSession):
         super().__init__(*args, **kwargs)
         self._toolbox = Toolbox()
         self._messages: list[Message] = []
-        self._has_replied = False
-        self._failure: vf.ProgramResult | None = None  # after which nothing is asked
 
     async def _run(self, messages: vf.Messages | None) -> vf.ProgramResult:
         """Ask for replies until one calls no tool. Raises vf.ToolsetError."""
@@ -292,19 +282,17 @@ class ChatSession(vf.HarnessSession):
                 system, first if isinstance(first, str) else [message_to_wire(one) for one in first or []]
             )
         self._messages += [message_to_wire(message) for message in messages or []]
-        while self._failure is None:
+        while True:  # bounded: by the turns of the rollout and the model's context
             tools = {"tools": self._toolbox.definitions} if self._toolbox.definitions else {}
             status, reply = await self._post({"model": self.ctx.model, "messages": self._messages, **tools})
             if status != 200:
                 if self.trace.stop_condition is not None:  # where verifiers ended the rollout it refuses the call
                     return vf.ProgramResult(0, "", reply)
-                if self._has_replied and classify("ProviderError", reply, status)[0] is Outcome.PROMPT_TOO_LONG:
+                if self.trace.num_turns and classify("ProviderError", reply, status)[0] is Outcome.PROMPT_TOO_LONG:
                     self.trace.stop(CONTEXT_FULL)
                     return vf.ProgramResult(0, "", "")
                 # verifiers replaces the failure of a non-zero exit by the model call's own error.
-                self._failure = vf.ProgramResult(1, "", reply)
-                break
-            self._has_replied = True
+                return vf.ProgramResult(1, "", reply)
             choice = reply["choices"][0]
             # What a server adds to its replies beyond that need not be taken back by it.
             message = {key: value for key, value in choice["message"].items() if value or key == "content"}
@@ -316,7 +304,6 @@ class ChatSession(vf.HarnessSession):
                 name = call["function"]["name"]
                 answer = await self._toolbox.call(name, call["function"]["arguments"])
                 self._messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": answer})
-        return self._failure
 
     async def close(self) -> None:
         if not self._closed and self._toolbox.definitions:
@@ -349,9 +336,6 @@ async def _served(server: InterceptionServer, request: Any) -> tuple[int, Any]:
         if handler.cancelled() and not ((task := asyncio.current_task()) and task.cancelling()):
             return 499, "the rollout is over"
         raise
-    except Exception as error:
-        logger.exception("verifiers failed to serve a model call")
-        return 500, f"{type(error).__name__}: {error}"
     return response.status, json.loads(response.body) if response.status == 200 else response.text
 
 
@@ -379,10 +363,8 @@ class ConversationClient(Client):
         options = {"model": body["model"], "extra_headers": {SESSION_ID_HEADER: session_id} if session_id else None}
         try:
             answer = await self._engine.generate(self._base_url, messages, tools, prompt, settings, **options)
-        except PromptRefused as error:
-            raise ProviderError(str(error), status_code=400) from error
-        except OpenAIError as error:
-            raise model_error(error) from error
+        except CallFailed as error:
+            raise ProviderError(str(error), status_code=error.status) from error
         if tools and (calls := answer["tool_calls"]):
             # verifiers leaves out the calls that a renderer could not read: the model would never learn of them.
             answer["tool_calls"] = [_readable(call) for call in calls]

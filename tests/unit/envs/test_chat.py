@@ -81,14 +81,3 @@ async def test_the_newer_name_of_max_tokens_is_learned_once():
         await ask(api, times=2)
     assert [body.get("max_completion_tokens") for body in api.bodies] == [None, 9, 9]
     assert await refused(lambda *_: refusal(400, "Unknown: 'max_tokens'")) == (400, 1)
-
-
-async def test_a_reply_is_sent_back_without_the_fields_that_it_left_open():
-    """Contract: APIs answer with fields that they do not take; what a message says stays, an empty content too."""
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    reply = {"role": "assistant", "content": None, "tool_calls": [call]}
-    answer = {"role": "tool", "tool_call_id": "c", "content": ""}
-    left_open = {"refusal": None, "annotations": [], "audio": None}
-    async with ChatApi() as api:
-        await ask(api, body={**BODY, "messages": [*MESSAGES, {**reply, **left_open}, answer]})
-    assert api.bodies[0]["messages"] == [*MESSAGES, reply, answer]

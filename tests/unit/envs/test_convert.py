@@ -158,7 +158,7 @@ def test_what_does_not_fit_together_is_invalid(damage: dict[str, Any], reason: s
 
 
 FAULTS = [error("TaskError", "no reply"), error("ProviderError", "down", 503)]
-MALFORMED = SimpleNamespace(node=None, usage=None, error=error("MalformedGenerateResponseError", "no logprobs"))
+MALFORMED = SimpleNamespace(node=None, usage=None, error=error("ProviderError", "no logprobs", 422))
 
 
 @pytest.mark.parametrize(

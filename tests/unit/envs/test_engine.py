@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
-from openai import APIStatusError
 
-from prime_rl.envs.conversation import EngineClient, EngineConnection, PromptRefused
+from prime_rl.envs.conversation import CallFailed, EngineClient, EngineConnection
 
 BODY = {"model": "m", "token_ids": [1], "sampling_params": {"temperature": 1.0, "max_tokens": 1}}
 OWN, VLLMS = "/v1/sample", "/inference/v1/generate"
@@ -41,8 +40,8 @@ async def test_which_route_is_asked(own: int, vllms: int, seen: list[str]) -> No
         for _ in range(2):
             try:
                 outcomes.append((await connection.post(f"{root}{VLLMS}", cast_to=None, body=BODY)).content)
-            except APIStatusError as error:
-                outcomes.append(error.status_code)
+            except CallFailed as error:
+                outcomes.append(error.status)
     finally:
         await connection.close()
         await runner.cleanup()
@@ -56,5 +55,5 @@ async def test_images_are_refused() -> None:
     media = SimpleNamespace(is_empty=lambda: False)
     client.renderer = SimpleNamespace(render=lambda *_, **__: SimpleNamespace(token_ids=[1], multi_modal_data=media))
     client._connections = {"u": None}  # type: ignore[dict-item]
-    with pytest.raises(PromptRefused, match="images"):
+    with pytest.raises(CallFailed, match="images"):
         await client.generate("u", [], None, None, {})

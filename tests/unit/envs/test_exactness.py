@@ -25,7 +25,7 @@ from verifiers.v1.dialects.chat import parse_message, parse_tools
 from verifiers.v1.graph import prepare_turn
 from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 
-from prime_rl.envs.conversation import EngineClient, EngineReply
+from prime_rl.envs.conversation import Conversation, EngineClient, EngineReply
 from prime_rl.envs.convert import samples_of, turns_of
 from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
 from prime_rl.envs.renderer import choose, tokenizer_of
@@ -135,7 +135,7 @@ def test_samples_are_what_the_engine_saw(
     engine, trace, renderer, tools = Script(), _trace(), renderers[name], TOOLS if name != "default" else None
     client = clients[name, branched]
     client._connections["u"] = engine  # type: ignore[assignment]
-    talk = client.conversation("u", {}, 0)
+    talk = Conversation(client, "u", {})
 
     async def converse() -> None:
         system, opening, turns, few_shot = conversation
@@ -149,7 +149,9 @@ def test_samples_are_what_the_engine_saw(
             if by_verifiers:
                 message = await _turn(client, trace, messages, tools)
             else:
-                message = (await talk.reply(messages, tools)).message
+                turn = await talk.reply(messages, tools)
+                assert turn is not None
+                message = turn.message
             messages = _next([*messages, message], first, move, text)
 
     asyncio.run(converse())

@@ -153,7 +153,7 @@ def test_renderers_of_the_package(tmp_path: Path) -> None:
         (CHATML, {"messages": [assistant("", tool_calls=[{"arguments": {}}])]}, "function: Field required"),
         (CHATML, calling("{a:"), "function.arguments.* Invalid JSON"),
         (CHATML, {"messages": [user([{"type": "image"}])]}, "0.content: Input should be a valid string"),
-        (CHATML, {"messages": [user("a")], "tools": "{"}, "`tools` is text but not JSON"),
+        (CHATML, {"messages": [user("a")], "tools": "{"}, "`tools`: Invalid JSON"),
     ],
 )
 def test_refused(template: str | None, row: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerBase) -> None:

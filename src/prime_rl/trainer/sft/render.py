@@ -124,9 +124,20 @@ class _Message(BaseModel, extra="allow"):
 
 
 _MESSAGES = TypeAdapter(list[Annotated[_Message, BeforeValidator(_without_nulls)]])
+_TOOLS, _JSON_TOOLS = TypeAdapter(list[Any]), TypeAdapter(Json[list[Any]])
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 Message = dict[str, Any]
+
+
+def _parsed(adapter: "TypeAdapter[Any]", value: Any, column: str) -> Any:
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.islower())
+        place = f"`{column}`, message {where}" if where else f"`{column}`"
+        raise UserError(f"{place}: {first['msg']} ({first['input']!r:.80})") from error
 
 
 def _messages(value: Any, column: str, role: str = "") -> list[Message]:
@@ -135,12 +146,7 @@ def _messages(value: Any, column: str, role: str = "") -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise UserError(f"`{column}` is {value!r:.80}, not a list of messages; fine-tuning needs {ACCEPTED}")
-    try:
-        parsed = [message.model_dump() for message in _MESSAGES.validate_python(list(value))]
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.islower())
-        raise UserError(f"`{column}`, message {where}: {first['msg']} ({first['input']!r:.80})") from error
+    parsed = [message.model_dump() for message in _parsed(_MESSAGES, list(value), column)]
     for number, message in enumerate(parsed):
         if not message["tool_calls"]:
             del message["tool_calls"]
@@ -150,16 +156,6 @@ def _messages(value: Any, column: str, role: str = "") -> list[Message]:
         if reasoning := next((message[key] for key in _REASONING_KEYS if message.get(key)), None):
             message |= dict.fromkeys(_REASONING_KEYS, reasoning)
     return parsed
-
-
-def _tools(value: Any) -> list[Any] | None:
-    try:
-        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
-    except ValueError as error:
-        raise UserError(f"`tools` is text but not JSON: {error}") from error
-    if tools and not isinstance(tools, list):
-        raise UserError(f"`tools` is {tools!r:.80}, not a list")
-    return tools or None
 
 
 # ---- a row's tokens
@@ -212,21 +208,25 @@ class RowRenderer:
         """
         if "messages" not in row and not {"prompt", "completion"} <= row.keys():
             raise UserError(f"it has the columns {', '.join(row) or '(none)'}; fine-tuning needs {ACCEPTED}")
-        if self._tokenizer.chat_template is None and "messages" not in row:
-            prompt, completion = row["prompt"], row["completion"]
-            if isinstance(prompt, str) and isinstance(completion, str):
-                return [self._plain(prompt, completion)]
-        tools = _tools(row.get("tools"))
+        shown = row.get("tools") or []
+        tools = _parsed(_JSON_TOOLS if isinstance(shown, str) else _TOOLS, shown, "tools") or None
         if "messages" in row:
             first, messages = 0, _messages(row["messages"], "messages")
         else:
             prompt = _messages(row["prompt"], "prompt", "user")
             first, messages = len(prompt), prompt + _messages(row["completion"], "completion", "assistant")
         if self._tokenizer.chat_template is None:
-            raise UserError(
-                f"the tokenizer of {self._model} has no chat template, which rows of messages need: put a "
-                "chat_template.jinja into the model directory, or give prompt and completion as plain text"
-            )
+            text, completion = row.get("prompt"), row.get("completion")
+            if not (isinstance(text, str) and isinstance(completion, str)):
+                raise UserError(
+                    f"the tokenizer of {self._model} has no chat template, which rows of messages need: put a "
+                    "chat_template.jinja into the model directory, or give prompt and completion as plain text"
+                )
+            if self._tokenizer.eos_token_id is None:
+                raise UserError(f"the tokenizer of {self._model} has no end-of-sequence token to end a completion with")
+            # Tokenized apart, so that the boundary is where generation would begin.
+            reply = [*self._encode(completion), self._tokenizer.eos_token_id]
+            return [Tokens.of(self._tokenizer(text).input_ids, reply, self._trained_roles["assistant"])]
         if not tools and any("tool_calls" in message or message["role"] == "tool" for message in messages):
             raise UserError("the row has tool calls or results but no `tools`, without which templates leave them out")
         renderer = self._renderer(bool(tools))
@@ -242,13 +242,6 @@ class RowRenderer:
                 samples = samples[:-1]
             samples.append(sample)
         return samples or [Tokens.of([], [])]
-
-    def _plain(self, prompt: str, completion: str) -> Tokens:
-        if self._tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer of {self._model} has no end-of-sequence token to end a completion with")
-        # Tokenized apart, so that the boundary is where generation would begin.
-        reply = [*self._encode(completion), self._tokenizer.eos_token_id]
-        return Tokens.of(self._tokenizer(prompt).input_ids, reply, self._trained_roles["assistant"])
 
     def _renderer(self, tools: bool) -> Any:
         if tools not in self._renderers:

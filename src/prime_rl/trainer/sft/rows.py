@@ -1,7 +1,8 @@
 """What fine-tuning trains on, one step at a time: a stream of tokenized rows, cut into steps and packed."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from prime_rl.trainer.source import Source, load_tokenizer, stop_ids
 STREAMS = 1  # of the cross-entropy token loss: weight / (loss tokens of the whole step)
 
 _CHECKED_ROWS = 16  # before the model is loaded
+_FAKE_ROWS = 1 << 16
 
 
 def row_order(rows: int, taken: int, shuffle: bool, seed: int) -> Iterator[int]:
@@ -97,30 +99,21 @@ def _place(samples: list[Tokens], room: npt.NDArray[np.int64]) -> npt.NDArray[np
     return left
 
 
-def pack(
-    samples: Sequence[Tokens], config: SFTConfig, world: World, costs: Costs, taken: int, dropped: Counter[str]
-) -> StepData:
-    """A step of these samples, for which `taken` rows were taken. Every rank packs the same, and keeps its own share."""
-    data = config.data
-    loss_tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
-    lengths = [len(sample.input_ids) for sample in samples]
-    mine = plan(lengths, data.micro_batch_size * data.seq_len, world.size, costs)[world.rank]
-    documents = {}
-    for index in (index for indices in mine for index in indices):
-        ids, mask = samples[index].input_ids, samples[index].loss_mask
-        documents[index] = Document(ids, mask, 1.0, np.full((STREAMS, len(ids)), 1.0 / loss_tokens, dtype=np.float32))
-    metrics = {
-        "data/samples": len(lengths),
-        "data/loss_tokens": loss_tokens,
-        "data/packing_efficiency": sum(lengths) / (data.batch_size * data.seq_len),
-        "data/dropped_too_long": dropped["too_long"],
-        "data/dropped_untrained": dropped["untrained"],
-    }
-    return StepData(micro_batches(mine, documents, STREAMS, world.device), lengths, taken, metrics)
+def fake_row(data: SFTData, vocabulary: int, seed: int, index: int) -> list[Tokens]:
+    """A sample of random tokens, every one trained, for measurements.
+
+    Its length is `seq_len` (`fixed`), uniform in [seq_len / 8, seq_len] (`variable`), or as of rollouts (`lognormal`).
+    """
+    draws, length = np.random.default_rng([seed, index]), data.seq_len
+    if data.fake is not None and data.fake.type == "lognormal":
+        length = rollout_lengths(draws, 1, min(LONGEST, length))[0]
+    elif data.fake is not None and data.fake.type == "variable":
+        length = int(draws.integers(max(2, length // 8), length, endpoint=True))
+    return [Tokens(draws.integers(0, vocabulary, length), np.ones(length, dtype=np.bool_))]
 
 
 class RowData(StepSource):
-    """Steps of a dataset. Every rank reads the same stream: the number of ranks changes no step, resumed or not.
+    """Steps of a dataset, or of fake rows. Every rank reads the same: the number of ranks changes no step, resumed or not.
 
     The first rows are tokenized at once, so that a dataset of another form is refused before the model is loaded: raises
     UserError if the dataset or the tokenizer cannot be loaded, or one of the first rows is malformed.
@@ -128,19 +121,44 @@ class RowData(StepSource):
 
     def __init__(self, config: SFTConfig, world: World, source: Source, on_wait: OnWait) -> None:
         self.config, self.vocabulary = config, source.config.get_text_config().vocab_size
-        self.tokenizer = agree(world, lambda: load_tokenizer(source))
-        on_main(world, lambda: len(load_rows(config.data)))  # downloads what is missing, and fills the cache
-        self.rows = agree(world, lambda: load_rows(config.data))
-        self._renderer = RowRenderer(self.tokenizer, source.name, config.data.loss_mask, stop_ids(source))
-        on_main(world, lambda: [len(self.tokens(index)) for index in range(min(_CHECKED_ROWS, len(self.rows)))])
+        self.rows: Any = range(_FAKE_ROWS)
+        if config.data.fake is None:
+            self.tokenizer = agree(world, lambda: load_tokenizer(source))
+            on_main(world, lambda: len(load_rows(config.data)))  # downloads what is missing, and fills the cache
+            self.rows = agree(world, lambda: load_rows(config.data))
+            self._renderer = RowRenderer(self.tokenizer, source.name, config.data.loss_mask, stop_ids(source))
+            on_main(world, lambda: [len(self.tokens(index)) for index in range(min(_CHECKED_ROWS, len(self.rows)))])
         super().__init__(world, config.dist_timeout)
 
     def start(self, costs: Costs, samples: int) -> None:
         super().start(costs, samples)
         self._steps = row_steps(self.tokens, len(self.rows), self.config.data, self.config.seed, samples)
 
+    def prepare(self, step: int) -> StepData:
+        """The next step. The thread comes here once a step, in order. Every rank packs the same, and keeps its share."""
+        samples, taken, dropped = next(self._steps)
+        data, world = self.config.data, self.world
+        loss_tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+        lengths = [len(sample.input_ids) for sample in samples]
+        mine = plan(lengths, data.micro_batch_size * data.seq_len, world.size, self.costs)[world.rank]
+        documents = {}
+        for index in (index for indices in mine for index in indices):
+            ids, mask = samples[index].input_ids, samples[index].loss_mask
+            weights = np.full((STREAMS, len(ids)), 1.0 / loss_tokens, dtype=np.float32)
+            documents[index] = Document(ids, mask, 1.0, weights)
+        metrics = {
+            "data/samples": len(lengths),
+            "data/loss_tokens": loss_tokens,
+            "data/packing_efficiency": sum(lengths) / (data.batch_size * data.seq_len),
+            "data/dropped_too_long": dropped["too_long"],
+            "data/dropped_untrained": dropped["untrained"],
+        }
+        return StepData(micro_batches(mine, documents, STREAMS, world.device), lengths, taken, metrics)
+
     def tokens(self, index: int) -> list[Tokens]:
         """The samples of a row. Raises UserError, with the row's number, for one that is malformed."""
+        if self.config.data.fake is not None:
+            return fake_row(self.config.data, self.vocabulary, self.config.seed, index)
         try:
             samples = self._renderer.samples(self.rows[index])
             worst = max((int(sample.input_ids.max()) for sample in samples if len(sample.input_ids)), default=0)
@@ -152,37 +170,3 @@ class RowData(StepSource):
         except UserError as error:
             raise UserError(f"dataset row {index}: {error}") from error
         return samples
-
-    def prepare(self, step: int) -> StepData:
-        """The next step. The thread comes here once a step, in order."""
-        samples, taken, dropped = next(self._steps)
-        return pack(samples, self.config, self.world, self.costs, taken, dropped)
-
-
-class FakeRows(StepSource):
-    """Random tokens, every one trained, the same for one seed on any number of ranks. Needs no dataset.
-
-    Lengths are `seq_len` each (`fixed`), uniform in [seq_len / 8, seq_len] (`variable`), or spread as those of rollouts
-    (`lognormal`).
-    """
-
-    def __init__(self, config: SFTConfig, world: World, source: Source, on_wait: OnWait) -> None:
-        self.config, self.vocabulary = config, source.config.get_text_config().vocab_size
-        super().__init__(world, config.dist_timeout)
-
-    def prepare(self, step: int) -> StepData:
-        draws = np.random.default_rng([self.config.seed, step])
-        samples: list[Tokens] = []
-        room = self.config.data.batch_size * self.config.data.seq_len
-        while (length := self._length(draws)) <= room:
-            samples.append(Tokens(draws.integers(0, self.vocabulary, length), np.ones(length, dtype=np.bool_)))
-            room -= length
-        return pack(samples, self.config, self.world, self.costs, 0, Counter())
-
-    def _length(self, draws: np.random.Generator) -> int:
-        seq_len, fake = self.config.data.seq_len, self.config.data.fake
-        if fake is None or fake.type == "fixed":
-            return seq_len
-        if fake.type == "lognormal":
-            return rollout_lengths(draws, 1, min(LONGEST, seq_len))[0]
-        return int(draws.integers(max(2, seq_len // 8), seq_len, endpoint=True))

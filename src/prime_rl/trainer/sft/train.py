@@ -10,7 +10,7 @@ from prime_rl.config import SFTConfig
 from prime_rl.config.trainer import WeightsConfig
 from prime_rl.trainer import training_loop
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.sft.rows import FakeRows, RowData
+from prime_rl.trainer.sft.rows import RowData
 from prime_rl.trainer.training_loop import Recipe
 
 
@@ -20,7 +20,7 @@ def train(config: SFTConfig) -> None:
 
 
 def make_recipe(config: SFTConfig) -> Recipe:
-    """Fine-tuning: rows or fake rows, cross-entropy, and weights at checkpoints and evaluations.
+    """Fine-tuning: rows, cross-entropy, and weights at checkpoints and evaluations.
 
     Versions of the evaluation's interval are kept for good: it may come to them much later.
     """
@@ -28,7 +28,7 @@ def make_recipe(config: SFTConfig) -> Recipe:
         tokens=config.data.seq_len * config.data.micro_batch_size,
         loss=cross_entropy,
         names=means,
-        open_data=partial(RowData if config.data.fake is None else FakeRows, config),
+        open_data=partial(RowData, config),
         weights=WeightsConfig(save_interval=None if config.eval is None else config.eval.interval),
     )
 
