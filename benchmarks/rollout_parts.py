@@ -82,7 +82,7 @@ def make_prompts(load: Load, count: int) -> tuple[list[str], list[list[int]]]:
     renderer = choose(str(load.model), "auto")
 
     def tokens(text: str) -> list[int]:
-        return list(renderer.render_ids([{"role": "user", "content": text}], add_generation_prompt=True))
+        return list(renderer.render([{"role": "user", "content": text}], add_generation_prompt=True).token_ids)
 
     rng = random.Random(0)
     room = load.prompt - len(tokens("a")) + 1

@@ -7,7 +7,6 @@ least as long as the API says.
 import asyncio
 import random
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -54,17 +53,11 @@ class PatientClient(EvalClient):
                 if error.status_code == 429 and _SPENT.search(str(error)):
                     raise ProviderError(str(error), status_code=402) from error
                 failures += 1
-                rest = retry_after(error)
+                cause = error.__cause__
+                said = cause.response.headers.get("retry-after", "") if isinstance(cause, httpx.HTTPStatusError) else ""
+                rest = float(said) if re.fullmatch(r"\d+(\.\d+)?", said) else 0.0  # it does not say, or says a date
                 if error.status_code not in _MAY_PASS or failures >= TRIES or rest > LONGEST_REST_SECONDS:
                     raise
             # Not the same for all that failed together.
             longest = min(FIRST_PAUSE_SECONDS * 2.0 ** (failures - 1), LONGEST_PAUSE_SECONDS)
             await asyncio.sleep(max(rest, random.uniform(longest / 2, longest)))
-
-
-def retry_after(error: ProviderError) -> float:
-    """Seconds that an answer asks to wait for; 0 where it does not say, or says a date."""
-    cause = error.__cause__
-    headers: Mapping[str, str] = cause.response.headers if isinstance(cause, httpx.HTTPStatusError) else {}
-    said = headers.get("retry-after", "").strip()
-    return float(said) if re.fullmatch(r"\d+(\.\d+)?", said) else 0.0

@@ -146,7 +146,7 @@ def equals_template(renderer: Any, tokenizer: Any, tools: bool = False) -> bool:
         for start, end, generate in product((0, 1), range(2, len(messages) + 1), (False, True)):
             part = list(messages[start:end])
             try:
-                ours = renderer.render_ids(part, tools=shown, add_generation_prompt=generate)
+                ours = renderer.render(part, tools=shown, add_generation_prompt=generate).token_ids
                 theirs = tokenizer.apply_chat_template(
                     part, tools=shown, tokenize=True, add_generation_prompt=generate, return_dict=False
                 )
@@ -211,9 +211,6 @@ class ChatMLRenderer:
         lines = "".join(f"\n{json.dumps(tool, ensure_ascii=False)}" for tool in tools or [])
         described = f"{_TOOLS_HEADER}{lines}{_TOOLS_FOOTER}" if tools else ""
         return self._tokens([], _segments(messages, described, bool(tools)), messages, add_generation_prompt)
-
-    def render_ids(self, messages: list[Any], *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
-        return self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt).token_ids
 
     def get_stop_token_ids(self) -> list[int]:
         return [self._end]

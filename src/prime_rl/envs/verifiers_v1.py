@@ -65,7 +65,7 @@ class VerifiersEnv:
     LoadError."""
 
     def __init__(self, setup: Setup) -> None:
-        setup = replace(setup, env_id=_findable(setup.env_id))
+        setup = replace(setup, env_id=_import(setup.env_id))
         self._name = setup.name
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
@@ -79,7 +79,6 @@ class VerifiersEnv:
         self._client: Any = (
             chat_config(setup.chat_timeout) if setup.chat_timeout else vf.TrainClientConfig(api_key_var=API_KEY_VAR)
         )
-        self._clients: dict[str, Any] = {}  # by the server's address
         try:
             self._env = vf.load_environment(config)
             self._tasks = _load_tasks(self._env.taskset)
@@ -118,9 +117,14 @@ class VerifiersEnv:
         (slot,) = self._env.slots(task)
         known = {name: value for name, value in run.sampling.items() if value is not None}
         values = known if self._engine is None else request_settings(run.sampling, run.policy_version)
-        client, sampling = self._client_of(run.base_url), vf.SamplingConfig(**values)
-        context = vf.ModelContext(model=self._model, client=client, sampling=sampling)
-        interception.set(self._env._interception)
+        client, server = self._client.model_copy(update={"base_url": run.base_url}), self._env._interception
+        if (key := client.model_dump_json()) not in server.clients:  # ours in place of its own; it closes them
+            engine = self._engine
+            made: Client = PatientClient(client) if engine is None else ConversationClient(engine, run.base_url)
+            server.clients[key] = made
+            server.stack.push_async_callback(made.close)
+        context = vf.ModelContext(model=self._model, client=client, sampling=vf.SamplingConfig(**values))
+        interception.set(server)
         episode = await self._env.run_slot(slot, context)
         result = EpisodeResult(run.episode_id, self._name, run.task_id, Outcome.OK)
         convert(result, episode, tokens=self._engine is not None, branched=self._branched)
@@ -133,19 +137,8 @@ class VerifiersEnv:
             raise Broken(str(error)) from error
         return result
 
-    def _client_of(self, base_url: str) -> Any:
-        """verifiers' name of the client of a server, made for its interception server, which closes it."""
-        if base_url not in self._clients:
-            config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
-            engine, server = self._engine, self._env._interception
-            client: Client = PatientClient(config) if engine is None else ConversationClient(engine, base_url)
-            server.clients[config.model_dump_json()] = client
-            server.stack.push_async_callback(client.close)
-        return self._clients[base_url]
-
 
 def _env_config(setup: Setup) -> Any:
-    _import(setup.env_id)
     known = set(taskset_config_type(setup.env_id).model_fields) - {"id"}
     check_arguments(setup.env_id, setup.args, known)
     taskset = {"id": setup.env_id, **setup.args}
@@ -176,31 +169,27 @@ def _agent_overrides(setup: Setup, agent: Any) -> dict[str, Any]:
     return data
 
 
-def _findable(env_id: str) -> str:
-    """The id, or for a module with dots one without: verifiers looks for its own tasksets behind dots."""
-    if "." not in (module := module_name(env_id)):
-        return env_id
-    alias = module.replace(".", "_")
-    sys.modules[alias] = import_module(env_id)
-    return alias
+def _import(env_id: str) -> str:
+    """Import the package and its taskset. Returns the id by which verifiers finds it.
 
-
-def _import(env_id: str) -> None:
-    """Import the package and its taskset. Raises LoadError with the real cause: verifiers says "not found" of any."""
-    module = module_name(env_id)
+    Raises LoadError with the real cause: verifiers says "not found" of any.
+    """
+    module, alias = module_name(env_id), env_id
     if find(env_id) is not None:
-        import_module(env_id)
+        imported = import_module(env_id)
+        if "." in module:  # verifiers looks for its own tasksets behind dots
+            alias = module.replace(".", "_")
+            sys.modules[alias] = imported
     try:
-        taskset_class(env_id)
+        taskset_class(alias)
     except ModuleNotFoundError as error:
         raise LoadError(
             f"environment {env_id!r} not found: there is no Python module {module!r} "
             f"(install it with `prime env install owner/{env_id.rsplit('/', 1)[-1]}` or `uv add`)"
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        classic = module in sys.modules and "load_environment" in vars(sys.modules[module])
-        old = "uses the classic verifiers API (load_environment), which verifiers 0.4 does not have"
-        raise LoadError(f"environment {env_id!r} {old if classic else f'is not usable: {describe(error)}'}") from error
+        raise LoadError(f"environment {env_id!r} is not usable: {describe(error)}") from error
+    return alias
 
 
 def _hint(renderer: Any, setup: Setup, task: Any) -> "array[int] | None":

@@ -41,7 +41,7 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
         ("env-raises-in-load", {}, "", "failed to load: OSError: the data is not there"),
         ("env-empty", {}, "", "failed to load: ValueError: it has no tasks"),
         ("gyms.envs.none", {}, "", "not found: there is no Python module 'gyms.envs.none'"),
-        ("env-classic", {}, "", "uses the classic verifiers API"),
+        ("env-classic", {}, "", "is not usable: "),
         ("env-exports-nothing", {}, "", "exports no Taskset subclass"),
         ("reverse-text", {"num_task": 3}, "", "has no argument 'num_task'; did you mean 'num_tasks'?"),
         ("reverse-text", {"split": "test"}, "", "argument split"),

@@ -256,7 +256,18 @@ class RowRenderer:
         """A conversation of which the last message is trained, up to its end."""
         message, where = messages[-1], f"message {len(messages) - 1} ({messages[-1]['role']})"
         try:
-            sample = self._by_template(messages, where) if renderer is None else _rendered(renderer, messages, tools)
+            if renderer is None:
+                sample = self._by_template(messages, where)
+            else:
+                built = build_training_sample(
+                    renderer,
+                    messages,
+                    tools=tools,
+                    content_sft_roles={message["role"]} - {"assistant"},  # trained though no model samples it
+                    message_loss_mask=[*[False] * (len(messages) - 1), True],
+                    ensure_final_stop=True,
+                )
+                sample = Tokens(np.array(built.token_ids, dtype=np.int64), np.array(built.loss_mask, dtype=np.bool_))
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AssertionError) as error:
             raise UserError(f"the chat template of {self._model} refuses {where}: {one_line(error)}") from error
         trained = sample.input_ids[sample.loss_mask]
@@ -296,15 +307,6 @@ class RowRenderer:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-
-def _rendered(renderer: Any, messages: list[Message], tools: list[Any] | None) -> Tokens:
-    last = [*[False] * (len(messages) - 1), True]
-    roles = {messages[-1]["role"]} - {"assistant"}  # whose content is trained, though no model samples it
-    sample = build_training_sample(
-        renderer, messages, tools=tools, content_sft_roles=roles, message_loss_mask=last, ensure_final_stop=True
-    )
-    return Tokens(np.array(sample.token_ids, dtype=np.int64), np.array(sample.loss_mask, dtype=np.bool_))
 
 
 def _squeezed(text: str) -> str:
