@@ -7,7 +7,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -20,6 +20,7 @@ CONTEXT_FULL = "context_full"  # the stop condition of a conversation that ended
 TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
 MOST_LEVELS = 100  # of what a model nests
 ASSISTANT = ROLES.index("assistant")
+REPLY = bytes([ASSISTANT])
 _TOO_LONG = re.compile(
     r"maximum (context|model) length|longer than the maximum|max_model_len|context_length_exceeded|prompt is too long",
     re.IGNORECASE,
@@ -49,59 +50,49 @@ class Turn:
 
 
 def samples_of(turns: Sequence[Turn], branched: bool = False) -> list[SampleTokens]:
-    """One sample per sequence of turns that extend each other, ordered by their last turns; `branched`: one per turn.
+    """One sample per sequence of turns that extend each other, ordered by their first turns; `branched`: one per turn.
 
-    Every sampled token is trained on once, and so is what the environment said. Rewards are 0. Raises Misaligned.
+    Every sampled token is trained on once, and so is what the environment said: where conversations fork, in the first
+    sample. Rewards are 0. Raises Misaligned.
     """
-    parents = [None if branched else _parent(turns[:number], turn) for number, turn in enumerate(turns)]
-    used: set[int] = set()
-    samples = []
+    samples: list[SampleTokens] = []
+    owners: list[int] = []  # of each turn its sample
+    last_turns: list[int] = []  # of each sample
     for number, turn in enumerate(turns):
         if len(turn.logprobs) != len(turn.completion_ids):
             raise Misaligned(f"{len(turn.completion_ids)} sampled tokens but {len(turn.logprobs)} logprobs")
         if not all(-math.inf < logprob <= 0.0 for logprob in turn.logprobs):
             raise Misaligned("a sampled token has a log-probability that is none")
-        if number in parents:
-            continue
-        path, parent = [number], parents[number]
-        while parent is not None:
-            path.insert(0, parent)
-            parent = parents[parent]
-        sample = _sample(turns, path, used)
-        if any(sample.loss_mask):
-            samples.append(sample)
-            used |= set(path)
-    return samples
+        parent, begin = (None, 0) if branched else _parent(turns[:number], turn)
+        repeated = begin  # tokens that other samples have as well
+        if parent is not None and last_turns[owners[parent]] == parent:
+            owner = owners[parent]
+            last_turns[owner] = number
+        else:
+            if parent is None and number:  # rendered anew: what is new comes last, after a reply
+                repeated = turn.roles.rstrip(REPLY).rfind(REPLY) + 1
+            prompt_len = (repeated or len(turn.prompt_ids)) if parent is None else samples[owners[parent]].prompt_len
+            prefix = array("i", turn.prompt_ids[:begin]), bytes(begin), array("f", bytes(4 * begin))
+            owner = len(samples)
+            samples.append(SampleTokens(*prefix, prompt_len, reward=0.0, roles=bytes(begin)))
+            last_turns.append(number)
+        owners.append(owner)
+        sample, context, sampled = samples[owner], len(turn.prompt_ids) - begin, len(turn.completion_ids)
+        sample.input_ids.extend(turn.ids[begin:])
+        sample.loss_mask += bytes(context) + b"\1" * sampled
+        sample.logprobs.extend([0.0] * context + turn.logprobs)
+        sample.roles = (sample.roles or b"") + bytes(repeated - begin) + turn.roles[repeated:] + REPLY * sampled
+    return [sample for sample in samples if any(sample.loss_mask)]
 
 
-def _parent(earlier: Sequence[Turn], turn: Turn) -> int | None:
-    """The longest earlier turn whose tokens this one's prompt begins with."""
+def _parent(earlier: Sequence[Turn], turn: Turn) -> tuple[int | None, int]:
+    """The longest earlier turn whose tokens this one's prompt begins with, and how many they are."""
     parent, longest = None, 0
     for number in reversed(range(len(earlier))):  # mostly the last one
         size = len(earlier[number].prompt_ids) + len(earlier[number].completion_ids)
         if longest < size <= len(turn.prompt_ids) and turn.prompt_ids[:size] == earlier[number].ids:
             parent, longest = number, size
-    return parent
-
-
-def _sample(turns: Sequence[Turn], path: list[int], used: Collection[int]) -> SampleTokens:
-    """The sequence of the last turn of a path. Turns that are `used` are context: another sample trains on them."""
-    ids = turns[path[-1]].ids
-    mask, logprobs, roles = bytearray(len(ids)), [0.0] * len(ids), bytearray(len(ids))
-    first, reply = turns[path[0]], bytes([ASSISTANT])
-    # A prompt that was rendered anew ends with what is new, after a reply: other samples have what comes before.
-    repeated = first.roles.rstrip(reply).rfind(reply) + 1 if path[0] else 0
-    end = 0
-    for number in path:
-        turn, begin, start = turns[number], end, len(turns[number].prompt_ids)
-        end = start + len(turn.completion_ids)
-        if number not in used:
-            mask[start:end] = b"\1" * (end - start)
-            logprobs[start:end] = turn.logprobs
-            new = max(begin, repeated)
-            roles[new:end] = turn.roles[new:] + reply * len(turn.completion_ids)
-    prompt_len = repeated or len(first.prompt_ids)
-    return SampleTokens(array("i", ids), bytes(mask), array("f", logprobs), prompt_len, reward=0.0, roles=bytes(roles))
+    return parent, longest
 
 
 def finish(result: EpisodeResult, samples: Callable[[], list[SampleTokens]] | None) -> EpisodeResult:
