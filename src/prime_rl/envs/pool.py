@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
@@ -30,7 +29,7 @@ from loguru import logger
 import prime_rl
 from prime_rl import processes
 from prime_rl.config.orchestrator import OPSD
-from prime_rl.config.shared import EnvConfig
+from prime_rl.config.shared import EnvConfig, api_root
 from prime_rl.envs import protocol
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Page, ProtocolError, Run, TaskInfo
 from prime_rl.errors import UserError
@@ -42,6 +41,7 @@ ADJUST_SECONDS = 1.0
 IDLE_SECONDS = 60.0  # fewer workers must suffice for so long before some are drained: every step brings load
 GRACE_SECONDS = 60.0  # a worker enforces an episode's deadline itself; one that is later than this is replaced
 BACKOFF_SECONDS = 1.0  # before another worker takes the place of one without episodes; doubled with each in a row
+MAX_BACKOFF_SECONDS = 5.0
 MAX_DEATHS = 5  # in a row, for each worker of an environment, of workers without episodes
 TERM_SECONDS = 5.0
 CLOSE_SECONDS = 3 * TERM_SECONDS + processes.DEATH_SECONDS
@@ -99,7 +99,6 @@ class WorkerSet:
     log: Path
     tasks: list[TaskInfo] = field(default_factory=list)  # none until a worker has loaded it
     deaths: int = 0  # of workers without episodes, since an episode was finished
-    no_start_before: float = 0.0
     idle_since: float = field(default_factory=time.monotonic)  # since when fewer workers suffice
     waiting: dict[int, Request] = field(default_factory=dict)  # by their numbers, in the order in which they asked
 
@@ -129,7 +128,7 @@ class EnvPool:
         envs: Sequence[EnvConfig],
         *,
         model: str,
-        base_url: str | Sequence[str],
+        base_url: str,
         api_key: str | None,
         renderer: str = "auto",
         output_dir: Path,
@@ -142,7 +141,7 @@ class EnvPool:
 
         Args:
             model: Hub name or directory, also the name under which the engine serves it.
-            base_url: With or without /v1; the first of several is asked where `run` names none.
+            base_url: With or without /v1, of the server that is asked where `run` names none.
             samplers, demonstrations: Of the environments that have one.
             chat_timeout: Seconds without a byte of an answer, of an API that is asked by its chat route (None: by
                 tokens).
@@ -150,7 +149,7 @@ class EnvPool:
         Raises:
             UserError: a variable in `secrets` that is not set.
         """
-        self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
+        self._base_url = base_url
         self._samplers = samplers or {}
         self.sets: dict[str, WorkerSet] = {}
         alike: dict[str, WorkerSet] = {}  # a training environment that is evaluated as well is loaded once
@@ -161,13 +160,11 @@ class EnvPool:
                         f"environment {config.name!r} is to get the variable {name} (its `secrets`), which is not set"
                     )
             sampler, shown = self._samplers.get(config.name), (demonstrations or {}).get(config.name)
-            passed, _ = passed_on(os.environ, config.secrets)
-            # Others' servers are reached as the user's proxy has it.
-            own_servers = [_v1(sampler.base_url)] if sampler else self._base_urls if chat_timeout is None else []
-            local = dict.fromkeys(["127.0.0.1", "localhost", *(urlsplit(url).hostname or "" for url in own_servers)])
-            no_proxy = ",".join([passed.get("NO_PROXY", passed.get("no_proxy", "")), *local]).strip(",")
-            key = sampler.api_key if sampler else api_key
-            variables = {**passed, **({API_KEY_VAR: key} if key else {}), "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+            variables, _ = passed_on(os.environ, config.secrets)
+            direct = f"{variables.get('NO_PROXY', variables.get('no_proxy', ''))},127.0.0.1,localhost".strip(",")
+            variables |= {"NO_PROXY": direct, "no_proxy": direct}  # tool servers, above all
+            if key := sampler.api_key if sampler else api_key:
+                variables[API_KEY_VAR] = key
             setup = protocol.Setup(
                 name=config.name,
                 env_id=config.id,
@@ -311,7 +308,7 @@ class EnvPool:
         worker_set, number = self.sets[env], next(self._numbers)
         self._loaded(worker_set)
         task_id, sampler = worker_set.tasks[task_index].task_id, self._samplers.get(env)
-        base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
+        base_url = f"{api_root(sampler.base_url if sampler else server or self._base_url)}/v1"
         message = Run(number, episode_id, task_index, task_id, sampling, policy_version, base_url, timeout)
         result = asyncio.get_running_loop().create_future()
         request = worker_set.waiting[number] = Request(message, result)
@@ -355,7 +352,7 @@ class EnvPool:
         if self._failure is not None:
             return
         now, ready = time.monotonic(), self._ready(worker_set)
-        # One that is to end counts until it is reaped: `_supervise` says when another may take its place.
+        # One that is to end counts until `_supervise` lets another take its place.
         staying = sum(not worker.draining for worker in self.of(worker_set))
         wanted = 1  # which shows whether it can be loaded, before others start
         if worker_set.tasks:
@@ -379,9 +376,8 @@ class EnvPool:
             for worker in ready[: staying - max(wanted, staying // 2)]:
                 worker.draining = True
                 logger.info("worker {} is not needed any more: it ends after its last episode", worker.identity)
-        if now >= worker_set.no_start_before:
-            for _ in range(wanted - staying):
-                self._start_worker(worker_set)
+        for _ in range(wanted - staying):
+            self._start_worker(worker_set)
 
     # ---- supervision
 
@@ -415,16 +411,13 @@ class EnvPool:
             worker_set.deaths += 1  # else its episodes fail, and are counted as such: it can load
         log = worker_set.log
         for number, request in worker.pending.items():
-            failed = request.message.failed(worker.env, Outcome.WORKER_DIED, why)
-            if time.monotonic() > request.deadline:
-                failed.outcome = Outcome.TIMEOUT
+            outcome, message = Outcome.WORKER_DIED, why
             if number == offending_request:
-                failed.outcome, failed.message = (
-                    Outcome.ERRORED,
-                    f"in this episode's code its worker {why} (log: {log})",
-                )
+                outcome, message = Outcome.ERRORED, f"in this episode's code its worker {why} (log: {log})"
+            elif time.monotonic() > request.deadline:
+                outcome = Outcome.TIMEOUT
             if not request.result.done():
-                request.result.set_result(failed)
+                request.result.set_result(request.message.failed(worker.env, outcome, message))
         worker.pending.clear()
         worker.child.signal(signal.SIGTERM, group=True)
         with suppress(WaitTimeout):
@@ -432,25 +425,24 @@ class EnvPool:
                 lambda: worker.child.status is not None, subject="end", owner=worker.identity, seconds=TERM_SECONDS
             )
         await asyncio.to_thread(worker.child.reap)  # with all that it has started
-        del self.workers[worker.identity]
         if not worker.draining and self._failure is None:
-            if worker_set.deaths >= MAX_DEATHS * (1 + len(self.of(worker_set))):
+            if worker_set.deaths >= MAX_DEATHS * len(self.of(worker_set)):
                 died = f"died {worker_set.deaths} times in a row without having had an episode: {why}"
                 with log.open(errors="replace") as file:
                     end = "".join(f"  | {line}" for line in deque(file, _TAIL_LINES)).rstrip()
                 self._fail(UserError(f"workers of environment {worker.env!r} {died}\n{end}"))
-                return
-            self.restarts += 1
-            logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, log)
-            pause = processes.backoff_seconds(worker_set.deaths, BACKOFF_SECONDS, 15.0)
-            worker_set.no_start_before = time.monotonic() + pause
+            else:
+                self.restarts += 1
+                logger.warning("worker {}: {}; starting it again (log: {})", worker.identity, why, log)
+                await asyncio.sleep(processes.backoff_seconds(worker_set.deaths, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS))
+        del self.workers[worker.identity]
         self._adjust(worker_set)
 
     # ---- messages
 
     async def _receive(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()  # bounded: owed by no one; `exit_reason` finds hung workers
+            frames = await self._socket.recv_multipart()  # bounded: owed by no one; `exit_reason` finds late workers
             worker = self.workers.get(frames[0].decode(errors="replace"))
             if worker is not None and not worker.ending:
                 try:
@@ -485,10 +477,6 @@ class EnvPool:
         if not worker.ending:
             frames = [worker.identity.encode(), protocol.encode(message)]
             self._socket.send_multipart(frames)  # bounded: done at once, there is room for any number (SNDHWM 0)
-
-
-def _v1(url: str) -> str:
-    return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 # ---- how many workers

@@ -170,7 +170,7 @@ def env_pool(config: "EvalConfig | OrchestratorConfig", environments: "Sequence[
     return EnvPool(
         environments,
         model=config.model.name,
-        base_url=config.client.base_urls,
+        base_url=config.client.base_urls[0],
         api_key=os.environ.get(config.client.api_key_var),
         renderer=config.renderer,
         output_dir=config.output_dir,

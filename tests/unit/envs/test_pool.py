@@ -77,14 +77,14 @@ def test_a_missing_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_what_a_worker_gets_from_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Contract: the engine's key under the worker's own name, no proxy towards our engine."""
+    """Contract: the engine's key under the worker's own name, no proxy towards tool servers."""
     monkeypatch.setenv("A", "1")
     monkeypatch.setenv("NO_PROXY", "intranet")
     for key in ("k", None):
         pool = EnvPool([EnvConfig(id="e")], model="m", base_url="http://engine:8000", api_key=key, output_dir=tmp_path)
         variables = pool.sets["e"].variables
         assert (variables["A"], variables.get(API_KEY_VAR)) == ("1", key)
-        assert {"intranet", "engine"} <= set(variables["NO_PROXY"].split(","))
+        assert {"intranet", "127.0.0.1"} <= set(variables["NO_PROXY"].split(","))
 
 
 def test_redacted() -> None:
