@@ -209,12 +209,6 @@ class TruncatedFilter(Section):
     """Leaves out episodes that were cut off."""
 
 
-class OverlongFilter(Section):
-    """Leaves out episodes with many sampled tokens."""
-
-    max_tokens: PositiveInt = Field(description="Most sampled tokens of an episode that is trained on.")
-
-
 class RepetitionFilter(Section):
     """Leaves out episodes that repeat themselves."""
 
@@ -254,7 +248,6 @@ class FilterConfig(Section):
     dynamic_sampling: bool = option(False, "Turn groups away whose advantages are all zero; others take their place.")
     difficulty: DifficultyFilter | None = option(None, "By the mean reward of a group.")
     truncated: TruncatedFilter | None = option(None, "Episodes that were cut off.")
-    overlong: OverlongFilter | None = option(None, "Episodes with many sampled tokens.")
     repetition: RepetitionFilter | None = option(None, "Episodes that repeat themselves.")
     gibberish: GibberishFilter | None = option(None, "Episodes with improbable rare tokens.")
     custom: CustomFilter | None = option(None, "A filter of your own.")

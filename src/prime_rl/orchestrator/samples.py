@@ -124,8 +124,6 @@ def filter_reason(config: "FilterConfig", result: EpisodeResult, seq_len: int) -
     longest = max((len(sequence.input_ids) for sequence in result.samples), default=0)
     if config.truncated is not None and (result.is_truncated or longest > seq_len):
         return "truncated"
-    if config.overlong is not None and output_tokens(result) > config.overlong.max_tokens:
-        return "overlong"
     if config.repetition is not None and any(_repeats(one, config.repetition) for one in result.samples):
         return "repetition"
     if config.gibberish is not None and _improbable(result, config.gibberish):

@@ -499,13 +499,11 @@ class Scheduler(Generic[Result]):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def abandon(self) -> list[Start]:
-        """End the run for good: what is in no batch will be in none. Returns what the loop is to cancel."""
-        running = list(self._running.values())
+    def abandon(self) -> None:
+        """End the run for good: what is in no batch will be in none. The loop cancels what is in flight."""
         self._running, self._unverified = {}, {}
         for group in list(self._groups.values()):
             self._discard(group, Drop.CANCELLED, "the run ended")
-        return running
 
     @property
     def done(self) -> bool:

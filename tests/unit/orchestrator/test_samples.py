@@ -256,12 +256,12 @@ def rewarded(*rewards: float, sampled: int = 3, filtered: str = "") -> list[Fini
 def test_metrics_of_a_step() -> None:
     """Before any filter: what was not trained counts, and what was left out is named; so are failures, by reason."""
     failures = (Drop.ERRORED, Drop.ERRORED, Drop.TIMEOUT)
-    groups = rewarded(1.0, 0.0), rewarded(1.0, 1.0, sampled=5), rewarded(0.5, 0.0, filtered="overlong")
+    groups = rewarded(1.0, 0.0), rewarded(1.0, 1.0, sampled=5), rewarded(0.5, 0.0, filtered="truncated")
     metrics = metrics_of(*groups, failures=failures)
     expected = {
         "reward/mean": 3.5 / 6, "reward/p90": 1.0, "advantage/min": -0.5, "advantage/max": 0.5,
         "num_output_tokens/max": 5, "num_input_tokens/max": 2, "num_total_tokens/max": 7,
-        "filtered/zero_advantage": 2 / 6, "filtered/overlong": 2 / 6, "progress/samples": 2,
+        "filtered/zero_advantage": 2 / 6, "filtered/truncated": 2 / 6, "progress/samples": 2,
         "solved_all": 1 / 3, "solved_none": 0.0, "solved_some": 2 / 3,
         "errors/errored": 2.0, "errors/timeout": 1.0, "errors/rate": 1.0,
     }  # fmt: skip
@@ -299,7 +299,6 @@ ROUND, REPEATED = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 1, 2, 3, 4]
     ("rule", "kept", "left_out"),
     [
         ({"truncated": {}}, result([5]), result([5], is_truncated=True)),
-        ({"overlong": {"max_tokens": 3}}, result([5, 6, 7]), result([5, 6, 7, 8])),
         # of 8 tokens 7 pairs, of which the repeated ones have 4 different: 3 of 7 repeat
         ({"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 4}}, result(ROUND), result(REPEATED)),
         ({"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 9}}, result(REPEATED), None),
@@ -315,10 +314,10 @@ def test_rules_about_an_episode(rule: dict, kept: EpisodeResult, left_out: Episo
 
 
 def test_prompts_do_not_count() -> None:
-    """Contract: what is repeated, long or improbable in a prompt is not the policy's doing."""
+    """Contract: what is repeated or improbable in a prompt is not the policy's doing."""
     sample = SampleTokens.of([7] * 100 + [1], [False] * 100 + [True], [0.0] * 100 + [-0.1], 100, 0.0)
     repetition, gibberish = {"ngram": 1, "max_share": 0.0, "min_tokens": 1}, {"min_token_id": 0}
-    rules = FilterConfig(overlong={"max_tokens": 1}, repetition=repetition, gibberish=gibberish)
+    rules = FilterConfig(repetition=repetition, gibberish=gibberish)
     assert filter_reason(rules, EpisodeResult("e", "env", "task", Outcome.OK, samples=[sample]), 1000) == ""
 
 
@@ -350,10 +349,10 @@ def test_groups_that_are_rejected(settings: dict, rewards: tuple[float, ...], wh
     """One of which the filters leave nothing does not take a place in a batch, either."""
     both = group(*(result([5], reward) for reward in rewards))
     assert rejection_reason(both, config(**settings)) == why
-    both.finished[0].result.filtered = "overlong"
+    both.finished[0].result.filtered = "gibberish"
     assert rejection_reason(both, config(**settings)) == why
     both.finished[1].result.filtered = "repetition"
-    assert rejection_reason(both, config(**settings)) == "overlong+repetition"
+    assert rejection_reason(both, config(**settings)) == "gibberish+repetition"
 
 
 def shorter_than(episode: EpisodeResult, tokens: int) -> bool:
