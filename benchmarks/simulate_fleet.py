@@ -167,7 +167,7 @@ class Simulation:
         parts["full collection"] = full / FULL_COLLECTION_SECONDS
         return {
             **asdict(fleet),
-            "episodes_in_flight": self.scheduler.in_flight,
+            "episodes_in_flight": len(self.scheduler._running),
             "batch_size": fleet.batch,
             "episodes_per_second": self.landed / seconds,
             "steps": len(self.ages),
@@ -203,7 +203,7 @@ class Simulation:
             self.collections.append(time.perf_counter() - self.collecting_since)
 
     def _go_to(self, moment: float) -> None:
-        self.busy += (moment - self.now) * self.scheduler.in_flight
+        self.busy += (moment - self.now) * len(self.scheduler._running)
         self.now = moment
 
     def _launch(self) -> None:

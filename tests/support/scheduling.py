@@ -77,7 +77,7 @@ class World:
 
     def check(self) -> None:
         """Nothing is lost or counted twice, as the scheduler and, once it is written, the ledger have it."""
-        assert self.scheduler.in_flight == len(self.running) <= self.limits.max_concurrent
+        assert len(self.scheduler._running) == len(self.running) <= self.limits.max_concurrent
         self.ledger.flush()
         self.ledger.check(self.scheduler.held)
 

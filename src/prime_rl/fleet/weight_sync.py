@@ -95,7 +95,7 @@ class WeightSync:
     def _newer(self) -> int | None:
         """The version that the run should go on with, if it serves an older one."""
         newest, served = self.published.newest, self.scheduler.version
-        return newest if newest is not None and newest > served and not self._loop.must_keep_version(served) else None
+        return newest if newest is not None and newest > served else None
 
     def begin(self, scheduler: "Scheduler[Any]") -> None:
         """`scheduler` decides from now on; replicas that do not answer yet get work once they do."""
@@ -116,28 +116,23 @@ class WeightSync:
 
     # -- the first version ---------------------------------------------------------------------------------------------
 
-    async def start(self, progress: "ResumePoint", owes: Callable[[int], bool]) -> int:
+    async def start(self, progress: "ResumePoint") -> int:
         """Have the servers that are up load the version that the run goes on from, and verify it. One of them is enough.
 
-        Args:
-            owes: Whether an evaluation of this version, the one served last, is still pending.
-
         Returns:
-            The version: the newest, or the one served last if an evaluation of it is pending.
+            The version: the newest.
 
         Raises:
             LoadError: a server rejected it, or all of them failed to load it `_ATTEMPTS` times.
         """
-        held = first_lease(self.published.lease)
-        self.published.write_lease(held)
+        self.published.write_lease(first_lease(self.published.lease))
         if self.config.trainer:
             await self._await_published(progress)
-        sent = True  # the version that was served last
         while True:  # bounded: by the attempts of each replica
             up = await self.pool.wait_ready(self.status.waiting)
-            newest, incarnation = self.published.newest, self.published.incarnation.number
-            pending = sent and self.published.valid(held.version) and owes(held.version)
-            version = BASE if newest is None or not self.config.trainer else held.version if pending else newest
+            version = self.published.newest if self.config.trainer else BASE
+            assert version is not None
+            incarnation = self.published.incarnation.number
             self._lease_before_load(incarnation, version)
             # Also where it is served already, to find a server that cannot read the directory now.
             failures = await self._load(up, version)
@@ -153,8 +148,6 @@ class WeightSync:
                 self._lease_after_load(incarnation, version)
                 return version
             self._count_failures(failures, version, up)
-            if any(isinstance(error, VersionNotSent) for error in failures.values()):
-                sent = False  # it is not to be had any more: the newest is
             await asyncio.sleep(RETRY_SECONDS * max(1, *(replica.failed_loads for replica in up)))
             self.published.refresh()
 

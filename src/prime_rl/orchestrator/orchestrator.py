@@ -158,7 +158,7 @@ class Orchestrator:
         self.status.phase("starting environments and waiting for the server")
         checkpoints.clean(self.checkpoints.root, PART)  # what an earlier incarnation left half-done
         environments = self.tasks.create_task(self.pool.start(config.client.ready_timeout))
-        version = await self.weight_sync.start(self.progress, self.evaluations.due)  # servers may still be loading
+        version = await self.weight_sync.start(self.progress)  # servers may still be loading
         await environments  # bounded: by the same timeout
         self.evaluations.check_tasks()
         self.started = True
@@ -302,10 +302,6 @@ class Orchestrator:
         if self.evaluations.due(version):
             await self.evaluations.run()
             self._gated_since = None
-
-    def must_keep_version(self, version: int) -> bool:
-        """Whether the run is stopping with `version` not yet evaluated: keep serving it for the resumed run."""
-        return self.stopping and self.evaluations.due(version)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 

@@ -511,11 +511,6 @@ class Scheduler(Generic[Result]):
         return self.limits.max_steps is not None and self.step >= self.limits.max_steps
 
     @property
-    def in_flight(self) -> int:
-        """Episodes that run now."""
-        return len(self._running)
-
-    @property
     def held(self) -> int:
         """Episodes that were issued and are neither dropped nor in a committed batch."""
         return len(self._running) + sum(len(group.finished) for group in self._groups.values())

@@ -12,7 +12,7 @@ from pathlib import Path
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, step_dir, write_atomically
-from prime_rl.transport.protocol import Incarnation, Lease, current_incarnation, newest_version, valid
+from prime_rl.transport.protocol import Incarnation, Lease, current_incarnation, newest_version
 from prime_rl.transport.weights import WeightsManifest, weights_manifest
 
 _LEASE = "leases/orchestrator.json"
@@ -113,10 +113,6 @@ class PublishedVersions:
         """Read the run directory. Versions first: a version is never seen without the incarnation that made it."""
         self.versions = read_versions(self._output_dir / "weights")
         self.incarnations = read_incarnations(self._output_dir)
-
-    def valid(self, version: int) -> bool:
-        """Whether `version` is committed and belongs to the current lineage."""
-        return version in self.versions and valid(version, self.versions[version], self.incarnations)
 
     def manifest(self, version: int) -> WeightsManifest:
         """Read what a version consists of. Raises CommitError if it is not committed (any more)."""
