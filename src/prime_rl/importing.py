@@ -19,14 +19,12 @@ from prime_rl.errors import UserError
 @contextmanager
 def quick_imports() -> Iterator[None]:
     """Import large packages without the garbage collector, which takes a quarter of their time and finds nothing."""
-    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        if enabled:
-            gc.enable()
+        gc.enable()
 
 
 def load_function(

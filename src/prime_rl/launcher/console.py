@@ -1,6 +1,7 @@
 """The lines that `rl` prints: start-up phases, long waits, a line per step, a summary."""
 
 import math
+import re
 import time
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +18,6 @@ from prime_rl.transport.weights import version_dir
 _PATIENCE_SECONDS = 30.0  # a shorter wait is normal: no line
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
-_EVAL_PREFIX, _EVAL_SUFFIX = "eval/", "/reward/mean"
 _STEP_METRICS = {
     "reward/mean": "reward {:.4f}",
     "loss/mean": "loss {:.4f}",
@@ -163,13 +163,12 @@ class Console:
 
 def _is_step(row: Row) -> bool:
     """Whether the row belongs to a training step, rather than holding evaluations alone."""
-    return any(not key.startswith(_EVAL_PREFIX) for key in row if key not in ("step", "time"))
+    return any(not key.startswith("eval/") for key in row if key not in ("step", "time"))
 
 
 def _eval_name(key: str) -> str:
     """Return the evaluation whose reward this metric is; "" for other metrics."""
-    is_reward = key.startswith(_EVAL_PREFIX) and key.endswith(_EVAL_SUFFIX)
-    return key.removeprefix(_EVAL_PREFIX).removesuffix(_EVAL_SUFFIX) if is_reward else ""
+    return key.removeprefix("eval/").removesuffix("/reward/mean") if re.fullmatch("eval/.*/reward/mean", key) else ""
 
 
 def minutes(seconds: float) -> str:

@@ -4,13 +4,14 @@
 `HostResources.of_this_host` looks at the machine.
 """
 
+import functools
 import itertools
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,7 +82,7 @@ class HostResources:
     """What the plan depends on besides the configuration.
 
     Attributes:
-        gpu_gib: Memory of the smallest GPU; None where nobody can say.
+        gpu_gib: Memory of the host's smallest GPU; None where nobody can say.
         weights_gib: Size of the served model's files; None for one that is not on this host, or without GPUs.
     """
 
@@ -94,10 +95,10 @@ class HostResources:
     @classmethod
     def of_this_host(cls, inference: InferenceConfig | None) -> Self:
         """Look at this host. Raises UserError where the NVIDIA driver hangs."""
-        gpus, gpu_gib, weights = visible_gpus(os.environ), None, None
-        if inference is not None and gpus and (gpu_gib := _memory_gib(gpus)) is not None:
-            weights = weights_gib(inference.model.name)
-        return cls(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, weights)
+        gpus, cores = visible_gpus(os.environ), len(os.sched_getaffinity(0))
+        memory = [size for size in _ask_driver().values() if size] if inference is not None and gpus else []
+        weights = weights_gib(inference.model.name) if inference is not None and memory else None
+        return cls(gpus, cores, os.environ, min(memory, default=None), weights)
 
 
 @dataclass(frozen=True)
@@ -390,33 +391,26 @@ def _on_cuda(device: str, machine: HostResources) -> bool:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those.
+    """Name the GPUs as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return list(_ask_driver())
+    items = map(str.strip, visible.split(","))
+    return list(itertools.takewhile(lambda item: item[:1] not in ("", "-"), items))  # as CUDA does: -1 ends it
+
+
+@functools.cache
+def _ask_driver() -> dict[str, float | None]:
+    """Return the memory of each GPU of this host in GiB, by index; None where nvidia-smi is not there to say.
 
     Raises:
         UserError: the driver hangs.
     """
-    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        items = map(str.strip, visible.split(","))
-        return list(itertools.takewhile(lambda item: item[:1] not in ("", "-"), items))  # as CUDA does: -1 ends it
-    count: list[int] = []
-    asking = threading.Thread(target=lambda: count.append(gpu_count()), name="gpus", daemon=True)
-    asking.start()
-    asking.join(_DRIVER_SECONDS)
-    if not count:
-        raise UserError(
-            f"the NVIDIA driver did not say within {_DRIVER_SECONDS:.0f} s how many GPUs there are: give "
-            "CUDA_VISIBLE_DEVICES"
-        )
-    return [str(index) for index in range(count[0])]
-
-
-def _memory_gib(gpus: Sequence[str]) -> float | None:
-    """Return the memory of the smallest of these GPUs, in GiB; None where nvidia-smi is missing or hangs."""
     if (tool := shutil.which("nvidia-smi")) is None:
-        return None
-    query = [tool, f"--id={','.join(gpus)}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return {str(index): None for index in range(gpu_count())}
+    query = [tool, "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_SECONDS).stdout.splitlines()
     except subprocess.TimeoutExpired:
-        return None
-    return min((int(line) for line in lines if line.isdigit()), default=0) / 1024 or None
+        raise UserError(f"nvidia-smi does not answer within {_DRIVER_SECONDS:.0f} s: the driver hangs") from None
+    rows = [row.groups() for line in lines if (row := re.fullmatch(r"(\d+), *(.*)", line))]
+    return {index: int(memory) / 1024 if memory.isdigit() else None for index, memory in rows}

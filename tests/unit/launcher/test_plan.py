@@ -1,12 +1,11 @@
 """What `rl` would start: placement, arithmetic, command lines. Pure: no process, no GPU."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_rl.config import RLConfig
+from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import plan
 from prime_rl.launcher.plan import HostResources, Plan, make_plan, visible_gpus
@@ -183,18 +182,24 @@ def test_what_cannot_be_laid_out_is_refused(
         planned(gpus, inference, **given)
 
 
-def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list ends at its first invalid entry; a driver that hangs is named within a deadline."""
+def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The list ends at its first invalid entry. Without it the driver is asked; one that hangs is named within a deadline."""
     lists = {"2,3": ["2", "3"], "": [], "-1": [], "0,-1,1": ["0"], " GPU-8a , 1": ["GPU-8a", "1"]}
     assert {value: visible_gpus({"CUDA_VISIBLE_DEVICES": value}) for value in lists} == lists
+    monkeypatch.setattr(plan, "_ask_driver", plan._ask_driver.__wrapped__)
     monkeypatch.setattr(plan, "gpu_count", lambda: 2)
-    assert visible_gpus({}) == ["0", "1"]
-    answered = threading.Event()
-    monkeypatch.setattr(plan, "gpu_count", answered.wait)
-    monkeypatch.setattr(plan, "_DRIVER_SECONDS", 0.01)
-    with pytest.raises(UserError, match="the NVIDIA driver did not say"):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus({}) == ["0", "1"], "no nvidia-smi"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'a warning'; echo '0, 81559'; echo '1, 40960'; echo '2, [N/A]'")
+    tool.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus({}) == ["0", "1", "2"]
+    assert HostResources.of_this_host(InferenceConfig()).gpu_gib == 40.0
+    tool.write_text("#!/bin/sh\nexec /bin/sleep 60")
+    monkeypatch.setattr(plan, "_DRIVER_SECONDS", 0.2)
+    with pytest.raises(UserError, match="nvidia-smi does not answer"):
         visible_gpus({})
-    answered.set()
 
 
 def test_command_lines() -> None:
