@@ -4,10 +4,10 @@ import asyncio
 
 from prime_rl.config import OrchestratorConfig, write_toml
 from prime_rl.entrypoints import begin, run_command
-from prime_rl.launcher.console import Console
 from prime_rl.launcher.preflight import check_environment, check_model
 from prime_rl.launcher.rundir import refuse_results
 from prime_rl.monitor import log
+from prime_rl.monitor.monitor import bench_table
 from prime_rl.orchestrator.checkpoint import resume_point
 
 
@@ -31,7 +31,7 @@ def run(config: OrchestratorConfig) -> None:
 
     asyncio.run(orchestrate(accepted))
     if accepted.bench:
-        print("\n".join(Console(accepted.output_dir, None, bench=True).bench_table()))
+        print(bench_table(accepted.output_dir, "orchestrator"))
 
 
 def plan(config: OrchestratorConfig) -> list[str]:

@@ -24,12 +24,6 @@ _STEP_METRICS = {
     "perf/throughput": "{:,.0f} tokens/s",
     "time/step": "{:.2f} s",
 }
-_BENCH_ROWS = {
-    "perf/throughput": "throughput (tokens/s)",
-    "perf/mfu": "MFU (%)",
-    "time/step": "step time (s)",
-    "perf/peak_memory": "peak memory (GiB)",
-}
 
 
 class Console:
@@ -148,17 +142,6 @@ class Console:
         weights = self._output_dir / "weights"
         filed = [version for version in list_steps(weights) if any(version_dir(weights, version).glob("*.safetensors"))]
         return lines + [f"weights  {version_dir(weights, version)}" for version in filed[-1:]]
-
-    def bench_table(self) -> list[str]:
-        """Show throughput, MFU, step time and peak memory of both sides. The first step warms up and is left out."""
-        lines = [f"{'':<14}{'':<24}{'mean':>12}{'min':>12}{'max':>12}"]
-        for process in ("trainer", "orchestrator"):
-            rows = [row for row in read_metrics(metrics_path(self._output_dir, process)) if _is_step(row)]
-            for key, label in _BENCH_ROWS.items():
-                if values := [row[key] for row in rows[1:] or rows if key in row]:
-                    cells = "".join(f"{value:>12,.2f}" for value in (fmean(values), min(values), max(values)))
-                    lines.append(f"{process:<14}{label:<24}{cells}")
-        return lines
 
 
 def _is_step(row: Row) -> bool:

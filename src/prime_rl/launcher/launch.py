@@ -15,7 +15,7 @@ from prime_rl.launcher.console import Console, minutes
 from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan
 from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import read_status
-from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
+from prime_rl.monitor.monitor import bench_table, check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import resume_point
 from prime_rl.wait import WaitTimeout, wait
 
@@ -94,8 +94,9 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner) -> RunOutcome:
     made = f"{steps} step{'' if steps == 1 else 's'}"
     console.say(f"{words[outcome]}: {made} in {minutes(time.time() - began)}")
     if bench or outcome is not RunOutcome.FAILURE:
-        for line in console.bench_table() if bench else console.summary():
-            console.say(line)
+        tables = [bench_table(output_dir, process) for process in ("trainer", "orchestrator") if bench]
+        for text in tables or console.summary():
+            console.say(text)
     # Where nothing was made yet the same command starts again by itself.
     if outcome is not RunOutcome.SUCCESS and not bench and rundir.results(output_dir):
         console.say(f"to go on: the same command {'without --clean and ' if config.clean else ''}with --recover")

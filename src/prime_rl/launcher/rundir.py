@@ -35,9 +35,9 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rollouts", "weights", "checkpoints", "recovery", "incarnations", "leases"), _COMMITTED),
     **dict.fromkeys(("settings", "status"), ("*.json", ".*.json.tmp-*")),
     **dict.fromkeys(("metrics", "configs"), _NAMED),
-    "logs": (*_NAMED, "envs", "wandb"),
+    "logs": (*_NAMED, "restarts.jsonl", "envs", "wandb"),  # `restarts.jsonl` of older releases
     "evals": ("*",),
-    ".": (f"{LEDGER}*",),
+    ".": (f"{LEDGER}*", "launcher.json"),  # the latter of older releases
 }
 
 Config = TypeVar("Config", bound=BaseConfig)

@@ -8,17 +8,16 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from statistics import median
+from typing import Any, SupportsFloat
 from urllib.parse import urlsplit
 
 from loguru import logger
 
+from prime_rl.config.shared import WARM_UP, MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.redact import redacted
 from prime_rl.transport.commit import disk_errors
-
-if TYPE_CHECKING:
-    from prime_rl.config.shared import MonitorConfig, WandbConfig
 
 _WAYS_ON = (
     "log in with `uv run wandb login`, set WANDB_API_KEY, or write local files only with --wandb.offline "
@@ -29,7 +28,7 @@ _WAYS_ON = (
 class Monitor:
     """One process's metrics. One thread; a distributed trainer creates it on rank 0 only."""
 
-    def __init__(self, output_dir: Path, process: str, config: "MonitorConfig", run_config: dict[str, Any]) -> None:
+    def __init__(self, output_dir: Path, process: str, config: MonitorConfig, run_config: dict[str, Any]) -> None:
         """`run_config` is shown by W&B only. Raises UserError when W&B is wanted and cannot start."""
         self._wandb = None if config.wandb is None else _wandb_run(config.wandb, output_dir, process, run_config)
         self._file = JsonLines(metrics_path(output_dir, process))
@@ -83,7 +82,7 @@ class JsonLines:
         self._file.close()
 
 
-def _wandb_run(settings: "WandbConfig", output_dir: Path, process: str, run_config: dict[str, Any]) -> Any:
+def _wandb_run(settings: WandbConfig, output_dir: Path, process: str, run_config: dict[str, Any]) -> Any:
     import wandb  # takes a second to import: only for those who use it
 
     directory = output_dir / settings.dir  # or `settings.dir`, if that is absolute
@@ -107,7 +106,7 @@ def _wandb_run(settings: "WandbConfig", output_dir: Path, process: str, run_conf
     return run
 
 
-def check_wandb(*configs: "WandbConfig | None") -> None:
+def check_wandb(*configs: WandbConfig | None) -> None:
     """Raise UserError where one of these uploads to W&B, which has no key: of a variable, or of `wandb login`."""
     if all(config is None or config.offline for config in configs):
         return
@@ -158,3 +157,33 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     for row in Tail(path).read():
         rows.setdefault(int(row["step"]), {}).update(row)
     return [rows[step] for step in sorted(rows)]
+
+
+# Key, label, factor and decimals of the lines of a benchmark's table; those that a process does not have are left out.
+_BENCH_LINES = (
+    ("perf/throughput", "tokens/s", 1, 0),
+    ("time/step", "step (ms)", 1e3, 1),
+    ("time/wait_for_batch", "  waiting for data", 1e3, 1),
+    ("time/forward_backward", "  forward and backward", 1e3, 1),
+    ("time/optimizer", "  optimizer", 1e3, 1),
+    ("perf/mfu", "MFU (%)", 1, 1),
+    ("perf/peak_allocated", "peak memory (GiB), in tensors", 1, 2),
+    ("perf/peak_memory", "peak memory (GiB), reserved", 1, 2),
+)
+
+
+def bench_table(output_dir: Path, process: str) -> str:
+    """Show median, least and most of what a benchmark of this process is run for, after the warm-up."""
+    rows = [row for row in read_metrics(metrics_path(output_dir, process)) if "time/step" in row]
+    if not rows:
+        return f"benchmark of {process}: stopped before a step was measured"
+    warm = min(1 if process == "orchestrator" else WARM_UP, len(rows) - 1)
+    usual = median(row["time/step"] for row in rows[warm:])
+    starting = max(sum(row["time/step"] - usual for row in rows[:warm]), 0.0)
+    title = f"benchmark of {process}: {len(rows) - warm} steps after {warm} that warm up"
+    lines = [title, f"{'':<40}{'median':>12}{'min':>12}{'max':>12}"]
+    for key, label, factor, decimals in _BENCH_LINES:
+        if values := [factor * row[key] for row in rows[warm:] if key in row]:
+            cells = (f"{value:>12,.{decimals}f}" for value in (median(values), min(values), max(values)))
+            lines.append(f"{label:<40}{''.join(cells)}")
+    return "\n".join([*lines, f"{'warming up (s), beyond usual steps':<40}{starting:>12,.1f}"])

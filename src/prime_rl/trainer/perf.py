@@ -1,13 +1,10 @@
-"""Throughput, model FLOP utilisation and peak memory of a step; with `--bench` a table of them."""
+"""Throughput, model FLOP utilisation and peak memory of a step."""
 
 import resource
-from collections.abc import Mapping, Sequence
-from statistics import median
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from prime_rl.config.shared import WARM_UP
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import attention_heads
@@ -73,35 +70,3 @@ def peak_memory_gib(device: torch.device) -> tuple[float, float]:
 def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-# Key, label, factor and decimals of the table's lines, in this order; those that are not there are left out.
-_LINES = (
-    ("perf/throughput", "tokens/s", 1, 0),
-    ("time/step", "step (ms)", 1e3, 1),
-    ("time/wait_for_batch", "  waiting for data", 1e3, 1),
-    ("time/forward_backward", "  forward and backward", 1e3, 1),
-    ("time/optimizer", "  optimizer", 1e3, 1),
-    ("perf/mfu", "MFU (%)", 1, 1),
-    ("perf/peak_allocated", "peak memory (GiB), in tensors", 1, 2),
-    ("perf/peak_memory", "peak memory (GiB), reserved", 1, 2),
-)
-
-
-def bench_table(history: Sequence[Mapping[str, float]], world: World) -> str:
-    """Median, least and most of what a benchmark is run for, after the warm-up."""
-    if not history:
-        return "benchmark: stopped before a step was measured"
-    warm = min(WARM_UP, len(history) - 1)
-    measured = history[warm:]
-    usual = median(row["time/step"] for row in measured)
-    compiling = max(sum(row["time/step"] - usual for row in history[:warm]), 0.0)
-    lines = [f"{'':<40}{'median':>12}{'min':>12}{'max':>12}"]
-    for key, label, factor, decimals in _LINES:
-        values = [factor * row[key] for row in measured if key in row]
-        if values:
-            cells = (f"{value:>12,.{decimals}f}" for value in (median(values), min(values), max(values)))
-            lines.append(f"{label:<40}{''.join(cells)}")
-    lines.append(f"{'compiling (s), beyond usual steps':<40}{compiling:>12,.1f}")
-    title = f"benchmark: {len(measured)} steps after {warm} that warm up, {world.size} × {world.device.type}"
-    return "\n".join([title, *lines])

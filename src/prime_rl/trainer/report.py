@@ -61,7 +61,7 @@ _LINE = (
 
 
 class Report:
-    """Status file of every rank; metrics file (and W&B) and console lines of rank 0. `history` keeps a benchmark's metrics.
+    """Status file of every rank; metrics file (and W&B) and console lines of rank 0.
 
     A run directory that has a status already is not touched before `open`: who is refused leaves no trace in an earlier run. A restart by the
     launcher (`recover`) reports at once that it is alive. As a context it says how the run failed.
@@ -70,7 +70,6 @@ class Report:
     def __init__(self, config: "TrainingConfig", process: str, world: World, *, recover: bool = False) -> None:
         self.config, self.process, self.rank, self.ranks = config, process, world.rank, world.size
         self.main = world.is_main
-        self.history: list[Mapping[str, float]] = []
         self._name = process if self.main else f"{process}.{world.rank}"
         self._status: Status | None = None
         self._monitor: Monitor | None = None
@@ -131,8 +130,6 @@ class Report:
         """
         self.more_metrics(step, metrics)
         if self.main:
-            if self.config.bench:
-                self.history.append(metrics)
             last = self.config.max_steps
             parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _LINE if key in metrics]
             logger.info("step {} | {}", f"{step}/{last}" if last else step, " | ".join(parts))

@@ -16,6 +16,7 @@ from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler, FakeData, WeightsConfig
 from prime_rl.monitor import read_status
+from prime_rl.monitor.monitor import bench_table
 from prime_rl.trainer import perf
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.lm_head import TokenLoss, add_up
@@ -34,7 +35,6 @@ from prime_rl.trainer.packing import (
     to_device,
 )
 from prime_rl.trainer.parallel import World, close_world, init_world, now
-from prime_rl.trainer.perf import bench_table
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, StopSignal, sum_on_device
 from prime_rl.trainer.source import Source, locate_model
@@ -217,7 +217,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             checkpoints.finish(progress)
             versions.finish()
         elif world.is_main:  # it alone keeps the rows
-            report.text(bench_table(report.history, world))
+            report.text(bench_table(config.output_dir, report.process))
         report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")
     close_world()
 

@@ -7,6 +7,7 @@ import pytest
 
 from prime_rl.launcher.console import Console
 from prime_rl.monitor import Status
+from prime_rl.monitor.monitor import bench_table
 from prime_rl.transport.commit import stage
 
 TRAINER = {"loss/mean": 0.0123, "entropy/mean": 2.5, "perf/throughput": 12345.6, "time/step": 3.21}
@@ -82,12 +83,15 @@ def test_summary_compares_first_and_last(tmp_path: Path) -> None:
     assert Console(other, None).summary() == ["reward, first step → last: 0.5000 → 0.5000 (+0.0000)"]
 
 
-def test_bench_table_leaves_the_first_step_out(tmp_path: Path) -> None:
-    """The first step warms up: it is not in the mean."""
+def test_bench_table_leaves_the_warm_up_out(tmp_path: Path) -> None:
+    """An orchestrator's first step warms up: it is in no line but the last."""
+    assert "stopped before a step" in bench_table(tmp_path, "orchestrator")
     for step, seconds in enumerate((100.0, 2.0, 4.0)):
-        add(tmp_path, "trainer", step, 10.0, **{"time/step": seconds, "perf/throughput": 1000.0})
-    row = next(line for line in Console(tmp_path, None, bench=True).bench_table() if "step time" in line)
-    assert row.split()[-3:] == ["3.00", "2.00", "4.00"]
+        add(tmp_path, "orchestrator", step, 10.0, **{"time/step": seconds, "perf/throughput": 1000.0})
+    lines = bench_table(tmp_path, "orchestrator").splitlines()
+    assert lines[0] == "benchmark of orchestrator: 2 steps after 1 that warm up"
+    assert [line.split()[2:] for line in lines if "step (ms)" in line] == [["3,000.0", "2,000.0", "4,000.0"]]
+    assert lines[-1].split()[-1] == "97.0"
 
 
 def test_console_shows_each_phase_once_and_long_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
