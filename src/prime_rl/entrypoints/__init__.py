@@ -18,15 +18,19 @@ from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.settings import Party, check_and_commit, compare, dry_path
 
+_TRAINERS = ("trainer", "sft")
 _Config = TypeVar("_Config", bound=BaseConfig)
 _Run = TypeVar("_Run", TrainerConfig, OrchestratorConfig, SFTConfig)
 
 
-def run_command(kind: type[_Config], name: str, run: Callable[[_Config], object], rank: int = 0) -> None:
+def run_command(kind: type[_Config], name: str, run: Callable[[_Config], object]) -> None:
     """Parse the command line and run. An error that says what to do is one line and status 1, an interruption 130."""
-    faults.arm("trainer" if name == "sft" else name)
+    if name in _TRAINERS:
+        # Before torch is imported. A server and environments need the other half; threads that wait for cores are slow.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+    faults.arm("trainer" if name in _TRAINERS else name)
     processes.watch()
-    config = load(kind, prog=name)
+    config, rank = load(kind, prog=name), rank_of(name)
     log.setup(config.log.level, f"{name}.{rank}" if rank else name)
     try:
         run(config)
@@ -36,36 +40,33 @@ def run_command(kind: type[_Config], name: str, run: Callable[[_Config], object]
         sys.exit(130)
 
 
-def run_trainer(kind: type[_Config], name: str, run: Callable[[_Config, int], None]) -> None:
-    """As `run_command`, in one process or one rank of torchrun."""
-    # Before torch is imported. A server and environments need the other half, and threads that wait for cores are slow.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
-    rank = int(os.environ.get("RANK", 0))
-    run_command(kind, name, lambda config: run(config, rank), rank)
+def rank_of(name: str) -> int:
+    """The rank of this process under torchrun; 0 by itself, and of a command that does not train."""
+    return int(os.environ.get("RANK", 0)) if name in _TRAINERS else 0
 
 
-def begin(config: _Run, name: str, plan: Callable[[_Run], list[str]], rank: int = 0) -> _Run | None:
+def begin(config: _Run, name: str, plan: Callable[[_Run], list[str]]) -> _Run | None:
     """Do as --bench, --dry-run and --clean say, and agree with the other processes of the run.
 
     Returns:
         The configuration to run with; None after a dry run, which prints the `plan`.
     """
     config = as_benchmark(config) if config.bench else config
+    if rank_of(name) > 0:
+        return None if config.dry_run else config
     if config.dry_run:
-        if rank == 0:
-            show(config, name, *plan(config))
+        show(config, name, *plan(config))
         return None
-    if rank == 0:
-        party: Party = "trainer" if isinstance(config, TrainerConfig) else "orchestrator"
-        shares = not isinstance(config, SFTConfig)
-        check = partial(compare, config, party, gone=False) if shares else lambda: None
-        with cleaned(config.output_dir, name, check=check) if config.clean else nullcontext():
-            if shares:
-                check_and_commit(config, party)
-            elif config.clean:
-                Status(config.output_dir, name).phase("starting")  # for others that clean
-        if config.bench:
-            metrics_path(config.output_dir, name).unlink(missing_ok=True)  # of an earlier benchmark
+    party: Party = "trainer" if isinstance(config, TrainerConfig) else "orchestrator"
+    shares = not isinstance(config, SFTConfig)
+    check = partial(compare, config, party, gone=False) if shares else lambda: None
+    with cleaned(config.output_dir, name, check=check) if config.clean else nullcontext():
+        if shares:
+            check_and_commit(config, party)
+        elif config.clean:
+            Status(config.output_dir, name).phase("starting")  # for others that clean
+    if config.bench:
+        metrics_path(config.output_dir, name).unlink(missing_ok=True)  # of an earlier benchmark
     return config
 
 

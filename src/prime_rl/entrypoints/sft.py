@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from loguru import logger
 
 from prime_rl.config import SFTConfig
-from prime_rl.entrypoints import begin, run_trainer
+from prime_rl.entrypoints import begin, rank_of, run_command
 from prime_rl.importing import quick_imports
 from prime_rl.launcher.preflight import check_dataset, check_environment, check_model
 from prime_rl.transport.commit import disk_errors
@@ -13,25 +13,25 @@ from prime_rl.transport.commit import disk_errors
 
 def main() -> None:
     """Parse the command line and fine-tune: one process, or one rank of torchrun."""
-    run_trainer(SFTConfig, "sft", run)
+    run_command(SFTConfig, "sft", run)
 
 
-def run(config: SFTConfig, rank: int) -> None:
+def run(config: SFTConfig) -> None:
     """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
     for environment in [] if config.eval is None or config.bench else config.eval.environments:
         check_environment(environment)
     if config.data.fake is None:
         check_dataset(config.data.name)
-    if (accepted := begin(config, "sft", plan, rank)) is None:
+    if (accepted := begin(config, "sft", plan)) is None:
         return
-    if rank == 0:
+    if rank_of("sft") == 0:
         logger.info("loading torch, {} and the data; logs in {}", accepted.model.name, accepted.output_dir / "logs")
     with quick_imports():
         from prime_rl.launcher.sidecar import EvalSidecar
         from prime_rl.trainer.sft.train import train
 
-    evaluates = rank == 0 and not accepted.bench and accepted.eval is not None
+    evaluates = rank_of("sft") == 0 and not accepted.bench and accepted.eval is not None
     with EvalSidecar(accepted) if evaluates else nullcontext() as sidecar:
         with disk_errors(accepted.output_dir):
             train(accepted)

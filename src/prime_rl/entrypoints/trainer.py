@@ -1,7 +1,7 @@
 """`trainer`: trains on the rollouts that an orchestrator commits."""
 
 from prime_rl.config import TrainerConfig
-from prime_rl.entrypoints import begin, run_trainer
+from prime_rl.entrypoints import begin, run_command
 from prime_rl.importing import quick_imports
 from prime_rl.launcher.preflight import check_model
 from prime_rl.transport.commit import disk_errors
@@ -9,13 +9,13 @@ from prime_rl.transport.commit import disk_errors
 
 def main() -> None:
     """Parse the command line and train: one process, or one rank of torchrun."""
-    run_trainer(TrainerConfig, "trainer", run)
+    run_command(TrainerConfig, "trainer", run)
 
 
-def run(config: TrainerConfig, rank: int) -> None:
+def run(config: TrainerConfig) -> None:
     """Check what can be checked before torch is imported, then train, which writes the resolved config."""
     check_model(config.model.name, weights=config.data.fake is None)
-    if (accepted := begin(config, "trainer", plan, rank)) is None:
+    if (accepted := begin(config, "trainer", plan)) is None:
         return
     with quick_imports():
         from prime_rl.trainer.rl.train import train
