@@ -371,8 +371,8 @@ def _fastest_first(config: "TrainerModel", shape: Shape, job: Job) -> Iterator[S
 
 
 def _offloaded(shape: Shape, job: Job, levels: "tuple[Recompute, ...]", rate: float) -> tuple[int, ...]:
-    """The layers that offload: as many as leave at `rate` bytes a layer. The last ones never do: they would not have left
-    before backward needs them."""
+    """The layers that offload: as many as leave at `rate` bytes a layer. The last ones never do: they would not have
+    left before backward needs them."""
     layers, credit = [], 0.0
     for layer, level in enumerate(levels[: -1 - LAG]):
         size = kept_bytes(shape, job, level)

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Self
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,23 +27,20 @@ if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
 
 
-class StopSignal:
-    """Listens to SIGINT and SIGTERM from its creation on. Call it to ask whether one has come."""
+def stop_signal() -> Callable[[], bool]:
+    """Listen to SIGINT and SIGTERM from now on; return what says whether one has come."""
+    received: list[int] = []
 
-    def __init__(self) -> None:
-        self.requested = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._receive)
-
-    def __call__(self) -> bool:
-        return self.requested
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+    def receive(number: int, frame: FrameType | None) -> None:
+        if received:
             os._exit(130)
-        self.requested = True
+        received.append(number)
         # Not by the logger, which this signal may have interrupted.
         os.write(2, b"asked to stop: finishing the current step (again: stop now)\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, receive)
+    return lambda: bool(received)
 
 
 # Key, label and format of the console line, in this order.
@@ -63,8 +60,8 @@ _LINE = (
 class Report:
     """Status file of every rank; metrics file (and W&B) and console lines of rank 0.
 
-    A run directory that has a status already is not touched before `open`: who is refused leaves no trace in an earlier run. A restart by the
-    launcher (`recover`) reports at once that it is alive. As a context it says how the run failed.
+    A run directory that has a status already is not touched before `open`: who is refused leaves no trace in an earlier
+    run. A restart by the launcher (`recover`) reports at once that it is alive.
     """
 
     def __init__(self, config: "TrainingConfig", process: str, world: World, *, recover: bool = False) -> None:
@@ -76,12 +73,8 @@ class Report:
         if recover or not status_path(config.output_dir, self._name).exists():
             self._begin()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self, _: object, error: BaseException | None, __: object) -> None:
+        """For an exit stack: say how the run failed, if it did."""
         if self._status is not None:
             if isinstance(error, UserError | OSError):
                 self._status.done(f"failed: {error}")
@@ -197,7 +190,7 @@ class MetricRows:
     """Rows of metrics, each written once its step is done. Every rank keeps them.
 
     Reading at once would let a GPU run dry: a step's row is written by `flush` while the next step is under way, before
-    anything is saved that is ahead of the row, and before a wait. As a context it writes what is left when a run fails.
+    anything is saved that is ahead of the row, and before a wait.
 
     A step's time goes from the end of the one before to its own end, so that waits count, for the first one from `begin`.
     `written` is the step whose row was written last.
@@ -209,12 +202,8 @@ class MetricRows:
         self._ended = now(device)  # of the step whose row was written last
         self.written = -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self, _: object, error: BaseException | None, __: object) -> None:
+        """For an exit stack: write what is left when a run fails."""
         if isinstance(error, UserError):
             self.flush()
 

@@ -36,7 +36,7 @@ from prime_rl.trainer.packing import (
 )
 from prime_rl.trainer.parallel import World, close_world, init_world, now
 from prime_rl.trainer.reference_scorer import ReferenceScorer
-from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, StopSignal, sum_on_device
+from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, stop_signal, sum_on_device
 from prime_rl.trainer.source import Source, locate_model
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, published_bytes, uses_memory
 from prime_rl.transport.checkpoints import trainer_is_alone
@@ -71,13 +71,15 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
 
     Resources registered on `exit_stack` are always closed. Raises UserError, on every rank, for what the user can mend.
     """
-    stop = StopSignal()
+    stop = stop_signal()
     config = bench_config(raw_config) if raw_config.bench else raw_config
     process = "trainer" if isinstance(config, TrainerConfig) else "sft"
     recover = isinstance(config, TrainerConfig) and config.recover
     before = read_status(config.output_dir).get(process) if recover else None
     world = init_world(config.device, config.dist_timeout, config.model.dp_replicate)
-    with Report(config, process, world, recover=recover) as report, ExitStack() as exit_stack:
+    with ExitStack() as exit_stack:
+        report = Report(config, process, world, recover=recover)
+        exit_stack.push(report.end)
         recipe = make_recipe(config)
         checkpoints = Checkpoints(config, world, alone=lambda: not recipe.served or trainer_is_alone(config.output_dir))
         exit_stack.callback(checkpoints.close)
@@ -138,7 +140,8 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         report.status.ready()  # a restart may help against what fails from here on
         report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
-        rows = exit_stack.enter_context(MetricRows(report, world.device))
+        rows = MetricRows(report, world.device)
+        exit_stack.push(rows.end)
         exit_stack.enter_context(watched(policy.memory))
         if served is not None and policy.compiled:  # the servers are loading meanwhile
             report.phase("compiling")
