@@ -78,10 +78,15 @@ class EvalRunner:
         self.show(self._done, self._total)
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.max_concurrent, len(todo))):
-                    group.create_task(self._work(todo))
+                count = min(self.max_concurrent, len(todo))
+                self._workers = [group.create_task(self._work(todo)) for _ in range(count)]
         except ExceptionGroup as several:
             raise several.exceptions[0] from several
+
+    def cancel(self) -> None:
+        """End it, without the attempts that are being made."""
+        for worker in self._workers:
+            worker.cancel()
 
     async def _work(self, todo: deque[tuple[EvalResults, TaskInfo, int]]) -> None:
         while todo and not self.superseded():  # bounded: each attempt is, and a server that is lost gives none
@@ -216,8 +221,8 @@ class Evaluations:
         self.config, self._section = config, config.eval
         self._pool, self._monitor, self._status, self._weight_sync = pool, monitor, status, weight_sync
         self._plans = list(map(self._plan, eval_environments(config)))
-        self._running: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._runner: EvalRunner | None = None
+        self.running = self._stopping = False
         # The incarnation of the trainer in which each environment and version was evaluated.
         self._logged = {
             (plan.env, int(row["step"])): int(row[key])
@@ -238,11 +243,6 @@ class Evaluations:
         for plan in self._plans:
             tasks_of(self._pool, plan)
 
-    @property
-    def running(self) -> bool:
-        """Whether an evaluation is being made."""
-        return self._running is not None and not self._running.done()
-
     def due(self, version: int) -> bool:
         """Whether `version` is to be evaluated before a newer one is served: the base (`at_start`), the last one
         (`at_end`), or one with which a multiple of the interval is reached or passed."""
@@ -259,45 +259,40 @@ class Evaluations:
 
         `stop` ends it, and so does the end of the version's incarnation. After `stop` no evaluation begins.
         """
-        if self._stopping:
-            return
-        self._running = asyncio.create_task(self._evaluate())
+        self.running, weight_sync = True, self._weight_sync
         try:
-            await self._running  # bounded: every episode has its deadline
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if not self._stopping or (current is not None and current.cancelling()):
-                raise  # not `stop`, or not `stop` alone: whoever evaluates is to end as well
+            async with weight_sync.version_lock:
+                if not self._stopping:
+                    await self._evaluate(weight_sync.scheduler.version)
         finally:
-            self._running.cancel()
+            self.running = False
 
     def stop(self) -> None:
         """End the evaluation that is being made, which counts as not made, and begin no other."""
         self._stopping = True
-        if self._running is not None:
-            self._running.cancel()
+        if self._runner is not None:
+            self._runner.cancel()
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self, version: int) -> None:
         weight_sync = self._weight_sync
-        async with weight_sync.version_lock:
-            version = weight_sync.scheduler.version
-            plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
-            every = [EvalResults(plan, tasks_of(self._pool, plan), version) for plan in plans]
-            phase = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
-            await EvalRunner(
-                self._pool, every, seed=self.config.seed, max_concurrent=self.config.most_in_flight,
-                timeout=self.config.rollout_timeout, fleet=weight_sync.pool,
-                show=lambda done, total: self._status.phase(f"{phase}: {done}/{total}"),
-                quarantine=weight_sync.quarantine, superseded=self._superseded,
-            ).run()  # fmt: skip
-            if self._superseded() or not all(results.complete for results in every):
-                logger.warning("version {} is superseded: its evaluation is not complete", version)
-                return
-            for results in every:
-                env, incarnation = results.plan.env, weight_sync.scheduler.incarnation
-                self._logged[env, version] = incarnation
-                self._monitor.log(version, results.logged() | {f"eval/{env}/policy_incarnation": float(incarnation)})
-                logger.info("eval on version {} | {:.1f} s | {}", version, results.seconds, results.line())
+        plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
+        every = [EvalResults(plan, tasks_of(self._pool, plan), version) for plan in plans]
+        phase = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
+        self._runner = EvalRunner(
+            self._pool, every, seed=self.config.seed, max_concurrent=self.config.most_in_flight,
+            timeout=self.config.rollout_timeout, fleet=weight_sync.pool,
+            show=lambda done, total: self._status.phase(f"{phase}: {done}/{total}"),
+            quarantine=weight_sync.quarantine, superseded=self._superseded,
+        )  # fmt: skip
+        await self._runner.run()
+        if self._superseded() or not all(results.complete for results in every):
+            logger.warning("the evaluation of version {} is not complete", version)
+            return
+        for results in every:
+            env, incarnation = results.plan.env, weight_sync.scheduler.incarnation
+            self._logged[env, version] = incarnation
+            self._monitor.log(version, results.logged() | {f"eval/{env}/policy_incarnation": float(incarnation)})
+            logger.info("eval on version {} | {:.1f} s | {}", version, results.seconds, results.line())
 
     def _superseded(self) -> bool:
         return self._weight_sync.newer_version_waiting or self._weight_sync.scheduler.must_go_back

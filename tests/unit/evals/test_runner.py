@@ -13,7 +13,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals import runner
 from prime_rl.evals.results import EvalPlan, EvalResults
 from prime_rl.evals.run import way_of_asking
-from prime_rl.evals.runner import EvalRunner, Evaluations, tasks_of, wire_sampling
+from prime_rl.evals.runner import EvalRunner, tasks_of, wire_sampling
 from prime_rl.launcher.preflight import check_key
 from support.fleet import ready_fleet
 
@@ -49,18 +49,6 @@ async def test_what_one_server_fails_is_made_by_another(monkeypatch, sick):
     results, pool = EvalResults(PLAN, TASKS, 0), Pool(*(f"http://{number}" for number in range(sick)))
     await EvalRunner(pool, [results], 0, max_concurrent=30, timeout=1, fleet=await loaded_fleet(3)).run()
     assert [row["reward"] is not None for row in results.made] == [sick < 3] * 32
-
-
-async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() -> None:
-    """Else its loop goes on, and the end of a stopped run waits for it."""
-    evaluations = Evaluations.__new__(Evaluations)
-    evaluations._stopping, evaluations._evaluate = False, lambda: asyncio.sleep(60)
-    task = asyncio.create_task(evaluations.run())
-    await asyncio.sleep(0.01)
-    evaluations.stop()
-    task.cancel()
-    await asyncio.wait([task], timeout=60)
-    assert task.cancelled()
 
 
 @pytest.mark.parametrize(
