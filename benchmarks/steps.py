@@ -213,7 +213,7 @@ class Bench:
         self.optimizer = build_optimizer(self.policy, config.optim)
         self.costs = perf.step_costs(self.policy.lm, self.shape)
         self.recipe = rl.make_recipe(config) if isinstance(config, TrainerConfig) else sft.make_recipe(config)
-        self.data = self.recipe.open_data(world, source, lambda *waiting: self.report.status.waiting(*waiting))
+        self.data = self.recipe.open_data(world, source)
         self.data.start(self.costs, 0)
         scorer = None
         if case.canary and case.loss == "rl":
@@ -275,7 +275,7 @@ class Bench:
         config, world, step = self.config, self.world, self.number
         self.report.status.step(step)
         started = time.perf_counter()
-        if not (self.data.arrived(step) and self.data.wait(step, lambda: False)):
+        if not (self.data.arrived(step) and self.data.wait(step, lambda: False, self.report.status.waiting)):
             raise RuntimeError("fake data never ends")
         batch = self.data.read(step)
         waited = time.perf_counter() - started

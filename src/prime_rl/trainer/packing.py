@@ -256,7 +256,7 @@ class StepSource:
         """Whether the step's data can be read: the same answer on every rank."""
         return True
 
-    def wait(self, step: int, stop: Callable[[], bool]) -> bool:
+    def wait(self, step: int, stop: Callable[[], bool], on_wait: OnWait) -> bool:
         """Wait until the step's data can be read. False if a rank was asked to stop."""
         return sum_over_ranks(self.world, [stop()])[0] == 0
 

@@ -27,7 +27,6 @@ from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rat
 from prime_rl.trainer.packing import (
     Document,
     MicroBatch,
-    OnWait,
     StepSource,
     collate,
     pads_to,
@@ -61,7 +60,7 @@ class Recipe:
     tokens: int
     loss: TokenLoss | SequenceLoss
     names: Named
-    open_data: Callable[[World, Source, OnWait], StepSource]
+    open_data: Callable[[World, Source], StepSource]
     weights: WeightsConfig
     served: TrainerConfig | None = None
 
@@ -98,7 +97,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         if not config.bench:
             checkpoints.check_model(source)
         report.phase("loading the data")
-        data = recipe.open_data(world, source, lambda *waiting: report.status.waiting(*waiting))
+        data = recipe.open_data(world, source)
         exit_stack.callback(data.close)
         report.phase("building the model")
         published = None if served is None else partial(published_bytes, served, source, world)
@@ -156,7 +155,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
                 rows.flush()
                 versions.settle(unless=partial(data.arrived, step))
             started = time.perf_counter()
-            if not data.wait(step, stop):
+            if not data.wait(step, stop, report.status.waiting):
                 break
             arrived = time.perf_counter()
             batch = data.read(step)

@@ -98,7 +98,7 @@ def data(directory: Path, model: Path, world: World, rows: list[dict[str, Any]],
     config = SFTConfig.model_validate(
         {"output_dir": directory, "data": {"name": str(path), "seq_len": 64, "shuffle": False, **settings}}
     )
-    source = RowData(config, world, find_model(str(model)), lambda subject, owner, timeout: None)
+    source = RowData(config, world, find_model(str(model)))
     source.start(Costs(), 0)
     return source
 

@@ -40,8 +40,8 @@ _LOOK_SECONDS = 0.05  # between two looks at the directory
 class RolloutData(StepSource):
     """Batches that the orchestrator commits under `rollouts`."""
 
-    def __init__(self, config: TrainerConfig, world: World, source: Source, on_wait: OnWait) -> None:
-        self.config, self.on_wait, self.root = config, on_wait, config.output_dir / "rollouts"
+    def __init__(self, config: TrainerConfig, world: World, source: Source) -> None:
+        self.config, self.root = config, config.output_dir / "rollouts"
         self.vocabulary = source.config.get_text_config().vocab_size
         super().__init__(world, config.dist_timeout)
 
@@ -51,7 +51,7 @@ class RolloutData(StepSource):
     def arrived(self, step: int) -> bool:
         return sum_over_ranks(self.world, [self.world.is_main and self.exists(step)])[0] > 0
 
-    def wait(self, step: int, stop: Callable[[], bool]) -> bool:
+    def wait(self, step: int, stop: Callable[[], bool], on_wait: OnWait) -> bool:
         """Wait for the batch. Only rank 0 looks into the directory; at every look the ranks exchange what they know.
 
         Raises WaitTimeout, on every rank, if the orchestrator has not committed the step in time.
@@ -59,7 +59,7 @@ class RolloutData(StepSource):
         timeout, is_main = self.config.rollout_timeout, self.world.is_main
         subject, deadline = subject_of(step_dir(self.root, step)), time.monotonic() + timeout
         while True:  # bounded: by rank 0's deadline; should that rank die, the collective fails
-            self.on_wait(subject, "orchestrator", timeout)
+            on_wait(subject, "orchestrator", timeout)
             late = is_main and time.monotonic() > deadline
             asked, exists, expired = sum_over_ranks(self.world, [stop(), is_main and self.exists(step), late])
             if asked or exists:
@@ -95,7 +95,7 @@ class FakeSamples(StepSource):
     sample is a group of its own.
     """
 
-    def __init__(self, config: TrainerConfig, world: World, source: Source, on_wait: OnWait) -> None:
+    def __init__(self, config: TrainerConfig, world: World, source: Source) -> None:
         assert config.data.fake is not None
         self.config, self.fake, self.vocabulary = config, config.data.fake, source.config.get_text_config().vocab_size
         super().__init__(world, config.dist_timeout)

@@ -15,7 +15,6 @@ from prime_rl.trainer.packing import (
     LONGEST,
     Costs,
     Document,
-    OnWait,
     StepData,
     StepSource,
     micro_batches,
@@ -119,7 +118,7 @@ class RowData(StepSource):
     UserError if the dataset or the tokenizer cannot be loaded, or one of the first rows is malformed.
     """
 
-    def __init__(self, config: SFTConfig, world: World, source: Source, on_wait: OnWait) -> None:
+    def __init__(self, config: SFTConfig, world: World, source: Source) -> None:
         self.config, self.vocabulary = config, source.config.get_text_config().vocab_size
         self.rows: Any = range(_FAKE_ROWS)
         if config.data.fake is None:
