@@ -84,8 +84,8 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         exit_stack.callback(checkpoints.close)
         is_finished = before is not None and before.outcome == "finished"
         if not config.bench and checkpoints.choose(is_finished):
-            text = f"this run has made its {config.max_steps} steps already: nothing is trained again"
-            report.close("finished", text)
+            made = f"this run has made its {config.max_steps} steps already"
+            report.close("finished", f"{made}: nothing is trained again")
             close_world()
             return
 
@@ -112,10 +112,9 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
 
         vocabulary = source.config.get_text_config().vocab_size
         exported, scorer = export_dtype(config.weights.dtype, source), None
+        computed = compute_dtype(config.model.dtype, world.device)
         if served is not None:  # else nobody reads the scores
-            scorer = ReferenceScorer(
-                policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), exported
-            )
+            scorer = ReferenceScorer(policy, world, vocabulary, computed, exported)
         versions = WeightPublisher(
             config.output_dir,
             policy,
@@ -149,9 +148,8 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         while config.max_steps is None or step < config.max_steps:
             report.status.step(step)
             checkpoints.poll(step)
-            if not data.arrived(
-                step
-            ):  # nothing is gained by running ahead: what the step before began is finished first
+            if not data.arrived(step):
+                # Nothing is gained by running ahead: what the step before began is finished first.
                 rows.flush()
                 versions.settle(unless=partial(data.arrived, step))
             started = time.perf_counter()
