@@ -327,7 +327,7 @@ class Supervisor:
         mode = ", recovering" if recover else ""
         if recover and name == "trainer":
             step = recovery_step(self._output_dir)
-            mode = f", from step {step} or a later one: steps after it are trained, and shown, again"
+            mode = f"; it goes on from step {step} or a later one: steps from there on are made again"
         self._say(
             f"{name} {reason}: starting it again in {seconds:g} s (restart {child.restarts} of at most {most} in a row{mode})"
         )
