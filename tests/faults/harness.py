@@ -322,7 +322,7 @@ def _unfired(cell: Cell, plan: Path) -> list[str]:
     """Faults of the plan that never happened: then the cell has shown nothing."""
     found, numbers = [], dict.fromkeys({fault.process for fault in cell.faults}, 0)
     for fault in cell.faults:
-        seen = plan.with_name(f"{plan.stem}.{fault.process}.{numbers[fault.process]}.seen")
+        seen = plan.with_name(f"{plan.name}.{fault.process}.{numbers[fault.process]}.seen")
         numbers[fault.process] += 1
         if not seen.exists() or seen.stat().st_size < fault.nth:
             found.append(f"the fault never fired: {fault.do} in {fault.process} at {fault.point}")

@@ -400,7 +400,7 @@ def test_a_key_guards_the_server_and_appears_nowhere(
         target=lambda: server.post("/update_weights", {"weight_dir": str(of_a_run), "version": 99}, **bearer)
     )
     hanging.start()
-    until(lambda: list(tmp_path.glob("faults.inference.1.seen")), "read that hangs")
+    until(lambda: list(tmp_path.glob("faults.json.inference.1.seen")), "read that hangs")
     os.kill(server.pid, signal.SIGTERM)
     assert exit_status(server.pid) == 0
     hanging.join(60)
