@@ -35,8 +35,6 @@ APPLICABLE: dict[str, tuple[Kind, ...]] = {
 }
 COMMIT = ("write", "fsync", "manifest", "rename", "renamed")
 STOPPED: Settings = {"heartbeat_timeout": 8.0}
-# A worker that is silent for 30 s is dead, and its episodes are attempted again; one that is merely late would be dropped at this deadline.
-PATIENT: Settings = {"orchestrator": {"rollout_timeout": 90.0}}
 DELAY_SECONDS = 3.0
 
 
@@ -105,13 +103,11 @@ def matrix() -> list[Cell]:
 def cell(do: Kind, point: Point) -> Cell:
     """One fault at one point of a synchronous run that is compared with the undisturbed one."""
     settings = {**point.settings, **(STOPPED if do == "stop" else {})}
-    if do == "stop" and point.process == "environment":
-        settings |= PATIENT
     fault = Fault(point.name, point.process, do, nth=point.nth, seconds=DELAY_SECONDS if do == "delay" else 0.0)
     # What fails in an environment or an engine is attempted again, and the ledger says so; a disk that was full is told in the ledger, too.
     repeated = point.process in ("environment", "inference") or do == "enospc"
-    # A message that is lost, or says that the environment failed, ends its episode for good: another group takes its place.
-    replaced = point.process == "environment" and do in ("drop", "error")
+    # A message that says that the environment failed ends its episode for good: another group takes its place.
+    replaced = point.process == "environment" and do == "error"
     return Cell(
         do, point.process, point.name, (fault,),
         exact="nothing" if replaced else "training" if repeated else "all",

@@ -84,7 +84,7 @@ class Worker:
         if not self.ready and time.monotonic() > self.ready_by:
             return "was not ready in time"
         oldest = next(iter(self.pending.values()), None)
-        if oldest is not None and time.monotonic() > oldest.deadline:  # stopped, or cancelled code that does not end
+        if oldest is not None and time.monotonic() > oldest.deadline:  # stopped, or what it cancelled does not end
             return f"gave no result {GRACE_SECONDS:.0f} s after an episode's deadline"
         return "was not needed any more" if self.draining and not self.pending else ""
 
@@ -298,7 +298,7 @@ class EnvPool:
         """Run one episode. Cancelling the call cancels the episode and its engine requests.
 
         Args:
-            timeout: Seconds from when the episode gets a slot; the result comes a short grace later at most.
+            timeout: Seconds from when the episode gets a slot; the result comes `GRACE_SECONDS` later at most.
             sampling: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed …; None values are left out.
             server: Address of the one that samples it, with or without /v1.
 
@@ -414,8 +414,6 @@ class EnvPool:
             outcome, message = Outcome.WORKER_DIED, why
             if number == offending_request:
                 outcome, message = Outcome.ERRORED, f"in this episode's code its worker {why} (log: {log})"
-            elif time.monotonic() > request.deadline:
-                outcome = Outcome.TIMEOUT
             if not request.result.done():
                 request.result.set_result(request.message.failed(worker.env, outcome, message))
         worker.pending.clear()
