@@ -117,7 +117,7 @@ class WorkerLoop(asyncio.SelectorEventLoop):
         Not before all is loaded: imports and downloads may block it.
         """
         while True:  # bounded: cancelled at the end of `serve`
-            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=2)  # whatever sys.stderr is by now
             before, computed = time.monotonic(), time.process_time()
             await asyncio.sleep(TICK_SECONDS)
             passed = time.monotonic() - before
