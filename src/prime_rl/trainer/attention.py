@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 NAME = "prime_rl_packed"
 
 _HOPPER = (9, 0)
-_FA4_HEAD_DIM = 128  # the largest for which `auto` takes FlashAttention 4: for larger ones some GPUs have no kernel
+# The largest heads for which `auto` takes a backend; for larger ones some GPUs have no kernel, or none for backward.
+_SURE_HEAD_DIM = {"flash_attention_4": 128, "flash_attention_3": 256, "cudnn": 128, "varlen": 256}
 
 
 def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, world: World) -> set[Any]:
@@ -71,7 +72,7 @@ def choose(wanted: str, capability: tuple[int, int] | None, dtype: torch.dtype, 
     passed_over: list[str] = []
     for backend in () if capability is None else KERNELS:
         reason = why_not(backend, capability, dtype, head_dim)
-        if reason is None and backend == "flash_attention_4" and head_dim > _FA4_HEAD_DIM:
+        if reason is None and head_dim > _SURE_HEAD_DIM[backend]:
             reason = f"may have no kernel for heads of size {head_dim}"
         if reason is None:
             return backend, f"attention: {backend}" + (f" ({'; '.join(passed_over)})" if passed_over else "")

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, attention_kernels
 from prime_rl.trainer.attention import choose
-from prime_rl.trainer.attention_kernels import KERNELS, load
+from prime_rl.trainer.attention_kernels import KERNELS, cudnn_plan, load
 from prime_rl.trainer.parallel import World
 from support import attention as support
 from support.attention import with_gradients
@@ -58,16 +58,17 @@ def qkv(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> tuple
         (HOPPER, (), BF16, "attention: flash_attention_4"),
         (
             HOPPER,
-            (FA4, FA3),
+            (FA4, FA3, "cudnn"),
             BF16,
-            "attention: varlen (flash_attention_4 is not installed; flash_attention_3 is not installed)",
+            "attention: varlen (flash_attention_4 is not installed; flash_attention_3 is not installed; "
+            "cudnn is not installed)",
         ),
         (
             BLACKWELL,
             (),
             (torch.bfloat16, 256),
             "attention: varlen (flash_attention_4 may have no kernel for heads of size 256; flash_attention_3 needs a "
-            "Hopper GPU: compute capability 9.0, not 10.0)",
+            "Hopper GPU: compute capability 9.0, not 10.0; cudnn may have no kernel for heads of size 256)",
         ),
     ],
 )
@@ -88,10 +89,10 @@ def test_auto_takes_the_fastest_and_says_why(
     [
         ("varlen", CPU, BF16, "model.attention varlen needs a GPU"),
         (FA3, AMPERE, BF16, "flash_attention_3 needs a Hopper GPU: compute .* 9.0, not 8.0"),
-        ("varlen", HOPPER, (torch.float32, 128), "varlen does not compute in float32"),
+        ("cudnn", HOPPER, (torch.float32, 128), "cudnn does not compute in float32"),
         (FA4, HOPPER, BF16, "flash_attention_4 is not installed"),
         ("varlen", VOLTA, BF16, "varlen needs compute capability 8.0 or more, not 7.0"),
-        ("varlen", HOPPER, (torch.bfloat16, 100), "varlen has no kernel for heads of size 100"),
+        ("cudnn", HOPPER, (torch.bfloat16, 100), "cudnn has no kernel for heads of size 100"),
         ("varlen", HOPPER, (torch.bfloat16, 512), "varlen has no kernel for heads of size 512"),
     ],
 )
@@ -116,8 +117,8 @@ def test_every_rank_takes_what_the_first_chose(world: World, caplog: pytest.LogC
     kept = attention.set_up("auto", config, torch.float32, world)
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in kept
     assert [record.message for record in caplog.records] == ["attention: sdpa"]
-    with pytest.raises(UserError, match="varlen needs a GPU"):
-        attention.set_up("varlen", config, torch.bfloat16, world)
+    with pytest.raises(UserError, match="cudnn needs a GPU"):
+        attention.set_up("cudnn", config, torch.bfloat16, world)
 
 
 # Loading libraries
@@ -139,6 +140,7 @@ def test_what_is_absent_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     """The reason names the extra."""
     for name, remedy in {
         "flash_attention_3": "built from its source",
+        "cudnn": "extra `cuda`",
         "flash_attention_4": "extra `fa`",
     }.items():
         monkeypatch.setitem(sys.modules, attention_kernels._LIBRARIES[name][0], None)
@@ -200,6 +202,22 @@ def test_what_a_kernel_does_not_do_is_refused() -> None:
     for extra in ({"dropout": 0.1}, {"softcap": 50.0}, {"s_aux": torch.zeros(4)}):
         with pytest.raises(UserError, match="not supported"):
             function(None, q, k, v, None, **mask, **extra)
+
+
+def test_a_cudnn_plan_fits_its_pack() -> None:
+    """It has room for the documents and the longest of them, is never longer than the tokens, and rounding never costs
+    much memory."""
+    draw = random.Random(0)
+    for _ in range(2000):
+        tokens, heads = 128 * draw.choice((1, 2, 3, 100, 128, 500, 1024)), draw.choice((1, 16, 64))
+        documents = draw.randint(1, min(tokens, draw.choice((1, 10, 5000))))
+        shortest = -(-tokens // documents)
+        longest = draw.choice((shortest, tokens - documents + 1, draw.randint(shortest, tokens - documents + 1)))
+        number, length = cudnn_plan(documents, longest, tokens, heads)
+        assert number >= documents
+        assert longest <= length <= tokens
+        size = 4 * heads * number * length
+        assert size <= max(attention_kernels.CUDNN_LSE_BYTES, 4 * heads * documents * (longest + 127))
 
 
 # Tracing
