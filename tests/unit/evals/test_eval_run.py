@@ -168,6 +168,14 @@ async def test_which_servers_evaluate(tmp_path, monkeypatch, second, problem, na
         assert len(fleet.ready) == names
 
 
+async def test_a_model_of_another_name_is_found_before_an_environment_starts(world):
+    """Contract: one line at once; a worker would look for that name's tokenizer, for minutes where there is no network."""
+    world.server.now = replace(world.server.now, models=("other",))
+    world.pool.start = lambda timeout: pytest.fail("an environment was started")
+    with pytest.raises(UserError, match=r"serves other, not m: .* --model.name other"):
+        await world.run(model={"name": "m"})
+
+
 async def test_reports_and_metrics(world):
     """Contract: one row an environment and policy, tokens of all attempts, metrics by version; more errors than are
     allowed are a failure, after all that."""
