@@ -59,9 +59,7 @@ class Trajectory:
 
 
 Groups = Sequence[Sequence[Trajectory]]  # of a batch; each of trajectories of one agent
-Estimator = Callable[
-    [Groups, Any, dict[str, Any]], list[list[float]]
-]  # takes groups, config and state; updates the state
+Estimator = Callable[[Groups, Any, dict[str, Any]], list[list[float]]]  # of groups, config and state, which it updates
 
 
 def trajectories(result: EpisodeResult) -> dict[int, Trajectory]:
