@@ -344,9 +344,8 @@ class OrchestratorConfig(RecoverableRun, Environments[TrainingEnv]):
 
     def _sampling_of(self, env: TrainingEnv) -> tuple[SamplingConfig, str]:
         """How an environment is sampled, and the key that says so."""
-        if env.sampling is None:
-            return self.sampling, "sampling"
-        return env.sampling.over(self.sampling), f"environments.{env.name}.sampling"
+        key = f"environments.{env.name}.sampling" if env.sampling else "sampling"
+        return self.sampling.changed(env.sampling), key
 
     def all_environments(self) -> list[EnvConfig]:
         """Those that are trained on, and those of evaluations."""

@@ -219,6 +219,10 @@ class SamplingConfig(Section):
     min_tokens: int = option(0, "Fewest tokens per reply.", ge=0)
     seeded: bool = option(False, "Send a seed with each request, derived from the seed of the run.")
 
+    def changed(self, override: "SamplingOverride | None") -> "SamplingConfig":
+        """These settings with those that `override` gives."""
+        return self.model_copy(update=override.model_dump(exclude_none=True)) if override else self
+
 
 class SamplingOverride(Section):
     """Sampling settings that differ from the section above (None: as there)."""
@@ -230,10 +234,6 @@ class SamplingOverride(Section):
     max_tokens: PositiveInt | None = option(None, "Most tokens per reply.")
     min_tokens: int | None = option(None, "Fewest tokens per reply.", ge=0)
     seeded: bool | None = option(None, "Send a seed with each request, derived from the seed of the run.")
-
-    def over(self, base: SamplingConfig) -> SamplingConfig:
-        """`base` with the settings given here."""
-        return base.model_copy(update=self.model_dump(exclude_none=True))
 
 
 class EnvConfig(Section):

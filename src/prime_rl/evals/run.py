@@ -197,7 +197,7 @@ class Evaluation:
         """Open the results of an environment by a policy. What is not set for the environment is as set for all."""
         config, chat = self._config, self.fleet is None
         directory = config.output_dir / "evals" / env.name.replace("/", "--") / policy
-        sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
+        sampling = config.sampling.changed(env.sampling)
         attempts = env.rollouts_per_example or config.rollouts_per_example
         wanted = config.num_examples if env.num_examples is None else env.num_examples
         plan = EvalPlan(env.name, env.name, sampling, wanted, attempts, config.seq_len, chat)

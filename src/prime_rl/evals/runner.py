@@ -234,8 +234,7 @@ class Evaluations:
     def _plan(self, env: "EnvConfig") -> EvalPlan:
         config, section = self.config, self._section
         assert section is not None
-        base = section.sampling.over(config.sampling)
-        sampling, worker = env.sampling.over(base) if env.sampling else base, eval_worker(env.name)
+        sampling, worker = config.sampling.changed(section.sampling).changed(env.sampling), eval_worker(env.name)
         return EvalPlan(env.name, worker, sampling, section.num_examples, section.rollouts_per_example, config.seq_len)
 
     def check_tasks(self) -> None:

@@ -79,10 +79,7 @@ class Orchestrator:
         self.status = status
         self.monitor = monitor
         self.rollouts_dir = config.output_dir / "rollouts"
-        self.sampling = {
-            env.name: env.sampling.over(config.sampling) if env.sampling else config.sampling
-            for env in config.environments
-        }
+        self.sampling = {env.name: config.sampling.changed(env.sampling) for env in config.environments}
         self.admission = Admission(config)
         self.progress = resume_point(config)
         self.fleet = ReplicaPool(engines, slack=config.rollouts_per_example)

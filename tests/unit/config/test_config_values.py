@@ -496,7 +496,7 @@ def test_sampling_override() -> None:
     config = parse(OrchestratorConfig, argv, {})
     override = config.environments[0].sampling
     assert override is not None
-    merged = override.over(config.sampling)
+    merged = config.sampling.changed(override)
     assert (merged.temperature, merged.top_k, config.sampling.temperature) == (0.5, 5, 1.0)
 
 
