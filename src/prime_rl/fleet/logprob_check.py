@@ -13,7 +13,7 @@ from loguru import logger
 
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import InferenceClient, Served, ServerError
-from prime_rl.transport.commit import CommitError, list_steps
+from prime_rl.transport.commit import list_steps
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import LogprobReference, WeightsManifest, version_dir, weights_manifest
 
@@ -88,7 +88,8 @@ class LogprobCheck:
 
         Raises:
             LogprobCheckFailed: it computes something else.
-            ServerError: it did not answer, or version 0 cannot be read.
+            ServerError: it did not answer.
+            CommitError: version 0 is there, and cannot be read now.
             UserError: it holds another base model.
         """
         known = self.calibrations.get(client.root)
@@ -100,7 +101,9 @@ class LogprobCheck:
             served = None
         if known and served is not None and known.boot == served.boot:
             return
-        base = _base_of(weights)
+        root = weights.directory.parent
+        # Of the same run, and never removed; random weights have none.
+        base = weights_manifest(version_dir(root, BASE)) if BASE in list_steps(root) else None
         if base is None or weights.reference is None or base.reference is None:
             if not self._said:
                 self._said = True
@@ -161,16 +164,3 @@ class LogprobCheck:
                 f"{claim} does not compute it: its log-probabilities of the fixed prompt {why} {OFF}"
             )
         known.scores = scores
-
-
-def _base_of(weights: WeightsManifest) -> WeightsManifest | None:
-    """Return version 0 of the same run, which is never removed; None for random weights, which have none.
-
-    Raises:
-        ServerError: it is there, and cannot be read now.
-    """
-    root = weights.directory.parent
-    try:
-        return weights_manifest(version_dir(root, BASE)) if BASE in list_steps(root) else None
-    except CommitError as error:
-        raise ServerError(f"the logprob check cannot be calibrated: {error}") from error

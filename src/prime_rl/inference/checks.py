@@ -47,7 +47,7 @@ def local_model(name: str) -> Path | None:
 
 def weights_gib(name: str) -> float | None:
     """Return the size of a model's weights in GiB; None for one that is not, or not wholly, on this host yet."""
-    directory = local_model(name) or _cached_model(name)
+    directory = model_directory(name)
     if directory is None or not (directory / "config.json").is_file():
         return None
     files = [directory / file for file in _indexed(directory) or {"model.safetensors"}]
@@ -60,13 +60,15 @@ def tiny_cache_gib(weights: float | None) -> float | None:
     return _TINY_CACHE_GIB if weights is not None and weights < _TINY_GIB else None
 
 
-def _cached_model(name: str) -> Path | None:
-    """Return the snapshot that an earlier download from the hub left."""
+def model_directory(name: str, revision: str | None = None) -> Path | None:
+    """Return a local model's directory, or the snapshot that an earlier download from the hub left; None without one."""
+    if (local := local_model(name)) is not None:
+        return local.resolve()
     from huggingface_hub import try_to_load_from_cache  # half a second
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
     except (HFValidationError, OSError):  # whoever loads it says what is wrong with the name
         return None
     return Path(cached).parent if isinstance(cached, str) else None

@@ -24,7 +24,6 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -36,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.inference import compat, middleware
-from prime_rl.inference.checks import local_model
+from prime_rl.inference.checks import model_directory
 from prime_rl.inference.engine_watch import watch_engine
 from prime_rl.inference.middleware import error_answer
 from prime_rl.inference.server import plugin_config
@@ -225,11 +224,13 @@ class PrimeRoutes:
         assert config is not None, "the engine was started by our server"
         sys.setswitchinterval(TURN_SECONDS)
         model_config, engines = engine_client.model_config, args.data_parallel_size
+        base = model_directory(model_config.model, model_config.revision)
+        assert base is not None, "vLLM has loaded it"
         status = Status(config.output_dir, config.process)
         state.prime_leaving = False
         state.prime_service = service = WeightService(
             compat.AllEngines(engine_client, engines),
-            base=resolve_base(model_config.model, model_config.revision),
+            base=base,
             root=config.weights_root,
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
@@ -251,13 +252,3 @@ class PrimeRoutes:
 
         state.prime_watch = asyncio.create_task(watch_engine(engine_client, status, on_stop=end_soon))
         logger.info("serving {} on port {}", args.model, args.port)
-
-
-def resolve_base(model: str, revision: str | None) -> Path:
-    """The directory that holds the base model, which vLLM has loaded already: nothing is downloaded."""
-    local = local_model(model)
-    if local is not None:
-        return local.resolve()
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, revision=revision, local_files_only=True))

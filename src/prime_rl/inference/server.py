@@ -88,28 +88,25 @@ def run(config: InferenceConfig) -> None:
     logger.info("importing vLLM {}", engine.release)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until vLLM sets its own
     try:
-        _serve(config, engine, argv, status)
+        with quick_imports():
+            args = compat.parse_arguments(engine, argv, config.vllm)
+            if config.cpu.fork_engine and engine.device == "cpu":
+                compat.fork_engine()
+        status.phase("loading model")
+        logger.info("loading {}", config.model.name)
+        compat.serve(args)
     except KeyboardInterrupt:
         logger.info("stopped")
+    except (ValueError, OSError, RuntimeError) as error:
+        # vLLM and its engine process have printed their tracebacks above; this is the line to read first.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = f"vLLM stopped: {' '.join(lines[:2]) or type(error).__name__}"
+        status.done(f"failed: {why}")
+        raise UserError(why) from error
     except BaseException as error:
         status.done(f"failed: {error}")
         raise
     status.done("stopped")
-
-
-def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], status: Status) -> None:
-    with quick_imports():
-        args = compat.parse_arguments(engine, argv, config.vllm)
-        if config.cpu.fork_engine and engine.device == "cpu":
-            compat.fork_engine()
-    status.phase("loading model")
-    logger.info("loading {}", config.model.name)
-    try:
-        compat.serve(args)
-    except (ValueError, OSError, RuntimeError) as error:
-        # vLLM and its engine process have printed their tracebacks above; this is the line to read first.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise UserError(f"vLLM stopped: {' '.join(lines[:2]) or type(error).__name__}") from error
 
 
 def dry_run(config: InferenceConfig) -> None:

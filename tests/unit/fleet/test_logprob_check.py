@@ -176,7 +176,7 @@ async def test_a_base_that_cannot_be_read_now_is_trouble_not_a_run_without_one(s
 
     five = commit(tmp_path, 5)
     monkeypatch.setattr("prime_rl.fleet.logprob_check.weights_manifest", away)
-    with pytest.raises(ServerError, match="the logprob check cannot be calibrated: away"):
+    with pytest.raises(CommitError, match="away"):
         await server.update(LogprobCheck(), five)
 
 
