@@ -189,7 +189,7 @@ def _resumed() -> Iterator[Cell]:
     for process, name in (
         ("trainer", "incarnation:*"),
         ("trainer", "renamed:incarnations/1.json"),
-        ("trainer", "set-aside:weights/step_4"),
+        ("trainer", "prune:weights/step_4"),
         ("trainer", "pruned:weights/step_3"),
         ("trainer", "set-aside:checkpoints/step_4"),
         ("trainer", "rename:checkpoints/step_4/trainer"),

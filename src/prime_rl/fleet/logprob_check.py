@@ -153,7 +153,7 @@ class LogprobCheck:
         why = ""
         if not difference.within(known.tolerance):
             why = f"differ from the trainer's by {difference}; the tolerance is {known.tolerance}"
-        # One step changes the numbers by less than the tolerance: only this finds weights that were silently not replaced.
+        # One step changes the numbers by less than the tolerance: only this finds weights that were not replaced.
         elif any(
             compare(trainer, trainer_before).mean > MOVED_MEAN and list(server) == list(server_before)
             for (trainer, server), (trainer_before, server_before) in zip(scores, known.scores, strict=False)

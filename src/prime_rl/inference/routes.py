@@ -105,7 +105,7 @@ async def reload_weights(service: Service) -> dict[str, Any]:
 async def weights(request: Request, service: Service) -> dict[str, Any]:
     state = request.app.state
     more = {"engines": service.engines, "leaving": state.prime_leaving, "models": state.prime_models}
-    return asdict(await service.served()) | more
+    return await service.served() | more
 
 
 @router.post("/pause")

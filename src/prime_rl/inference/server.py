@@ -56,8 +56,8 @@ _REJECTED_ON_CPU = {
 
 
 def plugin_config() -> InferenceConfig | None:
-    """Return the config of the server that this process is, or belongs to; None if there is none. vLLM makes our plugin, so
-    that the config comes to it in an environment variable."""
+    """Return the config of the server that this process is, or belongs to; None if there is none. It comes in an
+    environment variable, since vLLM makes our plugin."""
     return InferenceConfig.model_validate_json(os.environ[_CONFIG]) if _CONFIG in os.environ else None
 
 

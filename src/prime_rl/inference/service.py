@@ -35,18 +35,6 @@ _PREFERENCE = ("device", "host", "nowhere")  # where workers keep a staged versi
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ServedVersion:
-    """The policy version in the engine."""
-
-    version: int
-    hash: str  # the manifest's
-    base: str
-    weight_dir: str | None  # None for the weights it started with
-    boot: str  # identifies the incarnation of the server: one that was restarted has served its base in between
-    loads: int  # of weights in that incarnation: with equal ones nothing else was served in between
-
-
 @dataclass
 class WeightUpdate:
     """A change of weights: what is served after it, and what it took."""
@@ -98,8 +86,12 @@ class WeightService:
         # Beside the start of the server, not before it.
         self._base_tensors = asyncio.create_task(self._hash_base())
 
-    async def served(self) -> ServedVersion:
-        """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree."""
+    async def served(self) -> dict[str, Any]:
+        """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree.
+
+        Returns `version`, its `hash` and `weight_dir` (None for the weights it started with), `base`, `boot`, which names
+        the incarnation of the server, and `loads` in it: with equal ones nothing else was served in between.
+        """
         if self._broken is not None:
             raise Rejected(500, self._broken)
         if self._resume_error is not None:
@@ -109,7 +101,7 @@ class WeightService:
         if any(answer != answers[0] for answer in answers):
             raise Rejected(500, f"the workers serve different weights: {answers}")
         identity = answers[0] or {"version": 0, "hash": version_hash(await self._base_hashes()), "weight_dir": None}
-        return ServedVersion(base=str(self._base), boot=self._boot, loads=self._loads, **identity)
+        return {**identity, "base": str(self._base), "boot": self._boot, "loads": self._loads}
 
     async def update(self, weight_dir: str, version: int) -> WeightUpdate:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it. Rejected:

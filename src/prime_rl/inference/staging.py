@@ -305,7 +305,7 @@ class WeightsExtension:
         """End with the server process, even if that is killed. The first call that a worker gets."""
         faults.arm("inference")  # the server arms its own process
         sys.setswitchinterval(TURN_SECONDS)
-        # It warns at every update of layers whose buffers no checkpoint holds, and of tied heads: `check_fit` has compared all tensors.
+        # It warns at every update of tied heads and of buffers that no checkpoint holds; `check_fit` compares all tensors.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         return follow(server)
 

@@ -118,7 +118,7 @@ class WeightCopy:
         ).full_tensor()
 
     def to_host(self) -> Tensor:
-        """Copy the buffer to host memory, on rank 0. May be called in any thread, between the end of a copy and the next."""
+        """Copy the buffer to host memory, on rank 0, in any thread, between the end of a copy and the next one."""
         if not self.buffer.is_cuda:
             return self.buffer.clone()
         host = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)

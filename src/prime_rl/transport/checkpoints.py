@@ -20,12 +20,13 @@ from prime_rl.transport.commit import (
     FormatError,
     Manifest,
     clean_stages,
+    disk_errors,
     hash_file,
     list_steps,
     prune,
     read_manifest,
     step_dir,
-    supersede,
+    subject_of,
     verify,
     write_atomically,
 )
@@ -146,10 +147,14 @@ def remove_expendable(
 def supersede_after(root: Path, step: int, incarnation: int) -> list[Path]:
     """Rename the checkpoints after `step`, where `incarnation` starts: they are superseded. Return their new paths.
 
-    They are not deleted, in case `step` was a mistake. Either process may call it, more than once.
+    They are not deleted, in case `step` was a mistake: they can be renamed back by hand.
     """
-    renamed = [supersede(step_dir(root, number), incarnation) for number in _steps(root) if number > step]
-    return [path for path in renamed if path is not None]  # None: the other process was first
+    renamed = []
+    for directory in (step_dir(root, number) for number in _steps(root) if number > step):
+        faults.point(f"set-aside:{subject_of(directory)}")
+        with disk_errors(directory, "it stays as it is"):
+            renamed.append(directory.rename(root / f"given_up_{incarnation}_{directory.name}"))
+    return renamed
 
 
 def _steps(root: Path) -> list[int]:

@@ -305,25 +305,10 @@ def subject_of(path: Path) -> str:
 def prune(directory: Path) -> None:
     """Remove a committed directory: renamed first, so that no reader ever sees half of it under its final name."""
     faults.point(f"prune:{subject_of(directory)}")
-    if renamed := _rename_committed(directory, f".{directory.name}.old-{secrets.token_hex(8)}"):
+    with disk_errors(directory, "it stays as it is"), suppress(FileNotFoundError):
+        renamed = directory.rename(directory.parent / f".{directory.name}.old-{secrets.token_hex(8)}")
         faults.point(f"pruned:{subject_of(directory)}")
         remove(renamed)
-
-
-def supersede(directory: Path, incarnation: int) -> Path | None:
-    """Rename a superseded directory to `given_up_<incarnation>_<its name>`, which can be renamed back by hand.
-
-    Returns:
-        Its new path; None if it was gone already.
-    """
-    faults.point(f"set-aside:{subject_of(directory)}")
-    return _rename_committed(directory, f"given_up_{incarnation}_{directory.name}")
-
-
-def _rename_committed(directory: Path, name: str) -> Path | None:
-    with disk_errors(directory, "it stays as it is"), suppress(FileNotFoundError):
-        return directory.rename(directory.parent / name)
-    return None
 
 
 def clean_stages(parent: Path, name: str = "") -> None:

@@ -76,9 +76,8 @@ def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> Process
             continue
         if partner.process == process:
             if process != "inference" and running:  # servers have addresses of their own
-                raise UserError(
-                    f"another {process} {where} is running in {output_dir}: stop that one, or choose another --output-dir"
-                )
+                ways = "stop that one, or choose another --output-dir"
+                raise UserError(f"another {process} {where} is running in {output_dir}: {ways}")
             continue
         data = [settings[_DATA], partner.settings[_DATA]] if _DATA in settings and _DATA in partner.settings else []
         for alone in (_ALONE[each] for each in data if each != _BATCHES):
@@ -88,14 +87,11 @@ def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> Process
             if key == _SEQ_LEN:
                 made, room = (ours, theirs) if process == "orchestrator" else (theirs, ours)
                 if made > room:
-                    raise UserError(
-                        f"seq_len is {made} in the orchestrator, but {room} in the trainer: samples would not fit a micro-batch"
-                    )
+                    lengths = f"seq_len is {made} in the orchestrator, but {room} in the trainer"
+                    raise UserError(f"{lengths}: samples would not fit a micro-batch")
             elif ours != theirs:
-                raise UserError(
-                    f"{key} is {ours} here, but {theirs} in the {partner.process} that runs in the same output_dir {where}: "
-                    "give both the same value"
-                )
+                running_there = f"in the {partner.process} that runs in the same output_dir {where}"
+                raise UserError(f"{key} is {ours} here, but {theirs} {running_there}: give both the same value")
     return mine
 
 

@@ -63,10 +63,6 @@ class LogprobReference:
     tokens: tuple[int, ...]
     logprobs: tuple[FiniteFloat, ...]
 
-    def __post_init__(self) -> None:
-        if len(self.logprobs) != len(self.tokens) - 1:
-            raise ValueError("a reference needs a log-probability for every token but the first")
-
 
 @dataclass(frozen=True)
 class PublisherAddress:
