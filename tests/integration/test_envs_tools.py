@@ -148,15 +148,6 @@ async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
     assert re.search("it exited with status 1: .*RuntimeError: the index is not there", result.message), result.message
 
 
-async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path: Path) -> None:
-    """A renderer that would show tools in another way than the model's template is not chosen; by name it is."""
-    plain = make_tokenizer(tmp_path / "plain")
-    for renderer, message in (("auto", "no renderer shows tools"), ("default", "'default' has no tools")):
-        with pytest.raises(LoadError, match=message):
-            VerifiersEnv(Setup("e", "env-desk", {}, str(plain), renderer, "info"))
-    VerifiersEnv(Setup("e", "env-desk", {}, str(plain), "chatml", "info"))
-
-
 async def test_a_runtime_has_a_directory_when_it_is_used() -> None:
     """Nothing on disk for an episode that writes nothing; what one writes, also through a view, goes with its runtime."""
     for use in (False, True):

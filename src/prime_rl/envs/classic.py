@@ -48,23 +48,21 @@ class ClassicEnv(ConversationEnv):
             if split == "eval":
                 self._env.build_eval_dataset()
                 if self._env.eval_dataset is None:  # verifiers would take the training tasks in their place
-                    raise ids.LoadError(
-                        f'{name} has no tasks of its own for evaluation (split = "eval"): leave the split out to be '
-                        "evaluated on those that it is trained on, or name another environment"
+                    raise ValueError(
+                        'it has no tasks of its own for evaluation (split = "eval"): leave the split out to be evaluated '
+                        "on those that it is trained on, or name another environment"
                     )
             self._rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
             self.task_ids = ids.unique(
                 f"{ids.module_name(setup.env_id)}/{number}" for number in self._rows["example_id"]
             )
-        except ids.LoadError:
-            raise
+            if not self.task_ids:
+                raise ValueError("it has no tasks")
         except Exception as error:
             raise ids.LoadError(f"{name} failed to load: {ids.describe(error)}") from error
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        if not self.task_ids:
-            raise ids.LoadError(f"{name} has no tasks")
         self._weights = _prepare_rubrics(self._env, setup.env_id)
         nested = list(_nested(self._env, "envs"))
         self._shortened = False  # by `max_turns`, below what the environment itself allows

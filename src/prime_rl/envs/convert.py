@@ -262,11 +262,10 @@ def text_of(messages: Sequence[Message]) -> str:
     """`role: content` lines for people; a lone reply without its role. Calls are dicts, or objects of verifiers."""
     lines = []
     for message in messages:
-        text = str(message.get("content") or "")
         calls = [call if isinstance(call, dict) else vars(call) for call in message.get("tool_calls") or []]
         calls = [call.get("function", call) for call in calls]
-        said = [*([text] if text or not calls else []), *(f"{one['name']}({one['arguments']})" for one in calls)]
-        lines.append("\n".join(said))
+        said = [str(message.get("content") or ""), *(f"{one['name']}({one['arguments']})" for one in calls)]
+        lines.append("\n".join(filter(None, said)))
     if len(messages) == 1 and messages[0]["role"] == "assistant":
         return lines[0][:TEXT_LIMIT]
     return "\n".join(f"{message['role']}: {line}" for message, line in zip(messages, lines, strict=True))[:TEXT_LIMIT]

@@ -38,7 +38,7 @@ from typing import Any
 from prime_rl.envs import ids
 from prime_rl.envs.conversation import Conversation, ConversationEnv, arguments_of
 from prime_rl.envs.convert import Message, Turn, opening, parsed_json, text_of
-from prime_rl.envs.protocol import EpisodeResult, Outcome, Run, Setup
+from prime_rl.envs.protocol import EpisodeResult, Run, Setup
 
 MAX_TASKS = 5_000_000
 
@@ -115,24 +115,17 @@ class PlainEnv(ConversationEnv):
             result.timing = {"agent": time.monotonic() - begun}
             result.is_truncated = chat.over
             result.prompt, result.completion = text_of(chat.messages[:first]), text_of(chat.messages[first:])
-        _judge(result, returned, chat.metrics)
+        rewards = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+        for what, numbers in (("reward", rewards), ("metric", chat.metrics)):
+            for name, value in numbers.items():
+                if not isinstance(value, Real):
+                    raise TypeError(f"{what} {name!r} is a {type(value).__name__}, not a number")
+        if not rewards:
+            raise ValueError("rollout returned no reward")
+        result.rewards = {str(name): float(value) for name, value in rewards.items()}
+        result.metrics = {str(name): float(value) for name, value in chat.metrics.items()}
+        result.reward = sum(result.rewards.values())
         return conversation.turns
-
-
-def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> None:
-    """What `rollout` returned, as rewards; a doubt about it is the outcome."""
-    rewards = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
-    for what, numbers in (("reward", rewards), ("metric", metrics)):
-        for name, value in numbers.items():
-            if not isinstance(name, str) or not isinstance(value, Real):
-                result.outcome = Outcome.ERRORED
-                result.message = f"{what} {name!r} is a {type(value).__name__}, not a number"
-                return
-    result.rewards = {name: float(value) for name, value in rewards.items()}
-    result.metrics = {name: float(value) for name, value in metrics.items()}
-    result.reward = sum(result.rewards.values())
-    if not rewards:
-        result.outcome, result.message = Outcome.ERRORED, "rollout returned no reward"
 
 
 def _parts(module: Mapping[str, Any], setup: Setup) -> tuple[Callable[..., Any], list[dict[str, Any]]]:

@@ -266,7 +266,7 @@ def _segments(messages: list[Any], described: str, with_tools: bool) -> Iterator
     if described and (not messages or messages[0]["role"] != "system"):
         yield f"{IM_START}system\n{described}{IM_END}\n", -1, False
     for index, message in enumerate(messages):
-        role, text = message["role"], _text(message.get("content"))
+        role, text = message["role"], text_content(message.get("content"))
         if with_tools and role == "tool":
             is_first = not index or messages[index - 1]["role"] != "tool"
             is_last = index + 1 == len(messages) or messages[index + 1]["role"] != "tool"
@@ -307,9 +307,10 @@ def _call_of(attempt: re.Match[str]) -> ParsedToolCall:
     return ParsedToolCall(raw=raw, name=name, arguments=written)
 
 
-def _text(content: Any) -> str:
-    if isinstance(content, list):  # OpenAI content parts
-        if unknown := [part.get("type") for part in content if part.get("type") != "text"]:
-            raise ValueError(f"the ChatML renderer is text only, a message has {unknown[0]!r}")
-        return "".join(part["text"] for part in content)
-    return content or ""
+def text_content(content: Any) -> Any:
+    """The content of a message, as one text where it is a list of parts. Raises ValueError: a part is not text."""
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise ValueError("it has parts that are not text")
+        return "".join(str(part["text"]) for part in content)
+    return "" if content is None else content

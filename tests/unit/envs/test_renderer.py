@@ -74,6 +74,9 @@ def test_auto_takes_chatml_only_when_it_is(tmp_path: Path) -> None:
         else:
             with pytest.raises(RendererError, match="no renderer shows tools"):
                 choose(directory, "auto", tools=True)
+            assert isinstance(choose(directory, "chatml", tools=True), ChatMLRenderer)
+    with pytest.raises(RendererError, match="'default' has no tools"):
+        choose(directory, "default", tools=True)
     other = str(make_tokenizer(tmp_path / "other", NOT_PLAIN))
     assert not equals_template(ChatMLRenderer(tokenizer_of(other)), tokenizer_of(other))
     assert type(choose(other, "auto")).__name__ == "DefaultRenderer"

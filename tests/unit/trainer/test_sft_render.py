@@ -152,7 +152,7 @@ def test_renderers_of_the_package(tmp_path: Path) -> None:
         (CHATML, {"messages": [{"role": "user"}]}, "neither `content` nor `tool_calls`"),
         (CHATML, {"messages": [assistant("", tool_calls=[{"arguments": {}}])]}, "function: Field required"),
         (CHATML, calling("{a:"), "function.arguments.* Invalid JSON"),
-        (CHATML, {"messages": [user([{"type": "image"}])]}, "0.content: Input should be a valid string"),
+        (CHATML, {"messages": [user([{"type": "image"}])]}, "0.content: Value error, it has parts that are not text"),
         (CHATML, {"messages": [user("a")], "tools": "{"}, "`tools`: Invalid JSON"),
     ],
 )

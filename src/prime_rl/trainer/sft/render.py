@@ -22,7 +22,7 @@ from renderers import build_training_sample
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config.sft import SFTData
-from prime_rl.envs.renderer import RendererError, fitting
+from prime_rl.envs.renderer import RendererError, fitting, text_content
 from prime_rl.errors import UserError
 from prime_rl.trainer.source import one_line
 
@@ -97,15 +97,6 @@ def _without_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
 
 
-def _as_text(content: Any) -> Any:
-    """Content as text, if it is a list of parts that are text."""
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-        if len(strings := [text for text in texts if isinstance(text, str)]) == len(content):
-            return "".join(strings)
-    return content
-
-
 class _Function(BaseModel, extra="allow"):
     name: str
     # Some APIs write "" where a call has no arguments.
@@ -119,7 +110,7 @@ class _Call(BaseModel, extra="allow"):
 
 class _Message(BaseModel, extra="allow"):
     role: str
-    content: Annotated[str, BeforeValidator(_as_text)] = ""
+    content: Annotated[str, BeforeValidator(text_content)] = ""
     tool_calls: list[Annotated[_Call, BeforeValidator(_without_nulls)]] = []
 
 
