@@ -207,7 +207,7 @@ def write_config(options: argparse.Namespace, directory: Path, port: int) -> Pat
     if options.fake:
         config["orchestrator"]["client"]["base_url"] = f"http://127.0.0.1:{port}/v1"
     else:
-        config["inference"] = {"server": {"port": port}, "max_model_len": 256, "cpu": {"fork_engine": True}}
+        config["inference"] = {"server": {"port": port}, "max_model_len": 256, "fork_engine": True}
     path = directory / "run.toml"
     path.write_text(tomli_w.dumps(config))
     return path

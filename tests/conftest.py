@@ -179,7 +179,7 @@ def launch_server(
         "output_dir": str(directory),
         "weights_root": str(weights_root),
         "model": {"name": str(model)},
-        "cpu": {"fork_engine": True},
+        "fork_engine": True,
         **(settings or {}),
         "server": {"port": port, **(settings or {}).get("server", {})},
     }

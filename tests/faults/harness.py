@@ -263,7 +263,7 @@ def write_config(cell: Cell, directory: Path, ports: Sequence[int]) -> Path:
             "server": {"port": ports[0]},
             "max_model_len": 256,
             "deterministic": exact,
-            "cpu": {"fork_engine": True},
+            "fork_engine": True,
         }
         del config["orchestrator"]["client"]["base_url"]
     merge(config, cell.settings)

@@ -19,7 +19,7 @@ ORCHESTRATOR = [
     *MODEL, "--max-steps", 2, "--seq-len", 256, "--batch-size", 8, "--rollouts-per-example", 4, "--sampling.max-tokens", 24,
     "--no-filter-zero-advantage", "--eval.num-examples", 4,
 ]  # fmt: skip
-SERVER = [*MODEL, "--device", "cpu", "--max-model-len", 256, "--cpu.fork-engine"]
+SERVER = [*MODEL, "--device", "cpu", "--max-model-len", 256, "--fork-engine"]
 RL = [
     *MODEL, "--device", "cpu", "--seq-len", 256,
     *(f"--orchestrator.{word[2:]}" if str(word).startswith("--") else word for word in ORCHESTRATOR[6:]),
@@ -88,7 +88,7 @@ def test_alone(line: str, checkout: Path) -> None:
 @pytest.mark.slow  # test_rl.py has one of one file
 def test_one_command_for_everything(checkout: Path) -> None:
     """Three files, one command: two steps are trained, each process has its log, a model is left."""
-    server = ["--max-model-len", 256, "--cpu.fork-engine", "--server.port", free_port()]
+    server = ["--max-model-len", 256, "--fork-engine", "--server.port", free_port()]
     inference = [f"--inference.{word[2:]}" if str(word).startswith("--") else word for word in server]
     status, output = run_line(WHOLE, checkout, *RL, "--max-steps", 2, *inference, seconds=SECONDS)
     assert status == 0, output

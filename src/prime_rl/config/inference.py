@@ -33,13 +33,6 @@ class ServerConfig(Section):
     port: Port = option(8000, "Port.")
 
 
-class CPUConfig(Section):
-    """Settings of the engine on CPU."""
-
-    kvcache_gib: PositiveInt = option(1, "Memory for keys and values, in GiB.")
-    fork_engine: bool = option(False, "Fork the engine's process rather than start it anew: ready sooner.")
-
-
 class InferenceConfig(BaseConfig):
     """The inference server: vLLM's OpenAI server plus the weight routes."""
 
@@ -53,7 +46,9 @@ class InferenceConfig(BaseConfig):
     gpu_memory_utilization: float | None = option(
         None, "Share of a GPU's memory for its servers (None: room for a staged version; 0.4 if shared).", gt=0, le=1
     )
-    kv_cache_gib: PositiveFloat | None = option(None, "KV cache in GiB per GPU (None: by gpu_memory_utilization).")
+    kv_cache_gib: PositiveFloat | None = option(
+        None, "KV cache in GiB per GPU (None: by gpu_memory_utilization), or on CPU, rounded up (None: 1)."
+    )
     tensor_parallel_size: PositiveInt = option(1, "GPUs that share one layer.")
     pipeline_parallel_size: PositiveInt = option(1, "Groups of GPUs that share the layers among them.")
     data_parallel_size: PositiveInt = option(1, "Replicas of the model, over all nodes.")
@@ -67,7 +62,7 @@ class InferenceConfig(BaseConfig):
     deterministic: bool = option(False, "One sequence at a time, prefill unchunked: the same tokens every run.")
     replica: NonNegativeInt = option(0, "Number of this server in its run, for log and status (set by `rl`).")
     servers_on_host: PositiveInt = option(1, "Servers that stage weights in this host's memory (set by `rl`).")
-    cpu: CPUConfig = option(CPUConfig, "Settings of the engine on CPU.")
+    fork_engine: bool = option(False, "On CPU fork the engine's process rather than start it anew: ready sooner.")
     vllm: dict[str, Any] = option(dict, "Any other option of vLLM's server.")
 
     @property

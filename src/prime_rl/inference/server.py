@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import math
 import os
 import shlex
 import signal
@@ -90,7 +91,7 @@ def run(config: InferenceConfig) -> None:
     try:
         with quick_imports():
             args = compat.parse_arguments(engine, argv, config.vllm)
-            if config.cpu.fork_engine and engine.device == "cpu":
+            if config.fork_engine and engine.device == "cpu":
                 compat.fork_engine()
         status.phase("loading model")
         logger.info("loading {}", config.model.name)
@@ -242,7 +243,7 @@ def environment(config: InferenceConfig, engine: compat.Engine | None) -> dict[s
     if local_model(config.model.name) is not None:
         values["HF_HUB_OFFLINE"] = "1"
     if on_cpu(config, engine):
-        values["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu.kvcache_gib)
+        values["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.kv_cache_gib or 1))
         if config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size == 1:
             # The worker lives in the engine's process, which halves the start; its threads must then be few, or they starve
             # each other (7 tokens/s instead of 600 on two cores).

@@ -161,7 +161,7 @@ def test_environment_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """Contract: the CPU recipe is set before vLLM is imported, for one replica on one device, and nothing that the user has set is touched; compiling is
     not switched off when asked for."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    got = environment(config(model={"name": str(tmp_path)}, cpu={"kvcache_gib": 3}), CPU)
+    got = environment(config(model={"name": str(tmp_path)}, kv_cache_gib=2.5), CPU)
     expected = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
                 "HF_HUB_OFFLINE": "1"}  # fmt: skip
     assert expected.items() <= got.items()
