@@ -23,16 +23,18 @@ def run(config: SFTConfig) -> None:
         check_environment(environment)
     if config.data.fake is None:
         check_dataset(config.data.name)
+    from prime_rl.launcher.sidecar import EvalSidecar
+
+    evaluates = rank_of("sft") == 0 and not config.bench and config.eval is not None
+    evaluation = EvalSidecar(config) if evaluates else nullcontext()  # refuses before --clean removes anything
     if (accepted := begin(config, "sft", plan)) is None:
         return
     if rank_of("sft") == 0:
         logger.info("loading torch, {} and the data; logs in {}", accepted.model.name, accepted.output_dir / "logs")
     with quick_imports():
-        from prime_rl.launcher.sidecar import EvalSidecar
         from prime_rl.trainer.sft.train import train
 
-    evaluates = rank_of("sft") == 0 and not accepted.bench and accepted.eval is not None
-    with EvalSidecar(accepted) if evaluates else nullcontext() as sidecar:
+    with evaluation as sidecar:
         with disk_errors(accepted.output_dir):
             train(accepted)
         if sidecar is not None:

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import prime_rl
+from prime_rl.errors import UserError
 
 Kind = Literal["verifiers", "classic", "python"]
 CLASSIC = (
@@ -28,7 +29,7 @@ CLASSIC = (
 _REPORTED: set[str] = set()
 
 
-class LoadError(Exception):
+class LoadError(UserError):
     """The environment cannot be loaded; the message is one line that names the cause."""
 
 

@@ -51,10 +51,7 @@ def check_environment(environment: EnvConfig) -> None:
     kind = ids.kind_of(environment.id) if environment.adapter == "auto" else environment.adapter
     if kind == "classic":
         raise UserError(f"environment {environment.id} {ids.CLASSIC}")
-    try:
-        ids.check_version(environment.id)
-    except ids.LoadError as error:
-        raise UserError(str(error)) from error
+    ids.check_version(environment.id)
 
 
 def check_key(client: ClientConfig) -> None:
