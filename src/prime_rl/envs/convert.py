@@ -78,9 +78,9 @@ def samples_of(turns: Sequence[Turn], branched: bool = False) -> list[SampleToke
             last_turns.append(number)
         owners.append(owner)
         sample, context, sampled = samples[owner], len(turn.prompt_ids) - begin, len(turn.completion_ids)
-        sample.input_ids.extend(turn.ids[begin:])
+        sample.input_ids += array("i", turn.prompt_ids[begin:] + turn.completion_ids)
         sample.loss_mask += bytes(context) + b"\1" * sampled
-        sample.logprobs.extend([0.0] * context + turn.logprobs)
+        sample.logprobs += array("f", bytes(4 * context)) + array("f", turn.logprobs)
         sample.roles = (sample.roles or b"") + bytes(repeated - begin) + turn.roles[repeated:] + REPLY * sampled
     return [sample for sample in samples if any(sample.loss_mask)]
 

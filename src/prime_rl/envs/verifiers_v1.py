@@ -46,7 +46,6 @@ sys.modules[HARNESS_ID] = sys.modules[__name__]
 
 __all__ = ["ChatHarness"]
 
-MAX_TASKS = 5_000_000
 ENDLESS_TASKS = 10_000  # of a taskset that never ends: its first ones
 
 interception: ContextVar[InterceptionServer] = ContextVar("interception")
@@ -211,7 +210,7 @@ def _hint(renderer: Any, setup: Setup, task: Any) -> "array[int] | None":
 def _load_tasks(taskset: Any) -> list[Any]:
     """The tasks of a taskset; of an endless one the first, drawn alike in every worker if with `random`."""
     random.seed(0)
-    tasks = list(itertools.islice(taskset, MAX_TASKS if taskset.bounded else ENDLESS_TASKS))
+    tasks = list(itertools.islice(taskset, None if taskset.bounded else ENDLESS_TASKS))
     random.seed()
     if not tasks:
         raise ValueError("it has no tasks")
