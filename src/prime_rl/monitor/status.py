@@ -10,10 +10,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar, cast
 
 from loguru import logger
@@ -179,14 +180,14 @@ class Status:
 
     def _update(self, changed: bool, **values: Any) -> None:
         self._status = replace(self._status, **values)
-        if changed or time.monotonic() - self._last_write >= _MIN_INTERVAL_SECONDS:
+        if changed or monotonic() - self._last_write >= _MIN_INTERVAL_SECONDS:
             self._write()
 
     def _write(self) -> None:
         self._status = replace(self._status, heartbeat=time.time())
         with suppress(OSError):  # a full disk, or one that is away for a moment: by the next beat it may be back
             write_record(self._path, self._status)
-        self._last_write = time.monotonic()
+        self._last_write = monotonic()
 
 
 _writers: dict[Path, Status] = {}  # of this process
@@ -245,21 +246,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 class TrainerWatch:
-    """Follow the trainer's status file, to see when the trainer has ended.
+    """Follow the trainer's status file, of several `processes` the one that beat last, to see when the trainer has ended.
 
-    Args:
-        monotonic: This process's clock: heartbeats, which are another host's times, are compared with each other only.
-        processes: Names of the statuses; of several the one that beat last counts.
+    Heartbeats, which are another host's times, are compared with each other only.
     """
 
-    def __init__(
-        self,
-        output_dir: Path,
-        monotonic: Callable[[], float] = time.monotonic,
-        processes: Sequence[str] = ("trainer",),
-    ) -> None:
+    def __init__(self, output_dir: Path, processes: Sequence[str] = ("trainer",)) -> None:
         self._paths = [status_path(output_dir, process) for process in processes]
-        self._monotonic = monotonic
         self._sign: object = None
         self._sign_at = self._idle_at = monotonic()
 
@@ -270,7 +263,7 @@ class TrainerWatch:
         too, but not where all is being stopped.
         """
         statuses = [status for path in self._paths if (status := read_record(ProcessStatus, path)) is not None]
-        trainer, now = max(statuses, key=lambda status: status.heartbeat, default=None), self._monotonic()
+        trainer, now = max(statuses, key=lambda status: status.heartbeat, default=None), monotonic()
         sign = trainer and (trainer.pid, trainer.heartbeat)
         if sign != self._sign:
             self._sign, self._sign_at = sign, now

@@ -10,23 +10,26 @@ from prime_rl.monitor.status import GONE_SECONDS, WAITS_FOR_US_SECONDS, Status, 
 class Clock:
     now = 0.0
 
-    def __call__(self) -> float:
-        return self.now
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("prime_rl.monitor.status.monotonic", lambda: made.now)
+    return made
 
 
 @pytest.mark.parametrize(("outcome", "ended"), [("finished", True), ("stopped", True), ("failed: disk full", False)])
 def test_its_last_word(tmp_path: Path, outcome: str, ended: bool) -> None:
     """One that failed may be started again, but not while all is being stopped."""
-    watch = TrainerWatch(tmp_path, Clock())
+    watch = TrainerWatch(tmp_path)
     Status(tmp_path, "trainer").done(outcome)
     assert watch.ended(asked_to_stop=False) is ended
     assert watch.ended(asked_to_stop=True)
 
 
-def test_one_without_a_sign_for_long_is_gone(tmp_path: Path) -> None:
+def test_one_without_a_sign_for_long_is_gone(tmp_path: Path, clock: Clock) -> None:
     """No status is a trainer that is being started again. Of several processes the one that beat last counts."""
-    clock = Clock()
-    watch = TrainerWatch(tmp_path, clock, ("trainer", "sft"))
+    watch = TrainerWatch(tmp_path, ("trainer", "sft"))
     Status(tmp_path, "sft").done("finished")  # an earlier run's
     for seconds in (0.0, GONE_SECONDS - 1):
         clock.now += seconds
@@ -40,10 +43,9 @@ def test_one_without_a_sign_for_long_is_gone(tmp_path: Path) -> None:
     assert watch.ended(asked_to_stop=False)
 
 
-def test_one_that_waits_for_our_batches_is_not_waited_for_once_we_stop(tmp_path: Path) -> None:
+def test_one_that_waits_for_our_batches_is_not_waited_for_once_we_stop(tmp_path: Path, clock: Clock) -> None:
     """Else each would wait for the other: somebody asked the orchestrator alone to stop."""
-    clock = Clock()
-    watch = TrainerWatch(tmp_path, clock)
+    watch = TrainerWatch(tmp_path)
     Status(tmp_path, "trainer").waiting("rollouts/step_3", "orchestrator", 3600.0)
     assert not watch.ended(asked_to_stop=True)
     clock.now = WAITS_FOR_US_SECONDS + 1
