@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from prime_rl.config.base import BaseConfig, Checks, Problem, conflict, option
+from prime_rl.config.base import BaseConfig, Checks, conflict, option
 from prime_rl.config.shared import (
     ClientConfig,
     EnvConfig,
@@ -16,9 +16,6 @@ from prime_rl.config.shared import (
     MonitorConfig,
     SamplingConfig,
 )
-
-RUNS_CODE = "livecodebench"
-"""The environment that runs what models write."""
 
 
 class EvalClientConfig(ClientConfig):
@@ -59,7 +56,6 @@ class EvalConfig(BaseConfig, Measure):
     interval: PositiveInt | None = option(None, "Evaluate only versions that are multiples of this (None: all).")
     eval_base: bool = option(True, "Evaluate the base model too, before the versions.")
     follow: bool = option(False, "Evaluate each version as it is committed, until the run that writes them has ended.")
-    unsafe: bool = option(False, "Let livecodebench run code of the model without isolation: it can do all you can.")
     logprob_check: bool = option(True, "Check after every load that the server computes what the trainer computed.")
     solved_at: float = option(1.0, "Reward from which a task counts as solved, for pass@k.")
     max_error_rate: Fraction = option(0.1, "Share of failed attempts beyond which the exit status is 1.")
@@ -67,11 +63,6 @@ class EvalConfig(BaseConfig, Measure):
     monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
 
     def checks(self) -> Checks:
-        running = [env for env in self.environments if env.id.partition("@")[0].rpartition("/")[2] == RUNS_CODE]
-        if self.unsafe and not running:
-            yield Problem(f"<unsafe> is about {RUNS_CODE}, which is not evaluated", "environments")
-        for env in running if self.unsafe else ():
-            env.args = {**env.args, "unsafe": True}
         without, client, chat = self.weights_dir is None, self.client, self.client.type == "chat"
         for key in ("steps", "interval", "follow", "eval_base"):
             chosen = getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True)

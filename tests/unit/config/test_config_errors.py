@@ -216,8 +216,6 @@ $   --orchestrator.no-filter-zero-advantage
 $ rl --orchestrator.environment.id x --clean --ckpt.resume-step 3
   clean would remove the checkpoint that ckpt.resume_step names (clean: --clean, ckpt.resume_step:
     --ckpt.resume-step)
-$ eval --environment-ids math500 --unsafe
-  unsafe is about livecodebench, which is not evaluated (unsafe: --unsafe)
 """
 
 

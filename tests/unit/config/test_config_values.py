@@ -159,8 +159,8 @@ orchestrator --environment-ids wordle,owner/alphabet-sort@1.0
   environments.*.name=['wordle','owner/alphabet-sort@1.0'] environment_ids=[]
 eval --environment.id wordle --environment-ids math500 aime24
   environments.*.id=['wordle','math500','aime24']
-eval --environment-ids math500,owner/livecodebench@1 --unsafe
-  environments.*.args=[{},{'unsafe':True}]
+eval --environment.id livecodebench --environment.args.unsafe
+  environments.*.args=[{'unsafe':True}]
 # Files: glued, apart, anywhere; tables are merged, the rest is replaced; included ones first, relative to the file.
 trainer @ steps7
 trainer @steps7
