@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -178,6 +179,20 @@ def test_an_own_server_is_started_again_and_nobody_else(launch: Start) -> None:
     assert status == 0, out
     assert out.count("inference ready in") == 3
     assert (run.base / "trainer.incarnations").read_text() == "x"
+
+
+def test_a_run_goes_on_without_a_server_that_cannot_be_started(launch: Start) -> None:
+    """One of several that fails again and again is given up alone; the last one is not."""
+    run = launch("inference=serves", "inference-1=always-raises", "trainer=after", policy=PATIENT)
+    last = run.base / "inference-1.3.pid"
+    until(lambda: last.exists() and last.read_text(), "the last incarnation of the server")
+    pid = last.read_text()
+    until(lambda: not Path("/proc", pid).exists(), "the launcher to reap it")
+    (run.base / "end").touch()
+    status, out = run.wait()
+    assert status == 0, out
+    assert "the run goes on without inference-1, on inference" in out
+    assert (run.base / "inference-1.incarnations").read_text() == "xxx"
 
 
 def test_a_launcher_that_was_halted_blames_nobody(launch: Start) -> None:

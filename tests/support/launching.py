@@ -124,6 +124,7 @@ elif kind == "quits":
 elif kind == "after":  # ends well once the file is there
     wait_for_end()
 elif kind == "always-raises":
+    (base / f"{name}.{incarnation}.pid").write_text(str(os.getpid()))
     status().ready()
     raise RuntimeError(f"incarnation {incarnation}")
 elif kind.startswith("mends:"):  # the first incarnation goes wrong as said, the second ends well

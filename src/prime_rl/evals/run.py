@@ -115,7 +115,12 @@ class Evaluation:
             return
         try:
             async for weights in self._policies(self._config.weights_dir):
-                await self._evaluate(weights)
+                try:
+                    await self._evaluate(weights)
+                except UserError:
+                    if weights is None or weights.directory.is_dir():
+                        raise
+                    self._skip(weights.version, "it was removed before it was evaluated")
         finally:
             self._status.phase("restoring the base model")
             logger.info("the servers load their base model again")
@@ -271,6 +276,12 @@ class Evaluation:
                 self._status.waiting("the next version", "the run that is followed", GONE_SECONDS)
                 await asyncio.sleep(LOOK_SECONDS)
 
+    def _skip(self, version: int, why: str) -> None:
+        """Say and remember that `version` is not evaluated, unless it is made again."""
+        logger.warning("version {} is not evaluated: {}", version, why)
+        self.skipped[version] = why
+        self._hashes.pop(version, None)
+
     def _find(self, root: Path, version: int) -> WeightsManifest | None:
         """Return a committed version that is still to be evaluated, perhaps again. One that cannot be loaded is skipped."""
         directory, why = version_dir(root, version), ""
@@ -284,8 +295,7 @@ class Evaluation:
             elif self._hashes.get(version) != manifest.hash:
                 return manifest
         if why and version not in self._hashes and version not in self.skipped:
-            logger.warning("version {} is not evaluated: {}", version, why)
-            self.skipped[version] = why
+            self._skip(version, why)
         return None
 
 

@@ -219,7 +219,9 @@ class Supervisor:
             for child in self._children.values():
                 if child.running and abs(gap) > _MAX_LOOK_SECONDS:
                     child.watched_since = last  # perhaps it was suspended together with us
-                may_start = all(self._children[name].was_ready for name in child.spec.after_ready)
+                awaited = [self._children[name] for name in child.spec.after_ready]
+                # A server that never serves ends the run, or the run goes on without it.
+                may_start = all(other.was_ready or other.state is ChildState.ENDED for other in awaited)
                 if child.state is ChildState.PENDING and time.monotonic() >= child.due and may_start:
                     child.start(self._environ)
             if (outcome := self._look()) is not None:
@@ -316,7 +318,13 @@ class Supervisor:
                 self._say(
                     f"error: {name} was started again {most} times without the run getting any further: giving up"
                 )
-            return False
+            others = [
+                each.name for each in self._children.values() if each.server and each.state is not ChildState.ENDED
+            ]
+            if child.server is None or not others or not most:
+                return False
+            self._say(f"the run goes on without {name}, on {', '.join(others)}")
+            return True
         seconds = backoff_seconds(child.restarts, self._policy.backoff, _MAX_BACKOFF_SECONDS)
         recover = child.was_ready and child.is_job
         child.state, child.due = ChildState.PENDING, time.monotonic() + seconds
