@@ -1,4 +1,5 @@
-"""Workers that grow and shrink in number, hang, print without end, crash and return rubbish: contained, replaced, and the episode at fault named.
+"""Workers that grow and shrink in number, hang, print without end, crash and return rubbish: contained, replaced, and
+the episode at fault named.
 
 The workers are real processes around a scripted environment (`support/stub_worker.py`), ready in a moment.
 """
@@ -66,7 +67,8 @@ def pids(pool: EnvPool) -> set[int]:
 
 
 async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
-    """As many as fit are run by the workers there are; more than that start others, up to `max_workers`, which get what waits."""
+    """As many as fit are run by the workers there are; more than that start others, up to `max_workers`, which get what
+    waits."""
     env = stub(tmp_path, {"slow": 1000.0}, max_concurrent=2, max_workers=3)
     async with serving(tmp_path, env) as pool:
         stubs = pool.sets["stub"]
@@ -83,7 +85,8 @@ async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
 
 
 async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the workers are busy and there are more cores than workers, more start, though slots are free; what is not needed any more ends, its episodes first."""
+    """Where the workers are busy and there are more cores than workers, more start, though slots are free; what is not
+    needed any more ends, its episodes first."""
     monkeypatch.setattr(pool_module, "cores", lambda: 4)
     monkeypatch.setattr(pool_module, "IDLE_SECONDS", 0.5)
     env = stub(tmp_path, {"blocks": 0.05, "slow": 3.0}, max_concurrent=64, max_workers=3)
@@ -103,7 +106,8 @@ async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_the_queue_for_a_full_worker(tmp_path: Path) -> None:
-    """Nobody is overtaken. The wait takes none of an episode's time: together these take longer than one of them may."""
+    """Nobody is overtaken. The wait takes none of an episode's time: together these take longer than one of them
+    may."""
     async with serving(tmp_path, stub(tmp_path, {"seconds": 0.15}, max_concurrent=1)) as pool:
         order: list[int] = []
 
@@ -141,8 +145,8 @@ async def test_a_closed_pool_answers(tmp_path: Path) -> None:
 
 
 async def test_equal_environments_share_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that is trained on and evaluated is loaded once; results bear the name that was asked for. Other arguments or promised secrets:
-    other workers, which alone get them."""
+    """An environment that is trained on and evaluated is loaded once; results bear the name that was asked for. Other
+    arguments or promised secrets: other workers, which alone get them."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-for-the-judge")
     envs = [stub(tmp_path), stub(tmp_path, name="stub-eval"), stub(tmp_path, secrets=["OPENAI_API_KEY"], name="other")]
     async with serving(tmp_path, *envs) as pool:
@@ -184,7 +188,8 @@ async def two(pool: EnvPool, directory: Path, deed: str) -> tuple[EpisodeResult,
 
 
 async def test_what_is_its_own_alone(tmp_path: Path) -> None:
-    """It costs the episode its result at most; its worker goes on with the others. Results that are none are said to be none."""
+    """It costs the episode its result at most; its worker goes on with the others. Results that are none are said to be
+    none."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 0.3})) as pool:
         (worker,) = workers = pids(pool)
         own, offered = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in ("self", worker))
@@ -201,8 +206,8 @@ async def test_what_is_its_own_alone(tmp_path: Path) -> None:
 
 
 async def test_what_costs_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that dies, hangs, or whose messages are none, is replaced; the episode in whose code it died fails, the others may be tried again.
-    However often that comes in a row: it is no failure to load."""
+    """A worker that dies, hangs, or whose messages are none, is replaced; the episode in whose code it died fails, the
+    others may be tried again. However often that comes in a row: it is no failure to load."""
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 2)
     async with serving(tmp_path, stub(tmp_path, {"slow": 1.0, "hang": 2.5})) as pool:
         for deed, (outcome, message) in DEADLY.items():
@@ -228,8 +233,8 @@ async def test_deadline_holds_when_the_worker_is_blocked(tmp_path: Path) -> None
 
 
 async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed with a result in hand; a result lost, doubled or failed: each costs its own episode at most, is counted once,
-    and the next episode runs."""
+    """Killed with a result in hand; a result lost, doubled or failed: each costs its own episode at most, is counted
+    once, and the next episode runs."""
     # The nth match of a point meets its nth fault.
     deeds = ("kill", "drop", "duplicate", "error")
     plan = [{"point": "result:stub", "process": "environment", "do": deed} for deed in deeds]

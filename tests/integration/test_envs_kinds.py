@@ -1,4 +1,5 @@
-"""Environments of all kinds side by side in one pool: verifiers v1, classic verifiers in a Python environment of its own, plain Python.
+"""Environments of all kinds side by side in one pool: verifiers v1, classic verifiers in a Python environment of its
+own, plain Python.
 
 That one is made from the package index, once for all tests here, by the lines in docs/guides/environments.md.
 """
@@ -32,7 +33,8 @@ def classic(python: str, name: str = "reverse-classic", **args: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The interpreter that the guide's lines make. Skips where uv reaches no package index and has not kept what is needed."""
+    """The interpreter that the guide's lines make. Skips where uv reaches no package index and has not kept what is
+    needed."""
     command = ["uv", "pip", "install", "--dry-run", "--quiet", "--target", "/nonexistent", "verifiers==0.3.1"]
     tried = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
     if tried.returncode:
@@ -109,8 +111,9 @@ async def test_classic_single_turn(world: PoolWorld) -> None:
 
 
 async def test_classic_turns(world: PoolWorld) -> None:
-    """The second turn extends the ids of the first, also when that was cut; one that starts over is a sample of its own. `max_turns` cuts a
-    conversation short, which is said; the environment's own end is none that cuts; who asks nothing gives nothing."""
+    """The second turn extends the ids of the first, also when that was cut; one that starts over is a sample of its
+    own. `max_turns` cuts a conversation short, which is said; the environment's own end is none that cuts; who asks
+    nothing gives nothing."""
     engine = world.engine
     engine.reply = lambda prompt: "Sure Ġ �"
     result = await world.run("two", max_tokens=6)
@@ -131,7 +134,8 @@ async def test_classic_turns(world: PoolWorld) -> None:
 
 
 async def test_classic_faults_are_outcomes(world: PoolWorld) -> None:
-    """A reward that raises is not a 0, unless its weight is; one that is no number, and an engine that fails, are what they are."""
+    """A reward that raises is not a 0, unless its weight is; one that is no number, and an engine that fails, are what
+    they are."""
     engine = world.engine
     raised = await world.run("raises")
     assert raised.outcome is Outcome.ERRORED

@@ -1,4 +1,5 @@
-"""A real environment worker around a scripted environment, which needs no model and is ready in a moment; what it does wrong is told by files.
+"""A real environment worker around a scripted environment, which needs no model and is ready in a moment; what it does
+wrong is told by files.
 
 `stub_python(directory)` makes an "interpreter" for `EnvConfig.python` that runs it. `tell(directory, task, deed)` has the next episode of that task do
 the deed, once; `args = {"chance": …}` has a share of all episodes do one, by a seeded draw over the episode's name.
@@ -26,7 +27,8 @@ _serving: list[worker.WorkerServer] = []
 
 
 class StubEnv:
-    """Every episode takes `seconds`, those of the last task `slow`, and blocks for `blocks`; its reward is a draw over its name."""
+    """Every episode takes `seconds`, those of the last task `slow`, and blocks for `blocks`; its reward is a draw over
+    its name."""
 
     bounded = True
 

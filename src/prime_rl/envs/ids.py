@@ -1,6 +1,6 @@
 """What an environment's id says: its module, its version, and, by a look at its source, what it is written for.
 
-Standard library only, and nothing of the package is imported: what is written for another verifiers fails at its import.
+Standard library only. `kind_of` imports nothing of the package: what is written for another verifiers fails at that.
 """
 
 import difflib
@@ -43,7 +43,7 @@ def module_name(environment_id: str) -> str:
 
 
 def find(environment_id: str) -> ModuleSpec | None:
-    """Where the module of an environment is; None if it is not installed. Runs no code of its packages, as importlib's own search would."""
+    """Find the module of an environment; None if it is not installed. Runs no code of its packages; importlib would."""
     package, *parts = module_name(environment_id).split(".")
     try:
         spec = importlib.util.find_spec(package)
@@ -90,8 +90,8 @@ def check_version(environment_id: str) -> None:
 def kind_of(environment_id: str) -> Kind:
     """What a package is written for, by the top-level names of its module.
 
-    A plain Python environment has `rollout`, a classic one `load_environment`. Either exports nothing else. All others, and
-    what is not found here, are verifiers'.
+    A plain Python environment has `rollout`, a classic one `load_environment`. Either exports nothing else. All
+    others, and what is not found here, are verifiers'.
     """
     spec = find(environment_id)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
@@ -115,7 +115,7 @@ def _names(source: Path) -> tuple[set[str], set[str]]:
 
 
 def unique(keys: Iterable[str]) -> list[str]:
-    """Keys as ids; repeated ones get a number, so that an id names one task. Raises LoadError where such a number does not help."""
+    """Number repeated keys, so that an id names one task. Raises LoadError where that gives an id that is taken."""
     seen: Counter[str] = Counter()
     ids = []
     for key in keys:
@@ -159,7 +159,7 @@ def import_module(env_id: str) -> ModuleType:
 
 
 def check_arguments(env_id: str, names: Iterable[str], taken: Callable[..., Any] | Iterable[str]) -> None:
-    """Raises LoadError for an argument that an environment does not take: its function, or one of the names in `taken`."""
+    """Raises LoadError for an argument that an environment does not take: `taken` is its function, or the names."""
     if callable(taken):
         parameters = inspect.signature(taken).parameters.values()
         if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
@@ -171,6 +171,9 @@ def check_arguments(env_id: str, names: Iterable[str], taken: Callable[..., Any]
             near = difflib.get_close_matches(name, accepted, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if name == "split":
-                hint = ", by which evaluations ask for their tasks: evaluate others ([[eval.environments]]) or none (--no-eval)"
+                hint = (
+                    ", by which evaluations ask for their tasks: name others in [[eval.environments]], or none "
+                    "(`--no-eval`, under `rl` `--orchestrator.no-eval`)"
+                )
             listed = ", ".join(accepted) or "none"
             raise LoadError(f"environment {env_id!r} has no argument {name!r}{hint} (arguments: {listed})")

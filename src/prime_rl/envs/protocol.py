@@ -7,7 +7,8 @@
     Result ──────────────────▶
     Failed ──────────────────▶                     it cannot load the environment, or run further episodes
 
-Beside it they share a `Page` of memory. Standard library and msgpack only: workers import this from their own virtual environments.
+Beside it they share a `Page` of memory. Standard library and msgpack only: workers import this from Python environments
+of their own.
 """
 
 import ctypes
@@ -64,8 +65,8 @@ class FirstTasks(list[TaskInfo]):
 class SampleTokens:
     """One trainable sequence of T tokens, exactly as sent to and sampled by the engine.
 
-    Packed, because an orchestrator holds hundreds of thousands: nine bytes a token where lists take seventy, and no token for the
-    garbage collector to walk over.
+    Packed, because an orchestrator holds hundreds of thousands: nine bytes a token where lists take seventy, and no
+    token for the garbage collector to walk over.
     """
 
     input_ids: "array[int]"  # (T,) 32 bits
@@ -151,8 +152,8 @@ class Setup:
     adapter: str = "auto"
     max_turns: int = 0  # replies in one conversation (0: any number)
     trajectories: str = "interleaved"
-    # Seconds without a byte of an answer, of an OpenAI-compatible API that is asked by its chat route: no tokens, nothing
-    # to train on (0: the model is asked by tokens).
+    # Seconds without a byte of an answer, of an OpenAI-compatible API that is asked by its chat route: no tokens,
+    # nothing to train on (0: the model is asked by tokens).
     chat_timeout: float = 0.0
 
 
@@ -216,7 +217,7 @@ _ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"} 
 
 
 def encode(message: Message) -> bytes:
-    """Make one frame. Raises TypeError, ValueError, OverflowError: an environment put into its result what cannot be sent."""
+    """Make one frame. Raises TypeError, ValueError, OverflowError: an environment put into it what cannot be sent."""
     return msgpack.packb({"kind": type(message).__name__, **vars(message)}, default=_plain)
 
 

@@ -225,7 +225,7 @@ def main() -> None:
     loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment"))
     with contextlib.suppress(asyncio.CancelledError):
         loop.run_until_complete(WorkerServer(address, identity, loop).serve(setup))
-    # All is closed. Taking the interpreter apart would collect verifiers' whole object graph: seconds on a busy machine.
+    # All is closed. Taking the interpreter apart would collect verifiers' objects: seconds on a busy machine.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)

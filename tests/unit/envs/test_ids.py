@@ -12,7 +12,8 @@ from prime_rl.envs.worker import load
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
-    """Stands in for the hub: a distribution whose name, version and module are on the path, as an installer leaves them."""
+    """Stands in for the hub: a distribution whose name, version and module are on the path, as an installer leaves
+    them."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(name: str, version: str, source: str = "") -> None:
@@ -27,8 +28,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 def test_versions(install: Callable[..., None], tmp_path: Path) -> None:
-    """The installed version, however it is written, or none in particular. Another one, or one where no package says any, is an error that names
-    both and what installs the one asked for; a worker, whose Python environment may be another, refuses it too."""
+    """The installed version, however it is written, or none in particular. Another one, or one where no package says
+    any, is an error that names both and what installs the one asked for; a worker, whose Python environment may be
+    another, refuses it too."""
     install("hub-env", "1.2.0", "tasks = [{'prompt': 'a'}]\nasync def rollout(task, chat): pass")
     (tmp_path / "loose_env.py").touch()
     for env_id in ("owner/hub-env", *(f"hub-env@{one}" for one in ("1.2.0", "1.2", "v1.2.0", "latest")), "loose-env"):

@@ -22,7 +22,8 @@ sizes = st.integers(1, 64)
 def test_the_number_that_a_load_calls_for(
     workers: int, starting: bool, use: float, episodes: int, slots: int, least: int, more: int, free: int
 ) -> None:
-    """Within the bounds; as many as the episodes fill; beyond that only where the ready are busy, on idle cores, and once all are ready."""
+    """Within the bounds; as many as the episodes fill; beyond that only where the ready are busy, on idle cores, and
+    once all are ready."""
     most = least + more
     wanted = workers_wanted(
         workers=workers, starting=int(starting), use=use * workers, episodes=episodes, slots=slots, min_workers=least,
@@ -41,7 +42,8 @@ def test_the_number_that_a_load_calls_for(
 
 @pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 2, 2), (16, 9, 1)])
 def test_settings(monkeypatch: pytest.MonkeyPatch, cores: int, environments: int, least: int) -> None:
-    """A number is kept to; `auto` begins with one, or with some where there are cores for all environments, and never with more than it may have."""
+    """A number is kept to; `auto` begins with one, or with some where there are cores for all environments, and never
+    with more than it may have."""
     monkeypatch.setattr(pool, "cores", lambda: cores)
     assert worker_range(3, None) == (3, 3)
     assert worker_range("auto", None, environments) == (least, cores)
@@ -59,8 +61,8 @@ PLAIN = [
 
 
 def test_secrets_are_withheld() -> None:
-    """Contract: a variable whose name looks like a secret's, or a URL with a password, is reported and not passed on unless `secrets` names it; all
-    others are, a proxy's too, without which nothing is reached."""
+    """Contract: a variable whose name looks like a secret's, or a URL with a password, is reported and not passed on
+    unless `secrets` names it; all others are, a proxy's too, without which nothing is reached."""
     plain = dict.fromkeys(PLAIN, "x")
     assert passed_on({**plain, **dict.fromkeys(SECRETS, "x")}, []) == (plain, sorted(SECRETS))
     assert passed_on({"OPENAI_API_KEY": "x", "HF_TOKEN": "y"}, ["OPENAI_API_KEY"]) == ({"OPENAI_API_KEY": "x"}, ["HF_TOKEN"])  # fmt: skip
@@ -88,7 +90,8 @@ def test_what_a_worker_gets_from_us(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_redacted() -> None:
-    """Contract: what others get to see has no values under the names of secrets, at any depth; the rest is unchanged."""
+    """Contract: what others get to see has no values under the names of secrets, at any depth; the rest is
+    unchanged."""
     table = {"client": {"api_key_var": "V"}, "args": {"judge_api_key": "sk-1", "max_tokens": 5}, "l": [{"password": "p"}]}  # fmt: skip
     hidden = {"client": {"api_key_var": "V"}, "args": {"judge_api_key": HIDDEN, "max_tokens": 5}, "l": [{"password": HIDDEN}]}  # fmt: skip
     assert redacted(table) == hidden
