@@ -25,7 +25,8 @@ The command line wins over files, a later file over an earlier one, files over v
 model.name), and these over defaults. In TOML keys have _ for -, null is "None", and include = "other.toml" reads
 another file first.
 
-  {prog} --help WORD          options with WORD in name or description; `all` for every option
+  {prog} --help SECTION       its options and sections
+  {prog} --help=WORD          options with WORD in name or description; `all` for every option
   {prog} --version
   {prog} --completion SHELL   a script for bash, zsh or fish
 """
@@ -76,17 +77,26 @@ def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str | Non
             options = sorted({spell(setting.keys, "option") for setting in settings(cls)})
             return SHELLS[topic].format(prog=prog, options=" ".join(options))
         if name in ("-h", "--help"):
-            return help_text(cls, prog, topic)
+            return help_text(cls, prog, topic, within=not equals)
     return None
 
 
-def help_text(cls: type[Section], prog: str, topic: str = "") -> str:
-    """Return the overview: top-level options and sections. Of a topic: the options with it in name or description."""
+def help_text(cls: type[Section], prog: str, topic: str = "", within: bool = True) -> str:
+    """Return the overview: top-level options and sections.
+
+    Of a topic that is a section: its own options and sections, if `within`. Of any other: the options with it in name or
+    description.
+    """
     every = settings(cls)
     if not topic:
         top = sorted((one for one in every if len(one.keys) == 1), key=lambda one: bool(one.sections))
         overview = OVERVIEW.format(prog=prog, summary=textwrap.fill(_summary(cls), _width()))
         return "\n".join([overview, *(_line(cls, one) for one in top)])
+    section = tuple(topic.replace("-", "_").split("."))
+    numbered = (*section, "N")  # of a list of sections, each of its items
+    own = [one for one in every if {one.keys, one.keys[:-1]} & {section, numbered}]
+    if within and len(own) > 1:
+        return "\n".join(_line(cls, one) for one in own)
     texts = [(f"{spell(one.keys, 'file')} {spell(one.keys, 'option')} {one.field.description}", one) for one in every]
     lines = [_line(cls, one) for text, one in texts if topic == "all" or topic.lower() in text.lower()]
     if not lines:

@@ -31,6 +31,8 @@ SHOWN = [
     ("rl --help 'learning rate'", "--trainer.optim.lr", "--trainer.optim.offload"),
     ("rl '--help=learning rate'", "--trainer.optim.lr", "--trainer.optim.offload"),
     ("rl --help=wandb", "--wandb.project str", "--trainer.optim.lr"),
+    ("rl --help trainer", "[trainer.optim] The optimizer.", "--trainer.optim.lr"),
+    ("rl --help trainer", "--trainer.seq-len int", "--trainer-gpus"),
     ("rl --help=wandb", "--trainer.monitor.wandb.id", "--trainer.optim.lr"),
     ("rl --version", "prog (prime-rl ", "usage"),
     *((f"rl --completion {shell}", "trainer.optim.lr", "usage") for shell in SHELLS),
