@@ -240,7 +240,8 @@ def _end_with(watched: ProcessId, kill: Callable[[], None]) -> None:
     """Call `kill` once `watched` is gone."""
 
     def await_end() -> None:
-        while is_alive(watched):
+        # Without a free file descriptor no process can be looked up, this one neither.
+        while is_alive(watched) or identify(os.getpid()) is None:
             time.sleep(_LOOK_SECONDS)  # bounded: a daemon thread, it ends with the process
         print(f"error: the process that started this one (pid {watched.pid}) is gone", file=sys.stderr, flush=True)
         kill()

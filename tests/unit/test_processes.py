@@ -60,6 +60,23 @@ def test_strangers_are_not_followed() -> None:
     assert (done.returncode, "is gone" in done.stderr) == (-signal.SIGKILL, True)
 
 
+OUT_OF_DESCRIPTORS = """
+import os, resource, time
+from prime_rl import processes
+assert processes.follow(os.getppid())
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+time.sleep(4 * processes._LOOK_SECONDS)
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+"""
+
+
+def test_who_has_no_file_descriptor_left_lives_on() -> None:
+    """Contract: what cannot be looked up is not taken for gone."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_DESCRIPTORS], start_new_session=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 DAEMON = "import os,sys,time; os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(1000)"
 
 
