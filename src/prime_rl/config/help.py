@@ -52,7 +52,7 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
         config, hints = resolve(cls, arguments, os.environ)
     except ConfigError as error:
         usual = "" if arguments else f" Settings usually go in a file: {name} @ config.toml."
-        end = f"Nothing was started.{usual} To list all settings: {name} --help"
+        end = f"Nothing was started.{usual} To list all settings: {name} --help; what is gone: docs/migration.md"
         print(*(f"error: {problem}" for problem in error.problems), end, sep="\n", file=sys.stderr)
         raise SystemExit(1) from None
     for hint in hints:

@@ -69,7 +69,9 @@ def test_what_is_asked_for_is_shown(
     ],
 )
 def test_what_names_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], argv: list[str], problem: str) -> None:
-    line = f"error: {problem}\nNothing was started. To list all settings: prog --help\n"
+    line = (
+        f"error: {problem}\nNothing was started. To list all settings: prog --help; what is gone: docs/migration.md\n"
+    )
     assert printed(capsys, RLConfig, *argv) == (line, 1)
 
 
