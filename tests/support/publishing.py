@@ -12,7 +12,13 @@ import torch
 from prime_rl.transport import exchange
 from prime_rl.transport.commit import stage
 from prime_rl.transport.exchange import DTYPES, Publisher, Subscriber, checksums, layout, shared_buffer, tensor_views
-from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra, version_dir, weights_manifest
+from prime_rl.transport.weights import (
+    PublisherAddress,
+    TensorEntry,
+    WeightsManifest,
+    manifest_extra,
+    version_dir,
+)
 
 SIZE = 2 << 20
 SHAPES = {"embed": [500, 300], "empty": [0, 7], "w": [123, 457], "norm": [1001], "scalar": []}
@@ -71,9 +77,8 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def received(directory: Path) -> dict[str, torch.Tensor]:
+def received(manifest: WeightsManifest) -> dict[str, torch.Tensor]:
     """What a worker on a CPU gets: it has the manifest's checksums."""
-    manifest = weights_manifest(directory)
     ranges, size = layout(manifest.tensors)
     buffer = torch.zeros(size, dtype=torch.uint8)
     with closing(Subscriber()) as subscriber:

@@ -234,10 +234,10 @@ def refuse_unless(event: threading.Event) -> None:
 
 def check(directory: Path, right: dict[str, torch.Tensor]) -> None:
     """What is there, or received, is by its own bytes `right`."""
-    in_files = weights_manifest(directory).publisher is None
-    if in_files:
+    manifest = weights_manifest(directory)  # once: files may come meanwhile
+    if manifest.publisher is None:
         verify_weights(directory)
-    assert_equal(tensors_of(directory) if in_files else received(directory), right)
+    assert_equal(tensors_of(directory) if manifest.publisher is None else received(manifest), right)
 
 
 def ranks(runs: str) -> None:

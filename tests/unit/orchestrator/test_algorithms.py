@@ -202,7 +202,10 @@ def test_an_algorithm_of_ones_own() -> None:
     assert of_one(config, rewarded(1.0, 0.8, 0.2)) == [1.0, 1.0, 0.0]
     assert carries_signal(config, rewarded(1.0, 0.8))
     for wrong, message in (
-        (CustomAlgorithm(path="nothing"), "algorithm.path: 'nothing' is not of the form"),
+        (
+            CustomAlgorithm(path="nothing"),
+            r"algorithm.path: 'nothing' \(module:name or file.py:name\) cannot be imported",
+        ),
         (own("no_such_module:f"), "algorithm.path: .* No module named 'no_such_module'"),
         (own("best_alone", margins=1), "unexpected keyword argument 'margins'"),
     ):
