@@ -175,7 +175,8 @@ class Run:
         workers = [pid for pid in descendants(self.process.pid) if pid != self.process.pid]
         for pid in workers:
             for thread in _threads(pid):
-                os.sched_setaffinity(thread, self.others)
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.sched_setaffinity(thread, self.others)
         if self.realtime:
             for thread in _threads(self.process.pid):
                 os.sched_setscheduler(thread, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(10))

@@ -80,6 +80,8 @@ class Run:
         made = self.make()
         self.incarnations.append(made)
         made.open(start, **options)
+        if start > 0:
+            made.ensure(start)
         return made
 
     def train(self, incarnation: WeightPublisher, versions: range, durable: tuple[int, ...] = ()) -> dict[int, str]:

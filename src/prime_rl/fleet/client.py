@@ -37,7 +37,10 @@ class ServerError(UserError):
 
 
 class VersionNotSent(ServerError):
-    """The trainer's publisher did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
+    """The trainer's publisher did not give the server this version: it is superseded, or the trainer is away.
+
+    The server goes on as before.
+    """
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,10 @@ class Served:
     loads: int | str = ""
 
     def check_name(self, root: str, model: str) -> None:
-        """Raises UserError where the server at `root` says that it serves other models: it would refuse every request, and may have another tokenizer."""
+        """Raise UserError where the server at `root` says that it serves other models.
+
+        It would refuse every request, and may have another tokenizer.
+        """
         if self.models is not None and model not in self.models:
             served = ", ".join(self.models) or "models without a common name"
             here = f" (here --model.name {self.models[0]})" if self.models else ""
@@ -192,7 +198,9 @@ class InferenceClient:
         return served
 
     async def score(self, tokens: Sequence[int], engine: int | None = None) -> list[float]:
-        """Ask, by the route that episodes use, for the log-probabilities of a prompt's tokens but the first: at temperature 1, computed anew.
+        """Ask vLLM's own route for the log-probabilities of a prompt's tokens, all but the first.
+
+        They are computed anew, at temperature 1.
 
         Args:
             engine: Which one is to answer, of a server that has several (None: any).
@@ -206,7 +214,7 @@ class InferenceClient:
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
             # vLLM reads no cached prefix for such a request; another server might.
             "cache_salt": f"logprob-check-{secrets.token_hex(8)}",
-            # Right after an update all that is in flight waits to be computed anew. Where the server goes by priority, this does not wait behind it.
+            # Right after an update everything in flight is computed anew. A server that goes by priority answers this first.
             "priority": -1,
         }
         which = {} if engine is None else {"X-data-parallel-rank": str(engine)}  # vLLM's own header

@@ -17,8 +17,9 @@ from prime_rl.transport.commit import list_steps
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import LogprobReference, WeightsManifest, version_dir, weights_manifest
 
-# A trained version may be this many times as far off as the base was. In bfloat16 the noise grows with training: in 30 steps of a tiny model on an H200
-# to 2.8 times the base's on average and 5.1 times at most. A false alarm ends a run, and hashes find most of what this could.
+# Tolerance = FACTOR × the difference on the base weights. In bfloat16 the noise grows with training: in 30 steps of a
+# tiny model on an H200 to 2.8 times the base's on average, 5.1 times at most. A false alarm ends a run, and hashes find
+# most of what this could.
 FACTOR = 16.0
 LEAST_MEAN, LEAST_LARGEST = 1e-3, 2e-2  # nats: the smallest tolerance; in float32 on both sides the difference is 1e-6
 MOVED_MEAN = 1e-4  # nats: where the trainer's numbers change by more between two versions, a server's must change, too
@@ -102,7 +103,7 @@ class LogprobCheck:
         if known and served is not None and known.boot == served.boot:
             return
         root = weights.directory.parent
-        # Of the same run, and never removed; random weights have none.
+        # Version 0 of this run, which is never pruned. Random weights have none.
         base = weights_manifest(version_dir(root, BASE)) if BASE in list_steps(root) else None
         if base is None or weights.reference is None or base.reference is None:
             if not self._said:
@@ -158,7 +159,7 @@ class LogprobCheck:
             compare(trainer, trainer_before).mean > MOVED_MEAN and list(server) == list(server_before)
             for (trainer, server), (trainer_before, server_before) in zip(scores, known.scores, strict=False)
         ):
-            why = "are the very same as before"
+            why = "are unchanged since the last version"
         if why:
             raise LogprobCheckFailed(
                 f"{claim} does not compute it: its log-probabilities of the fixed prompt {why} {OFF}"

@@ -35,7 +35,7 @@ class ReplicaState(StrEnum):
     """Status of a replica: what it is given."""
 
     QUARANTINED = "quarantined"  # nothing, until it answers and is verified
-    READY = "ready"  # episodes, and every newer version
+    READY = "ready"  # new episodes and weight updates
     DRAINING = "draining"  # nothing new; its episodes go on, on the version that it has
 
 
@@ -45,11 +45,11 @@ class Replica:
 
     Attributes:
         unverified: Episodes that it samples, or has sampled since it was last verified.
-        invalid: Those that it sampled before it was found to have been started again: no verification covers them.
-        silent: How many times in a row it did not answer.
+        invalid: Those that a process sampled which has been replaced since: no verification covers them.
+        missed_probes: How many times in a row it did not answer.
         failures: Consecutive failed episodes there; those that fail together count once.
         failed_loads: How many loads failed since it was ready last.
-        trouble: Why it is still quarantined.
+        quarantine_reason: Why it is still quarantined.
         mismatch: Why it failed its last verification; empty if it passed.
         loaded: The last version that it loaded.
         loading: The version that it is loading, if it is.
@@ -60,10 +60,10 @@ class Replica:
     in_flight: int = 0
     unverified: set[str] = field(default_factory=set)
     invalid: set[str] = field(default_factory=set)
-    silent: int = 0
+    missed_probes: int = 0
     failures: int = 0
     failed_loads: int = 0
-    trouble: str = ""
+    quarantine_reason: str = ""
     mismatch: str = ""
     loaded: Served | None = None
     loading: int | None = None
@@ -82,8 +82,9 @@ class Replica:
         return self.state is ReplicaState.DRAINING
 
     async def load(self, manifest: WeightsManifest | None) -> None:
-        """Have the server load a committed version and verify it, or its base weights (None). If it was started again and sampled with its base
-        model meanwhile, what it had sampled is `invalid`.
+        """Have the server load a committed version and verify it, or its base weights (None).
+
+        If it was restarted meanwhile, what the earlier process sampled is `invalid`.
 
         Raises:
             LogprobCheckFailed: it computes something else, so that its report is not trusted.
@@ -129,10 +130,10 @@ class Replica:
         loaded = self.loaded
         if loaded is None:
             return "the server has loaded nothing"
-        if served == loaded:
-            return ""
         if not loaded.hash:
             return FAILED_CHECK
+        if served == loaded:
+            return ""
         if served is None:
             return "the server does not say what it serves"
         if served.boot != loaded.boot:
@@ -143,8 +144,8 @@ class Replica:
 
 
 class ReplicaPool:
-    """All servers of a run. An episode goes where its group is, unless that replica has more than `slack` episodes more than the one with the
-    fewest; attempts at one task share their prompt, which a server computes once."""
+    """All servers of a run. Attempts at one task share their prompt, which a server computes once: an episode goes to the
+    replica of its group, unless that has more than `slack` episodes more than the one with the fewest."""
 
     def __init__(self, clients: Iterable[ServerClient], slack: int = 1) -> None:
         self.replicas = [Replica(client) for client in clients]
@@ -175,7 +176,7 @@ class ReplicaPool:
         logger.debug("{} is {}{}", replica.name, state, reason and f": {reason}")
         replica.state = state
         if state is ReplicaState.READY:
-            replica.silent = replica.failed_loads = 0
+            replica.missed_probes = replica.failed_loads = 0
         self.empty_since = None if self.ready else self.empty_since or time.monotonic()
 
     def failed(self, replica: Replica) -> None:

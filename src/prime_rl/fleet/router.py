@@ -1,4 +1,4 @@
-"""Several servers behind one router (`client.admin_base_url`), as one: they get work together, load together, and are verified together.
+"""Several servers behind one router (`client.admin_base_url`) as one: they get work, load and are verified together.
 
 Any of them may have sampled what came through the router, so it counts once all of them are verified. Weights,
 verifications and logprob checks go to each backend's own address, never through the router.
@@ -45,8 +45,10 @@ class RouterClient:
         return all(await asyncio.gather(*(each.answers() for each in (*self._backends, self._router))))
 
     async def served(self) -> Served:
-        """Return what all backends serve; `NO_VERSION` where they serve different weights, which an update ends. `boot` and
-        `loads` change with those of any backend."""
+        """Return what all backends serve; `NO_VERSION` until the next update where they serve different weights.
+
+        `boot` and `loads` change with those of any backend.
+        """
         return _joined(await asyncio.gather(*(backend.served() for backend in self._backends)))
 
     async def update(self, weights: WeightsManifest) -> Served:
@@ -62,8 +64,11 @@ class RouterClient:
         return _joined([outcome for outcome in outcomes if isinstance(outcome, Served)])
 
     async def reload(self) -> Served:
-        """Have all backends load their base weights again."""
-        return _joined(await asyncio.gather(*(backend.reload() for backend in self._backends)))
+        """Have all backends load their base weights again. Raises UserError where these are not of one model."""
+        served = _joined(await asyncio.gather(*(backend.reload() for backend in self._backends)))
+        if served.version == NO_VERSION:
+            raise UserError(f"the servers behind {self.root} have different base models")
+        return served
 
 
 ServerClient = InferenceClient | RouterClient

@@ -50,7 +50,7 @@ PROBE_SECONDS = 5.0  # between two probes of all replicas
 RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
 MAX_RETRY_SECONDS = 15.0  # between two attempts to bring a replica back, while others are ready
 _ATTEMPTS = 5  # to load a version, of each replica
-_SILENT_PROBES = 3  # unanswered in a row, until the others take over
+_MISSED_PROBES = 3  # unanswered in a row, until the others take over
 
 LoadError = UserError | CommitError
 
@@ -88,7 +88,7 @@ class WeightSync:
 
     @property
     def newer_version_waiting(self) -> bool:
-        """Whether no replica is ready and the trainer has published a newer version: replicas that come back load that."""
+        """Whether no replica is ready and a newer version exists, which replicas that return will load."""
         return self.no_replica_ready and self._newer is not None and not self.scheduler.must_go_back
 
     @property
@@ -152,7 +152,10 @@ class WeightSync:
             self.published.refresh()
 
     async def _await_published(self, progress: "ResumePoint") -> None:
-        """Until the trainer has begun the incarnation that the run goes on with. A resumed run must not follow the incarnation that it gives up."""
+        """Wait until the trainer has opened the incarnation that the run goes on with.
+
+        A resumed run must not follow the incarnation that it gives up.
+        """
 
         def begun() -> bool:
             self.published.refresh()
@@ -187,7 +190,10 @@ class WeightSync:
             await asyncio.sleep(POLL_SECONDS)
 
     def notice_incarnation(self) -> None:
-        """Refresh, and if the trainer has begun a new incarnation take back what it gave up. Call it with `batch_lock` held."""
+        """Refresh, and if the trainer has opened a new incarnation take back what that gave up.
+
+        Call it with `batch_lock` held.
+        """
         self.published.refresh()
         incarnation = self.published.incarnation
         if incarnation.number <= self.scheduler.incarnation:
@@ -301,7 +307,7 @@ class WeightSync:
         manifest = self.published.manifest(version) if self.config.trainer else None
         try:
             if replica.loaded is None:
-                with suppress(ServerError):  # a load mends one that serves nothing
+                with suppress(ServerError):  # a load repairs a server without usable weights
                     (await replica.client.served()).check_name(replica.name, self.config.model.name)
             await replica.load(manifest)
         except LogprobCheckFailed:
@@ -313,7 +319,8 @@ class WeightSync:
                 self.invalidate(replica, RESTARTED)
 
     def _count_failures(self, failures: Mapping[Replica, LoadError], version: int, among: Sequence[Replica]) -> None:
-        """Count failed loads. One that the trainer does not send is none: replicas wait for it, or a newer one, for `weights_timeout`.
+        """Count failed loads. A version that the trainer has not sent is not a failure: replicas wait for it, or for a newer
+        one, for `weights_timeout`.
 
         Raises:
             LoadError: each of `among` has failed to load `_ATTEMPTS` times, or the trainer has sent nothing for too long.
@@ -343,7 +350,10 @@ class WeightSync:
             self.quarantine(replica, replica.mismatch)
 
     async def _accept_or_invalidate(self, replica: Replica) -> bool:
-        """Verify a replica that is not ready: accept what it sampled, or have that sampled again. Returns whether it is verified."""
+        """Verify a replica that is not ready: accept what it sampled, or have that sampled again.
+
+        Returns whether it is verified.
+        """
         finished = replica.unverified.intersection(self.scheduler.unverified())
         verified = not replica.invalid and await replica.verify()
         async with self.batch_lock:
@@ -376,7 +386,7 @@ class WeightSync:
     # -- quarantined replicas ------------------------------------------------------------------------------------------
 
     def quarantine(self, replica: Replica, reason: str = "") -> None:
-        """Give it no work until it has joined again. One that drains is let go by its next probe."""
+        """Give it no work until it has joined again. A draining replica is released by its next probe."""
         if replica.draining:
             return
         self.pool.move(replica, ReplicaState.QUARANTINED, reason)
@@ -385,7 +395,10 @@ class WeightSync:
         self._join_soon(replica)
 
     def episode_failed(self, replica: Replica) -> None:
-        """An episode failed there for want of a server: others take over, and one that goes on failing waits longer and longer for work."""
+        """Note that an episode failed on a replica for want of a server: others take over.
+
+        A replica that goes on failing gets no work for longer and longer.
+        """
         if not replica.draining:
             self.pool.failed(replica)
             self.quarantine(replica, "an episode failed there")
@@ -423,14 +436,14 @@ class WeightSync:
                 except (UserError, CommitError) as error:
                     trouble = str(error)
                     self._count_failures({replica: error}, version, self.pool.replicas)
-            if trouble and trouble != replica.trouble:
-                replica.trouble = trouble
+            if trouble and trouble != replica.quarantine_reason:
+                replica.quarantine_reason = trouble
                 where = self.pool.where()
                 logger.warning("{} gets no work: {}{}", replica.name, trouble, where and f" (serving{where})")
             self._check_ready_timeout()
             await asyncio.sleep(delay if trouble else POLL_SECONDS)
-            patient = self.pool.ready or replica.failed_loads
-            delay = min(2 * delay, MAX_RETRY_SECONDS if patient else RETRY_SECONDS)
+            slow_retry = self.pool.ready or replica.failed_loads
+            delay = min(2 * delay, MAX_RETRY_SECONDS if slow_retry else RETRY_SECONDS)
 
     async def _catch_up(self, replica: Replica, verified: bool) -> bool:
         """Have a healthy replica load what the others serve, and let it in. False: what they serve is changing.
@@ -450,7 +463,7 @@ class WeightSync:
         if changed or not self._settled:
             return False
         self.pool.move(replica, ReplicaState.READY)
-        replica.trouble = ""
+        replica.quarantine_reason = ""
         self._loop.wake.set()
         return True
 
@@ -467,13 +480,18 @@ class WeightSync:
             option, seconds = "weights_timeout", max(seconds, self.config.weights_timeout)
         self.status.waiting("a healthy server", "inference", seconds)
         if time.monotonic() - self.pool.empty_since > seconds:
-            listed = "; ".join(f"{one.name}: {one.trouble}" for one in self.pool.replicas if one.trouble)
+            listed = "; ".join(
+                f"{one.name}: {one.quarantine_reason}" for one in self.pool.replicas if one.quarantine_reason
+            )
             raise UserError(f"no inference server for {seconds:.0f} s ({option}): {listed}")
 
     # -- probes, and replicas that leave -------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Probe all replicas every few seconds, until it is cancelled: quarantine those that do not answer, and drain those that are to leave."""
+        """Probe all replicas every few seconds, until cancelled.
+
+        Those that do not answer are quarantined, those that are to leave are drained.
+        """
         while True:  # bounded: the run cancels it at its end
             await asyncio.sleep(PROBE_SECONDS)
             await asyncio.gather(
@@ -484,11 +502,11 @@ class WeightSync:
 
     async def _probe(self, replica: Replica) -> None:
         if not await replica.client.answers():
-            replica.silent += 1
-            if replica.silent >= _SILENT_PROBES and replica.ready:
+            replica.missed_probes += 1
+            if replica.missed_probes >= _MISSED_PROBES and replica.ready:
                 self.quarantine(replica, "it does not answer")
             return
-        replica.silent = 0
+        replica.missed_probes = 0
         served = await replica.served()
         # Between two updates: what is in flight there stays of the version that it serves.
         if served is not None and served.leaving and replica.ready and self._settled:
@@ -504,7 +522,7 @@ class WeightSync:
             return
         self.pool.move(replica, ReplicaState.QUARANTINED, LEAVING)
         self.pool.forget(replica.unverified | replica.invalid)
-        replica.trouble = LEAVING
+        replica.quarantine_reason = LEAVING
         self._join_soon(replica)
         self._loop.wake.set()
         rerun = "" if verified else ", and what it had is run again"

@@ -29,12 +29,12 @@ The loop (`orchestrator.py`) reports what happened (`finish`, `fail`, `serve`) a
 episodes. The rules themselves are in `transport/protocol.py`. Simulators and property tests drive this very class.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Generic, TypeVar
 
 from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_old
@@ -285,14 +285,15 @@ class Scheduler(Generic[Result]):
     def next_start(self, now: float = 0.0) -> Start | None:
         """Start the next episode that may start now. Opened groups are continued before a new one is opened.
 
-        `now`: seconds on the caller's clock. While it stands still there is no pace.
+        `now`: seconds on the caller's clock. A constant value switches the pace off.
         """
         self.opens_at = None
         if self.must_go_back or len(self._running) >= self.limits.max_concurrent:
             return None
         if self._startable:
             group = self._groups[min(self._startable)]
-            if not self._may_start(bisect_left(list(self._groups), group.number)):  # the servers went back
+            later = sum(1 for _ in takewhile(lambda number: number != group.number, reversed(self._groups)))
+            if not self._may_start(len(self._groups) - 1 - later):  # the servers went back
                 return None
         else:
             if not self._may_start(len(self._groups)):

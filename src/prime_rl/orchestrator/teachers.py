@@ -150,7 +150,7 @@ class Teachers:
                 self._scorers[env.name] = self._client(config.reference, "reference")
 
     def _client(self, config: TeacherServer, key: str) -> Teacher:
-        """Find the client that was made for the very same settings, or make it."""
+        """Find the client that was made for the same settings, or make it."""
         settings = config.model_dump_json()
         if settings not in self._servers:
             self._servers[settings] = Teacher(config, key)

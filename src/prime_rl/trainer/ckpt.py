@@ -163,9 +163,11 @@ class Checkpoints:
         return Progress(**extra["progress"])
 
     def begin(self, versions: WeightPublisher, start: int) -> None:
-        """Open an incarnation that goes on from step `start`, and rename or remove what it supersedes."""
+        """Open an incarnation that goes on from step `start`, rename or remove what it supersedes, commit its version."""
         self.incarnation, self.base = versions.open(start)
         on_main(self.world, lambda: self._supersede_after(start))
+        if start > 0:
+            versions.ensure(start)
         if self.recovery_interval is not None or self._in_background("checkpoint"):
             self._reservation = self._thread.submit(self._copy.reserve, self._state())
         self._start = start

@@ -157,10 +157,10 @@ class WeightPublisher:
     # ---- the loop's side
 
     def open(self, start: int) -> tuple[int, str | None]:
-        """Begin an incarnation at step `start` and have that version committed: the base model's manifest for 0.
+        """Begin an incarnation at step `start`; for 0 also commit the base model's manifest as version 0.
 
         The incarnation is committed first: from then on versions beyond `start` of earlier ones do not count. They are
-        removed next.
+        removed next. A later `start` has its version committed by `ensure`.
 
         Returns the incarnation's number, and the base model's hash (None: random weights).
         """
@@ -170,8 +170,6 @@ class WeightPublisher:
         reference = None if scored is None else agree(self.world, scored)
         self.incarnation, base = on_main(self.world, lambda: self._open(start, reference))
         self._committer.submit("memory for the weights", lambda: on_main(self._background, self._prepare))
-        if start > 0:
-            self.ensure(start)
         return self.incarnation, base
 
     def ensure(self, version: int, *, durable: bool = False) -> None:

@@ -200,7 +200,7 @@ async def test_a_server_that_keeps_what_it_had_is_found_within_the_tolerance(ser
     server.load_weights = stale
     for version in (two, one, two, one, one):
         if version is two:
-            with pytest.raises(LogprobCheckFailed, match="the very same as before"):
+            with pytest.raises(LogprobCheckFailed, match="unchanged since the last version"):
                 await server.update(check, version)
         else:
             await server.update(check, version)
@@ -215,7 +215,7 @@ async def test_each_engine_of_a_server_with_several_is_scored(server, tmp_path):
     await server.update(check, one)
     assert server.scored == 6
     for stale, version, says in (
-        (LOGPROBS, commit(tmp_path, 2, MOVED), "the very same as before"),
+        (LOGPROBS, commit(tmp_path, 2, MOVED), "unchanged since the last version"),
         ([logprob + 2 * LEAST_MEAN for logprob in LOGPROBS], one, r"differ from the trainer's by 0.002 nats"),
     ):
         server.stale = list(stale)
