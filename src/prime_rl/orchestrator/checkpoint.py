@@ -110,6 +110,9 @@ class JointCheckpoints:
         # The trainer may be reading it, while a later one that it is about to give up still stands.
         self._resumed = () if ckpt is None or ckpt.resume_step is None else (ckpt.resume_step,)
         self._single: set[int] = set()  # without a batch before them
+        # An orchestrator that was killed may not have removed something. After a resume, checkpoints that are about to
+        # be superseded may still exist: nothing is removed before the next one is complete.
+        self._untidy = not self._resumed
 
     def join(self, incarnations: Mapping[int, int]) -> list[int]:
         """Complete every checkpoint whose trainer part is committed and belongs to the current lineage. Returns their steps.
@@ -124,7 +127,8 @@ class JointCheckpoints:
                 manifest = read_manifest(checkpoints.part_dir(self.root, step, "trainer"))
                 waiting[step] = checkpoints.saved_by(manifest, max(incarnations, default=0))
         joined = [step for step in joinable(waiting, incarnations) if self._join(step)]
-        if joined:
+        if joined or self._untidy:
+            self._untidy = False
             checkpoints.remove_expendable(self.root, *self._keep, self._resumed)
         return joined
 
