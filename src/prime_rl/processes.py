@@ -8,6 +8,7 @@ environments.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -51,10 +52,14 @@ Table = Mapping[int, ProcessInfo]
 
 def read(pid: int) -> ProcessInfo | None:
     """Return the living process with this pid; None when there is none or only its zombie."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return None
+    with suppress(OSError):
+        return _look_up(pid)
+    return None
+
+
+def _look_up(pid: int) -> ProcessInfo | None:
+    """As `read`. Raises OSError where there is none, or no file descriptor is free to look."""
+    text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     # The name, in brackets, may hold spaces. After it: state, parent, group, …
     fields = text.rpartition(")")[2].split()
     if fields[0] in "ZX":
@@ -67,6 +72,11 @@ def table() -> Table:
     """Return all living processes by pid."""
     pids = [int(name) for name in os.listdir(_PROC) if name.isdigit()]
     return {pid: process for pid in pids if (process := read(pid)) is not None}
+
+
+def this_host() -> str:
+    """Name this host and its boot: pids mean something to processes of the same alone."""
+    return f"{socket.gethostname()}/{(_PROC / 'sys/kernel/random/boot_id').read_text()[:8]}"
 
 
 def identify(pid: int) -> ProcessId | None:
@@ -239,9 +249,17 @@ def follow(pid: int) -> bool:
 def _end_with(watched: ProcessId, kill: Callable[[], None]) -> None:
     """Call `kill` once `watched` is gone."""
 
+    def is_gone() -> bool:
+        try:
+            found = _look_up(watched.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        except OSError:  # no file descriptor is free
+            return False
+        return found is None or found.id != watched
+
     def await_end() -> None:
-        # Without a free file descriptor no process can be looked up, this one neither.
-        while is_alive(watched) or identify(os.getpid()) is None:
+        while not is_gone():
             time.sleep(_LOOK_SECONDS)  # bounded: a daemon thread, it ends with the process
         print(f"error: the process that started this one (pid {watched.pid}) is gone", file=sys.stderr, flush=True)
         kill()

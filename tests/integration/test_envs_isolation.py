@@ -131,6 +131,24 @@ async def test_a_slot_that_never_comes(tmp_path: Path) -> None:
         has_one.cancel()
 
 
+async def test_what_is_cancelled_together_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of episodes that are cancelled at once, those that wait do not get the slots of those that had one."""
+    async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
+        sent, send = list[str](), pool._send
+
+        def note(worker: Any, message: Any) -> None:
+            sent.append(type(message).__name__)
+            send(worker, message)
+
+        monkeypatch.setattr(pool, "_send", note)
+        episodes = [asyncio.create_task(run(pool, TASKS - 1, name)) for name in "abc"]
+        await until(lambda: any(worker.pending for worker in pool.workers.values()))
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.wait(episodes, timeout=SECONDS)
+        assert sent == ["Run", "Cancel"]
+
+
 async def test_a_closed_pool_answers(tmp_path: Path) -> None:
     """Neither those who wait for a worker nor those who have one wait for their deadline."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:

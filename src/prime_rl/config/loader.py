@@ -209,6 +209,7 @@ class Entry(NamedTuple):
     precedence: int = -1
     keys: Keys = ()
     lines: tuple[str, ...] = ()
+    above: int = 0  # how many of the keys are not in the file: those of the section that it was given to
 
     @property
     def place(self) -> str:
@@ -217,7 +218,7 @@ class Entry(NamedTuple):
         tomllib does not report lines. A key inside a string could be mistaken for one, which only misplaces a message.
         """
         number, before = -1, ""
-        for key in self.keys:
+        for key in self.keys[self.above :]:
             pattern = rf"[^#]*(?<![\w-]){re.escape(key)}[\"']?\s*[=.\]]"
             if is_index(key):
                 pattern = rf"\s*\[\[.*\b{re.escape(before)}[\"']?\s*\]"
@@ -472,7 +473,7 @@ def _read_file(path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> li
         if os.path.abspath(target) in map(os.path.abspath, (*including, path)):
             raise ConfigError(f"{path}: include of {target} is a cycle")
         assignments += _read_file(target, prefix, (*including, path))
-    return [*assignments, (prefix, tree, Entry(name=str(path), lines=tuple(text.splitlines())))]
+    return [*assignments, (prefix, tree, Entry(name=str(path), lines=tuple(text.splitlines()), above=len(prefix)))]
 
 
 def _nearest_file(path: Path) -> str:

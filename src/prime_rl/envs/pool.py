@@ -334,7 +334,10 @@ class EnvPool:
             if worker is None or len(worker.pending) >= worker_set.config.max_concurrent:
                 return
             number = next(iter(worker_set.waiting))
-            request = worker.pending[number] = worker_set.waiting.pop(number)
+            request = worker_set.waiting.pop(number)
+            if request.result.done():  # cancelled, and about to say so
+                continue
+            worker.pending[number] = request
             request.worker, request.deadline = worker, time.monotonic() + request.message.timeout + GRACE_SECONDS
             self._send(worker, request.message)
 

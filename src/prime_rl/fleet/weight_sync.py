@@ -435,7 +435,8 @@ class WeightSync:
                     trouble = ""
                 except (UserError, CommitError) as error:
                     trouble = str(error)
-                    self._count_failures({replica: error}, version, self.pool.replicas)
+                    if not (isinstance(error, VersionNotSent) and self.pool.ready):  # others serve: it may wait
+                        self._count_failures({replica: error}, version, self.pool.replicas)
             if trouble and trouble != replica.quarantine_reason:
                 replica.quarantine_reason = trouble
                 where = self.pool.where()

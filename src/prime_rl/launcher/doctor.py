@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
@@ -17,7 +16,7 @@ from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.monitor.status import GONE_SECONDS, ProcessStatus
-from prime_rl.processes import read
+from prime_rl.processes import read, this_host
 from prime_rl.transport import checkpoints
 
 _JOBS = ("trainer", "orchestrator", "sft", "eval")
@@ -135,7 +134,7 @@ def _progress(run: Path) -> Iterator[tuple[str, str]]:
 
 
 def _process_state(status: ProcessStatus) -> str:
-    if status.host != socket.gethostname():
+    if status.host != this_host():
         return _ELSEWHERE if time.time() - status.heartbeat < GONE_SECONDS else _DEAD
     info = read(status.pid)
     if info is None or info.id != status.id:

@@ -82,7 +82,7 @@ class HostResources:
     """What the plan depends on besides the configuration.
 
     Attributes:
-        gpu_gib: Memory of the host's smallest GPU; None where nobody can say.
+        gpu_gib: Memory of the smallest of these GPUs; None where nobody can say.
         weights_gib: Size of the served model's files; None for one that is not on this host, or without GPUs.
     """
 
@@ -96,7 +96,9 @@ class HostResources:
     def of_this_host(cls, inference: InferenceConfig | None) -> Self:
         """Look at this host. Raises UserError where the NVIDIA driver hangs."""
         gpus, cores = visible_gpus(os.environ), len(os.sched_getaffinity(0))
-        memory = [size for size in _ask_driver().values() if size] if inference is not None and gpus else []
+        sizes = _ask_driver() if inference is not None and gpus else {}
+        named = {gpu: sizes[gpu] for gpu in gpus if gpu in sizes} or sizes  # UUIDs are not looked up
+        memory = [size for size in named.values() if size]
         weights = weights_gib(inference.model.name) if inference is not None and memory else None
         return cls(gpus, cores, os.environ, min(memory, default=None), weights)
 

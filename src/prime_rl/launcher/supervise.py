@@ -239,7 +239,8 @@ class Supervisor:
         failures = list(self._failures())
         if not self._jobs_left() and not any(child.is_job for child, *_ in failures):
             return RunOutcome.SUCCESS
-        answers = [self._restart(*failure) for failure in failures]  # each is reported
+        # Each is reported. Those that may help first: the run goes on without a server where another is started again.
+        answers = [self._restart(*failure) for failure in sorted(failures, key=lambda failure: failure[2])]
         return None if all(answers) else RunOutcome.FAILURE
 
     def _jobs_left(self) -> bool:

@@ -69,11 +69,15 @@ class JsonLines:
             self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a line, which survives a kill. Raises UserError if the disk is full."""
-        line = (json.dumps(row) + "\n").encode()
+        """Append a line, which survives a kill. Raises UserError if the disk is full: then nothing is left of it."""
+        line, end = (json.dumps(row) + "\n").encode(), self._file.seek(0, os.SEEK_END)
         with disk_errors(self.path, "the lines before are kept"):
-            while line:
-                line = line[self._file.write(line) :]
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError:
+                self._file.truncate(end)
+                raise
 
     def close(self) -> None:
         """Make the file durable."""

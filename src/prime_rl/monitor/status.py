@@ -7,7 +7,6 @@ halted. `progress` says whether it makes any.
 import functools
 import json
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Any, TypeVar, cast
 from loguru import logger
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
-from prime_rl.processes import ProcessId, me
+from prime_rl.processes import ProcessId, me, this_host
 
 HEARTBEAT_SECONDS = 2.0
 # Without a sign: a launcher may wait for a minute before it starts a trainer again, which then imports torch.
@@ -89,7 +88,7 @@ class ProcessStatus:
 
 def new_status(process: str) -> ProcessStatus:
     """Return the first status of this process."""
-    now, own, host = time.time(), me(), socket.gethostname()
+    now, own, host = time.time(), me(), this_host()
     return ProcessStatus(process, own.pid, "starting", None, now, now, None, None, now, None, host, own.started)
 
 

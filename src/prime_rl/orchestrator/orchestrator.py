@@ -432,6 +432,7 @@ class Orchestrator:
             self.scheduler.abandon()
         await cancel_tasks(self._running.values())
         self._running.clear()
+        self._gated_since = None
         watch = TrainerWatch(self.config.output_dir)
         while self.config.trainer:  # bounded: `_next_event` has a deadline
             # The trainer saves once more, and its part is joined before this process ends. Or it begins anew.

@@ -10,6 +10,7 @@ manifest. Every wait has a deadline, and the death of a peer ends it at once. A 
 """
 
 import ctypes
+import errno
 import hmac
 import json
 import math
@@ -234,7 +235,7 @@ class Publisher:
             try:
                 connection, address = self._socket.accept()  # bounded: as above
             except OSError as error:
-                if self._socket.fileno() < 0:  # closed
+                if self._socket.fileno() < 0 or error.errno == errno.EINVAL:  # closed, or about to be
                     return
                 logger.warning("no worker can connect at the moment ({})", error.strerror)  # no descriptor is free
                 time.sleep(1.0)

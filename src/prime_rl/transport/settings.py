@@ -5,7 +5,6 @@ Each process commits its own as `settings/<process>.json`, and refuses to start 
 
 import json
 import os
-import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import ProcessStatus, read_record, read_status
-from prime_rl.processes import ProcessId, is_alive, me
+from prime_rl.processes import ProcessId, is_alive, me, this_host
 from prime_rl.transport.commit import write_atomically
 
 LEDGER = "ledger.sqlite"  # of the orchestrator, in the run directory
@@ -69,7 +68,7 @@ def compare(config: BaseConfig, process: Party, *, gone: bool = True) -> Process
             this run.
     """
     itself, settings, output_dir = me(), _shared(config, process), config.output_dir
-    mine = ProcessSettings(process, itself.pid, itself.started, socket.gethostname(), time.time(), settings)
+    mine = ProcessSettings(process, itself.pid, itself.started, this_host(), time.time(), settings)
     for partner in _committed(output_dir):
         running, where = _is_running(output_dir, partner), f"(pid {partner.pid} on {partner.host})"
         if not (running or gone):
@@ -158,6 +157,6 @@ def _is_live(status: ProcessStatus) -> bool:
 
 def _is_believed_alive(process: ProcessId, host: str, until: float) -> bool:
     """Whether another process is alive; one on another host counts as alive until `until` (unix seconds)."""
-    if host == socket.gethostname():
+    if host == this_host():
         return process.pid != os.getpid() and is_alive(process)
     return time.time() < until

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from prime_rl.launcher import doctor
 from prime_rl.launcher.rundir import Owner
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import ProcessStatus, Waiting, status_path, write_record
-from prime_rl.processes import ProcessId, identify, me, read
+from prime_rl.processes import ProcessId, identify, me, read, this_host
 from prime_rl.wait import wait
 
 DEAD = ProcessId(os.getpid(), 1)  # its pid is another process's now
@@ -45,7 +44,7 @@ def status(
     """`beat` and `progress`: seconds ago."""
     now, process = time.time(), of or me()
     known = ProcessStatus(name, process.pid, "at work", 41, now - progress, now - beat, None, None, now - progress)
-    own = {"ready": now - 900.0, "host": socket.gethostname(), "started": process.started}
+    own = {"ready": now - 900.0, "host": this_host(), "started": process.started}
     return replace(known, **{**own, **more})
 
 
