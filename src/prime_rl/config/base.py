@@ -119,7 +119,7 @@ class BaseConfig(Section):
     """Settings of every entrypoint."""
 
     output_dir: Path = option(Path("outputs"), "Directory of the run; everything durable is written below it.")
-    seed: int = option(0, "Seed of everything random in the run.", ge=0, lt=2**63)
+    seed: int = option(0, "Seed of everything random but the servers' sampling (sampling.seeded).", ge=0, lt=2**63)
     dry_run: bool = option(False, "Validate, print the plan, write resolved configs, start nothing.", mark="one_time")
     log: LogConfig = option(LogConfig, "Console and log file.")
 

@@ -52,7 +52,7 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
         config, hints = resolve(cls, arguments, os.environ)
     except ConfigError as error:
         usual = "" if arguments else f" Settings usually go in a file: {name} @ config.toml."
-        end = f"Nothing was started.{usual} To list all settings: {name} --help; what is gone: docs/migration.md"
+        end = f"Nothing was started.{usual} All settings: {name} --help=all; those that are gone: docs/migration.md"
         print(*(f"error: {problem}" for problem in error.problems), end, sep="\n", file=sys.stderr)
         raise SystemExit(1) from None
     for hint in hints:
@@ -66,7 +66,7 @@ def answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str | Non
     Raises:
         ConfigError: the word after it names nothing.
     """
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, equals, inline_value = word.partition("=")
         topic = inline_value if equals else "" if following.startswith(("-", "@")) else following
         if name == "--version":

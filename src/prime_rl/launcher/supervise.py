@@ -336,7 +336,7 @@ class Supervisor:
         mode = ", recovering" if recover else ""
         if recover and name == "trainer":
             step = recovery_step(self._output_dir)
-            mode = f"; it goes on from step {step} or a later one: steps from there on are made again"
+            mode = f"; it goes on from step {step} or a later one, and trains the batches after it again, as they were"
         self._say(
             f"{name} {reason}: starting it again in {seconds:g} s (restart {child.restarts} of at most {most} in a row{mode})"
         )

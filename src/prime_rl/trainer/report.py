@@ -221,9 +221,11 @@ class MetricRows:
         return not durable or weights_manifest(version_dir(weights, step + 1)).publisher is None
 
     def put(self, row: StepMetrics) -> None:
-        """A step is under way; its row is written later."""
+        """A step is under way. Its row is written later, on a CPU at once: there the step is done."""
         assert self._row is None, "a step's row is written before the next step ends"
         self._row = row
+        if self._device.type == "cpu":
+            self.flush()
 
     def flush(self) -> None:
         """Write the row that is left, if there is one, as soon as its step is done.

@@ -332,5 +332,5 @@ def test_load_prints_and_exits_with_status_1(capsys: pytest.CaptureFixture[str])
     assert printed.err.splitlines() == [
         "error: max_steps: must be a valid integer, got 'x' (--max-steps)",
         "error: --sed names no setting; did you mean --seed?",
-        "Nothing was started. To list all settings: trainer --help; what is gone: docs/migration.md",
+        "Nothing was started. All settings: trainer --help=all; those that are gone: docs/migration.md",
     ]

@@ -69,10 +69,14 @@ def test_what_is_asked_for_is_shown(
     ],
 )
 def test_what_names_nothing_is_a_mistake(capsys: pytest.CaptureFixture[str], argv: list[str], problem: str) -> None:
-    line = (
-        f"error: {problem}\nNothing was started. To list all settings: prog --help; what is gone: docs/migration.md\n"
-    )
+    line = f"error: {problem}\nNothing was started. All settings: prog --help=all; those that are gone: docs/migration.md\n"
     assert printed(capsys, RLConfig, *argv) == (line, 1)
+
+
+def test_a_bare_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        load(RLConfig, [], prog="rl")
+    assert capsys.readouterr().err.startswith("error: orchestrator: required, but not given\nNothing was started.")
 
 
 @pytest.mark.parametrize("cls", CLASSES)
