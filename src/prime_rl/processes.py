@@ -251,12 +251,12 @@ def _end_with(watched: ProcessId, kill: Callable[[], None]) -> None:
 
     def is_gone() -> bool:
         try:
-            found = _look_up(watched.pid)
+            process = _look_up(watched.pid)
         except (FileNotFoundError, ProcessLookupError):
             return True
         except OSError:  # no file descriptor is free
             return False
-        return found is None or found.id != watched
+        return process is None or process.id != watched
 
     def await_end() -> None:
         while not is_gone():
