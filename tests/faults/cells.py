@@ -190,7 +190,7 @@ def _resumed() -> Iterator[Cell]:
         ("trainer", "incarnation:*"),
         ("trainer", "renamed:incarnations/1.json"),
         ("trainer", "prune:weights/step_4"),
-        ("trainer", "pruned:weights/step_3"),
+        ("trainer", "pruned:weights/step_4"),
         ("trainer", "set-aside:checkpoints/step_4"),
         ("trainer", "rename:checkpoints/step_4/trainer"),
         ("orchestrator", "rename:leases/orchestrator.json"),
