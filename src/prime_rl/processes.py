@@ -199,7 +199,7 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """Its exit status, negative for a signal; None while it lives. It stays a zombie, with its pid, until `reap`."""
+        """Its exit status, negative for a signal; None while it runs. It stays a zombie, with its pid, until `reap`."""
         if not self.running:
             return self._popen.returncode
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
