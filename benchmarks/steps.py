@@ -63,7 +63,7 @@ class Case:
         warm: Steps that are not measured.
         limit: Seconds for the whole case.
         export: Publish the weights after every step: RL's on a GPU from memory, else as files.
-        canary: Score the canary for every version, as RL runs do.
+        logprob_check: Score the fixed prompt of every version, as RL runs do.
         settings: Options of the trainer's `model` section; none is a user's run without any option.
         optim: Options of its `optim` section.
         objective: Options of its `loss` section (`loss.type=gspo`).
@@ -82,7 +82,7 @@ class Case:
     steps: int = 6
     limit: float = 150.0
     export: bool = True
-    canary: bool = True
+    logprob_check: bool = True
     settings: dict[str, object] = field(default_factory=dict)
     optim: dict[str, object] = field(default_factory=dict)
     objective: dict[str, object] = field(default_factory=dict)
@@ -102,7 +102,7 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("layers", "ranks", "micro_batches", "warm", "steps"), int),
     **dict.fromkeys(("limit", "bar", "mfu_bar", "within", "peer"), float),
     "loss": str,
-    **dict.fromkeys(("export", "canary"), lambda text: text == "true"),
+    **dict.fromkeys(("export", "logprob_check"), lambda text: text == "true"),
 }
 
 
@@ -216,7 +216,7 @@ class Bench:
         self.data = self.recipe.open_data(world, source)
         self.data.start(self.costs, 0)
         scorer = None
-        if case.canary and case.loss == "rl":
+        if case.logprob_check and case.loss == "rl":
             computed = compute_dtype(config.model.dtype, world.device)
             scorer = ReferenceScorer(self.policy, world, source.config.vocab_size, computed, torch.bfloat16)
         self.versions = WeightPublisher(

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
-from prime_rl.config import help as config_help
-from prime_rl.config.base import Section
-from prime_rl.config.loader import Keys, Setting, find, settings
+from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig, loader
+from prime_rl.config.base import Keys, Section, Setting, find, settings
 
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, type[Section]] = {
@@ -78,8 +76,8 @@ def _sections(section: type[Section], setting: Setting) -> tuple[type[Section], 
 def row(setting: Setting) -> str:
     cells = (
         f"`{setting.keys[-1]}`",
-        config_help.type_text(setting),
-        config_help.default_text(setting).removeprefix("default: "),
+        loader.type_text(setting),
+        loader.default_text(setting).removeprefix("default: "),
     )
     return " | ".join(
         ["", *(cell.replace("|", "\\|") for cell in (*cells, setting.field.description or "")), ""]

@@ -1,5 +1,20 @@
-"""The exceptions that mean "the user can mend this"."""
+"""The error that means "the user can mend this", and how commands print."""
+
+import errno
+import os
+import sys
 
 
 class UserError(Exception):
     """Bad input or a broken surrounding: entrypoints print it as one line (`error: …`) and exit with status 1."""
+
+
+def say(text: str) -> None:
+    """Print. Once the terminal or pipe is closed (`rl … | head`) lines are dropped, and the run goes on."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
+            raise
+        with open(os.devnull, "w") as nowhere:  # nor may the interpreter report the broken pipe at exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -149,13 +149,13 @@ def _ahead() -> Iterator[Cell]:
 
 
 def _replicas() -> Iterator[Cell]:
-    """One of several servers dies: in an update, at the canary after it, in a batch. The others go on, and it comes back."""
+    """One of several servers dies: in an update, at the logprob check after it, in a batch. The others go on, and it comes back."""
     for engines in (2, 3):
         for name, nth in (
             ("update-received:v2", 1),
             ("update-loaded:v2", 1),
             ("update-answered:v2", 1),
-            ("canary", 2 * engines + 1),  # the base's and version 1's come first
+            ("logprob_check", 2 * engines + 1),  # the base's and version 1's come first
             ("generate", 9),
         ):
             yield Cell(

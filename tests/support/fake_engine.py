@@ -209,11 +209,11 @@ class PolicyEngine(FakeEngine):
 
     What it samples is a function of prompt, seed and version (without a seed, of how many requests came before), so that a run that is cut off
     and one that is not give the same tokens, and one that is served another version than it asked for does not. Rewards of reverse-text
-    differ within a group. The fault points of the real server stand here too (process `inference`), and `generate` and `canary`; `error` at the
+    differ within a group. The fault points of the real server stand here too (process `inference`), and `generate` and `logprob_check`; `error` at the
     first is a 500.
     """
 
-    weights: Path | None = None  # where versions are, for their canaries
+    weights: Path | None = None  # where versions are, for their fixed prompts
     _subscriber: Any = None
 
     def _load_tokenizer(self) -> Any:
@@ -298,7 +298,7 @@ class PolicyEngine(FakeEngine):
 
     def _score(self, tokens: list[int]) -> web.Response:
         """The log-probabilities of the trainer's reference for the version that is served: nothing is computed."""
-        faults.point("canary")
+        faults.point("logprob_check")
         served = int(str(self._served["version"]))
         reference = None if self.weights is None else weights_manifest(version_dir(self.weights, served)).reference
         if reference is None or list(reference.tokens) != tokens:
@@ -336,7 +336,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--policy", action="store_true")
-    parser.add_argument("--weights", type=Path, help="directory of versions, whose canaries it is to score")
+    parser.add_argument("--weights", type=Path, help="directory of versions, whose fixed prompts it is to score")
     options = parser.parse_args()
     processes.watch()
     faults.arm("inference")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
-from prime_rl.config.loader import find
+from prime_rl.config.base import find
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "prime_rl"

@@ -11,8 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from prime_rl.config import BaseConfig, InferenceConfig, OrchestratorConfig, RLConfig, parse, to_toml
-from prime_rl.config.base import has_mark
-from prime_rl.config.loader import settings
+from prime_rl.config.base import has_mark, settings
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import EnvConfig, MonitorConfig, WandbConfig
 from prime_rl.launcher.plan import HostResources, describe, make_plan

@@ -2,9 +2,8 @@
 
 from prime_rl.config.base import BaseConfig, to_toml, write_toml
 from prime_rl.config.eval import EvalConfig
-from prime_rl.config.help import load
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.loader import ConfigError, child_env, parse
+from prime_rl.config.loader import ConfigError, child_env, load, parse
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.rl import RLConfig
 from prime_rl.config.sft import SFTConfig

@@ -4,8 +4,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, cast, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
@@ -13,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from prime_rl.errors import UserError
 
+Keys = tuple[str, ...]
 _KEY = r"<([a-z][\w.]*)>"
 
 
@@ -126,6 +129,80 @@ class BaseConfig(Section):
     @staticmethod
     def share(table: Any) -> None:
         """Fill settings that several sections have in common into each of them. Raises Problems."""
+
+
+# Settings: every path below a configuration class
+
+
+class Setting(NamedTuple):
+    """A path that can be set: a field of the section `owner`, or an item of a list, whose number is "N" in `keys`.
+
+    `kinds` are its types (`Any` within a dict); `tag` is the `type` of the innermost union around it.
+    """
+
+    keys: Keys
+    field: FieldInfo
+    owner: type[Section]
+    tag: str
+    kinds: tuple[Any, ...]
+
+    @property
+    def sections(self) -> tuple[type[Section], ...]:
+        """Those of its types that are sections, several in a union."""
+        return tuple(kind for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Section))
+
+    def takes(self, *kinds: Any) -> bool:
+        """Whether one of its types is one of these, or a list or dict of anything."""
+        return any(kind in (declared, get_origin(declared)) for declared in self.kinds for kind in kinds)
+
+
+@cache
+def settings(root: type[Section]) -> tuple[Setting, ...]:
+    """Every path below `root` in the order of declaration; one that several members of a union have comes from each."""
+    paths = _paths((), FieldInfo(), root, "", root)
+    return tuple({(one.keys, one.owner, one.tag): one for one in paths if one.keys}.values())
+
+
+def _paths(keys: Keys, field: FieldInfo, owner: type[Section], tag: str, annotation: Any) -> Iterator[Setting]:
+    """Yield the setting, what is in it, and the items of a list of sections."""
+    yield (setting := Setting(keys, field, owner, tag, tuple(_alternatives(annotation))))
+    for section in setting.sections:
+        own_tag = str(section.model_fields["type"].default) if len(setting.sections) > 1 else tag
+        for name, inner in sorted(section.model_fields.items(), key=lambda item: item[0] != "type"):
+            yield from _paths((*keys, name), inner, section, own_tag, inner.annotation)
+    for item in [get_args(kind)[0] for kind in setting.kinds if get_origin(kind) is list]:
+        if isinstance(item, type) and issubclass(item, Section):
+            yield from _paths((*keys, "N"), field, owner, tag, item)
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) not in (Annotated, Union, UnionType):
+        yield annotation
+        return
+    inner = get_args(annotation)
+    for kind in inner[:1] if get_origin(annotation) is Annotated else inner:
+        yield from _alternatives(kind)
+
+
+def find(root: type[Section], keys: Keys) -> Setting | None:
+    """The setting of these keys, None where there is none. In a union any member may have it."""
+    path, around = generic(keys), None
+    for setting in settings(root):
+        if setting.keys == path:
+            return setting
+        if setting.takes(dict) and setting.keys == path[: len(setting.keys)]:
+            around = around or setting._replace(kinds=(Any,))
+    return around
+
+
+def is_index(key: str) -> bool:
+    """Whether a key is the number of an item of a list."""
+    return re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
+
+
+def generic(keys: Keys) -> Keys:
+    """`keys` with "N" for the number of an item."""
+    return tuple("N" if is_index(key) else key for key in keys)
 
 
 # Resolved configurations as TOML that, fed back with `@`, gives an equal configuration

@@ -2,30 +2,44 @@
 
 import ast
 import difflib
-import errno
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 import tomllib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
-from prime_rl.config.base import BaseConfig, Problem, Problems, Section, has_mark
-from prime_rl.config.migration import OLDER, OLDER_FOLDERS
+from prime_rl.config.base import (
+    BaseConfig,
+    Keys,
+    Problem,
+    Problems,
+    Section,
+    Setting,
+    default_type,
+    find,
+    generic,
+    has_mark,
+    is_index,
+    settings,
+)
+from prime_rl.config.migration import OLDER, current_file
+from prime_rl.errors import say
 from prime_rl.redact import without_password
 
 Config = TypeVar("Config", bound=BaseConfig)
-Keys = tuple[str, ...]
 Kind = Literal["option", "file", "variable"]
+Assignment = tuple[Keys, Any, "Entry"]  # the last is the source, as an entry without a value
 
 PREFIX = "PRIME_"  # of environment variables: PRIME_MODEL__NAME is model.name
 RESERVED_VARIABLE = "PRIME_API_KEY"  # the key of the user's account, although `inference` has an api_key
@@ -40,6 +54,26 @@ MESSAGES = {
     "missing": "required, but not given",
     "union_tag_not_found": "needs a `type`",
 }
+LEFT = 46  # columns of help for an option and its type
+OVERVIEW = """\
+usage: {prog} [@ FILE.toml]... [--section @ FILE.toml]... [--option VALUE]...
+
+{summary}
+
+The command line wins over files, a later file over an earlier one, files over variables (PRIME_MODEL__NAME for
+model.name), and these over defaults. In TOML keys have _ for -, null is "None", and include = "other.toml" reads
+another file first.
+
+  {prog} --help SECTION       its options and sections
+  {prog} --help=WORD          options with WORD in name or description; `all` for every option
+  {prog} --version
+  {prog} --completion SHELL   a script for bash, zsh or fish
+"""
+SHELLS = {
+    "bash": 'complete -o default -W "{options}" {prog}',
+    "zsh": 'autoload -U compinit bashcompinit && compinit && bashcompinit; complete -o default -W "{options}" {prog}',
+    "fish": "for option in {options}; complete -c {prog} -l (string sub -s 3 -- $option); end",
+}
 
 
 class ConfigError(Exception):
@@ -48,6 +82,28 @@ class ConfigError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = list(problems)
+
+
+def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
+    """Return the configuration of this process, from `argv` (None: the command line) and the environment.
+
+    Exit with status 0 after --help, --version or --completion, with status 1 after printing every mistake.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    name = prog or os.path.basename(sys.argv[0])
+    try:
+        if (text := _answer(cls, name, arguments)) is not None:
+            say(text)
+            raise SystemExit(0)
+        config, hints = resolve(cls, arguments, os.environ)
+    except ConfigError as error:
+        usual = "" if arguments else f" Settings usually go in a file: {name} @ config.toml."
+        end = f"Nothing was started.{usual} All settings: {name} --help=all; those that are gone: docs/migration.md"
+        print(*(f"error: {problem}" for problem in error.problems), end, sep="\n", file=sys.stderr)
+        raise SystemExit(1) from None
+    for hint in hints:
+        print(f"hint: {hint}", file=sys.stderr)
+    return config
 
 
 def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Config:
@@ -62,9 +118,9 @@ def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Con
 
 
 def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """As `parse`, with hints at today's spelling of what was given in an older one, and at what is left out."""
+    """As `parse`, with hints at today's spelling of an older setting, and at settings that are left out."""
     table = _read(cls, argv, env)
-    # Once as given, for what is unknown or of a wrong type, and once with the settings that sections share.
+    # Once without shared settings, for what is unknown or of a wrong type, and once with them.
     for shared in (False, True):
         try:
             if shared:
@@ -79,106 +135,21 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> t
     return config, table.hints
 
 
-def say(text: str) -> None:
-    """Print. Once the terminal or pipe is closed (`rl … | head`) lines are dropped, and the run goes on."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        if error.errno not in (errno.EIO, errno.EPIPE):
-            raise
-        with open(os.devnull, "w") as nowhere:  # nor may the interpreter report the broken pipe at exit
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-# What can be given: every path below a configuration class
-
-
-class Setting(NamedTuple):
-    """A path that can be given: a field of the section `owner`, or an item of a list, whose number is "N" in `keys`.
-
-    `kinds` are its types (`Any` within a dict); `tag` is the `type` of the innermost union around it.
-    """
-
-    keys: Keys
-    field: FieldInfo
-    owner: type[Section]
-    tag: str
-    kinds: tuple[Any, ...]
-
-    @property
-    def sections(self) -> tuple[type[Section], ...]:
-        """Those of its types that are sections, several in a union."""
-        return tuple(kind for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Section))
-
-    def takes(self, *kinds: Any) -> bool:
-        """Whether one of its types is one of these, or a list or dict of anything."""
-        return any(kind in (declared, get_origin(declared)) for declared in self.kinds for kind in kinds)
-
-
-@cache
-def settings(root: type[Section]) -> tuple[Setting, ...]:
-    """Every path below `root` in the order of declaration; one that several members of a union have comes from each."""
-    paths = _paths((), FieldInfo(), root, "", root)
-    return tuple({(one.keys, one.owner, one.tag): one for one in paths if one.keys}.values())
-
-
-def _paths(keys: Keys, field: FieldInfo, owner: type[Section], tag: str, annotation: Any) -> Iterator[Setting]:
-    """Yield the setting, what is in it, and the items of a list of sections."""
-    yield (setting := Setting(keys, field, owner, tag, tuple(_alternatives(annotation))))
-    for section in setting.sections:
-        own_tag = str(section.model_fields["type"].default) if len(setting.sections) > 1 else tag
-        for name, inner in sorted(section.model_fields.items(), key=lambda item: item[0] != "type"):
-            yield from _paths((*keys, name), inner, section, own_tag, inner.annotation)
-    for item in [get_args(kind)[0] for kind in setting.kinds if get_origin(kind) is list]:
-        if isinstance(item, type) and issubclass(item, Section):
-            yield from _paths((*keys, "N"), field, owner, tag, item)
-
-
-def _alternatives(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) in (Annotated, Union, UnionType):
-        inner = get_args(annotation)
-        for kind in inner[:1] if get_origin(annotation) is Annotated else inner:
-            yield from _alternatives(kind)
-    else:
-        yield annotation
-
-
-def find(root: type[Section], keys: Keys) -> Setting | None:
-    """What `keys` name, None where there is no such setting. In a union any member may have it."""
-    path, around = generic(keys), None
-    for setting in settings(root):
-        if setting.keys == path:
-            return setting
-        if setting.takes(dict) and setting.keys == path[: len(setting.keys)]:
-            around = around or setting._replace(kinds=(Any,))
-    return around
-
-
 def nearest(root: type[Section], keys: Keys) -> Keys | None:
     """The setting that `keys` probably meant: the same elsewhere, one so described, an abbreviated or a similar one."""
     start = next(length for length in range(len(keys)) if find(root, keys[: length + 1]) is None)
-    rest, parent = (keys[start].removeprefix("no_"), *keys[start + 1 :]), generic(keys[:start])
-    word, single = "_".join(rest), [setting for setting in settings(root) if "N" not in setting.keys]
-    described = f"{word.replace('_', ' ').capitalize()}."
+    single = [setting for setting in settings(root) if "N" not in setting.keys]
+    rest = (keys[start].removeprefix("no_"), *keys[start + 1 :])
+    word, described = "_".join(rest), f"{' '.join(rest).replace('_', ' ').capitalize()}."
     same = [setting.keys for setting in single if setting.keys[-len(rest) :] == rest]
     if same := same or [setting.keys for setting in single if setting.field.description == described]:
         return min(same, key=lambda path: (-len({*path} & {*keys}), len(path)))
-    below = [setting.keys[start:] for setting in settings(root) if setting.keys[:start] == parent]
+    below = [one.keys[start:] for one in settings(root) if one.keys[:start] == generic(keys[:start])]
     names = {"_".join(path): path for path in below if "N" not in path}
     initials = {name: "".join(part[:1] for part in name.split("_")) for name in names}
     longer = [name for name in names if name.startswith(word) or initials[name].startswith(word)] if word[1:] else []
     close = sorted(longer, key=len) or difflib.get_close_matches(word, names, n=1, cutoff=0.7)
     return (*keys[:start], *names[close[0]]) if close else None
-
-
-def is_index(key: str) -> bool:
-    """Whether a key is the number of an item of a list."""
-    return re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
-
-
-def generic(keys: Keys) -> Keys:
-    """`keys` with "N" for the number of an item."""
-    return tuple("N" if is_index(key) else key for key in keys)
 
 
 def in_section(keys: Keys) -> Keys:
@@ -193,14 +164,14 @@ def spell(keys: Keys, kind: Kind) -> str:
     return PREFIX + "__".join(keys).upper() if kind == "variable" else ".".join(keys)
 
 
-# What was given, with the origin of each value
+# The table: values by path, each with its origin
 
 
 class Entry(NamedTuple):
     """The value of a key, {} of a table and [] of a list: what is in them has entries of its own.
 
-    It was given, as `keys`, by the option, the variable, or the file of these `lines` that is called `name`; by none
-    where it follows from other settings. The highest precedence wins.
+    Its origin is the option, the variable, or the file of these `lines` that is called `name`, which had it as `keys`;
+    there is none where it follows from other settings. The highest precedence wins.
     """
 
     value: Any = ABSENT
@@ -244,23 +215,29 @@ class Table:
         return self.entries.get(tuple(keys.split(".")) if isinstance(keys, str) else keys, Entry())
 
     def items(self, keys: Keys) -> list[Any]:
-        """The values directly in a table or a list."""
-        return [entry.value for path, entry in self.entries.items() if path and path[:-1] == keys]
+        """The values directly in a table or a list, nested."""
+        return [self.tree(path) for path in list(self.entries) if path and path[:-1] == keys]
 
-    def nearest(self, keys: Keys) -> Entry:
-        """The entry of `keys`, else of its nearest parent, that a source gave; an empty one where none did."""
+    def tree(self, keys: Keys = ()) -> Any:
+        """The value with all that is in it, nested."""
+        value = self.entries[keys].value
+        if isinstance(value, dict):
+            return {path[-1]: self.tree(path) for path in self.entries if path and path[:-1] == keys}
+        return self.items(keys) if isinstance(value, list) else value
+
+    def origin(self, keys: Keys) -> Entry:
+        """The entry of `keys`, else of its nearest parent, that a source has; an empty one where none has."""
         with_parents = [self.entry(keys[:length]) for length in range(len(keys), 0, -1)]
         return next((entry for entry in with_parents if entry.name), Entry())
 
-    def tree(self) -> Any:
-        """All settings, nested."""
-        values: dict[Keys, Any] = {}
-        for keys, (value, *_) in self.entries.items():
-            values[keys] = type(value)() if isinstance(value, dict | list) else value
-            if keys:
-                around = values[keys[:-1]]
-                around.append(values[keys]) if isinstance(around, list) else around.update({keys[-1]: values[keys]})
-        return values[()]
+    def set(self, keys: Keys | str, entry: Entry) -> None:
+        """Put an entry, and the tables around it, in place of the one before and of what was in that."""
+        keys = tuple(keys.split(".")) if isinstance(keys, str) else keys
+        kinds = (dict, list) if keys and is_index(keys[-1]) else (dict,)
+        if keys and not isinstance(self.entry(keys[:-1]).value, kinds):
+            self.set(keys[:-1], Entry(kinds[-1]()))
+        self.entries = {path: one for path, one in self.entries.items() if path == keys or path[: len(keys)] != keys}
+        self.entries[keys] = entry
 
     def add(self, keys: Keys, value: Any, source: Entry) -> None:
         """Put a value over those before: tables are merged, anything else is replaced; the text "None" is null."""
@@ -274,18 +251,16 @@ class Table:
                 return
             if around.name != source.name:
                 self.entries[parent] = source._replace(value=around.value, keys=parent)
-        source, before = source._replace(keys=keys), value
+        source, before = source._replace(keys=keys), (keys, value)
         if (older := OLDER.get(in_section(keys))) is not None:
             keys, value = (*keys[:-1], older[0]), older[1](value)
-            if (keys, value) != (source.keys, before):
-                today = ",".join(map(str, value)) if isinstance(value, list) else value
-                hint = f"{before} is an older spelling of {spell(keys, source.kind)} {today}"
-                self.hints.append(f"{source.place} {hint}")
+        if (keys, value) != before:
+            today = ",".join(map(str, value)) if isinstance(value, list) else value
+            self.hints.append(f"{source.place} {before[1]} is an older spelling of {spell(keys, source.kind)} {today}")
         same, union = self.entry(keys).value, keys[:-1]
         if keys[-1:] == ("type",) and generic(union) in self._unions and same not in (ABSENT, value):
             if len(self.items(union)) > 1:
-                what = f"{'.'.join(union)} of type '{same}' is left out"
-                self.hints.append(f"{what}: {source.place} makes it '{value}'")
+                self.hints.append(f"{'.'.join(union)} of type '{same}' is left out: {source.place} makes it '{value}'")
             self.set(union, source._replace(value={}, keys=union))
         if isinstance(value, dict) and isinstance(same, dict):
             self.entries[keys] = source._replace(value={})
@@ -296,22 +271,8 @@ class Table:
         for key, item in sorted(items, key=lambda item: item[0] != "type"):
             self.add((*keys, str(key)), item, source)
 
-    def fill(self, dotted: str, entry: Entry) -> None:
-        """Set what was missing, or came from a weaker source, and follows from another setting."""
-        keys = tuple(dotted.split("."))
-        for parent in [keys[:length] for length in range(len(keys))]:
-            if not isinstance(self.entry(parent).value, dict):
-                self.set(parent, Entry({}))
-        self.set(keys, entry)
 
-    def set(self, keys: Keys, entry: Entry) -> None:
-        """Put an entry in place of the one before and of what was in that."""
-        for path in [path for path in self.entries if path[: len(keys)] == keys != path]:
-            del self.entries[path]
-        self.entries[keys] = entry
-
-
-Assignment = tuple[Keys, Any, Entry]  # the last is the source, as an entry without a value
+# Sources: variables, the words of the command line, and files
 
 
 def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Table:
@@ -329,8 +290,8 @@ def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Ta
     words, files, options, precedence = deque(argv), list[Assignment](), list[Assignment](), 1
     while words:
         try:
-            for one in _take(cls, words):
-                (options if one[2].kind == "option" else files).append(one)
+            taken = _take_file(words, ()) if words[0].startswith("@") else _take_option(cls, words)
+            (options if taken[0][2].kind == "option" else files).extend(taken)
         except ConfigError as error:
             table.problems += error.problems
     for keys, value, source in sorted(files, key=lambda one: one[0] != ()):
@@ -339,9 +300,6 @@ def _read(cls: type[Section], argv: Sequence[str], env: Mapping[str, str]) -> Ta
     for keys, value, source in sorted(options, key=lambda one: (any(map(is_index, one[0])), one[0][-1] != "type")):
         table.add(keys, value, source._replace(precedence=precedence + 1))
     return table
-
-
-# Environment variables: PRIME_MODEL__NAME is model.name. One without `__` counts only if it names a setting.
 
 
 def child_env(env: Mapping[str, str], cls: type[Section]) -> dict[str, str]:
@@ -353,22 +311,16 @@ def child_env(env: Mapping[str, str], cls: type[Section]) -> dict[str, str]:
 
 
 def _keys_of_variable(name: str, cls: type[Section]) -> Keys:
-    """Return the setting that a variable names, () of any other program's."""
+    """Return the setting that a variable names, () of any other program's: one without `__` has to be a setting."""
     if not name.startswith(PREFIX) or name == RESERVED_VARIABLE:
         return ()
     keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
     keys = ("log", "level") if keys == ("log_level",) else keys
-    today = (OLDER[keys][0],) if keys in OLDER else keys
-    return keys if len(keys) > 1 or find(cls, today) else ()
+    return keys if len(keys) > 1 or find(cls, OLDER.get(keys, keys)[:1]) else ()
 
 
-# The words of the command line, and values as text
-
-
-def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
-    """Take a file with those that it includes, or an option with the values that follow it, as many as its type takes."""
-    if words[0].startswith("@"):
-        return _take_file(words, ())
+def _take_option(cls: type[Section], words: deque[str]) -> list[Assignment]:
+    """Take an option with the values that follow it, as many as its type takes, or with the file of its section."""
     word = words.popleft()
     name, equals, inline_value = word.partition("=")
     if not name.startswith("--") or name == "--":
@@ -378,22 +330,26 @@ def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
         raise ConfigError(f"unexpected argument '{without_password(word)}'{hint}")
     keys = tuple(name[2:].replace("-", "_").split("."))
     setting, source = find(cls, keys), Entry(kind="option", name=name)
-    if setting is None:  # `--no-flag` or, for what may be null, `--no-ckpt`; also `--trainer.no-ckpt`
-        for position, key in enumerate(keys):
-            positive = (*keys[:position], key.removeprefix("no_"), *keys[position + 1 :])
-            setting = find(cls, positive) if key.startswith("no_") else None
-            if setting is not None and (setting.takes(bool) or setting.takes(NoneType)):
-                if equals:
-                    raise ConfigError(f"{name} takes no value")
-                return [(positive, False if setting.takes(bool) else None, source)]
-        return [(keys, inline_value if equals else " ".join(_following(words)), source)]
+    positive = tuple(key.removeprefix("no_") for key in keys)  # of `--no-flag` or, for what may be null, `--no-ckpt`
+    off = find(cls, positive) if setting is None and positive != keys else None
+    if off is not None and off.takes(bool, NoneType):
+        if equals:
+            raise ConfigError(f"{name} takes no value")
+        return [(positive, False if off.takes(bool) else None, source)]
     first = inline_value if equals else words[0] if words else ""
-    is_table = bool(setting.sections) or setting.takes(dict)
+    is_table = setting is not None and (bool(setting.sections) or setting.takes(dict))
     if is_table and first.startswith("@"):
         words.extendleft([first] if equals else [])
         return _take_file(words, keys, f"{name} ")
-    most = None if setting.takes(list) else 0 if setting.takes(bool) and first.lower() not in BOOLS else 1
-    texts = [inline_value] if equals else _following(words, most)
+    takes_many = setting is None or setting.takes(list)
+    most = None if takes_many else 0 if setting.takes(bool) and first.lower() not in BOOLS else 1
+    texts = [inline_value] if equals else []
+    while words and not equals and len(texts) != most and not words[0].startswith(("--", "@")):
+        if takes_many and words[0].endswith(".toml"):  # a file without its @
+            break
+        texts.append(words.popleft())
+    if setting is None:
+        return [(keys, " ".join(texts), source)]
     if not texts and not is_table and not setting.takes(bool, Any):
         raise ConfigError(f"{name} needs a value")
     value = _from_text(texts, setting)
@@ -403,31 +359,13 @@ def _take(cls: type[Section], words: deque[str]) -> list[Assignment]:
     return [(keys, value, source)]
 
 
-def _following(words: deque[str], most: int | None = None) -> list[str]:
-    """Take the values that follow an option, at most so many; none of several is a file without its @."""
-    values: list[str] = []
-    while words and len(values) != most and not words[0].startswith(("--", "@")):
-        if most is None and words[0].endswith(".toml"):
-            break
-        values.append(words.popleft())
-    return values
-
-
-def _take_file(words: deque[str], prefix: Keys, after: str = "") -> list[Assignment]:
-    """Read the file of the `@` that comes next, in the same word or the next."""
-    path = words.popleft()[1:]
-    if not path and (not words or words[0].startswith(("--", "@"))):
-        raise ConfigError(f"{after}@ must be followed by a file")
-    return _read_file(Path(path or words.popleft()), prefix)
-
-
 def _from_text(texts: list[str], setting: Setting) -> Any:
     """Convert the text of an option or a variable to the setting's type (a list takes any number; no text means true).
 
     Text that does not convert is returned unchanged.
     """
     text = " ".join(texts) if texts else "true"
-    if text == "None":
+    if text == "None" or (setting.takes(str, Path, Literal) and not setting.takes(list)):
         return text
     if setting.takes(list):
         if text.lstrip().startswith("{"):  # tables, each of them a word
@@ -436,8 +374,6 @@ def _from_text(texts: list[str], setting: Setting) -> Any:
         return _literal(text) if text.lstrip().startswith("[") else [part for part in parts if part]
     if setting.takes(bool):
         return BOOLS.get(text.lower(), text)
-    if setting.takes(str, Path, Literal):
-        return text
     value = _literal(text)
     if value in (True, False) and setting.sections and setting.takes(NoneType):
         return {} if value else None
@@ -453,13 +389,25 @@ def _literal(text: str) -> Any:
     return text
 
 
+def _take_file(words: deque[str], prefix: Keys, after: str = "") -> list[Assignment]:
+    """Read the file of the `@` that comes next, in the same word or the next."""
+    path = words.popleft()[1:]
+    if not path and (not words or words[0].startswith(("--", "@"))):
+        raise ConfigError(f"{after}@ must be followed by a file")
+    return _read_file(Path(path or words.popleft()), prefix)
+
+
 def _read_file(path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> list[Assignment]:
-    """Return what each file that is included, relative to the one that does, then the file itself sets below `prefix`."""
+    """Return what the files that a file includes, by paths relative to it, and then the file itself set below `prefix`."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError(f"no such file: {path}{_nearest_file(path)}") from None
+        near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)
+        hint = f"did you mean {path.parent / near[0]}.toml?" if near else ""
+        hint = hint if path.parent.is_dir() else f"nor is there a directory {path.parent}"
+        hint = f"today it is {today}" if (today := current_file(path)) else hint
+        raise ConfigError(f"no such file: {path}{_where(hint)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # of tomllib, or of an encoding
@@ -474,18 +422,6 @@ def _read_file(path: Path, prefix: Keys, including: tuple[Path, ...] = ()) -> li
             raise ConfigError(f"{path}: include of {target} is a cycle")
         assignments += _read_file(target, prefix, (*including, path))
     return [*assignments, (prefix, tree, Entry(name=str(path), lines=tuple(text.splitlines()), above=len(prefix)))]
-
-
-def _nearest_file(path: Path) -> str:
-    for position, folder in enumerate(path.parts[:-1]):
-        name = path.with_suffix("").parts[position + 1]
-        today = Path(*path.parts[:position], name, f"{OLDER_FOLDERS.get(folder)}.toml")
-        if os.path.isfile(today):
-            return f" (today it is {today})"
-    if not os.path.isdir(path.parent):
-        return f" (nor is there a directory {path.parent})"
-    near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)
-    return f" (did you mean {path.parent / near[0]}.toml?)" if near else ""
 
 
 # Mistakes as lines: the key, what is wrong with it, where it came from, the nearest setting
@@ -510,7 +446,7 @@ def _validation_lines(error: ValidationError, cls: type[Section], table: Table, 
         elif kind == "extra_forbidden":
             lines[keys, ""] = _unknown(cls, table, keys)
         else:
-            message, entry, setting = _message(details), table.nearest(keys), find(cls, keys)
+            message, entry, setting = _message(details), table.origin(keys), find(cls, keys)
             shown = entry.name and not (setting and has_mark(setting.field, "secret"))
             shown = shown and kind not in ("missing", "union_tag_invalid", "literal_error")
             line = f"{'.'.join(keys)}: {message}{_got(details['input']) if shown else ''}{_where(entry.place)}"
@@ -540,10 +476,10 @@ def _problem_line(problem: Problem, prefix: Keys, table: Table) -> str:
 
 def _unknown(cls: type[Section], table: Table, keys: Keys) -> str:
     """Return a line about `keys`, the last of which names nothing in its section."""
-    tags = [setting.tag for setting in settings(cls) if setting.keys == generic(keys) and setting.tag]
+    tags = dict.fromkeys(f"'{one.tag}'" for one in settings(cls) if one.keys == generic(keys) and one.tag)
     leaves = (path for path, entry in table.entries.items() if path[: len(keys)] == keys and entry.value != {})
     keys = next(leaves, keys)
-    entry = table.nearest(keys)
+    entry = table.origin(keys)
     unknown = f"{entry.place} names no setting"
     if entry.kind == "file":
         unknown = f"unknown key {'.'.join(keys)}{_where(entry.place)}"
@@ -551,8 +487,7 @@ def _unknown(cls: type[Section], table: Table, keys: Keys) -> str:
         its = spell(keys[1:], entry.kind)
         return f"{unknown}: only `rl` has a section `{keys[0]}`; give {its} to the command `{keys[0]}`"
     if tags:
-        types = ", ".join(f"'{tag}'" for tag in dict.fromkeys(tags))
-        return f"{unknown} of this type; it belongs to type {types}"
+        return f"{unknown} of this type; it belongs to type {', '.join(tags)}"
     near = nearest(cls, keys)
     return unknown if near is None else f"{unknown}; did you mean {spell(near, entry.kind)}?"
 
@@ -579,3 +514,87 @@ def _got(value: Any) -> str:
 
 def _where(place: str) -> str:
     return f" ({place})" if place else ""
+
+
+# Help
+
+
+def _answer(cls: type[Section], prog: str, arguments: Sequence[str]) -> str | None:
+    """Return what to print for --help, --version or --completion, None where none of them is asked for."""
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        name, equals, inline_value = word.partition("=")
+        topic = inline_value if equals else "" if following.startswith(("-", "@")) else following
+        if name == "--version":
+            return f"{prog} (prime-rl {version('prime-rl')})"
+        if name == "--completion":
+            if topic not in SHELLS:
+                raise ConfigError(f"--completion needs one of {', '.join(SHELLS)}")
+            options = sorted({spell(setting.keys, "option") for setting in settings(cls)})
+            return SHELLS[topic].format(prog=prog, options=" ".join(options))
+        if name in ("-h", "--help"):
+            return help_text(cls, prog, topic, within=not equals)
+    return None
+
+
+def help_text(cls: type[Section], prog: str, topic: str = "", within: bool = True) -> str:
+    """Return the overview: top-level options and sections.
+
+    Of a topic that is a section: its own options and sections, if `within`. Of any other: the options with the topic in
+    their name or description.
+    """
+    every, section = settings(cls), tuple(topic.replace("-", "_").split("."))
+    around = {section, (*section, "N")} if topic else {()}  # of a list of sections, each of its items
+    shown = [one for one in every if {one.keys, one.keys[:-1]} & around]
+    overview: list[str] = []
+    if not topic:
+        overview = [OVERVIEW.format(prog=prog, summary=textwrap.fill(_summary(cls), 120))]
+        shown.sort(key=lambda one: bool(one.sections))
+    elif not within or len(shown) < 2:
+        texts = [f"{spell(one.keys, 'file')} {spell(one.keys, 'option')} {one.field.description}" for one in every]
+        matches = zip(every, texts, strict=True)
+        shown = [one for one, text in matches if topic == "all" or topic.lower() in text.lower()]
+    if not shown:
+        raise ConfigError(f"no option has '{topic}' in its name or description")
+    return "\n".join([*overview, *(_line(cls, one) for one in shown)])
+
+
+def _line(cls: type[Section], setting: Setting) -> str:
+    """Return an option with type, description and default, a section, or the heading of one type of a section."""
+    option, name = spell(setting.keys, "option"), setting.keys[-1]
+    switch = spell((*setting.keys[:-1], f"no_{name}"), "option")
+    kind = f"| {switch}" if setting.takes(bool) and not setting.takes(NoneType) else type_text(setting)
+    left, text = f"  {option} {kind}", f"{setting.field.description} [{default_text(setting)}]"
+    if setting.sections:
+        left, text = f"  [{'.'.join(setting.keys)}]", setting.field.description or ""
+        text += f" [default: off; {option}, {switch}]" if setting.takes(NoneType) else ""
+    elif name == "type" and setting.tag:
+        around = find(cls, setting.keys[:-1])
+        default = ", the default" if around is not None and setting.tag == default_type(around.field) else ""
+        return f"\n  with {option} {setting.tag}{default}: {_summary(setting.owner)}"
+    width = max(80, min(shutil.get_terminal_size((140, 40)).columns, 160))
+    right = textwrap.indent(textwrap.fill(text, width - LEFT), " " * LEFT)
+    return f"{left}\n{right}" if len(left) > LEFT - 2 else left + right[len(left) :]
+
+
+def _summary(section: type[Section]) -> str:
+    return f"{' '.join((section.__doc__ or '').split()).rstrip('.')}."
+
+
+def type_text(setting: Setting) -> str:
+    """Return the type of a setting for people: `int|None`."""
+    names: dict[Any, str] = {list: "list", dict: "table", Path: "path", NoneType: "None"}
+    words: list[str] = []
+    for kind in setting.kinds:
+        name = "table" if kind in setting.sections else names.get(get_origin(kind) or kind)
+        words += get_args(kind) if get_origin(kind) is Literal else [name or kind.__name__]
+    return "|".join(words)
+
+
+def default_text(setting: Setting) -> str:
+    """Return the default of a setting for people: `default: 1`, or `required`."""
+    if setting.field.is_required():
+        return "required"
+    default: Any = setting.field.get_default(call_default_factory=True, validated_data={})
+    if default in ("", [], {}):
+        return "default: empty"
+    return f"default: {str(default).lower() if isinstance(default, bool) else default}"

@@ -1,7 +1,8 @@
-"""Settings and files of earlier releases, and what they are today. Data alone."""
+"""Settings and files of earlier releases, and what they are today."""
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -21,3 +22,13 @@ OLDER: dict[tuple[str, ...], tuple[str, Callable[[Any], Any]]] = {
 }
 # configs/trainer/NAME.toml, or configs/trainer/NAME/1b.toml, is configs/NAME/train.toml.
 OLDER_FOLDERS = {"trainer": "train", "training": "train", "orchestrator": "orch", "inference": "infer"}
+
+
+def current_file(path: Path) -> Path | None:
+    """Return what a file of an earlier release is called today, None where there is no such file."""
+    for position, folder in enumerate(path.parts[:-1]):
+        name = path.with_suffix("").parts[position + 1]
+        today = Path(*path.parts[:position], name, f"{OLDER_FOLDERS.get(folder)}.toml")
+        if today.is_file():
+            return today
+    return None

@@ -29,7 +29,7 @@ DEFAULT_PORT = 8000
 def share(table: Table) -> None:
     """Fill shared settings of an RLConfig into every section. Raises Problems."""
     if table.entry("trainer").value is ABSENT:
-        table.fill("trainer", Entry({}))
+        table.set("trainer", Entry({}))
     sections = [name for name in ALL if isinstance(table.entry(name).value, dict)]
     pair = [name for name in PAIR if name in sections]
     common = [(key, [name for name in whom if name in sections]) for key, whom in COMMON.items()]
@@ -40,7 +40,7 @@ def share(table: Table) -> None:
         agree_on_address(table, "orchestrator.client") if {"inference", "orchestrator"} <= {*sections} else None,
     )
     if table.entry("wandb").value is not ABSENT:
-        table.fill("wandb", Entry(None))
+        table.set("wandb", Entry(None))
     choose_data(table)
 
 
@@ -79,7 +79,7 @@ def unify(table: Table, keys: list[str]) -> Problem | None:
             return contradiction(table, strongest[0], key)
     for key in keys if strongest else ():
         if key not in entries or not same(entries[strongest[0]].value, entries[key].value):
-            table.fill(key, entries[strongest[0]])
+            table.set(key, entries[strongest[0]])
     return None
 
 
@@ -89,7 +89,7 @@ def share_seq_len(table: Table, keys: list[str]) -> Iterator[Problem | None]:
         if _precedence(table, *keys) <= _precedence(table, "seq_len"):
             yield from [unify(table, ["seq_len", key]) for key in keys]
             return
-        table.fill("seq_len", Entry(None))
+        table.set("seq_len", Entry(None))
     if sum(table.entry(key).value is not ABSENT for key in keys) == 1:
         unify(table, keys)
 
@@ -103,7 +103,7 @@ def share_wandb(table: Table, section: str) -> Iterator[Problem | None]:
     # Off is written at the top of a resolved file, too, beside monitors that are on.
     decided = top.value is not None or top.kind == "option"
     if own.value is ABSENT or (top.precedence > own.precedence and None in (own.value, top.value)):
-        table.fill(place, Entry(top.value))
+        table.set(place, Entry(top.value))
     elif top.precedence == own.precedence and decided and (own.value is None) != (top.value is None):
         states = ("off", "on") if top.value is None else ("on", "off")
         yield Problem(f"wandb is {states[0]} but {place} is {states[1]}", "wandb", place)
@@ -112,7 +112,7 @@ def share_wandb(table: Table, section: str) -> Iterator[Problem | None]:
         if name in ("name", "id") and top.value not in (ABSENT, None):
             top = top._replace(value=f"{top.value}-{section}")
         if top.value is not ABSENT and (own.value is ABSENT or top.precedence > own.precedence):
-            table.fill(f"{place}.{name}", top)
+            table.set(f"{place}.{name}", top)
         elif top.value is not ABSENT and top.precedence == own.precedence and not same(own.value, top.value):
             yield contradiction(table, f"wandb.{name}", f"{place}.{name}")
 
@@ -135,12 +135,12 @@ def agree_on_address(table: Table, client: str) -> Problem | None:
         same_host = address.hostname == urlsplit(own).hostname
         gap = _precedence(table, key) - _precedence(table, port_key, *([] if same_host else [host_key]))
         if same_host and (port is ABSENT or gap > 0 or address.port == port):
-            table.fill(port_key, Entry(address.port))
+            table.set(port_key, Entry(address.port))
             return None
         if gap >= 0:
             message = f"{key} is {urls[0]} but inference.server listens on {urlsplit(own).netloc}: give one of them"
             return Problem(message, key, port_key, host_key)
-    table.fill(key, Entry(own))
+    table.set(key, Entry(own))
     return None
 
 
@@ -153,12 +153,12 @@ def choose_data(table: Table) -> None:
     fake, batch_size = table.entry(key), table.entry("orchestrator.batch_size")
     if table.entry("bench").value is True:
         if fake.value in (ABSENT, None):
-            table.fill(key, Entry({}))
-            table.fill(f"{key}.batch_size", batch_size) if batch_size.value is not ABSENT else None
+            table.set(key, Entry({}))
+            table.set(f"{key}.batch_size", batch_size) if batch_size.value is not ABSENT else None
     elif fake.value not in (ABSENT, None):
         where = f" ({fake.place})" if fake.name else ""
         table.hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
-        table.fill(key, Entry(None))
+        table.set(key, Entry(None))
     if table.entry("orchestrator.trainer").value is False:
         table.hints.append("orchestrator.trainer is left out: `rl` starts a trainer")
-        table.fill("orchestrator.trainer", Entry(True))
+        table.set("orchestrator.trainer", Entry(True))

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from prime_rl import processes
 from prime_rl.config import RLConfig
-from prime_rl.config.loader import say
 from prime_rl.entrypoints import run_command
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, say
 from prime_rl.monitor import log
 
 _EXAMINATIONS = {

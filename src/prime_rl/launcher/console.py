@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from prime_rl.config.loader import say
+from prime_rl.errors import say
 from prime_rl.launcher.rundir import LAUNCHER
 from prime_rl.monitor import read_status
 from prime_rl.monitor.limits import LimitWatch, Row, limit_of

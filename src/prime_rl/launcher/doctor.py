@@ -8,8 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from prime_rl.config.inference import SERVER
-from prime_rl.config.loader import say
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, say
 from prime_rl.launcher import rundir
 from prime_rl.launcher.console import minutes
 from prime_rl.launcher.supervise import RestartPolicy, log_tail, stall_reason

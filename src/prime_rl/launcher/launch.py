@@ -5,9 +5,8 @@ import time
 from contextlib import suppress
 
 from prime_rl.config import RLConfig, write_toml
-from prime_rl.config.loader import say
 from prime_rl.config.shared import how_to_start
-from prime_rl.errors import UserError
+from prime_rl.errors import UserError, say
 from prime_rl.inference.checks import claim_port
 from prime_rl.inference.server import guarded_host
 from prime_rl.launcher import preflight, rundir, slurm

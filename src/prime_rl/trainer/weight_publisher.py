@@ -121,7 +121,7 @@ class WeightPublisher:
         async_level: Versions behind the newest that are still sampled from.
         needed: Returns the checkpoints whose versions stay. Called by a thread.
         on_committed: Called in the loop's thread with each committed version and the seconds of its parts
-            (`time/export_*`), of the loop's waiting (`time/export`) and of scoring (`time/canary`).
+            (`time/export_*`), of the loop's waiting (`time/export`) and of scoring (`time/logprob_check`).
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class WeightPublisher:
         times = agree(self.world, results)
         self._waited += time.perf_counter() - began
         if times is not None:
-            times |= {"time/export": self._waited, "time/canary": self._scoring}
+            times |= {"time/export": self._waited, "time/logprob_check": self._scoring}
             self._waited = self._scoring = 0.0
             self._on_committed(self._version, times)
 

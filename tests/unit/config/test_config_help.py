@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from prime_rl.config import BaseConfig, RLConfig, load
-from prime_rl.config.help import SHELLS, help_text
-from prime_rl.config.loader import settings, spell
+from prime_rl.config.base import settings
+from prime_rl.config.loader import SHELLS, help_text, spell
 from support.configs import CLASSES, COMMANDS, command_line
 
 HEAVY = ("torch", "vllm", "verifiers", "transformers", "datasets", "numpy", "pyarrow", "wandb", "rich", "httpx")

@@ -22,9 +22,8 @@ from prime_rl.config import (
     to_toml,
     write_toml,
 )
-from prime_rl.config.base import Section
-from prime_rl.config.loader import Keys
-from prime_rl.config.loader import settings as every_setting
+from prime_rl.config.base import Keys, Section
+from prime_rl.config.base import settings as every_setting
 from prime_rl.config.migration import OLDER
 from prime_rl.errors import UserError
 from support.configs import COMMANDS, LEAST

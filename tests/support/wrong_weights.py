@@ -36,7 +36,7 @@ class Run:
     def __init__(self, server: InferenceServer, make_policy: Callable[..., Policy], world: World) -> None:
         self.server, self.make_policy, self.world = server, make_policy, world
         self.root = Path(tempfile.mkdtemp(prefix="run-", dir=server.weights_root))
-        self.canaries = LogprobCheck()
+        self.check = LogprobCheck()
         self.base = write_base_version(self.root, server.model, self.score(server.model))
         self.version = 0
 
@@ -74,7 +74,7 @@ class Run:
             How far off the reference was.
         """
         config = ClientConfig(base_url=self.server.base_url)
-        async with InferenceClient(config, logprob_check=self.canaries) as engine:
+        async with InferenceClient(config, logprob_check=self.check) as engine:
             await engine.update(version)
             return await self.difference(version)
 
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def hides(self) -> Callable[[Difference], bool]:
-        tolerance = self.canaries.calibrations[self.server.root].tolerance
+        tolerance = self.check.calibrations[self.server.root].tolerance
         assert tolerance is not None
         return lambda difference: difference.within(tolerance)
 

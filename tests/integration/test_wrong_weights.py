@@ -1,7 +1,7 @@
 """Mutations of the weights on their way into a real engine, which the check of logprobs finds. What happens to files the hash finds: test_inference.py.
 
-A version is committed whose hashes are those of wrong tensors and whose canary is that of the right ones, as the trainer would have scored it: hashes
-have nothing to find. That a reload really packs heads and experts again: test_inference.py. In bfloat16 on a GPU: tests/gpu/test_canary.py.
+A version is committed whose hashes are those of wrong tensors and whose fixed prompt has the log-probabilities of the right ones, as the trainer would have scored it: hashes
+have nothing to find. That a reload really packs heads and experts again: test_inference.py. In bfloat16 on a GPU: tests/gpu/test_wrong_weights.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from prime_rl.fleet.logprob_check import LEAST_LARGEST, LEAST_MEAN, LogprobCheck
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from support import trainer as support
-from support.canaries import DRIFTED, STEPPED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
+from support.wrong_weights import DRIFTED, STEPPED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
 
 world, make_policy = support.world, support.make_policy
 
@@ -34,20 +34,20 @@ async def test_right_weights_are_in_a_narrow_tolerance(run: Run) -> None:
     drifted = run.commit(run.changed(DRIFTED))
     for version in (drifted, run.base, drifted):
         assert (await run.load(version)).largest < 1e-4
-    tolerance = run.canaries.calibrations[run.server.root].tolerance
+    tolerance = run.check.calibrations[run.server.root].tolerance
     assert tolerance is not None
     assert (tolerance.mean, tolerance.largest) == (LEAST_MEAN, LEAST_LARGEST)
 
-    run.canaries = LogprobCheck()  # another orchestrator goes on: the server serves the drifted weights
+    run.check = LogprobCheck()  # another orchestrator goes on: the server serves the drifted weights
     assert (await run.load(drifted)).largest < 1e-4
-    assert run.canaries.calibrations[run.server.root].tolerance == tolerance
+    assert run.check.calibrations[run.server.root].tolerance == tolerance
 
 
 CAUGHT = [skip_a_tensor, swap_layers, stay, flip(30)]
 
 
 @pytest.mark.parametrize("mutate", CAUGHT, ids=["skipped", "swapped", "stale", "exponent bit"])
-async def test_the_canary_finds_what_a_loader_did_wrong(
+async def test_the_logprob_check_finds_what_a_loader_did_wrong(
     run: Run, mutate: Callable[[Tensors, Tensors], Tensors]
 ) -> None:
     """Contract: where the policy is far from the base, one tensor that was not loaded, two layers in each other's place, weights that stayed
@@ -62,7 +62,7 @@ async def test_the_canary_finds_what_a_loader_did_wrong(
     run.server.reset()
 
 
-async def test_the_canary_finds_weights_that_stay_what_they_were_though_the_band_hides_it(run: Run) -> None:
+async def test_the_logprob_check_finds_weights_that_stay_what_they_were_though_the_band_hides_it(run: Run) -> None:
     """Contract: a step away from what it was given before, a server that keeps that is within the tolerance, but its numbers are the very same."""
     await run.load(run.base)
     version = run.commit(run.changed(STEPPED), run.changed(0.0))

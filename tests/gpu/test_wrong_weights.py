@@ -1,6 +1,6 @@
 """Mutations of the weights on their way into an engine that serves bfloat16 on a GPU: what its wider tolerance still finds, and what it does not.
 
-On a CPU, with the loader's own code taken away too: tests/integration/test_canary.py. One server for all, a minute on an H200.
+On a CPU, with the loader's own code taken away too: tests/integration/test_wrong_weights.py. One server for all, a minute on an H200.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from prime_rl.inference import compat
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from support import trainer as support
-from support.canaries import DRIFTED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
+from support.wrong_weights import DRIFTED, Run, Tensors, flip, skip_a_tensor, stay, swap_layers
 
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
@@ -47,7 +47,7 @@ async def test_right_weights_are_within_the_tolerance(run: Run) -> None:
     [(skip_a_tensor, FAR), (swap_layers, DRIFTED), (stay, DRIFTED), (flip(30), DRIFTED)],
     ids=["skipped", "swapped", "stale", "exponent bit"],
 )
-async def test_the_canary_finds_what_a_loader_did_wrong(run: Run, mutate: Mutation, by: float) -> None:
+async def test_the_logprob_check_finds_what_a_loader_did_wrong(run: Run, mutate: Mutation, by: float) -> None:
     """Contract: found though the server says, by its hash, that it serves the version."""
     await run.load(run.base)
     new = run.changed(by)

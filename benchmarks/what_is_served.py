@@ -1,7 +1,7 @@
-"""What it costs to know what a server serves, and how far a right server is off: hashes, the answer to "what do you serve?", and the canary.
+"""What it costs to know what a server serves, and how far a right server is off: hashes, the answer to "what do you serve?", and the fixed prompt.
 
-    python benchmarks/canary.py --model 4B --json benchmarks/results/canary_h200.json
-    python benchmarks/canary.py --model tiny --device cpu --dtype bfloat16                      # no GPU
+    python benchmarks/what_is_served.py --model 4B --json benchmarks/results/what_is_served_h200.json
+    python benchmarks/what_is_served.py --model tiny --device cpu --dtype bfloat16                      # no GPU
 
 A model with random weights, its last norm scaled so that distributions are as sharp as a trained model's, is the base; a second version is it with noise. Both are scored by the trainer and
 committed; a server loads them as a run would have it do. Needs vLLM (0.31 or 0.26) and no network.
@@ -67,7 +67,7 @@ def write_model(directory: Path, model: str, layers: int | None, sharpness: floa
 
 
 def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[str, float]:
-    """Commit versions 0 and 1 with their canaries. Returns seconds of scoring: until the host is free again, and until it is done."""
+    """Commit versions 0 and 1 with their fixed prompts scored. Returns seconds of scoring: until the host is free again, and until it is done."""
     world = init_world(device, 600)
     source = find_model(str(model))
     policy = build_policy(source, TrainerModel(), world)
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--drift", type=float, default=0.02, help="relative noise of the second version (0.02)")
     parser.add_argument("--sharpness", type=float, default=6.0, help="weight of the last norm (6)")
     parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "canary.log")
+    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "what_is_served.log")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         row = measure(arguments, Path(scratch))
