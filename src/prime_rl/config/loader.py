@@ -342,7 +342,7 @@ def _take_option(cls: type[Section], words: deque[str]) -> list[Assignment]:
         words.extendleft([first] if equals else [])
         return _take_file(words, keys, f"{name} ")
     takes_many = setting is None or setting.takes(list)
-    most = None if takes_many else 0 if setting.takes(bool) and first.lower() not in BOOLS else 1
+    most = None if setting is None or takes_many else 0 if setting.takes(bool) and first.lower() not in BOOLS else 1
     texts = [inline_value] if equals else []
     while words and not equals and len(texts) != most and not words[0].startswith(("--", "@")):
         if takes_many and words[0].endswith(".toml"):  # a file without its @
