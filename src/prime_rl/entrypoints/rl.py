@@ -1,5 +1,6 @@
 """`rl`: a whole run from one command; `rl doctor RUN` and `rl audit RUN` examine one."""
 
+import difflib
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ _EXAMINATIONS = {
 
 def main() -> None:
     what, *arguments = sys.argv[1:] or [""]
+    if near := [] if what in _EXAMINATIONS else difflib.get_close_matches(what, _EXAMINATIONS, n=1):
+        log.fail(UserError(f"`rl {what}` is no command; did you mean `rl {near[0]}`?"))
     if what not in _EXAMINATIONS:
         run_command(RLConfig, "rl", _run)
     elif arguments in (["-h"], ["--help"]):

@@ -154,7 +154,7 @@ class WeightSync:
     async def _await_published(self, progress: "ResumePoint") -> None:
         """Wait until the trainer has opened the incarnation that the run goes on with.
 
-        A resumed run must not follow the incarnation that it gives up.
+        A resumed run must not follow the incarnation that it supersedes.
         """
 
         def begun() -> bool:
@@ -190,7 +190,7 @@ class WeightSync:
             await asyncio.sleep(POLL_SECONDS)
 
     def notice_incarnation(self) -> None:
-        """Refresh, and if the trainer has opened a new incarnation take back what that gave up.
+        """Refresh, and if the trainer has opened a new incarnation take back what that superseded.
 
         Call it with `batch_lock` held.
         """
@@ -206,7 +206,7 @@ class WeightSync:
             self._lease_after_load(incarnation.number, served)
 
     async def _serve(self) -> None:
-        """Have every ready replica load the newest version: a newer one, or where the trainer gave up what is served the
+        """Have every ready replica load the newest version: a newer one, or where what is served was superseded the
         newest of its new incarnation. Where none is ready, those that join load it; nothing starts until then."""
         scheduler, published = self.scheduler, self.published
 

@@ -16,6 +16,7 @@ from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import read_status
 from prime_rl.monitor.monitor import bench_table, check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import resume_point
+from prime_rl.transport.commit import list_steps
 from prime_rl.wait import WaitTimeout, wait
 
 _PORT_SECONDS = 3.0
@@ -48,6 +49,9 @@ def run(config: RLConfig) -> int:
         return RunOutcome.SUCCESS.value
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
+        if config.recover and _is_finished(config):
+            say(f"this run has made its {config.max_steps} steps already: nothing is trained again")
+            return RunOutcome.SUCCESS.value
         with suppress(WaitTimeout):  # a killed run's processes may take a moment to die
             wait(lambda: not _taken(plan), subject="its port", owner="a run before", seconds=_PORT_SECONDS)
         if (taken := _taken(plan)) is not None:
@@ -106,7 +110,8 @@ def drained(config: RLConfig) -> str:
     """Say what a run that is asked to stop still does, and from where it could go on."""
     if config.bench:
         return "the current step will be finished; a benchmark saves nothing"
-    if config.trainer.ckpt is not None:
+    recovers = config.trainer.recovery_interval or (config.max_restarts and config.recovery_interval)
+    if config.trainer.ckpt is not None or recovers:
         return "the current step will be finished and saved"
     step = rundir.recovery_step(config.output_dir)
     return f"the current step will be finished, not saved for good (no [ckpt]): --recover goes on from step {step} or later"
@@ -143,6 +148,13 @@ def _taken(plan: Plan) -> UserError | None:
 def _check_directory(config: RLConfig) -> None:
     if not config.clean and not config.bench and not _resumes(config):
         rundir.refuse_results(config.output_dir)
+
+
+def _is_finished(config: RLConfig) -> bool:
+    """Whether an earlier `rl` came to the end of this run; it was shorter where `max_steps` was raised since."""
+    processes = [read_status(config.output_dir).get(name) for name in ("trainer", "orchestrator")]
+    finished = all(process is not None and process.outcome == "finished" for process in processes)
+    return finished and config.max_steps in list_steps(config.output_dir / "weights")
 
 
 def _resumes(config: RLConfig) -> bool:

@@ -107,7 +107,7 @@ class JointCheckpoints:
         self.root = ((ckpt and ckpt.output_dir) or output_dir) / "checkpoints"
         self.rollouts = output_dir / "rollouts"
         self._keep = (None, None) if ckpt is None else (ckpt.keep, ckpt.keep_interval)
-        # The trainer may be reading it, while a later one that it is about to give up still stands.
+        # The trainer may be reading it, while a later one that it is about to supersede still stands.
         self._resumed = () if ckpt is None or ckpt.resume_step is None else (ckpt.resume_step,)
         self._single: set[int] = set()  # without a batch before them
         # An orchestrator that was killed may not have removed something. After a resume, checkpoints that are about to

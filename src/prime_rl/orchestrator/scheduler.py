@@ -368,7 +368,7 @@ class Scheduler(Generic[Result]):
             slot.state = State.PENDING if retried else State.FAILED
             self._emit(Dropped(start, reason, detail, retried))
         for group in groups.values():
-            self._update_group(group)
+            self._update_group(group, reason)
 
     def _retry(self, finished: Iterable[Finished[Result]], running: list[Start], detail: str) -> list[Start]:
         """Drop these episodes as stale and try their slots once more. Returns `running`; the loop cancels it."""
@@ -412,7 +412,7 @@ class Scheduler(Generic[Result]):
         running = self._retry(
             [one for one in finished if superseded(one.first, one.last, one.incarnation)],
             [one for one in self._running.values() if superseded(one.version, self.announced, self.incarnation)],
-            f"version given up in incarnation {incarnation}",
+            f"sampled by a version that incarnation {incarnation} superseded",
         )
         self.must_go_back = self.must_go_back or superseded(self.version, self.announced, self.incarnation)
         self.incarnation = incarnation
@@ -518,12 +518,13 @@ class Scheduler(Generic[Result]):
 
     # -- the groups ---------------------------------------------------------------------------------------------------
 
-    def _update_group(self, group: Group[Result]) -> None:
-        """Note what a changed group is: startable, ended, complete. One that the gate rejects is discarded."""
+    def _update_group(self, group: Group[Result], dropped: Drop = Drop.ERRORED) -> None:
+        """Note what a changed group is: startable, ended, complete. One that the gate rejects, or of which the last
+        episode was dropped, is discarded."""
         ended = group.ended
         complete = ended and not any(finished.start.episode in self._unverified for finished in group.finished)
         if ended and not group.finished:
-            self._discard(group, Drop.ERRORED, "no episode of the group has a result")
+            self._discard(group, dropped, "no episode of the group has a result")
         elif complete and (reason := self._gate(group)) is not None:
             self._discard(group, Drop.FILTERED, reason)
         else:

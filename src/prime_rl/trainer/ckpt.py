@@ -261,14 +261,19 @@ class Checkpoints:
 
         agree(self.world, result)
 
-    def finish(self, progress: Progress) -> None:
-        """At the end of a run: save a last checkpoint unless this step has one, with nothing left under way."""
+    def finish(self, progress: Progress, stopped: bool = False) -> None:
+        """At the end of a run: save the last state, with nothing left under way.
+
+        It is a checkpoint; without `ckpt` a run that was `stopped` saves a recovery checkpoint, to go on from here.
+        """
         self.settle()
-        final = self._final(progress.step, "checkpoint")
-        if self.config is None or progress.step == 0:
-            return
-        if progress.step not in on_main(self.world, lambda: checkpoints.steps_with(self.root, PART)):
-            self._write(self._state(), progress, final)
+        saved = on_main(self.world, lambda: checkpoints.steps_with(self.root, PART))
+        kind: Kind = "checkpoint"
+        if self.config is None:
+            saved, kind = on_main(self.world, lambda: list_steps(self.recovery)), "recovery checkpoint"
+        wanted = self.config is not None or (stopped and self.recovery_interval is not None)
+        if wanted and progress.step > 0 and progress.step not in saved:
+            self._write(self._state(), progress, self._final(progress.step, kind))
 
     def close(self) -> None:
         """Let the thread finish its work, for at most `dist_timeout`, and log what failed."""

@@ -214,7 +214,7 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
             if step > 0:
                 versions.ensure(step, durable=True)
                 written = f"; weights in {version_dir(config.output_dir / 'weights', step)}"
-            checkpoints.finish(progress)
+            checkpoints.finish(progress, stopped=stop())
             versions.finish()
         elif world.is_main:  # it alone keeps the rows
             report.text(bench_table(config.output_dir, report.process))

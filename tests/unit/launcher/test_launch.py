@@ -10,7 +10,9 @@ from prime_rl.config.inference import ServerConfig
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
+from prime_rl.launcher import launch
 from prime_rl.launcher.launch import drained, run
+from prime_rl.monitor import Status
 from prime_rl.orchestrator.checkpoint import OrchestratorState
 from prime_rl.transport.commit import stage
 from support.configs import from_table
@@ -46,10 +48,23 @@ def test_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.
     assert run(config(tmp_path, **tiny, **{**goes_on, "seed": 1}, **open_to_all)) == 0
 
 
+def test_a_finished_run_is_not_recovered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contract: `rl --recover` of a run that has made its steps starts nothing, unless `max_steps` was raised."""
+    for name in ("trainer", "orchestrator"):
+        Status(tmp_path, name).done("finished")
+    with stage(tmp_path / "weights" / "step_3", step=3, producer="trainer"):
+        pass
+    tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "recover": True}
+    assert run(config(tmp_path, **tiny, max_steps=3)) == 0
+    assert capsys.readouterr().out == "this run has made its 3 steps already: nothing is trained again\n"
+    assert not launch._is_finished(config(tmp_path, **tiny, max_steps=4))
+
+
 def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     """Only what is set up to be saved, and only what is there to go on from."""
-    plain, saving = config(tmp_path), config(tmp_path, ckpt=CkptConfig())
-    assert drained(saving) == "the current step will be finished and saved"
+    plain = config(tmp_path, max_restarts=0)
+    for saving in (config(tmp_path, max_restarts=0, ckpt=CkptConfig()), config(tmp_path)):
+        assert drained(saving) == "the current step will be finished and saved"
     assert "saves nothing" in drained(config(tmp_path, bench=True))
     assert drained(plain).endswith("--recover goes on from step 0 or later")
     (tmp_path / "recovery" / "step_3").mkdir(parents=True)

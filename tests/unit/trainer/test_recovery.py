@@ -15,6 +15,7 @@ from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
+from prime_rl.trainer import training_loop
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.incarnations import read_incarnations
@@ -164,6 +165,20 @@ def test_recovers_from_nothing(run: Run, undisturbed: Path, tmp_path: Path, capl
     assert hashes(tmp_path) == hashes(undisturbed)
     manifests = [weights_manifest(tmp_path / "weights" / f"step_{version}") for version in (1, 2, 3, 4)]
     assert [manifest.incarnation for manifest in manifests] == [1, 1, 1, 1]
+
+
+def test_a_stopped_run_goes_on_from_where_it_stopped(
+    run: Run, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: also without `ckpt`, where the last recovery checkpoint may be long ago."""
+    with monkeypatch.context() as patch:
+        patch.setattr(training_loop, "stop_signal", lambda: (tmp_path / "weights" / "step_2").is_dir)
+        run(ckpt=None, recovery_interval=100)
+    made = max(list_steps(tmp_path / "weights"))
+    assert list_steps(tmp_path / "recovery") == [made]
+    run(ckpt=None, recovery_interval=100, recover=True)
+    assert read_incarnations(tmp_path) == {0: 0, 1: made}
+    assert hashes(tmp_path) == hashes(undisturbed)
 
 
 @pytest.mark.parametrize("saved", [{}, {"ckpt": None}, {"ckpt": None, "recovery_interval": None}])
