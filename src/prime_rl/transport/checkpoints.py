@@ -1,8 +1,8 @@
 """`checkpoints/step_N`: the parts that each process commits, and the joint manifest that makes them one checkpoint.
 
 A part is a committed directory (`step_N/trainer`, `step_N/orchestrator`). The owner of the joint manifest writes
-`step_N/manifest.json` once every part is there; only then is the checkpoint complete. A part without its partner is never
-chosen by itself.
+`step_N/manifest.json` once every part is there; only then is the checkpoint complete. A part without its partner is not
+resumed from; only a trainer that recovers takes its own newest part (`recoverable`).
 """
 
 import json
