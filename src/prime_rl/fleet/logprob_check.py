@@ -88,8 +88,8 @@ class LogprobCheck:
         A server that does not serve the base weights loads them first: never later, when it samples.
 
         Raises:
-            LogprobCheckFailed: it computes something else.
-            ServerError: it did not answer.
+            LogprobCheckFailed: it computes something else, or does not score the fixed prompt.
+            ServerError: it did not load the base weights.
             CommitError: version 0 is there, and cannot be read now.
             UserError: it holds another base model.
         """
@@ -116,8 +116,6 @@ class LogprobCheck:
             served = await client.load_weights(base)
         try:
             scores, difference = await score(client, base.reference, served.engines)
-        except ServerError:
-            raise
         except UserError as error:
             raise LogprobCheckFailed(
                 f"{client.root} does not score the fixed prompt, which needs max_model_len {len(base.reference.tokens) + 1} {OFF}: {error}"
