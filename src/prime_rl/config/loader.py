@@ -545,9 +545,9 @@ def help_text(cls: type[Section], prog: str, topic: str = "", within: bool = Tru
     every, section = settings(cls), tuple(topic.replace("-", "_").split("."))
     around = {section, (*section, "N")} if topic else {()}  # of a list of sections, each of its items
     shown = [one for one in every if {one.keys, one.keys[:-1]} & around]
-    overview: list[str] = []
+    overview, width = list[str](), max(80, min(shutil.get_terminal_size((140, 40)).columns, 160))
     if not topic:
-        overview = [OVERVIEW.format(prog=prog, summary=textwrap.fill(_summary(cls), 120))]
+        overview = [OVERVIEW.format(prog=prog, summary=textwrap.fill(_summary(cls), width))]
         shown.sort(key=lambda one: bool(one.sections))
     elif not within or len(shown) < 2:
         texts = [f"{spell(one.keys, 'file')} {spell(one.keys, 'option')} {one.field.description}" for one in every]
@@ -555,10 +555,10 @@ def help_text(cls: type[Section], prog: str, topic: str = "", within: bool = Tru
         shown = [one for one, text in matches if topic == "all" or topic.lower() in text.lower()]
     if not shown:
         raise ConfigError(f"no option has '{topic}' in its name or description")
-    return "\n".join([*overview, *(_line(cls, one) for one in shown)])
+    return "\n".join([*overview, *(_line(cls, one, width) for one in shown)])
 
 
-def _line(cls: type[Section], setting: Setting) -> str:
+def _line(cls: type[Section], setting: Setting, width: int) -> str:
     """Return an option with type, description and default, a section, or the heading of one type of a section."""
     option, name = spell(setting.keys, "option"), setting.keys[-1]
     switch = spell((*setting.keys[:-1], f"no_{name}"), "option")
@@ -571,7 +571,6 @@ def _line(cls: type[Section], setting: Setting) -> str:
         around = find(cls, setting.keys[:-1])
         default = ", the default" if around is not None and setting.tag == default_type(around.field) else ""
         return f"\n  with {option} {setting.tag}{default}: {_summary(setting.owner)}"
-    width = max(80, min(shutil.get_terminal_size((140, 40)).columns, 160))
     right = textwrap.indent(textwrap.fill(text, width - LEFT), " " * LEFT)
     return f"{left}\n{right}" if len(left) > LEFT - 2 else left + right[len(left) :]
 
