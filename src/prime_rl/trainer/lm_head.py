@@ -3,10 +3,14 @@
 Tokens go through the head in chunks of C rows; only a chunk's logits exist, in one buffer that all chunks use. Statistics are float32
 (float64 for float64 inputs) whatever the compute dtype, and the gradient of the head's weight is accumulated over chunks in that precision
 too: in bfloat16 its error would grow with the number of chunks. Names carry shapes: N tokens, C of a chunk, V vocabulary, H hidden.
+
+A model's own forward may scale its logits and cap them (`HeadForm`). The factor of the whole, scale or cap, goes
+into the inverse temperature: a chunk holds x = hidden weight^T + bias, or of a capped model x = tanh(slope · (hidden weight^T + bias)).
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +22,27 @@ TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 The loss must be a sum over tokens; it is differentiated with respect to both of its first arguments, and compiled into one graph."""
 
 MAXIMA = 4
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """What a model's own forward makes of u = hidden weight^T + bias:  logits = scale · u,  or  cap · tanh(scale · u / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def slope(self) -> float | None:
+        """The factor of u inside the tanh; None: there is none."""
+        return None if self.cap is None else self.scale / self.cap
+
+    def fold(self, inv_temperature_N: Tensor) -> Tensor:
+        """The inverse temperature of what a chunk holds."""
+        factor = self.scale if self.cap is None else self.cap
+        return inv_temperature_N if factor == 1 else inv_temperature_N * factor
+
+
+PLAIN = HeadForm()
 
 Differentiated = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 """The arguments of a token loss -> (loss, sums, d logprob [C], d entropy [C])"""
@@ -60,21 +85,26 @@ def dlogits_(
     entropy_C: Tensor,
     d_logprob_C: Tensor,
     d_entropy_C: Tensor,
+    slope: float | None = None,
 ) -> Tensor:
     """Overwrite the logits [C, V] with the gradient with respect to them, and return them.
 
     d logprob / dz = onehot - p,  d entropy / dz = -p (log p + entropy),  where z = logits / temperature.
+
+    Args:
+        slope: The logits x are tanh(slope · u), and the gradient is that with respect to u:  dx / du = slope (1 - x²).
     """
     rows = labels_C, inv_temperature_C, log_z_C, entropy_C, d_logprob_C, d_entropy_C
     if has_kernels(logits_CV):
         from prime_rl.trainer import triton_kernels
 
-        return triton_kernels.dlogits_(logits_CV, *rows)
+        return triton_kernels.dlogits_(logits_CV, *rows, slope)
     log_p = logits_CV.to(accumulator(logits_CV.dtype)) * inv_temperature_C[:, None] - log_z_C[:, None]
     p = torch.exp(log_p)
     d = p * -(d_logprob_C[:, None] + d_entropy_C[:, None] * (log_p + entropy_C[:, None]))
     d.scatter_add_(1, labels_C[:, None], d_logprob_C[:, None])
-    return logits_CV.copy_(d * inv_temperature_C[:, None])
+    d = d * inv_temperature_C[:, None]
+    return logits_CV.copy_(d if slope is None else d * slope * (1 - logits_CV.to(d.dtype).square()))
 
 
 def has_kernels(tensor: Tensor) -> bool:
@@ -83,13 +113,21 @@ def has_kernels(tensor: Tensor) -> bool:
 
 
 def logprob_entropy(
-    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, inv_temperature_N: Tensor, chunk: int
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    labels_N: Tensor,
+    inv_temperature_N: Tensor,
+    chunk: int,
+    *,
+    bias_V: Tensor | None = None,
+    form: HeadForm = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of its distribution, both [N] and differentiable.
 
     Keeps no logits: backward computes each chunk's again, four matrix products in all. For losses that couple tokens, and for scoring.
     """
-    return _LogprobEntropy.apply(hidden_NH, weight_VH, labels_N, inv_temperature_N, chunk)
+    inv_t = form.fold(inv_temperature_N)
+    return _LogprobEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, inv_t, chunk, form.slope)
 
 
 def fused_token_loss(
@@ -101,6 +139,9 @@ def fused_token_loss(
     token_loss: TokenLoss,
     chunk: int,
     compiled: bool = False,
+    *,
+    bias_V: Tensor | None = None,
+    form: HeadForm = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """The loss and the metric sums of `token_loss` over all tokens, in one pass.
 
@@ -111,14 +152,17 @@ def fused_token_loss(
         compiled: Compile `token_loss` and its gradient, once for all sizes: eager, their many operations on [C] cost more than the logits.
 
     Returns:
-        loss [] (differentiable in hidden and weight, once), sums [M] (not differentiable).
+        loss [] (differentiable in hidden, weight and bias, once), sums [M] (not differentiable).
     """
+    inv_t = form.fold(inv_temperature_N)
     return _FusedTokenLoss.apply(
-        hidden_NH, weight_VH, labels_N, inv_temperature_N, streams_KN, token_loss, chunk, compiled
+        hidden_NH, weight_VH, bias_V, labels_N, inv_t, streams_KN, token_loss, chunk, compiled, form.slope
     )
 
 
-def _chunked_logits(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+def _chunked_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, slope: float | None
+) -> Iterator[tuple[slice, Tensor]]:
     """The rows of each chunk and their logits, good until the next is asked for.
 
     No tokens are one empty chunk: whoever adds up results of chunks then has something of the right shape.
@@ -127,19 +171,30 @@ def _chunked_logits(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tupl
     room = torch.empty(min(chunk, size), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     for start in range(0, max(size, 1), chunk):
         s = slice(start, min(start + chunk, size))
-        yield s, torch.mm(hidden[s], weight.t(), out=room[: s.stop - s.start])
+        logits = room[: s.stop - s.start]
+        if bias is None:
+            torch.mm(hidden[s], weight.t(), out=logits)
+        else:
+            torch.addmm(bias, hidden[s], weight.t(), out=logits)
+        yield s, logits if slope is None else logits.mul_(slope).tanh_()
 
 
-def _make_gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for d hidden [N, H] and, in the precision of statistics, d weight [V, H]."""
-    return torch.empty_like(hidden), torch.zeros_like(weight, dtype=accumulator(weight.dtype))
+def _make_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Room for d hidden [N, H] and, in the precision of statistics, d weight [V, H] and d bias [V]."""
+    dtype = accumulator(weight.dtype)
+    d_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
+    return torch.empty_like(hidden), torch.zeros_like(weight, dtype=dtype), d_bias
 
 
-def _multiply(d_CV: Tensor, hidden_CH: Tensor, weight: Tensor, d_hidden_CH: Tensor, d_weight: Tensor) -> None:
-    """From the gradient of a chunk's logits:  d_hidden = d weight,  d_weight += d^T hidden."""
+def _multiply(
+    d_CV: Tensor, hidden_CH: Tensor, weight: Tensor, d_hidden_CH: Tensor, d_weight: Tensor, d_bias: Tensor | None
+) -> None:
+    """From the gradient of a chunk's logits:  d_hidden = d weight,  d_weight += d^T hidden,  d_bias += Σ d."""
     torch.mm(d_CV, weight, out=d_hidden_CH)
     if not len(d_CV):
         return
+    if d_bias is not None:
+        d_bias += d_CV.sum(0, dtype=d_bias.dtype)
     if d_CV.dtype == d_weight.dtype:
         d_weight.addmm_(d_CV.t(), hidden_CH)
     elif d_CV.is_cuda:  # bfloat16 inputs, float32 accumulator, one matrix product without a temporary
@@ -174,25 +229,33 @@ def _differentiated(token_loss: TokenLoss, compiled: bool) -> Differentiated:
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, inv_t: Tensor, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        inv_t: Tensor,
+        chunk: int,
+        slope: float | None,
     ) -> tuple[Tensor, Tensor]:
         size, dtype = hidden.shape[0], accumulator(hidden.dtype)
         log_z, logprob, entropy = (torch.empty(size, dtype=dtype, device=hidden.device) for _ in range(3))
-        for s, logits in _chunked_logits(hidden, weight, chunk):
+        for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):
             log_z[s], logprob[s], entropy[s] = stats(logits, labels[s], inv_t[s])
-        ctx.save_for_backward(hidden, weight, labels, inv_t, log_z, entropy)
-        ctx.chunk = chunk
+        ctx.save_for_backward(hidden, weight, bias, labels, inv_t, log_z, entropy)
+        ctx.chunk, ctx.slope = chunk, slope
         return logprob, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, labels, inv_t, log_z, entropy = ctx.saved_tensors
-        d_hidden, d_weight = _make_gradients(hidden, weight)
-        for s, logits in _chunked_logits(hidden, weight, ctx.chunk):
-            d = dlogits_(logits, labels[s], inv_t[s], log_z[s], entropy[s], d_logprob[s], d_entropy[s])
-            _multiply(d, hidden[s], weight, d_hidden[s], d_weight)
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        hidden, weight, bias, labels, inv_t, log_z, entropy = ctx.saved_tensors
+        d_hidden, d_weight, d_bias = _make_gradients(hidden, weight, bias)
+        for s, logits in _chunked_logits(hidden, weight, bias, ctx.chunk, ctx.slope):
+            d = dlogits_(logits, labels[s], inv_t[s], log_z[s], entropy[s], d_logprob[s], d_entropy[s], ctx.slope)
+            _multiply(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
+        gradients = d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(weight.dtype)
+        return *gradients, *[None] * 4
 
 
 class _FusedTokenLoss(torch.autograd.Function):
@@ -201,24 +264,26 @@ class _FusedTokenLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         inv_t: Tensor,
         streams: Tensor,
         token_loss: TokenLoss,
         chunk: int,
         compiled: bool,
+        slope: float | None,
     ) -> tuple[Tensor, Tensor]:
-        d_hidden, d_weight = _make_gradients(hidden, weight)
+        d_hidden, d_weight, d_bias = _make_gradients(hidden, weight, bias)
         losses, sums = [], []
-        for s, logits in _chunked_logits(hidden, weight, chunk):
+        for s, logits in _chunked_logits(hidden, weight, bias, chunk, slope):
             log_z, logprob, entropy = stats(logits, labels[s], inv_t[s])
             loss_of = _differentiated(token_loss, compiled and len(logprob) > 1)  # 0 and 1 would each be compiled apart
             loss, chunk_sums, d_logprob, d_entropy = loss_of(logprob, entropy, streams[:, s])
             losses.append(loss)
             sums.append(chunk_sums)
-            d = dlogits_(logits, labels[s], inv_t[s], log_z, entropy, d_logprob, d_entropy)
-            _multiply(d, hidden[s], weight, d_hidden[s], d_weight)
-        ctx.save_for_backward(d_hidden, d_weight)
+            d = dlogits_(logits, labels[s], inv_t[s], log_z, entropy, d_logprob, d_entropy, slope)
+            _multiply(d, hidden[s], weight, d_hidden[s], d_weight, d_bias)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         all_sums = add_up(sums)
         ctx.mark_non_differentiable(all_sums)
@@ -229,7 +294,7 @@ class _FusedTokenLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> Any:  # type: ignore[override]
         # In training d_loss is 1, but to look would wait for the device. Multiplying is free: the cast reads and writes everything anyway.
         scaled = [
-            torch.mul(gradient, d_loss, out=torch.empty_like(gradient, dtype=ctx.dtype))
+            None if gradient is None else torch.mul(gradient, d_loss, out=torch.empty_like(gradient, dtype=ctx.dtype))
             for gradient in ctx.saved_tensors
         ]
-        return *scaled, *[None] * 6
+        return *scaled, *[None] * 7

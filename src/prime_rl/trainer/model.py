@@ -6,6 +6,7 @@ its own rows. Masters are float32; the compute dtype is bfloat16 on CUDA and flo
 weights gathered, without FSDP, whose hooks and copies at every layer would hold up the host.
 """
 
+import math
 from collections.abc import Callable, Collection
 from copy import deepcopy
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -24,7 +25,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, moe
 from prime_rl.trainer.activations import checkpoint_layers, offload_layers, wide_products
-from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss, logprob_entropy
+from prime_rl.trainer.lm_head import HeadForm, TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.loss import SequenceLoss
 from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segments
 from prime_rl.trainer.packing import MicroBatch
@@ -131,9 +132,9 @@ Unit = FSDPModule | SingleRankUnit
 class Policy(nn.Module):
     """Backbone and head under one root, so that FSDP sees a single forward; the head of `lm` (transformers) is not called."""
 
-    def __init__(self, lm: PreTrainedModel, memory: MemoryPlan, compiled: bool) -> None:
+    def __init__(self, lm: PreTrainedModel, memory: MemoryPlan, compiled: bool, head_form: HeadForm) -> None:
         super().__init__()
-        self.lm, self.memory, self.compiled = lm, memory, compiled
+        self.lm, self.memory, self.compiled, self.head_form = lm, memory, compiled, head_form
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.units: list[Unit] = []
         self.hookless: list[Unit] = []  # those that have to be gathered here
@@ -154,46 +155,80 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
         del hidden_TH  # nothing else reads it, and the head is where memory peaks
-        if loss is None:
-            return logprob_entropy(*head, self.head_chunk)
-        if isinstance(loss, SequenceLoss):
-            return loss(*logprob_entropy(*head, self.head_chunk), batch.streams, *batch.documents())
-        return fused_token_loss(*head, batch.streams, loss, self.head_chunk, self.compiled)
+        bias_V, form = self.lm.lm_head.bias, self.head_form
+        if loss is None or isinstance(loss, SequenceLoss):
+            values = logprob_entropy(*head, self.head_chunk, bias_V=bias_V, form=form)
+            return values if loss is None else loss(*values, batch.streams, *batch.documents())
+        arguments = batch.streams, loss, self.head_chunk, self.compiled
+        return fused_token_loss(*head, *arguments, bias_V=bias_V, form=form)
+
+    def own_logits(self, ids_T: Tensor) -> Tensor:
+        """The logits [T, V] of one document by the forward of `lm` itself, with the attention that is set."""
+        for unit in self.hookless:
+            unit.unshard()
+        return self.lm(**_own_inputs(self.lm, ids_T)).logits[0]
 
 
-HEAD_CHECK_TOKENS, HEAD_CHECK_ROWS, HEAD_CHECK_LIMIT = 64, 4096, 1e-3
+def _own_inputs(lm: PreTrainedModel, ids_T: Tensor) -> dict[str, Any]:
+    """The arguments of `lm` for the logits of one document."""
+    # Asked for router logits, a model computes a loss of the routers.
+    routers = {"output_router_logits": False} if getattr(lm.config, "output_router_logits", False) else {}
+    return {"input_ids": ids_T[None], "use_cache": False, **routers}
+
+
+HEAD_CHECK_TOKENS, HEAD_CHECK_ROWS, HEAD_CHECK_LIMIT = 64, 1024, 1e-5
 
 
 @torch.no_grad()
-def check_head(lm: PreTrainedModel, name: str) -> None:
-    """Compare our head with the model's own forward, on random hidden states in place of the backbone's and a random
-    weight, in float32 on the CPU. `lm` may be on the meta device.
+def check_head(lm: PreTrainedModel, name: str) -> HeadForm:
+    """What the model's own forward makes of its logits, read off that forward: random hidden states in place of the
+    backbone's, a random weight and bias, in float64 on the CPU. `lm` may be on the meta device.
+
+    Tiny logits give the scale, since a soft-cap does nothing to them, and huge ones the cap. What comes of it is compared.
 
     Raises:
-        UserError: the model's forward does something to its logits that our head does not (a scale, a soft-cap).
+        UserError: the model's forward does something else to its logits.
     """
-    tokens, width = HEAD_CHECK_TOKENS, lm.lm_head.in_features
+    tokens, head = HEAD_CHECK_TOKENS, lm.lm_head
     draw = torch.Generator().manual_seed(0)
-    hidden_TH = torch.randn(tokens, width, generator=draw)
-    # Logits of up to about 16: small ones would hide a soft-cap.
-    weight_VH = torch.randn(HEAD_CHECK_ROWS, width, generator=draw) * 4 / width**0.5
+    hidden_TH = torch.randn(tokens, head.in_features, generator=draw, dtype=torch.float64)
+    weight_VH = torch.randn(HEAD_CHECK_ROWS, head.in_features, generator=draw).double() / head.in_features**0.5
+    bias_V = None if head.bias is None else torch.randn(HEAD_CHECK_ROWS, generator=draw).double()
     labels_T = torch.randint(HEAD_CHECK_ROWS, (tokens,), generator=draw)
-    inputs = {"input_ids": labels_T[None], "use_cache": False}
-    if getattr(lm.config, "output_router_logits", False):
-        inputs["output_router_logits"] = False  # else it computes a loss of the routers
+    others = [each for each in lm.named_parameters() if not each[0].startswith(("model.", "lm_head."))]
+    values = {key: torch.randn(each.shape, generator=draw).double() for key, each in others}
+
+    def own_logits(size: float, bias_size: float = 0.0) -> Tensor:
+        values["lm_head.weight"] = weight_VH * size
+        if bias_V is not None:
+            values["lm_head.bias"] = bias_V * bias_size
+        return functional_call(lm, values, (), _own_inputs(lm, labels_T), tie_weights=False).logits[0].double()
+
     lm.model.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden_TH[None])
     try:
-        logits_TV = functional_call(lm, {"lm_head.weight": weight_VH}, (), inputs, tie_weights=False).logits[0]
+        plain_TV = hidden_TH @ weight_VH.t()
+        scale = float((own_logits(1e-6) * plain_TV).sum() / (1e-6 * plain_TV.square().sum()))
+        scale = float(f"{scale:.8g}") if math.isfinite(scale) and scale > 0 else 1.0
+        largest, uncapped = own_logits(1e6 / scale).abs().max().item(), 1e6 * plain_TV.abs().max().item()
+        form = HeadForm(scale, float(f"{largest:.8g}") if 0 < largest < 0.9 * uncapped else None)
+        size = 4 / scale  # logits of up to about 16
+        theirs_TV = own_logits(size, size)
+    except Exception as error:  # whatever the model's code raises
+        reason = f"{type(lm).__name__} does not compute logits from random hidden states: {one_line(error)}"
+        raise UserError(f"model {name} cannot be trained: {reason}") from error
     finally:
         del lm.model.forward
-    theirs = torch.log_softmax(logits_TV.float(), -1).gather(1, labels_T[:, None]).squeeze(1)
-    ours, _ = logprob_entropy(hidden_TH, weight_VH, labels_T, torch.ones(tokens), tokens)
-    error = (ours - theirs).abs().max().item()
-    if not error <= HEAD_CHECK_LIMIT:  # NaN is refused as well
+    theirs_T = torch.log_softmax(theirs_TV, -1).gather(1, labels_T[:, None]).squeeze(1)
+    bias_V = None if bias_V is None else bias_V * size
+    ones_T = torch.ones(tokens, dtype=torch.float64)
+    ours_T, _ = logprob_entropy(hidden_TH, weight_VH * size, labels_T, ones_T, tokens, bias_V=bias_V, form=form)
+    gap = (ours_T - theirs_T).abs().max().item()
+    if not gap <= HEAD_CHECK_LIMIT:  # NaN is refused as well
         raise UserError(
-            f"model {name} cannot be trained: the forward of {type(lm).__name__} changes its logits after the head, "
-            f"and log-probabilities without that are off by {error:.3g} (at most {HEAD_CHECK_LIMIT:g} is accepted)"
+            f"model {name} cannot be trained: the forward of {type(lm).__name__} changes its logits by more than a scale, "
+            f"a soft-cap and a bias, and log-probabilities are off by {gap:.3g} (at most {HEAD_CHECK_LIMIT:g} is accepted)"
         )
+    return form
 
 
 def compute_dtype(config_dtype: str, device: torch.device) -> torch.dtype:
@@ -236,7 +271,7 @@ def build_policy(
         except ValueError as error:
             raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
     _check_architecture(lm, source.name)
-    check_head(lm, source.name)
+    head_form = check_head(lm, source.name)
     moe.replace_blocks(lm, source.name)
     dtype = compute_dtype(config.dtype, world.device)
     if dtype != torch.bfloat16 and moe.sparse_blocks(lm):  # the compiler knows grouped products in bfloat16 only
@@ -256,7 +291,7 @@ def build_policy(
     if settings.offloaded:
         blocks = offload_layers(blocks, world.device, settings.offloaded)
     lm.model.layers = nn.ModuleList(blocks)
-    policy = Policy(lm, memory, compiled)
+    policy = Policy(lm, memory, compiled, head_form)
     if world.size == 1 and not settings.reshard:
         routers = [block.gate.weight for block in moe.sparse_blocks(policy)]
         policy.units = policy.hookless = [SingleRankUnit(policy, world.mesh, dtype, routers)]
@@ -289,6 +324,7 @@ def _shard(policy: Policy, others: list[nn.Module], dtype: torch.dtype, world: W
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its own in our forward.
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
+    register_fsdp_forward_method(policy, "own_logits")
     reduction: Any = SingleRankReduction()
     for unit in (module for module in policy.modules() if isinstance(module, FSDPModule)):
         policy.units.append(unit)
@@ -304,7 +340,7 @@ def _check_architecture(lm: PreTrainedModel, name: str) -> None:
     parts = dict(lm.named_children())
     inner = dict(parts["model"].named_children()) if "model" in parts else {}
     head = parts.get("lm_head")
-    if not isinstance(inner.get("layers"), nn.ModuleList) or not isinstance(head, nn.Linear) or head.bias is not None:
+    if not isinstance(inner.get("layers"), nn.ModuleList) or not isinstance(head, nn.Linear):
         raise UserError(
-            f"model {name} ({type(lm).__name__}) has not the form `.model.layers` + bias-free `.lm_head` that the trainer needs"
+            f"model {name} ({type(lm).__name__}) has not the form `.model.layers` + `.lm_head` that the trainer needs"
         )

@@ -34,6 +34,7 @@ from prime_rl.trainer.packing import (
     to_device,
 )
 from prime_rl.trainer.parallel import World, close_world, init_world, now
+from prime_rl.trainer.policy_check import check_policy
 from prime_rl.trainer.reference_scorer import ReferenceScorer
 from prime_rl.trainer.report import MetricRows, Named, Report, StepMetrics, stop_signal, sum_on_device
 from prime_rl.trainer.source import Source, locate_model
@@ -104,6 +105,8 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
         policy = build_policy(
             source, config.model, world, config.seed, tokens=recipe.tokens, optim=config.optim, published=published
         )
+        computed = compute_dtype(config.model.dtype, world.device)
+        check_policy(policy, source.name, world, computed)
         optimizer = build_optimizer(policy, config.optim)
         progress = checkpoints.load(policy, optimizer)
         start = progress.step
@@ -112,7 +115,6 @@ def run(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
 
         vocabulary = source.config.get_text_config().vocab_size
         exported, scorer = export_dtype(config.weights.dtype, source), None
-        computed = compute_dtype(config.model.dtype, world.device)
         if served is not None:  # else nobody reads the scores
             scorer = ReferenceScorer(policy, world, vocabulary, computed, exported)
         versions = WeightPublisher(

@@ -96,8 +96,12 @@ def _dlogits(
     d_entropy: tl.tensor,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLOPE: tl.constexpr,
 ) -> None:
-    """One program for BLOCK logits of a row:  d = (onehot - p) d_logprob - p (log p + entropy) d_entropy,  by the temperature."""
+    """One program for BLOCK logits of a row:  d = (onehot - p) d_logprob - p (log p + entropy) d_entropy,  by the temperature.
+
+    With a SLOPE the logits are x = tanh(SLOPE · u), and d is multiplied by dx / du.
+    """
     BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -109,8 +113,11 @@ def _dlogits(
     offset = g_logprob + g_entropy * tl.load(entropy + row)
     slope = g_entropy * LN_2
     x = logits + row * V + at
-    log2_p = tl.load(x, mask=inside, other=0.0).to(tl.float32) * (inv_t * LOG2_E) - tl.load(log_z + row) * LOG2_E
+    value = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    log2_p = value * (inv_t * LOG2_E) - tl.load(log_z + row) * LOG2_E
     d = tl.where(at == tl.load(labels + row).to(tl.int32), g_logprob, 0.0) - tl.exp2(log2_p) * (slope * log2_p + offset)
+    if SLOPE is not None:
+        d *= SLOPE * (1 - value * value)
     tl.store(x, d.to(logits.dtype.element_ty), mask=inside)
 
 
@@ -136,6 +143,7 @@ def dlogits_(
     entropy_C: Tensor,
     d_logprob_C: Tensor,
     d_entropy_C: Tensor,
+    slope: float | None = None,
 ) -> Tensor:
     """Overwrite the logits with the gradient with respect to them; see `lm_head.dlogits_`."""
     size, vocabulary = logits_CV.shape
@@ -144,7 +152,7 @@ def dlogits_(
         # The gradient of a sum is one number, expanded.
         contiguous = [row.contiguous() for row in rows]
         grid = (size * triton.cdiv(vocabulary, BLOCK),)
-        _dlogits[grid](_checked(logits_CV), *contiguous, vocabulary, BLOCK, num_warps=WARPS)
+        _dlogits[grid](_checked(logits_CV), *contiguous, vocabulary, BLOCK, slope, num_warps=WARPS)
     return logits_CV
 
 

@@ -48,6 +48,21 @@ def test_head(vocabulary: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4 + torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", SIZES)
+def test_head_of_capped_logits(vocabulary: int, dtype: torch.dtype) -> None:
+    """d logits is that of what the soft-cap was applied to, as in float64 on the same capped logits."""
+    logits, rows = chunk(vocabulary, dtype)
+    logits.mul_(0.1).tanh_()
+    rows = rows[0], rows[1] * 20
+    log_z, _, entropy = exactly(logits, *rows)
+    upstream = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
+    exact = (x.double() for x in (rows[1], log_z, entropy, *upstream))
+    want = lm_head.dlogits_(logits.double(), rows[0], *exact, 0.1)
+    got = triton_kernels.dlogits_(logits, *rows, log_z.float(), entropy.float(), *upstream, 0.1)
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4 + torch.finfo(dtype).eps)
+
+
 def test_odd_rows() -> None:
     """The gradient of a plain sum has stride 0: all rows get it. An empty chunk is no error. A label outside the
     vocabulary is not read from whatever lies there: its log-probability is NaN."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.config.trainer import DefaultLoss, GRPOLoss
-from prime_rl.trainer.lm_head import MAXIMA, fused_token_loss, logprob_entropy, stats
+from prime_rl.trainer.lm_head import MAXIMA, PLAIN, HeadForm, fused_token_loss, logprob_entropy, stats
 from prime_rl.trainer.loss import STREAMS, cross_entropy, make_loss
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -25,8 +25,12 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float64, vocabulary: int = 13
     return hidden, weight, labels, torch.rand(tokens, generator=draw, dtype=dtype) + 0.5
 
 
-def full(hidden: Tensor, weight: Tensor, labels: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor]:
-    logp = torch.log_softmax(hidden @ weight.t() * inv_t[:, None], -1)
+def full(
+    hidden: Tensor, weight: Tensor, labels: Tensor, inv_t: Tensor, bias: Tensor | None = None, form: HeadForm = PLAIN
+) -> tuple[Tensor, Tensor]:
+    logits = (hidden @ weight.t() + (0 if bias is None else bias)) * form.scale
+    logits = logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
+    logp = torch.log_softmax(logits * inv_t[:, None], -1)
     return logp.gather(1, labels[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
@@ -34,6 +38,31 @@ def ppo_with_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple
     ratio = (logprob - streams[0]).exp()
     loss = -(torch.minimum(ratio * streams[1], ratio.clamp(0.8, 1.2) * streams[1]) + 0.1 * entropy).sum()
     return loss, torch.cat([torch.stack([loss.detach(), entropy.sum().detach()]), loss.new_zeros(MAXIMA)])
+
+
+FORMS = [PLAIN, HeadForm(scale=0.0625), HeadForm(cap=2.5), HeadForm(8.0, 30.0)]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_scale_cap_and_bias_equal_those_of_full_logits(
+    form: HeadForm, biased: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Values and gradients of hidden states, weight and bias, in one pass and in two, are those of logits that were
+    scaled and capped before the temperature."""
+    head = inputs(20, dtype, vocabulary=101, width=16)
+    bias = torch.linspace(-1, 1, 101, dtype=dtype, requires_grad=True) if biased else None
+    leaves = [*head[:2], *([] if bias is None else [bias])]
+    streams = torch.rand(2, 20, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    want, _ = ppo_with_entropy(*full(*head, bias, form), streams)
+    two, _ = ppo_with_entropy(*logprob_entropy(*head, 7, bias_V=bias, form=form), streams)
+    one, _ = fused_token_loss(*head, streams, ppo_with_entropy, 7, bias_V=bias, form=form)
+    want_grads = torch.autograd.grad(want, leaves)
+    for loss in (one, two):
+        got = loss, *torch.autograd.grad(loss, leaves)
+        for a, b in zip(got, (want, *want_grads), strict=True):
+            torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 20, 64])

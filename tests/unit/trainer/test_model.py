@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, PersimmonConfig
+from transformers import AutoModelForCausalLM, PersimmonConfig, Qwen3ForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
+from prime_rl.trainer.lm_head import PLAIN
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.packing import collate, to_device
@@ -38,17 +40,80 @@ def test_packed_equals_unpacked_equals_transformers(each_model: Path, make_polic
         torch.testing.assert_close(a, torch.cat(b), atol=1e-5, rtol=1e-5)
 
     theirs = AutoModelForCausalLM.from_pretrained(each_model, dtype=torch.float32)
-    logprobs = []
-    for document in documents:
-        ids = torch.tensor(document.input_ids)
-        logits = theirs(ids[None]).logits[0, :-1] / document.temperature
-        logp = torch.log_softmax(logits, -1).gather(1, ids[1:, None]).squeeze(1)
-        logprobs.append(logp[torch.tensor(document.loss_mask[1:])])
-    torch.testing.assert_close(packed[0], torch.cat(logprobs), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(packed[0], support.own_logprobs(theirs, documents), atol=2e-5, rtol=1e-5)
 
     together, apart = gradients(policy, [documents]), gradients(policy, [[d] for d in documents])
     for name, gradient in together.items():
         torch.testing.assert_close(gradient, apart[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", support.CHANGED_LOGITS)
+def test_a_model_that_changes_its_logits(
+    model_type: str, tied: bool, make_policy: Callable[..., Policy], tmp_path: Path
+) -> None:
+    """Contract: a scale, a soft-cap and a bias of the head are those of the model's own forward: log-probabilities and
+    gradients of packed documents, in one pass and in two, are transformers'."""
+    directory = support.make_model_of(tmp_path, model_type, tied=tied)
+    policy = make_policy(directory, head_chunk=7)
+    documents = support.random_documents(LENGTHS)
+    batch = to_device(collate(documents, 1), CPU)
+    lm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    logprobs = support.own_logprobs(lm, documents)
+    torch.testing.assert_close(policy(batch)[0], logprobs, atol=1e-5, rtol=1e-5)
+    cross_entropy(logprobs, torch.zeros_like(logprobs), batch.streams)[0].backward()
+    for in_one_pass in (True, False):
+        policy.zero_grad()
+        loss, _ = policy(batch, cross_entropy) if in_one_pass else cross_entropy(*policy(batch), batch.streams)
+        loss.backward()
+        own = {name: parameter.grad for name, parameter in lm.named_parameters()}
+        for name, parameter in named_parameters(policy):
+            torch.testing.assert_close(parameter.grad.full_tensor(), own[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def change_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    """Let Qwen3's forward change its logits."""
+    plain = Qwen3ForCausalLM.forward
+
+    def forward(self: Qwen3ForCausalLM, *args: object, **kwargs: object) -> CausalLMOutputWithPast:
+        out = plain(self, *args, **kwargs)
+        return CausalLMOutputWithPast(logits=change(out.logits))
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", forward)
+
+
+def test_a_scale_and_a_cap(
+    tied_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a forward of nobody's list does is read off it, both at once, to float32's accuracy; and nothing from
+    a plain one."""
+    assert make_policy(tied_model).head_form == PLAIN
+    change_logits(monkeypatch, lambda logits: 30 * torch.tanh(logits.float() / 3.7 / 30))
+    form = make_policy(tied_model).head_form
+    assert form.scale == pytest.approx(1 / 3.7, rel=1e-7)
+    assert form.cap == pytest.approx(30, rel=1e-7)
+
+
+OTHER_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda logits: logits / logits.square().mean(-1, keepdim=True).sqrt(),
+    "shift": lambda logits: logits + torch.linspace(0, 1, logits.shape[-1]),
+    "clamp": lambda logits: logits.clamp(-4, 4),
+    "negated": lambda logits: -logits,
+    "not finite": lambda logits: logits * torch.nan,
+    "failing": lambda logits: logits @ torch.ones(3, 3),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_CHANGES)
+def test_other_changes_of_logits_are_refused(
+    change: str, tied_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is neither a scale nor a soft-cap nor a bias is refused in one line with the architecture and the error."""
+    change_logits(monkeypatch, OTHER_CHANGES[change])
+    message = "does not compute logits" if change == "failing" else r"changes its logits by more .* off by (\d|nan)"
+    with pytest.raises(UserError, match=rf"tied.* Qwen3ForCausalLM {message}") as caught:
+        make_policy(tied_model)
+    assert "\n" not in str(caught.value)
 
 
 def test_backward_has_the_weights_that_it_reads(dense_model: Path, make_policy: Callable[..., Policy]) -> None:

@@ -42,11 +42,19 @@ def check(directory: Path) -> None:
     assert torch.allclose(torch.tensor(scored.logprobs), expected, atol=2e-5), torch.tensor(scored.logprobs) - expected
 
 
-@pytest.mark.parametrize(("which", "dtype"), [("tied", "float32"), ("untied", "bfloat16"), ("experts", "bfloat16")])
-def test_every_version_says_what_its_files_compute(which: str, dtype: str, run_training: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("which", "dtype"),
+    [("tied", "float32"), ("untied", "bfloat16"), ("experts", "bfloat16"), ("granite", "float32"), ("phi", "bfloat16")],
+)
+def test_every_version_says_what_its_files_compute(
+    which: str, dtype: str, run_training: Run, tied_model: Path, tmp_path: Path
+) -> None:
     """Contract: base, trained and resumed versions alike, also where they are rounded for the export: the prompt's log-probabilities are those
     of the files, to float32's accuracy."""
-    model = make_tiny_model(tmp_path / "model", tied=which == "tied", experts=4 if which == "experts" else 0)
+    if which in support.CHANGED_LOGITS:
+        model = support.make_model_of(tmp_path / "model", which, tied=False, tokenizer_of=tied_model)
+    else:
+        model = make_tiny_model(tmp_path / "model", tied=which == "tied", experts=4 if which == "experts" else 0)
     support.write_rollouts(tmp_path, 4)
     weights = {"dtype": dtype, "keep": 10}
     run_training(support.make_config(tmp_path, model, max_steps=2, weights=weights, ckpt={"interval": 2}))

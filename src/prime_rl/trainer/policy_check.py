@@ -1,0 +1,97 @@
+"""Before training: the policy's log-probabilities of two short documents against those of the model's own forward.
+
+The policy packs both and uses our attention, experts and head; the model's own forward takes one document at a time, with
+its own attention ("eager"), and its logits. Whatever we leave out of a model that nobody has tried is a difference.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from loguru import logger
+from torch import Tensor
+
+from prime_rl.errors import UserError
+from prime_rl.trainer import attention
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.packing import Document, collate, pads_to, to_device
+from prime_rl.trainer.parallel import World, agree
+from prime_rl.transport.weights import reference_tokens
+
+FIRST_TOKENS = 48  # of the fixed prompt's 64; the others are a second document, which must not see them
+TEMPERATURES = 1.0, 0.7
+
+EXACT_LIMIT = 1e-4
+"""Of any token, in float32: right kernels differ by up to 4e-6."""
+
+ROUNDED_LIMIT = 0.05
+"""Of a document's median token, in bfloat16, by the standard deviation of the tokens' log-probabilities, to which rounding is
+proportional: right kernels differ by up to 0.016 of it. A document that leaks into the next one makes a difference of 0.12
+in a trained model and more in random ones, a scale of 8 that is left out one of 4. The median, because a token whose expert is
+another one after rounding may be off by 1 nat."""
+
+
+@torch.no_grad()
+def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype) -> None:
+    """Compare the policy with the model's own forward and log the difference. Every rank calls it.
+
+    Args:
+        name: The model, for messages.
+        computed: The dtype that the policy computes in.
+
+    Raises:
+        UserError: they differ by more than two right computations do.
+    """
+    started = time.perf_counter()
+    tokens = np.array(reference_tokens(policy.lm.config.get_text_config().vocab_size))
+    documents = [
+        Document(ids, np.ones(len(ids), dtype=np.bool_), temperature, np.zeros((1, len(ids)), dtype=np.float32))
+        for ids, temperature in zip(np.split(tokens, [FIRST_TOKENS]), TEMPERATURES, strict=True)
+    ]
+    batch = to_device(collate(documents, 1, pads_to(world.device)), world.device)
+    with torch.compiler.set_stance("force_eager"):
+        try:
+            ours_L = policy(batch)[0].float()
+            with _own_attention(policy):
+                theirs_L = torch.cat([_own_logprobs(policy, document, world) for document in documents])
+        finally:
+            # Without a backward pass the gathered weights would stay, and the next forward would use them.
+            for unit in policy.units:
+                unit.reshard()
+    gap_L = (ours_L - theirs_L).abs()
+    if computed == torch.float32:
+        gap, limit = gap_L.max().item(), EXACT_LIMIT
+    else:
+        medians = [part.median() for part in gap_L.split([len(document.input_ids) - 1 for document in documents])]
+        gap, limit = torch.stack(medians).max().item(), ROUNDED_LIMIT * theirs_L.std().item()
+    family, seconds = type(policy.lm).__name__, time.perf_counter() - started
+    agree(world, lambda: _judge(gap, limit, name, family))
+    if world.is_main:
+        logger.info("log-probabilities differ from those of {}'s own by {:.2g} ({:.1f} s)", family, gap, seconds)
+
+
+def _judge(gap: float, limit: float, name: str, family: str) -> None:
+    if not gap <= limit:  # NaN is refused as well
+        raise UserError(
+            f"model {name} cannot be trained: log-probabilities of packed documents differ from those of {family}'s own "
+            f"forward by {gap:.3g} (at most {limit:.2g} is accepted)"
+        )
+
+
+def _own_logprobs(policy: Policy, document: Document, world: World) -> Tensor:
+    """The log-probability of every token of a document but the first."""
+    ids = torch.from_numpy(document.input_ids).to(world.device)
+    logits_TV = policy.own_logits(ids)[:-1].float() / document.temperature
+    return torch.log_softmax(logits_TV, -1).gather(1, ids[1:, None]).squeeze(1)
+
+
+@contextmanager
+def _own_attention(policy: Policy) -> Iterator[None]:
+    """Let the model use its own attention meanwhile."""
+    policy.lm.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        policy.lm.set_attn_implementation(attention.NAME)

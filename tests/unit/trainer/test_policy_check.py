@@ -1,0 +1,82 @@
+"""Before training a policy is compared with the model's own forward: right ones pass and stay as they are, wrong ones are
+refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from prime_rl.errors import UserError
+from prime_rl.trainer import attention
+from prime_rl.trainer.lm_head import HeadForm
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.policy_check import check_policy
+from support import trainer as support
+
+SETTINGS: list[dict[str, object]] = [
+    {"reshard_after_forward": False},
+    {"reshard_after_forward": True, "activation_checkpointing": "full"},
+    {"reshard_after_forward": False, "activation_checkpointing": "wide", "dtype": "bfloat16", "compile": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["gathered", "sharded", "compiled"])
+def test_right_policies_pass_and_stay_as_they_are(
+    settings: dict[str, object], each_model: Path, world: World, make_policy: Callable[..., Policy]
+) -> None:
+    """Contract: however weights, blocks and dtype are set, the check compiles nothing and leaves no trace: the next
+    step's gradients are those of a policy that was not checked."""
+    groups = [support.random_documents((17, 30)), support.random_documents((25,))]
+    plain, policy = (make_policy(each_model, **settings) for _ in range(2))
+    counters.clear()
+    check_policy(policy, "model", world, torch.bfloat16 if settings.get("compile") else torch.float32)
+    assert counters["stats"]["unique_graphs"] == 0
+    assert policy.lm.config._attn_implementation == attention.NAME
+    with torch.compiler.set_stance("force_eager"):
+        want, got = (support.gradients(each, groups) for each in (plain, policy))
+    for name, gradient in want.items():
+        assert torch.equal(got[name], gradient), name
+
+
+def leak(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    """Let documents attend to those before them."""
+    boundaries = attention.boundaries
+
+    def merged(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor]:
+        return boundaries(cu_seqlens[[0, -1]], int(cu_seqlens[-1]))
+
+    monkeypatch.setattr(attention, "boundaries", merged)
+
+
+def drop_scale(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    policy.head_form = HeadForm()
+
+
+def break_weight(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    policy.lm.model.norm.weight.to_local().detach().fill_(torch.nan)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", [leak, drop_scale, break_weight])
+def test_wrong_policies_are_refused(
+    fault: Callable[[pytest.MonkeyPatch, Policy], None],
+    dtype: str,
+    world: World,
+    make_policy: Callable[..., Policy],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Contract: a document that sees the one before it, a scale that is left out, and what is not a number are refused in
+    one line with the architecture and the difference, in either dtype."""
+    policy = make_policy(support.make_model_of(tmp_path, "granite"), dtype=dtype)
+    check_policy(policy, "m", world, getattr(torch, dtype))
+    fault(monkeypatch, policy)
+    message = r"model m cannot be trained: .* GraniteForCausalLM's own forward by (\d|nan)"
+    with pytest.raises(UserError, match=message) as caught:
+        check_policy(policy, "m", world, getattr(torch, dtype))
+    assert "\n" not in str(caught.value)
+    assert policy.lm.config._attn_implementation == attention.NAME
