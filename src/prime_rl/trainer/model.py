@@ -176,7 +176,14 @@ def _own_inputs(lm: PreTrainedModel, ids_T: Tensor) -> dict[str, Any]:
     return {"input_ids": ids_T[None], "use_cache": False, **routers}
 
 
-HEAD_CHECK_TOKENS, HEAD_CHECK_ROWS, HEAD_CHECK_LIMIT = 64, 1024, 1e-5
+class _HiddenStates(MoeModelOutputWithPast):
+    """A backbone's output without what only some families' heads hand on."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+HEAD_CHECK_TOKENS, HEAD_CHECK_ROWS, HEAD_CHECK_LIMIT = 32, 512, 1e-5
 
 
 @torch.no_grad()
@@ -204,7 +211,7 @@ def check_head(lm: PreTrainedModel, name: str) -> HeadForm:
             values["lm_head.bias"] = bias_V * bias_size
         return functional_call(lm, values, (), _own_inputs(lm, labels_T), tie_weights=False).logits[0].double()
 
-    lm.model.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden_TH[None])
+    lm.model.forward = lambda *args, **kwargs: _HiddenStates(last_hidden_state=hidden_TH[None])
     try:
         plain_TV = hidden_TH @ weight_VH.t()
         scale = float((own_logits(1e-6) * plain_TV).sum() / (1e-6 * plain_TV.square().sum()))
