@@ -1,7 +1,8 @@
 """Before training: the policy's log-probabilities of two short documents against those of the model's own forward.
 
 The policy packs both and uses our attention, experts and head; the model's own forward takes one document at a time, with
-its own attention ("eager"), and its logits. Whatever we leave out of a model that nobody has tried is a difference.
+its own attention and experts ("eager"), and its logits. Whatever we leave out of a model that nobody has tried is a
+difference.
 """
 
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from loguru import logger
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention
@@ -27,10 +29,10 @@ EXACT_LIMIT = 1e-4
 """Of any token, in float32: right kernels differ by up to 4e-6."""
 
 ROUNDED_LIMIT = 0.05
-"""Of a document's median token, in bfloat16, by the standard deviation of the tokens' log-probabilities, to which rounding is
-proportional: right kernels differ by up to 0.016 of it. A document that leaks into the next one makes a difference of 0.12
-in a trained model and more in random ones, a scale of 8 that is left out one of 4. The median, because a token whose expert is
-another one after rounding may be off by 1 nat."""
+"""Of a document's median token, in bfloat16, by the standard deviation of the tokens' log-probabilities, to which rounding
+is proportional: right kernels differ by up to 0.02 of it. A document that leaks into the next one makes a difference of
+0.12 in a trained model and more in random ones, a scale of 8 that is left out one of 4. The median, because a token whose
+expert is another one after rounding may be off by 1 nat."""
 
 
 @torch.no_grad()
@@ -54,7 +56,7 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
     with torch.compiler.set_stance("force_eager"):
         try:
             ours_L = policy(batch)[0].float()
-            with _own_attention(policy):
+            with _own_modules(policy.lm):
                 theirs_L = torch.cat([_own_logprobs(policy, document, world) for document in documents])
         finally:
             # Without a backward pass the gathered weights would stay, and the next forward would use them.
@@ -69,7 +71,9 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
     family, seconds = type(policy.lm).__name__, time.perf_counter() - started
     agree(world, lambda: _judge(gap, limit, name, family))
     if world.is_main:
-        logger.info("log-probabilities differ from those of {}'s own by {:.2g} ({:.1f} s)", family, gap, seconds)
+        logger.info(
+            "log-probabilities differ from those of {}'s own forward by {:.2g} ({:.1f} s)", family, gap, seconds
+        )
 
 
 def _judge(gap: float, limit: float, name: str, family: str) -> None:
@@ -88,10 +92,13 @@ def _own_logprobs(policy: Policy, document: Document, world: World) -> Tensor:
 
 
 @contextmanager
-def _own_attention(policy: Policy) -> Iterator[None]:
-    """Let the model use its own attention meanwhile."""
-    policy.lm.set_attn_implementation("eager")
+def _own_modules(lm: PreTrainedModel) -> Iterator[None]:
+    """Let the model use its own attention and experts meanwhile."""
+    experts = lm.get_experts_implementation()
+    lm.set_attn_implementation("eager")
+    lm.set_experts_implementation("eager")
     try:
         yield
     finally:
-        policy.lm.set_attn_implementation(attention.NAME)
+        lm.set_attn_implementation(attention.NAME)
+        lm.set_experts_implementation(experts)
