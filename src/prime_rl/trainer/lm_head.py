@@ -4,8 +4,8 @@ Tokens go through the head in chunks of C rows; only a chunk's logits exist, in 
 (float64 for float64 inputs) whatever the compute dtype, and the gradient of the head's weight is accumulated over chunks in that precision
 too: in bfloat16 its error would grow with the number of chunks. Names carry shapes: N tokens, C of a chunk, V vocabulary, H hidden.
 
-A model's own forward may scale its logits and cap them (`HeadForm`). The factor of the whole, scale or cap, goes
-into the inverse temperature: a chunk holds x = hidden weight^T + bias, or of a capped model x = tanh(slope · (hidden weight^T + bias)).
+A model's own forward may scale its logits and cap them (`HeadForm`). The factor of the whole, scale or cap, goes into the
+inverse temperature: a chunk holds x = hidden weight^T + bias, or of a capped model x = tanh(slope · that).
 """
 
 import functools
