@@ -171,11 +171,9 @@ def _chunked_logits(
     room = torch.empty(min(chunk, size), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     for start in range(0, max(size, 1), chunk):
         s = slice(start, min(start + chunk, size))
-        logits = room[: s.stop - s.start]
-        if bias is None:
-            torch.mm(hidden[s], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, hidden[s], weight.t(), out=logits)
+        logits = torch.mm(hidden[s], weight.t(), out=room[: s.stop - s.start])
+        if bias is not None:
+            logits += bias
         yield s, logits if slope is None else logits.mul_(slope).tanh_()
 
 
@@ -229,14 +227,7 @@ def _differentiated(token_loss: TokenLoss, compiled: bool) -> Differentiated:
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        inv_t: Tensor,
-        chunk: int,
-        slope: float | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, inv_t: Tensor, chunk: int, slope: Any
     ) -> tuple[Tensor, Tensor]:
         size, dtype = hidden.shape[0], accumulator(hidden.dtype)
         log_z, logprob, entropy = (torch.empty(size, dtype=dtype, device=hidden.device) for _ in range(3))

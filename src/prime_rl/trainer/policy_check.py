@@ -6,21 +6,17 @@ difference.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 from loguru import logger
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import Document, collate, pads_to, to_device
 from prime_rl.trainer.parallel import World, agree
-from prime_rl.transport.weights import reference_tokens
+from prime_rl.transport.weights import REFERENCE_TOKENS, reference_tokens
 
 FIRST_TOKENS = 48  # of the fixed prompt's 64; the others are a second document, which must not see them
 TEMPERATURES = 1.0, 0.7
@@ -46,59 +42,45 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
     Raises:
         UserError: they differ by more than two right computations do.
     """
-    started = time.perf_counter()
-    tokens = np.array(reference_tokens(policy.lm.config.get_text_config().vocab_size))
+    started, lm, sizes = time.perf_counter(), policy.lm, (FIRST_TOKENS, REFERENCE_TOKENS - FIRST_TOKENS)
+    tokens = np.array(reference_tokens(lm.config.get_text_config().vocab_size))
     documents = [
         Document(ids, np.ones(len(ids), dtype=np.bool_), temperature, np.zeros((1, len(ids)), dtype=np.float32))
         for ids, temperature in zip(np.split(tokens, [FIRST_TOKENS]), TEMPERATURES, strict=True)
     ]
     batch = to_device(collate(documents, 1, pads_to(world.device)), world.device)
+    experts = lm.get_experts_implementation()
     with torch.compiler.set_stance("force_eager"):
         try:
             ours_L = policy(batch)[0].float()
-            with _own_modules(policy.lm):
-                theirs_L = torch.cat([_own_logprobs(policy, document, world) for document in documents])
+            lm.set_attn_implementation("eager")
+            lm.set_experts_implementation("eager")
+            alone = batch.input_ids[:REFERENCE_TOKENS].split(sizes)
+            logits_LV = torch.cat([policy.own_logits(ids_T)[:-1].float() for ids_T in alone])
         finally:
+            lm.set_attn_implementation(attention.NAME)
+            lm.set_experts_implementation(experts)
             # Without a backward pass the gathered weights would stay, and the next forward would use them.
             for unit in policy.units:
                 unit.reshard()
-    gap_L = (ours_L - theirs_L).abs()
-    if computed == torch.float32:
-        gap, limit = gap_L.max().item(), EXACT_LIMIT
-    else:
-        medians = [part.median() for part in gap_L.split([len(document.input_ids) - 1 for document in documents])]
-        gap, limit = torch.stack(medians).max().item(), ROUNDED_LIMIT * theirs_L.std().item()
-    family, seconds = type(policy.lm).__name__, time.perf_counter() - started
-    agree(world, lambda: _judge(gap, limit, name, family))
+    log_p_LV = torch.log_softmax(logits_LV * batch.inv_temperature[:, None], -1)
+    theirs_L = log_p_LV.gather(1, batch.labels[:, None]).squeeze(1)
+    gap_L, limit = (ours_L - theirs_L).abs(), EXACT_LIMIT
+    gap, family = gap_L.max().item(), type(lm).__name__
+    if computed != torch.float32:
+        gap = max(part.median().item() for part in gap_L.split([size - 1 for size in sizes]))
+        limit = ROUNDED_LIMIT * theirs_L.std().item()
+
+    def judge() -> None:
+        if not (gap <= limit and gap_L.isfinite().all()):
+            raise UserError(
+                f"model {name} cannot be trained: log-probabilities of packed documents differ from those of {family}'s "
+                f"own forward by {gap:.3g} (at most {limit:.2g} is accepted)"
+            )
+
+    agree(world, judge)
     if world.is_main:
+        seconds = time.perf_counter() - started
         logger.info(
             "log-probabilities differ from those of {}'s own forward by {:.2g} ({:.1f} s)", family, gap, seconds
         )
-
-
-def _judge(gap: float, limit: float, name: str, family: str) -> None:
-    if not gap <= limit:  # NaN is refused as well
-        raise UserError(
-            f"model {name} cannot be trained: log-probabilities of packed documents differ from those of {family}'s own "
-            f"forward by {gap:.3g} (at most {limit:.2g} is accepted)"
-        )
-
-
-def _own_logprobs(policy: Policy, document: Document, world: World) -> Tensor:
-    """The log-probability of every token of a document but the first."""
-    ids = torch.from_numpy(document.input_ids).to(world.device)
-    logits_TV = policy.own_logits(ids)[:-1].float() / document.temperature
-    return torch.log_softmax(logits_TV, -1).gather(1, ids[1:, None]).squeeze(1)
-
-
-@contextmanager
-def _own_modules(lm: PreTrainedModel) -> Iterator[None]:
-    """Let the model use its own attention and experts meanwhile."""
-    experts = lm.get_experts_implementation()
-    lm.set_attn_implementation("eager")
-    lm.set_experts_implementation("eager")
-    try:
-        yield
-    finally:
-        lm.set_attn_implementation(attention.NAME)
-        lm.set_experts_implementation(experts)
