@@ -4,8 +4,10 @@ Imports neither verifiers nor torch: plain environments run without them. A conv
 already there, as the renderer can: what the engine was sent and sampled is what is trained on.
 """
 
+import ast
 import json
 import os
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +20,7 @@ from renderers.client import generate
 
 from prime_rl.envs.convert import ASSISTANT, Message, Turn, classify, finish, role_index, samples_of
 from prime_rl.envs.ids import LoadError, report
-from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Run, Setup
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, RoutedExperts, Run, Setup
 from prime_rl.envs.renderer import RendererError, choose
 
 CONNECT_SECONDS = 30.0
@@ -32,8 +34,10 @@ _NOT_PASSED_ON = (401, 404, 405, 501)  # of a router that does not know our rout
 # What our configuration and the renderers send; an environment's own settings go by vLLM's route, which takes more.
 _SAMPLE_PARAMS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs"),
-    *("ignore_eos", "skip_special_tokens"),
+    *("ignore_eos", "skip_special_tokens", "routed_experts_prompt_start"),
 }
+_EXPERTS = "routed_experts_prompt_start"  # the first token of the prompt whose experts are asked for
+_ITEM_BYTES = {"uint8": 1, "uint16": 2}
 
 
 def request_settings(sampling: Mapping[str, Any], policy_version: int) -> dict[str, Any]:
@@ -69,16 +73,20 @@ class Conversation:
         if self.failure is not None:
             raise self.failure
         history = [_comparable(message) for message in messages]
-        prompt = None
+        prompt = extended = None
         # The longest earlier turn that these messages continue is extended by the new ones.
         for turn in sorted(self.turns, key=lambda turn: len(turn.history), reverse=True):
             known = len(turn.history)
             if not self._engine.branched and known < len(history) and history[:known] == turn.history:
                 bridge = self._engine.renderer.bridge_to_next_turn
                 prompt = bridge(turn.prompt_ids, turn.completion_ids, messages[known:], tools=tools)
+                extended = None if prompt is None else turn
                 break
+        known = 0 if extended is None else len(extended.ids)
         try:
-            answer = await self._engine.generate(self._base_url, messages, tools, prompt, self._sampling)
+            answer = await self._engine.generate(
+                self._base_url, messages, tools, prompt, self._sampling, computed=known
+            )
         except CallFailed as error:
             if error.outcome is Outcome.PROMPT_TOO_LONG and self.turns:
                 return None
@@ -105,6 +113,8 @@ class Conversation:
             message=message,
             tool_calls=calls,
             is_truncated=answer["finish_reason"] == "length",
+            experts=experts_of(answer["routed_experts"]),
+            extended=extended,
         )
         self.turns.append(turn)
         return turn
@@ -185,11 +195,14 @@ class EngineClient:
         tools: list[Any] | None,
         prompt: RenderedTokens | None,
         sampling: Mapping[str, Any],
+        computed: int = 0,
         **options: Any,
     ) -> dict[str, Any]:
         """One model call, by the ids of `prompt` or else of the rendered messages: `renderers.client.generate`'s answer.
 
-        A reply gets the room that is left in the model's context. Raises CallFailed.
+        A reply gets the room that is left in the model's context. Where `sampling` asks for the experts that the engine
+        chooses, the answer has them from the last of the `computed` tokens on, which an earlier turn of this conversation
+        ends with: the engine had computed those before it. Raises CallFailed.
         """
         if base_url not in self._connections:
             self._connections[base_url] = EngineConnection(base_url, os.environ.get(API_KEY_VAR) or "EMPTY")
@@ -205,8 +218,11 @@ class EngineClient:
                 raise CallFailed(f"the prompt of {sent} tokens {room}", 400)
             if "max_tokens" in params:
                 params["max_tokens"] = min(params["max_tokens"], context - sent)
+        replayed = params.get(_EXPERTS) is not None
+        if replayed:
+            params[_EXPERTS] = max(computed - 1, 0)
         try:
-            return await generate(
+            answer = await generate(
                 client=connection,  # type: ignore[arg-type]
                 renderer=self.renderer,
                 messages=list(messages),  # type: ignore[arg-type]
@@ -220,6 +236,30 @@ class EngineClient:
             )
         except MalformedGenerateResponseError as error:
             raise CallFailed(f"{error}", 422) from error  # as a refusal: another attempt gives the same
+        if not replayed:
+            answer["routed_experts"] = None  # vLLM's own route adds them unasked
+        elif isinstance(encoded := answer["routed_experts"], str):
+            answer["routed_experts"] = _as_our_route(encoded, params[_EXPERTS])
+        elif encoded is None:
+            raise CallFailed("the server does not return the experts that it chose (router_replay)", 422)
+        return answer
+
+
+def experts_of(encoded: Mapping[str, Any] | None) -> RoutedExperts | None:
+    """The experts of an answer, as our route has them; None where it has none."""
+    if encoded is None:
+        return None
+    layers, k = encoded["shape"][1:]
+    return RoutedExperts(a2b_base64(encoded["data"]), layers, k, _ITEM_BYTES[encoded["dtype"]], encoded["start"])
+
+
+def _as_our_route(encoded: str, start: int) -> dict[str, Any]:
+    """What vLLM's own route says in base64: a file of numpy's, version 1, whose header is a Python literal."""
+    file = a2b_base64(encoded)
+    end = 10 + int.from_bytes(file[8:10], "little")
+    header = ast.literal_eval(file[10:end].decode())
+    dtype, data = {"|u1": "uint8", "<u2": "uint16"}[header["descr"]], b2a_base64(file[end:], newline=False)
+    return {"data": data, "dtype": dtype, "shape": list(header["shape"]), "start": start}
 
 
 def arguments_of(call: ParsedToolCall) -> str:

@@ -8,11 +8,11 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, RoutedExperts, SampleTokens
 
 Message = dict[str, Any]  # as the chat route has them: `role`, `content`, `tool_calls`
 LARGEST_REWARD = 1e37  # advantages are a few times as large at most, and sent with 32 bits, which end at 3.4e38
@@ -43,19 +43,36 @@ class Turn:
     message: Message = field(default_factory=dict)  # the reply as the next prompt has it
     tool_calls: list[Any] = field(default_factory=list)  # malformed attempts too, as their `status` says
     is_truncated: bool = False
+    # Up to the last token but one. Where the prompt extends an earlier turn, they begin at that one's last token.
+    experts: RoutedExperts | None = None
+    extended: "Turn | None" = None
 
     @property
     def ids(self) -> list[int]:
         return self.prompt_ids + self.completion_ids
+
+    def experts_from(self, first: int) -> bytes:
+        """The experts of the tokens from `first` to the last but one. Raises Misaligned: it does not have them all."""
+        experts, size = self.experts, len(self.prompt_ids) + len(self.completion_ids)
+        if experts is None or experts.end != size - 1:
+            computed = "none" if experts is None else f"those of {experts.end} tokens"
+            raise Misaligned(f"a turn of {size} tokens has {computed} of the experts that the engine chose")
+        if experts.start <= first:
+            return experts.part(first, experts.end)
+        if self.extended is None:
+            raise Misaligned(f"the experts that the engine chose begin at token {experts.start}, not {first}")
+        earlier = self.extended.experts_from(first)
+        return earlier[: (experts.start - first) * experts.row_bytes] + experts.rows
 
 
 def samples_of(turns: Sequence[Turn], branched: bool = False) -> list[SampleTokens]:
     """One sample per sequence of turns that extend each other, ordered by their first turns; `branched`: one per turn.
 
     Every sampled token is trained on once, and so is what the environment said: where conversations fork, in the first
-    sample. Rewards are 0. Raises Misaligned.
+    sample. Rewards are 0. A token keeps the experts that the engine chose when it first computed it. Raises Misaligned.
     """
     samples: list[SampleTokens] = []
+    chosen: list[bytearray] = []  # of each sample the rows of its experts
     owners: list[int] = []  # of each turn its sample
     last_turns: list[int] = []  # of each sample
     for number, turn in enumerate(turns):
@@ -76,12 +93,26 @@ def samples_of(turns: Sequence[Turn], branched: bool = False) -> list[SampleToke
             owner = len(samples)
             samples.append(SampleTokens(*prefix, prompt_len, reward=0.0, roles=bytes(begin)))
             last_turns.append(number)
+            chosen.append(bytearray())
+            if parent is not None and turn.experts is not None:
+                chosen[owner] += chosen[owners[parent]][: (begin - 1) * turn.experts.row_bytes]
+        if turn.experts is not None:
+            first = max(begin - 1, 0)  # of the last token of the parent nothing was computed before
+            if len(chosen[owner]) != first * turn.experts.row_bytes:
+                raise Misaligned("only some turns have the experts that the engine chose")
+            chosen[owner] += turn.experts_from(first)
+            samples[owner].experts = replace(turn.experts, rows=b"", start=0)
         owners.append(owner)
         sample, context, sampled = samples[owner], len(turn.prompt_ids) - begin, len(turn.completion_ids)
         sample.input_ids += array("i", turn.prompt_ids[begin:] + turn.completion_ids)
         sample.loss_mask += bytes(context) + b"\1" * sampled
         sample.logprobs += array("f", bytes(4 * context)) + array("f", turn.logprobs)
         sample.roles = (sample.roles or b"") + bytes(repeated - begin) + turn.roles[repeated:] + REPLY * sampled
+    for sample, rows in zip(samples, chosen, strict=True):
+        if sample.experts is not None:
+            sample.experts.rows = bytes(rows)
+            if sample.experts.end != len(sample.input_ids) - 1:
+                raise Misaligned("only some turns have the experts that the engine chose")
     return [sample for sample in samples if any(sample.loss_mask)]
 
 
@@ -163,7 +194,8 @@ def turns_of(trace: Any) -> list[Turn]:
     turns: dict[int, Turn] = {}
     for nodes in (branch.nodes for branch in trace.branches if branch.trainable):
         ids: list[int] = []
-        roles = b""
+        roles, chosen, last = b"", bytearray(), None  # the turn before
+        experts: RoutedExperts | None = None
         for node in nodes:
             sampled, number = sum(node.mask), numbers[id(node)]
             if len(node.mask) != len(node.token_ids):
@@ -172,6 +204,9 @@ def turns_of(trace: Any) -> list[Turn]:
                 raise Misaligned("sampled tokens are not the end of their message")
             ids += node.token_ids
             roles += bytes([role_index(node.message.role)]) * len(node.token_ids)
+            if (routed := node.routed_experts) is not None:  # an array [tokens, layers, k]
+                experts = RoutedExperts(b"", routed.shape[1], routed.shape[2], routed.itemsize)
+                chosen += routed.tobytes()
             if sampled and number not in turns:
                 sent, usage = len(ids) - sampled, usages.get(number)
                 if usage is not None and (usage.prompt_tokens, usage.completion_tokens) != (sent, sampled):
@@ -179,7 +214,15 @@ def turns_of(trace: Any) -> list[Turn]:
                         f"the engine got {usage.prompt_tokens} and sampled {usage.completion_tokens} tokens, "
                         f"the conversation has {sent} and {sampled}"
                     )
-                turns[number] = Turn(ids[:sent], ids[sent:], list(node.logprobs), roles[:sent])
+                turns[number] = turn = Turn(ids[:sent], ids[sent:], list(node.logprobs), roles[:sent])
+                if experts is not None:
+                    if len(chosen) != len(ids) * experts.row_bytes:
+                        raise Misaligned("only some turns have the experts that the engine chose")
+                    start, row = 0 if last is None else len(last.ids) - 1, experts.row_bytes
+                    rows = bytes(chosen[start * row : -row])  # the last token has a copy of those before it
+                    turn.experts, turn.extended = replace(experts, rows=rows, start=start), last
+            if sampled:
+                last = turns[number]
     return [turns[number] for number in sorted(turns)]
 
 

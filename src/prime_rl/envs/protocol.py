@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import msgpack
 
-MOST_BYTES = 128 << 20  # of a result: ten million tokens
+MOST_BYTES = 1 << 30  # of a result: eighty million tokens, or two million with the experts of a model of 48 layers
 ROLES = ("", "system", "user", "assistant", "tool")
 """Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
 # The engine's key. The name holds API_KEY so that verifiers keeps it from the programs it starts.
@@ -62,6 +62,32 @@ class FirstTasks(list[TaskInfo]):
 
 
 @dataclass
+class RoutedExperts:
+    """The experts that the engine chose for each of N tokens, beginning with token `start`: `rows` [N, layers, k] of
+    little-endian ids, 1 byte each, or 2."""
+
+    rows: bytes
+    layers: int  # all of the model's: those without experts have zeros
+    k: int
+    itemsize: int
+    start: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.layers * self.k * self.itemsize
+
+    @property
+    def end(self) -> int:
+        """The token after the last one that has experts."""
+        return self.start + len(self.rows) // self.row_bytes
+
+    def part(self, start: int, end: int) -> bytes:
+        """The rows of tokens [start, end), all of which it has."""
+        assert self.start <= start <= end <= self.end
+        return self.rows[(start - self.start) * self.row_bytes : (end - self.start) * self.row_bytes]
+
+
+@dataclass
 class SampleTokens:
     """One trainable sequence of T tokens, exactly as sent to and sampled by the engine.
 
@@ -81,6 +107,7 @@ class SampleTokens:
     hint: "array[int] | None" = None  # tokens that a teacher reads before these
     # Of a teacher: 32 bits, 0.0 for the first token; for all T tokens or the leading ones that it scored.
     ref_logprobs: "array[float] | None" = None
+    experts: RoutedExperts | None = None  # of the first T - 1 tokens: nothing was computed of the last one
 
     @classmethod
     def of(
@@ -179,6 +206,11 @@ class Run:
     base_url: str  # of the server that samples; ends in /v1
     timeout: float  # seconds from receipt
 
+    @property
+    def replays(self) -> bool:
+        """Whether its samples are to have the experts that the engine chooses."""
+        return self.sampling.get("routed_experts_prompt_start") is not None
+
     def failed(self, env: str, outcome: Outcome, message: str) -> EpisodeResult:
         """The result of an episode that gave none."""
         return EpisodeResult(self.episode_id, env, self.task_id, outcome, message)
@@ -230,7 +262,7 @@ def _plain(value: Any) -> Any:
     """What msgpack does not know: streams as bytes, little-endian as all machines are that we run on."""
     if isinstance(value, array):
         return value.tobytes()
-    if isinstance(value, EpisodeResult | SampleTokens | Part):
+    if isinstance(value, EpisodeResult | SampleTokens | Part | RoutedExperts):
         return vars(value)
     raise TypeError(f"it holds a {type(value).__name__}")
 
@@ -259,5 +291,7 @@ def unpack_episode(data: dict[str, Any]) -> EpisodeResult:
             if (packed := sample[name]) is not None:
                 sample[name] = array(kind)
                 sample[name].frombytes(packed)
+        if (experts := sample.get("experts")) is not None:
+            sample["experts"] = RoutedExperts(**experts)
     parts, samples = [Part(**part) for part in data["parts"]], [SampleTokens(**sample) for sample in data["samples"]]
     return EpisodeResult(**{**data, "outcome": Outcome(data["outcome"]), "parts": parts, "samples": samples})

@@ -348,9 +348,10 @@ class ConversationClient(Client):
         before = None if self._engine.branched else turn.previous_renderer_token_ids()
         bridge, new = self._engine.renderer.bridge_to_next_turn, messages[turn.tail_start :]
         prompt = None if before is None else bridge(*before, new, tools=tools)
+        computed = 0 if before is None or prompt is None else sum(len(ids) for ids in before)
         options = {"model": body["model"], "extra_headers": {SESSION_ID_HEADER: session_id} if session_id else None}
         try:
-            answer = await self._engine.generate(self._base_url, messages, tools, prompt, settings, **options)
+            answer = await self._engine.generate(self._base_url, messages, tools, prompt, settings, computed, **options)
         except CallFailed as error:
             raise ProviderError(str(error), status_code=error.status) from error
         if tools and (calls := answer["tool_calls"]):

@@ -181,6 +181,8 @@ class WorkerServer:
             async with asyncio.timeout(run.timeout):
                 faults.point(f"run:{name}")
                 result = await env.run(run)
+            if result.ok and run.replays and any(sample.experts is None for sample in result.samples):
+                result = failed(Outcome.INVALID, "some of its tokens have no experts that the engine chose")
         except TimeoutError:
             result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
         except asyncio.CancelledError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
-from prime_rl.inference.compat import Engine
+from prime_rl.inference.compat import Engine, why_no_choices
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import INDEX, no_tensors_message, read_header
 
@@ -30,6 +30,10 @@ def check(config: InferenceConfig, engine: Engine) -> None:
             raise UserError(
                 f"{name}={os.environ[name]} opens routes that no key guards, or hides /update_weights: unset it"
             )
+    if config.router_replay:
+        caches = config.vllm.get("enable_prefix_caching", not config.deterministic)
+        if why := why_no_choices(engine, prefix_caching=caches, pipeline=config.pipeline_parallel_size):
+            raise UserError(f"router_replay: {why}")
     model = local_model(config.model.name)
     if model is not None:
         check_model(model, needs_weights=config.vllm.get("load_format") != "dummy")

@@ -84,6 +84,20 @@ def release_flags(engine: Engine | None) -> dict[str, Any]:
     return {} if engine is not None and engine.version == EARLIER else {"enable_scale_out": True}
 
 
+def why_no_choices(engine: Engine, *, prefix_caching: bool, pipeline: int) -> str | None:
+    """Return why the installed vLLM cannot return the experts that it chose for each token, so that nobody is served wrong
+    ones; None if it can. `pipeline`: groups of GPUs that share the layers."""
+    able = "CUDA builds of 0.26 and 0.31 can"
+    if engine.device == "cpu":
+        # 0.26 answers with zeros; 0.31 needs its second model runner, and that one Triton.
+        return f"vLLM {engine.release} for CPUs does not return the experts that it chose; {able}"
+    if pipeline > 1:
+        return "vLLM does not return the experts that it chose where GPUs share the layers (pipeline_parallel_size)"
+    if engine.version == PINNED and not prefix_caching:
+        return f"vLLM {engine.release} returns the experts that it chose only with prefix caching, which is off"
+    return None
+
+
 def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) -> argparse.Namespace:
     """Let vLLM parse and check its own arguments. Imports vLLM (10 s and more). `extra`: names of options under `[vllm]`.
 

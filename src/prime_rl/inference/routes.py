@@ -12,11 +12,13 @@ Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. `mid
 Rollouts are sampled by /v1/sample: tokens in, tokens out, and no more than that. vLLM's own token route can do more, and
 pays for it with every token (0.26 makes an output for each of them, both releases detokenize and build two objects a
 log-probability). Here one output is made, when the last token is there; no text is made, unless stop strings need it;
-and the answer holds the sampled ids and their log-probabilities under the distribution that was sampled from.
+and the answer holds the sampled ids and their log-probabilities under the distribution that was sampled from; where
+`sampling_params.routed_experts_prompt_start` asks for them, the experts of every token from there on, too.
 """
 
 import argparse
 import asyncio
+import base64
 import faulthandler
 import json
 import os
@@ -49,7 +51,7 @@ STOP_SECONDS = 20.0  # from a signal to the end, at most; vLLM's own time for re
 _SAMPLING_PARAMETERS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
-    *("logprobs", "skip_special_tokens", "detokenize"),
+    *("logprobs", "skip_special_tokens", "detokenize", "routed_experts_prompt_start"),
 }  # fmt: skip
 
 
@@ -146,7 +148,8 @@ async def sample(body: SampleBody, raw_request: Request) -> Response:
     output = outputs[-1].outputs[0]  # the only one
     if output.finish_reason == "error":
         raise Rejected(500, "the engine failed while it sampled")
-    return Response(sample_answer(body.token_ids, output), media_type="application/json")
+    first = body.sampling_params.get("routed_experts_prompt_start")
+    return Response(sample_answer(body.token_ids, output, first), media_type="application/json")
 
 
 def sampling_params(requested: dict[str, Any], prompt: int, most: int) -> Any:
@@ -164,6 +167,9 @@ def sampling_params(requested: dict[str, Any], prompt: int, most: int) -> Any:
         raise Rejected(
             400, f"{SAMPLE_ROUTE} answers with the log-probability of each sampled token, not with {logprobs}"
         )
+    first = requested.get("routed_experts_prompt_start")
+    if first is not None and not (isinstance(first, int) and 0 <= first < prompt):  # 0.26 would die of it
+        raise Rejected(400, f"sampling_params.routed_experts_prompt_start is {first}, of a prompt of {prompt} tokens")
     chosen = {"max_tokens": max(most - prompt, 1)} | {k: value for k, value in requested.items() if value is not None}
     chosen |= {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(requested.get("stop"))}
     chosen["output_kind"] = RequestOutputKind.FINAL_ONLY.value
@@ -176,17 +182,38 @@ def sampling_params(requested: dict[str, Any], prompt: int, most: int) -> Any:
     return params
 
 
-def sample_answer(prompt: Sequence[int], output: Any) -> bytes:
+def sample_answer(prompt: Sequence[int], output: Any, first: int | None = None) -> bytes:
     """The JSON of vLLM's token route for one finished output with flat log-probabilities; without what a rollout does not
-    read. Rejected (500) if the log-probabilities are not those of the sampled tokens."""
+    read. Rejected (500) if the log-probabilities are not those of the sampled tokens, or as `routed_experts`.
+
+    `first`: the token from which on the answer has the experts (None: without).
+    """
     ids, logprobs = list(output.token_ids), output.logprobs
     if logprobs is None or list(logprobs.token_ids) != ids:
         raise Rejected(500, "the engine gave log-probabilities of other tokens than it sampled")
     pairs = zip(ids, logprobs.logprobs, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
     choice = {"index": 0, "finish_reason": output.finish_reason or "stop", "token_ids": ids, "logprobs": {"content": content}}  # fmt: skip
+    if first is not None:
+        choice["routed_experts"] = routed_experts(output.routed_experts, first, len(prompt) + len(ids) - 1)
     lengths = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
     return json.dumps({"request_id": "", "choices": [choice], "usage": lengths}, separators=(",", ":")).encode()
+
+
+def routed_experts(choices: Any, first: int, end: int) -> dict[str, Any]:
+    """The experts of tokens [first, end), as verifiers and renderers read them: rows of layers × k ids in base64. The last
+    sampled token was not computed, and has none.
+
+    Rejected (409) by a server that does not return them, (422) if they cannot be true.
+    """
+    if choices is None:
+        raise Rejected(409, "this server does not return the experts that it chose: start it with router_replay = true")
+    if len(choices) != end - first:
+        raise Rejected(422, f"the engine gave the experts of {len(choices)} tokens where it computed {end - first}")
+    if not choices.any():  # what a kernel that they are not read from leaves
+        raise Rejected(422, "the engine gave no experts but the first one: its kernels do not say what they choose")
+    data = base64.b64encode(choices.tobytes()).decode()
+    return {"data": data, "dtype": choices.dtype.name, "shape": list(choices.shape), "start": first}
 
 
 async def answer_rejected(_: Request, error: Exception) -> JSONResponse:

@@ -179,6 +179,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         # A model's generation_config.json must not change how a request that does not name a parameter is sampled.
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
+        "enable_return_routed_experts": config.router_replay or None,
         **{name: size for name in sizes if (size := getattr(config, name)) > 1},
         **{name: getattr(config, name) for name in (f"data_parallel_{node}" for node in nodes)},
         **compat.release_flags(engine),

@@ -68,6 +68,10 @@ def step_metrics(
         "time/update_weights": updates[0],
         "time/idle": tally.seconds_idle,
     }
+    chosen = [sample.routed_experts for sample in scored.samples if sample.routed_experts is not None]
+    if chosen:
+        metrics["replay/mib"] = sum(rows.nbytes for rows in chosen) / 2**20
+        metrics["replay/tokens"] = float(sum(map(len, chosen)))
     metrics |= {f"time/update_{phase}": taken for phase, taken in updates[1].items()}
     metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.filtered.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in failures.items()}

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from loguru import logger
 
 from prime_rl.config.orchestrator import Echo
-from prime_rl.envs.protocol import ROLES, EpisodeResult, SampleTokens
+from prime_rl.envs.protocol import ROLES, EpisodeResult, RoutedExperts, SampleTokens
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.algorithms import advantages, call_user_function, carries_signal, trajectories, user_function
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group
@@ -278,6 +278,7 @@ def episode_samples(
                 env=start.task.env,
                 policy_versions=list(range(episode.first, episode.last + 1)),
                 input_ids=ids[:seq_len],
+                routed_experts=None if sequence.experts is None else expert_rows(sequence.experts)[:seq_len],
                 temperature=temperature,
                 reward=sequence.reward if result.parts else result.reward,
                 is_truncated=result.is_truncated or len(sequence.input_ids) > seq_len,
@@ -285,6 +286,11 @@ def episode_samples(
             )
         )
     return rows if fits else None
+
+
+def expert_rows(experts: RoutedExperts) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """(N, layers · k) the experts of the first N tokens."""
+    return np.frombuffer(experts.rows, dtype=f"<u{experts.itemsize}").reshape(-1, experts.layers * experts.k)
 
 
 def exact_streams(sequence: SampleTokens) -> tuple[npt.NDArray[np.int32], Mask, Floats]:

@@ -41,6 +41,9 @@ SCHEMA = pa.schema(
         pa.field("ref_logprobs", _FLOATS),
     ]
 )
+EXPERTS = "routed_experts"
+"""A column that is there only where a sample has experts: for its first N tokens, N ≤ T, the ids that the engine chose in
+each of the model's layers, list<fixed_size_list<uint8 or uint16>[layers · k]>."""
 _STREAMS = tuple(field.name for field in SCHEMA if pa.types.is_list(field.type) and field.name != "policy_versions")
 _CODES = {np.dtype(kind): kind for kind in "iqfd"}
 
@@ -50,7 +53,7 @@ class Sample:
     """One trainable token sequence of T tokens, and where it came from. Streams are per token, of length T.
 
     `logprobs` are the sampler's, of the tokens where `loss_mask` is set, 0 elsewhere; `temperature` is the one actually
-    used. Streams are numpy arrays once scored or read back.
+    used. Streams are numpy arrays once scored or read back. `routed_experts` [N, layers · k] are the first N tokens'.
     """
 
     sample_id: str
@@ -69,6 +72,7 @@ class Sample:
     ce_weight: "Sequence[float] | npt.NDArray[np.floating[Any]] | None" = None
     ref_kl_weight: "Sequence[float] | npt.NDArray[np.floating[Any]] | None" = None
     ref_logprobs: "Sequence[float] | npt.NDArray[np.floating[Any]] | None" = None
+    routed_experts: "npt.NDArray[np.unsignedinteger[Any]] | None" = None
 
 
 def as_array(values: "Sequence[Any] | npt.NDArray[Any]", dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -129,12 +133,30 @@ def write_batch(
         "loss_tokens": [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]],
     }
     record_batch = pa.record_batch(columns, schema=SCHEMA)
+    if any(sample.routed_experts is not None for sample in samples):
+        record_batch = record_batch.append_column(EXPERTS, _expert_column(samples))
     final = step_dir(root, step)
     with stage(final, step=step, producer="orchestrator", extra=index | (extra or {})) as directory:
-        with pa.OSFile(str(directory / FILE), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+        with pa.OSFile(str(directory / FILE), "wb") as sink, pa.ipc.new_file(sink, record_batch.schema) as writer:
             for first in range(0, len(samples), _ROWS_PER_RECORD_BATCH):
                 writer.write_batch(record_batch.slice(first, _ROWS_PER_RECORD_BATCH))
     return final
+
+
+def _expert_column(samples: Sequence[Sample]) -> pa.Array:
+    """Raises ValueError: of more tokens than a sample has, or not of one model."""
+    rows = [sample.routed_experts for sample in samples]
+    kinds = {(part.dtype.str, part.shape[1:]) for part in rows if part is not None}
+    if len(kinds) > 1:
+        raise ValueError(f"samples have {EXPERTS} of several models: {sorted(kinds)}")
+    for sample, part in zip(samples, rows, strict=True):
+        if part is not None and len(part) > len(sample.input_ids):
+            raise ValueError(f"sample {sample.sample_id}: {EXPERTS} of {len(part)} of {len(sample.input_ids)} tokens")
+    present = [part for part in rows if part is not None]
+    tokens = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(present).reshape(-1)), present[0].shape[1])
+    offsets = np.cumsum([0, *(0 if part is None else len(part) for part in rows)], dtype=np.int32)
+    absent = pa.array([part is None for part in rows])
+    return pa.ListArray.from_arrays(pa.array(offsets), tokens, mask=absent)
 
 
 def _check_streams(columns: Mapping[str, list[Any]]) -> None:
@@ -156,6 +178,9 @@ def _value(scalar: pa.Scalar) -> Any:
     """Return a scalar as a Python object, a list as an array (integers as int64)."""
     if not (isinstance(scalar, pa.ListScalar) and scalar.is_valid):
         return scalar.as_py()
+    if pa.types.is_fixed_size_list(scalar.values.type):
+        width = scalar.values.type.list_size
+        return scalar.values.flatten().to_numpy().reshape(-1, width).copy()
     array = scalar.values.to_numpy(zero_copy_only=False)
     return array.astype(np.int64) if array.dtype.kind == "i" else array.copy()
 
@@ -185,10 +210,11 @@ class RolloutBatch:
         samples: dict[int, Sample] = {}
         with pa.OSFile(str(self.directory / FILE)) as file:
             reader = pa.ipc.open_file(file)
+            names = [*SCHEMA.names, *({EXPERTS} & {*reader.schema.names})]
             for number in sorted({int(i) // _ROWS_PER_RECORD_BATCH for i in indices}):
                 record_batch = reader.get_batch(number)
                 for row in range(record_batch.num_rows):
-                    values = {name: _value(record_batch.column(name)[row]) for name in SCHEMA.names}
+                    values = {name: _value(record_batch.column(name)[row]) for name in names}
                     samples[number * _ROWS_PER_RECORD_BATCH + row] = Sample(**values)
         return [samples[int(i)] for i in indices]
 

@@ -13,7 +13,8 @@ from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome
 def node(role: str, ids: list[int], mask: list[bool], content: str) -> SimpleNamespace:
     logprobs = [-0.5 - i for i in range(sum(mask))]
     message = SimpleNamespace(role=role, content=content)
-    return SimpleNamespace(token_ids=ids, mask=mask, logprobs=logprobs, sampled=any(mask), message=message)
+    streams = {"token_ids": ids, "mask": mask, "logprobs": logprobs, "routed_experts": None}
+    return SimpleNamespace(**streams, sampled=any(mask), message=message)
 
 
 def prompt_node(ids: list[int], role: str = "user", content: str = "hi") -> SimpleNamespace:

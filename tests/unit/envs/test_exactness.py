@@ -4,6 +4,8 @@ The renderers, verifiers' client and graph, and our conversion are the real ones
 """
 
 import asyncio
+import base64
+import io
 import json
 import sys
 from array import array
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +34,9 @@ from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
 from prime_rl.envs.renderer import choose, tokenizer_of
 from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
 from prime_rl.envs.verifiers_v1 import ConversationClient
+from prime_rl.inference.routes import routed_experts
 
+REPLAYED = {"routed_experts_prompt_start": 0}
 TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"
 TOOLS = [
     {
@@ -71,6 +76,7 @@ class Script:
 
     base_url: str = "http://scripted/v1"
     next: list[int] = field(default_factory=list)
+    stock: bool = False  # experts are encoded as by vLLM's own route
     exchanges: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)
 
     async def context(self) -> None:
@@ -81,9 +87,30 @@ class Script:
         self.exchanges.append((body["token_ids"], self.next, logprobs))
         content = [{"token": f"token_id:{t}", "logprob": lp} for t, lp in zip(self.next, logprobs, strict=True)]
         choice = {"finish_reason": "stop", "token_ids": self.next, "logprobs": {"content": content}}
+        if (start := body["sampling_params"].get("routed_experts_prompt_start")) is not None:
+            rows = experts_of_exchange(len(self.exchanges) - 1, len(body["token_ids"]) + len(self.next) - 1)[start:]
+            choice["routed_experts"] = (
+                numpy_file(rows) if self.stock else routed_experts(rows, start, start + len(rows))
+            )
         return EngineReply(json.dumps({"choices": [choice]}).encode())
 
     async def close(self) -> None: ...
+
+
+def experts_of_exchange(number: int, tokens: int) -> np.ndarray:
+    """[tokens, layers 2, k 2] what the engine chose in one exchange, no two rows alike: its number, and the token's place."""
+    place = np.arange(tokens)
+    return (
+        np.stack([np.full(tokens, 1 + number), place // 256, place % 256, place * 0 + 7], -1)
+        .reshape(-1, 2, 2)
+        .astype(np.uint8)
+    )
+
+
+def numpy_file(rows: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, rows, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +145,7 @@ def tokenizers(models: dict[str, str]) -> dict[str, Any]:
 @pytest.mark.parametrize("branched", [False, True])
 @pytest.mark.parametrize("name", ["chatml", "chatml, tags as tokens", "default", "qwen3"])
 @settings(max_examples=40, deadline=None)
-@given(conversation=conversations)
+@given(conversation=conversations, stock=st.booleans())
 def test_samples_are_what_the_engine_saw(
     clients: dict[tuple[str, bool], EngineClient],
     renderers: dict[str, Any],
@@ -127,15 +154,23 @@ def test_samples_are_what_the_engine_saw(
     branched: bool,
     by_verifiers: bool,
     conversation: Any,
+    stock: bool,
 ) -> None:
     """Every sample is one exchange of the engine; each sampled token has its loss and log-probability once; nothing is told twice.
+    Each of its tokens but the last has the experts of an exchange that computed it; where the next token is trained, of the one
+    that sampled that.
 
     Of verifiers' conversations, and of those of classic and plain environments, which our own client keeps.
     """
-    engine, trace, renderer, tools = Script(), _trace(), renderers[name], TOOLS if name != "default" else None
+    engine, trace, renderer, tools = (
+        Script(stock=stock),
+        _trace(),
+        renderers[name],
+        TOOLS if name != "default" else None,
+    )
     client = clients[name, branched]
     client._connections["u"] = engine  # type: ignore[assignment]
-    talk = Conversation(client, "u", {})
+    talk = Conversation(client, "u", REPLAYED)
 
     async def converse() -> None:
         system, opening, turns, few_shot = conversation
@@ -147,7 +182,7 @@ def test_samples_are_what_the_engine_saw(
         for (reply, ended), move, text in turns:
             engine.next = _ids(renderer, tokenizers[name], reply, ended)
             if by_verifiers:
-                message = await _turn(client, trace, messages, tools)
+                message = await _turn(client, trace, messages, tools, REPLAYED)
             else:
                 turn = await talk.reply(messages, tools)
                 assert turn is not None
@@ -155,7 +190,10 @@ def test_samples_are_what_the_engine_saw(
             messages = _next([*messages, message], first, move, text)
 
     asyncio.run(converse())
-    _compare(engine, samples_of(turns_of(trace) if by_verifiers else talk.turns, branched), branched)
+    samples = samples_of(turns_of(trace) if by_verifiers else talk.turns, branched)
+    _compare(engine, samples, branched)
+    for sample in samples:
+        _compare_experts(engine, sample)
 
 
 async def test_a_call_that_nests_without_end(
@@ -200,6 +238,20 @@ def _compare(engine: Script, samples: list[SampleTokens], branched: bool) -> Non
         }
 
 
+def _compare_experts(engine: Script, sample: SampleTokens) -> None:
+    assert sample.experts is not None
+    assert (sample.experts.layers, sample.experts.k, sample.experts.end) == (2, 2, len(sample.input_ids) - 1)
+    rows = np.frombuffer(sample.experts.rows, dtype=np.uint8).reshape(-1, 2, 2)
+    for place, row in enumerate(rows):
+        number = int(row[0, 0]) - 1
+        prompt, completion, logprobs = engine.exchanges[number]
+        assert [*prompt, *completion][: place + 1] == list(sample.input_ids[: place + 1])
+        assert (row == experts_of_exchange(number, place + 1)[place]).all()
+        if sample.loss_mask[place + 1]:
+            assert place + 1 >= len(prompt)
+            assert array("f", [logprobs[place + 1 - len(prompt)]])[0] == sample.logprobs[place + 1]
+
+
 def _placed(prompt: list[int], completion: list[int], logprobs: list[float]) -> list[tuple[int, int, float]]:
     return list(zip(range(len(prompt), len(prompt) + len(completion)), completion, array("f", logprobs), strict=True))
 
@@ -226,11 +278,15 @@ def _next(messages: list[dict[str, Any]], first: int, move: str, text: str) -> l
     return [*messages, user]
 
 
-async def _turn(client: EngineClient, trace: Any, messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]:
+async def _turn(
+    client: EngineClient, trace: Any, messages: list[dict[str, Any]], tools: Any, sampling: Any = None
+) -> dict[str, Any]:
     """One model call, as verifiers' interception server makes it."""
     body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
     turn = prepare_turn(trace, [parse_message(message) for message in messages], parse_tools(tools))
-    response = await ConversationClient(client, "u").get_response(ChatDialect(), body, vf.SamplingConfig(), turn=turn)
+    response = await ConversationClient(client, "u").get_response(
+        ChatDialect(), body, vf.SamplingConfig(**(sampling or {})), turn=turn
+    )
     node = turn.commit(response)
     trace.calls.append(ModelCall(node=node, usage=response.usage, model="m", time=TimeSpan(start=0.0, end=0.0)))
     message: dict[str, Any] = response.raw["choices"][0]["message"]

@@ -1,12 +1,23 @@
 """The wire: every message survives it unchanged, and nothing else gets in."""
 
 from array import array
+from dataclasses import replace
 
 import msgpack
 import pytest
 
 from prime_rl.envs import protocol
-from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, ProtocolError, Result, SampleTokens, decode, encode
+from prime_rl.envs.protocol import (
+    EpisodeResult,
+    Outcome,
+    Part,
+    ProtocolError,
+    Result,
+    RoutedExperts,
+    SampleTokens,
+    decode,
+    encode,
+)
 
 EPISODE = EpisodeResult(
     episode_id="3.1.0",
@@ -17,6 +28,7 @@ EPISODE = EpisodeResult(
     rewards={"lcs": 0.25},
     samples=[
         SampleTokens.of([1, 2, 70000], [False, True, True], [0.0, -0.1, -1e-12], 1, 0.25, "solver", [2, 3, 3]),
+        replace(SampleTokens.of([1], [True], [0.0], 0, 0.0), experts=RoutedExperts(bytes(range(12)), 2, 3, 2)),
         SampleTokens(
             array("i", [1, 2]), b"\0\1", array("f", [0, -1]), 1, 0.0, "", 1, None, array("i", [7]), array("f", [0, -2])
         ),

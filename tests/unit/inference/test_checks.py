@@ -5,14 +5,16 @@ import socket
 import struct
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat
+from prime_rl.inference.server import arguments
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
@@ -79,6 +81,29 @@ def test_the_device_and_the_routes_are_what_was_built_for(monkeypatch: pytest.Mo
         with pytest.raises(UserError, match=name):
             checks.check(InferenceConfig(), CPU)
         monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "says"),
+    [
+        (CPU, {}, "vLLM 0.31.0 for CPUs does not .* CUDA builds of 0.26 and 0.31 can"),
+        (CPU._replace(version=(0, 26), release="0.26.0"), {}, "vLLM 0.26.0 for CPUs does not"),
+        (CUDA, {"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        (CUDA, {"deterministic": True}, "only with prefix caching"),
+        (CUDA, {"vllm": {"enable_prefix_caching": False}}, "only with prefix caching"),
+        (CUDA, {}, None),
+        (CUDA._replace(version=(0, 26), release="0.26.0"), {"deterministic": True}, None),
+    ],
+)
+def test_an_engine_that_cannot_say_what_it_chose_is_refused(
+    engine: compat.Engine, settings: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: refused by name before vLLM is imported, with the releases that can: no zeros are ever taken for experts."""
+    monkeypatch.setattr(checks, "check_device", lambda *_: None)
+    config = InferenceConfig.model_validate({"model": {"name": "a/b"}, "router_replay": True, **settings})
+    with nullcontext() if says is None else pytest.raises(UserError, match=f"router_replay: .*{says}"):
+        checks.check(config, engine)
+    assert "--enable-return-routed-experts" in arguments(config, engine)
 
 
 def run(directory: Path, *lines: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:

@@ -29,7 +29,7 @@ from prime_rl.config.orchestrator import (  # fmt: skip
     TeacherConfig,
     TeacherServer,
 )
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, RoutedExperts, SampleTokens
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.algorithms import user_function
 from prime_rl.orchestrator.ledger import Counts
@@ -251,6 +251,21 @@ def rewarded(*rewards: float, sampled: int = 3, filtered: str = "") -> list[Fini
     return [
         episode(number, reward, samples=[tokens(sampled)], filtered=filtered) for number, reward in enumerate(rewards)
     ]
+
+
+def test_experts_reach_the_sample_and_are_counted() -> None:
+    """Contract: a sample has the experts of its tokens but the last, of all of them where it is cut; their bytes are reported."""
+    plain, chosen = tokens(3), tokens(3)  # five tokens
+    chosen.experts = RoutedExperts(np.arange(4 * 6, dtype="<u2").tobytes(), 2, 3, 2)
+    episodes = [episode(0, 1.0, samples=[chosen]), episode(1, 0.0, samples=[plain])]
+    for seq_len, rows in ((100, 4), (4, 4), (3, 3)):
+        samples = score(batch(episodes), seq_len=seq_len).samples
+        assert samples[1].routed_experts is None
+        assert samples[0].routed_experts is not None
+        assert samples[0].routed_experts.tolist() == np.arange(24).reshape(4, 6)[:rows].tolist()
+    metrics = metrics_of(episodes)
+    assert (metrics["replay/mib"], metrics["replay/tokens"]) == (48 / 2**20, 4.0)
+    assert "replay/mib" not in metrics_of(rewarded(1.0, 0.0))
 
 
 def test_metrics_of_a_step() -> None:

@@ -44,8 +44,16 @@ def same(left: Sample, right: Sample) -> bool:
 def test_rows_come_back_as_written_in_the_order_asked(tmp_path_factory, lengths, data):
     """Any subset of rows, in any order, equals what was written."""
     envs = ("sums", "reverse-text", "alphabet")
+    chosen = data.draw(st.sampled_from([None, np.uint8, np.uint16]))
     samples = [
-        make_sample(i, n, env=envs[i % 3], ce_weight=[1.0] * n if i % 2 else None) for i, n in enumerate(lengths)
+        make_sample(
+            i,
+            n,
+            env=envs[i % 3],
+            ce_weight=[1.0] * n if i % 2 else None,
+            routed_experts=None if chosen is None or i % 3 == 2 else np.arange(6 * n - 6, dtype=chosen).reshape(-1, 6),
+        )
+        for i, n in enumerate(lengths)
     ]
     batch = open_batch(write_batch(tmp_path_factory.mktemp("rollouts"), 7, samples))
     order = data.draw(st.permutations(range(len(samples))))
@@ -65,6 +73,7 @@ def test_rows_come_back_as_written_in_the_order_asked(tmp_path_factory, lengths,
         ({"advantages": [1.0] * 5}, "advantages is not zero off"),
         ({"logprobs": [0, 0, math.nan, 0, 0]}, "not finite"),
         ({"rl_weight": [1.0]}, "rl_weight has 1"),
+        ({"routed_experts": np.zeros((6, 4), dtype=np.uint8)}, "routed_experts of 6 of 5 tokens"),
     ],
 )
 def test_misaligned_streams_never_reach_a_batch(tmp_path, changes, message):
