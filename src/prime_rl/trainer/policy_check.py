@@ -16,13 +16,14 @@ from prime_rl.trainer import attention
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import Document, collate, pads_to, to_device
 from prime_rl.trainer.parallel import World, agree
+from prime_rl.trainer.source import one_line
 from prime_rl.transport.weights import REFERENCE_TOKENS, reference_tokens
 
 FIRST_TOKENS = 48  # of the fixed prompt's 64; the others are a second document, which must not see them
 TEMPERATURES = 1.0, 0.7
 
 EXACT_LIMIT = 1e-4
-"""Of any token, in float32: right kernels differ by up to 4e-6."""
+"""Of any token, in float32: right kernels differ by up to 9e-6."""
 
 ROUNDED_LIMIT = 0.05
 """Of a document's median token, in bfloat16, by the standard deviation of the tokens' log-probabilities, to which rounding
@@ -40,7 +41,7 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
         computed: The dtype that the policy computes in.
 
     Raises:
-        UserError: they differ by more than two right computations do.
+        UserError: they differ by more than two right computations do, or one of them fails.
     """
     started, lm, sizes = time.perf_counter(), policy.lm, (FIRST_TOKENS, REFERENCE_TOKENS - FIRST_TOKENS)
     tokens = np.array(reference_tokens(lm.config.get_text_config().vocab_size))
@@ -57,6 +58,11 @@ def check_policy(policy: Policy, name: str, world: World, computed: torch.dtype)
             lm.set_experts_implementation("eager")
             alone = batch.input_ids[:REFERENCE_TOKENS].split(sizes)
             logits_LV = torch.cat([policy.own_logits(ids_T)[:-1].float() for ids_T in alone])
+        except UserError:
+            raise
+        except Exception as error:  # whatever the model's code raises
+            reason = f"the forward of {type(lm).__name__} fails on packed documents or alone: {one_line(error)}"
+            raise UserError(f"model {name} cannot be trained: {reason}") from error
         finally:
             lm.set_attn_implementation(attention.NAME)
             lm.set_experts_implementation(experts)

@@ -80,3 +80,14 @@ def test_wrong_policies_are_refused(
         check_policy(policy, "m", world, getattr(torch, dtype))
     assert "\n" not in str(caught.value)
     assert policy.lm.config._attn_implementation == attention.NAME
+
+
+def test_a_forward_that_fails_is_refused(
+    world: World, tied_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: what the model's code raises on packed documents is one line with the architecture, before training."""
+    policy = make_policy(tied_model)
+    monkeypatch.setattr(policy.lm.model.norm, "forward", lambda hidden: hidden @ hidden)
+    with pytest.raises(UserError, match="model m cannot be trained: the forward of Qwen3ForCausalLM fails") as caught:
+        check_policy(policy, "m", world, torch.float32)
+    assert "\n" not in str(caught.value)
